@@ -1,0 +1,120 @@
+"""How a contradiction in a configuration is reported.
+
+Every complaint is a `ValueError` of one form, `Class.field = value: what is wrong; valid: what would be
+accepted`, so that a message can be acted on without reading this source, and matched by a program.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+_LONGEST_VALUE = 120
+
+
+class ConfigurationError(ValueError):
+    """A field that contradicts itself or another one; catch it as the `ValueError` that it is."""
+
+
+def fail(config: Any, field: str, value: Any, problem: str, valid: str) -> NoReturn:
+    """Raise the error for one field.
+
+    Args:
+        config: The configuration or its class.
+        field: Name of the field, with an index or key in brackets where the fault lies inside it.
+        value: What the field holds.
+        problem: What is wrong with it.
+        valid: What would be accepted.
+    """
+    owner = config.__name__ if isinstance(config, type) else type(config).__name__
+    shown = repr(value)
+    if len(shown) > _LONGEST_VALUE:
+        shown = f"{shown[:_LONGEST_VALUE]}…"
+    raise ConfigurationError(f"{owner}.{field} = {shown}: {problem}; valid: {valid}")
+
+
+def enumerate_words(words: Iterable[Any], last: str = "or") -> str:
+    """Join words as a sentence does: `1, 2, 3 or 6`."""
+    words = [str(word) for word in words]
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Demand that every named field that is set is at least 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            fail(config, name, value, "must be positive", "an integer of at least 1")
+
+
+def check_not_negative(config: Any, *names: str) -> None:
+    """Demand that every named field that is set is at least 0 (and a number: NaN fails)."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= 0:
+            fail(config, name, value, "must not be negative", "a number of at least 0")
+
+
+def check_probability(config: Any, *names: str) -> None:
+    """Demand that every named field that is set lies in [0, 1): a dropout of 1 would leave nothing."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 1:
+            fail(config, name, value, "out of range", "a number from 0 up to, not including, 1")
+
+
+def check_heads(config: Any) -> None:
+    """Demand that every key/value head serves the same number of query heads."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        problem = f"must divide num_attention_heads = {heads}"
+        fail(config, "num_key_value_heads", kv_heads, problem, enumerate_words(divisors))
+
+
+def derive_head_dim(config: Any) -> int:
+    """Derive the width of a head where the configuration gives none: the hidden size split evenly.
+
+    Runs before the checks of the single fields, hence its own look at the divisor.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    check_positive(config, "hidden_size", "num_attention_heads")
+    if hidden % heads:
+        problem = f"must be a multiple of num_attention_heads = {heads} when head_dim is not given"
+        below = hidden // heads * heads
+        nearest = enumerate_words([n for n in (below, below + heads) if n > 0])
+        fail(config, "hidden_size", hidden, problem, f"{nearest}, or any size with head_dim set")
+    return hidden // heads
+
+
+def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
+    """Demand a rotary embedding that transformers knows and that fits the head.
+
+    Args:
+        config: A configuration with `rope_parameters` and `head_dim`.
+        rotary_multiple: What the head's width must be a multiple of: 2 in a decoder (pairs of channels), 4
+            for patches (pairs, half of them for each axis).
+    """
+    parameters = config.rope_parameters
+    rope_type = parameters.get("rope_type")
+    names = (re.fullmatch(r"_validate_(\w+)_rope_parameters", name) for name in dir(config))
+    # "axial" belongs to models that rotate by several coordinates at once.
+    known = sorted({match[1] for match in names if match} - {"axial"})
+    if rope_type not in known:
+        problem = "unknown kind of rotary scaling"
+        fail(config, "rope_parameters['rope_type']", rope_type, problem, enumerate_words(known))
+    theta = parameters.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not theta > 0:
+        valid = "a number above 0, such as 10000.0"
+        fail(config, "rope_parameters['rope_theta']", theta, "must be positive", valid)
+    if config.head_dim % rotary_multiple:
+        problem = "rotary embedding turns channels in pairs"
+        if rotary_multiple == 4:
+            problem += ", as many for the rows as for the columns"
+        fail(config, "head_dim", config.head_dim, problem, f"a multiple of {rotary_multiple}")
+    factor = parameters.get("partial_rotary_factor")
+    if rope_type != "proportional" and factor not in (None, 1, 1.0):
+        problem = "these models rotate the whole head"
+        valid = "1.0, or rope_type 'proportional'"
+        fail(config, "rope_parameters['partial_rotary_factor']", factor, problem, valid)

@@ -1,0 +1,371 @@
+"""Configurations of the two decoders, and what each of their layers is.
+
+`LlamoeDenseConfig` describes LLaMA 1 and 2 and whatever else has their shape; `LlamoeTextConfig` describes
+the mixture-of-experts decoder of Llama 4. Field names and defaults are those of transformers' `LlamaConfig`
+and `Llama4TextConfig`, so that a stock `config.json` is valid input; the fields that are ours default to the
+stock behaviour. Both are points of one space: the decoder reads a `LayerPlan` for each layer and never asks
+which family it is in.
+
+Sources: LLaMA (Touvron et al., 2023, arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Meta's reference
+implementation of Llama 4, Switch Transformer (Fedus et al., 2021, arXiv:2101.03961) for the load-balancing
+loss and the capacity factor, ST-MoE (Zoph et al., 2022, arXiv:2202.08906) for the z-loss.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ._base import LlamoeBaseConfig
+from ._checks import (
+    check_heads,
+    check_not_negative,
+    check_positive,
+    check_probability,
+    derive_head_dim,
+    enumerate_words,
+    fail,
+)
+
+LAYER_TYPES = ("full_attention", "chunked_attention")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one decoder layer is made of.
+
+    Attributes:
+        layer_idx: Position of the layer, from 0.
+        attention_type: "full_attention", or "chunked_attention" where a token sees its own chunk only.
+        use_rope: Whether queries and keys are rotated.
+        use_qk_norm: Whether rotated queries and keys are divided by their root mean square.
+        use_temperature_tuning: Whether queries are scaled up with their position.
+        is_moe: Whether the feed-forward is a mixture of experts.
+        intermediate_size: Inner width of the feed-forward; in a mixture, of each expert and of the shared
+            one.
+    """
+
+    layer_idx: int
+    attention_type: str
+    use_rope: bool
+    use_qk_norm: bool
+    use_temperature_tuning: bool
+    is_moe: bool
+    intermediate_size: int
+
+
+class _DecoderConfig(LlamoeBaseConfig):
+    """What the checks of both decoders share; the fields are declared by the subclasses."""
+
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    def layer_plan(self, layer_idx: int) -> LayerPlan:
+        """What layer `layer_idx` is made of."""
+        raise NotImplementedError
+
+    def _check_layer_idx(self, layer_idx: int) -> None:
+        if not 0 <= layer_idx < self.num_hidden_layers:
+            problem = f"no such layer among num_hidden_layers = {self.num_hidden_layers}"
+            fail(self, "layer_plan(layer_idx)", layer_idx, problem, f"0 to {self.num_hidden_layers - 1}")
+
+    def _fill_heads(self) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = derive_head_dim(self)
+        kinds = [key for key in self.rope_parameters or () if key in LAYER_TYPES]
+        if kinds:
+            problem = "one rotary embedding serves all layers"
+            valid = f"the keys of {kinds[0]!r} at the top level"
+            fail(self, "rope_parameters", self.rope_parameters, problem, valid)
+
+    def _check_decoder(self) -> None:
+        check_positive(
+            self,
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        )
+        check_heads(self)
+        check_probability(self, "attention_dropout")
+        check_not_negative(self, "initializer_range", "rms_norm_eps")
+
+    def _rotary_multiple(self) -> int:
+        return 2
+
+
+class LlamoeDenseConfig(_DecoderConfig):
+    """LLaMA 1, LLaMA 2, Llama 3 and other decoders of their shape: every layer the same, no experts.
+
+    Fields of transformers' `LlamaConfig`, same names and defaults:
+        vocab_size: Rows of the embedding.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Inner width of the feed-forward.
+        num_hidden_layers, num_attention_heads: Layers; query heads of each.
+        num_key_value_heads: Key/value heads; None means one per query head, 1 is multi-query attention.
+        head_dim: Width of a head; None means `hidden_size / num_attention_heads`. Given, it frees
+            `hidden_size` from being a multiple of the heads, which stock demands all the same.
+        hidden_act: Activation of the gate, by transformers' name.
+        max_position_embeddings: Longest context in tokens.
+        initializer_range: Standard deviation of fresh weights.
+        rms_norm_eps: Added to the mean square in every norm.
+        use_cache: Whether generation keeps keys and values.
+        pad_token_id, bos_token_id, eos_token_id: Special tokens.
+        pretraining_tp: Kept for old files; without effect.
+        tie_word_embeddings: Whether the output head is the embedding.
+        rope_parameters: `rope_type`, `rope_theta` and what that type of scaling needs. Old files'
+            `rope_theta` and `rope_scaling` are read into it.
+        attention_bias, mlp_bias: Whether those projections have biases.
+        attention_dropout: Probability of dropping an attention weight in training.
+
+    Fields of ours:
+        rope_interleave: Whether rotation pairs neighbouring channels (Meta's order) or channel i with i +
+            head_dim / 2 (the order of Hugging Face LLaMA files, whose q and k rows are permuted for it).
+    """
+
+    model_type = "llamoe_dense"
+    stock_model_type: ClassVar[str] = "llama"
+    feed_forward_name: ClassVar[str] = "mlp"
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    pretraining_tp: int | None = 1
+    tie_word_embeddings: bool = False
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float | None = 0.0
+    mlp_bias: bool = False
+    head_dim: int | None = None
+
+    rope_interleave: bool = False
+
+    def __post_init__(self, **kwargs):
+        """Fill the fields that follow from others."""
+        self._fill_heads()
+        super().__post_init__(**kwargs)
+
+    def layer_plan(self, layer_idx: int) -> LayerPlan:
+        """What layer `layer_idx` is made of: the same for all."""
+        self._check_layer_idx(layer_idx)
+        return LayerPlan(
+            layer_idx=layer_idx,
+            attention_type="full_attention",
+            use_rope=True,
+            use_qk_norm=False,
+            use_temperature_tuning=False,
+            is_moe=False,
+            intermediate_size=self.intermediate_size,
+        )
+
+    def validate_architecture(self) -> None:
+        """Check sizes and heads."""
+        self._check_decoder()
+
+
+class LlamoeTextConfig(_DecoderConfig):
+    """The decoder of Llama 4: dense and mixture layers, rotary and position-free layers, chunked attention.
+
+    Fields of transformers' `Llama4TextConfig`, same names and defaults; those not named here are as in
+    `LlamoeDenseConfig`:
+        intermediate_size: Inner width of each expert and of the shared expert.
+        intermediate_size_mlp: Inner width of a dense layer's feed-forward.
+        head_dim: Width of a head, 128 whatever the hidden size; None means `hidden_size /
+            num_attention_heads`.
+        num_experts_per_tok: Experts that a token is sent to, besides the shared one.
+        num_local_experts: Experts in a mixture (also readable as `num_experts`).
+        moe_layers: Indices of the mixture layers; None means every `interleave_moe_layer_step`-th, [] means
+            none.
+        interleave_moe_layer_step: Distance between mixture layers.
+        use_qk_norm: Whether the rotary layers normalise queries and keys.
+        output_router_logits: Whether the outputs hold router logits, and the loss the load-balancing term.
+        router_aux_loss_coef: Weight of the load-balancing loss.
+        router_jitter_noise: Half-width of the uniform noise that multiplies the router's input in training.
+        no_rope_layers: For each layer 1 where it rotates, 0 where not (the name says the opposite, as in
+            stock). None or empty means one without rotation every `no_rope_layer_interval`. Entries past the
+            last layer are cut.
+        no_rope_layer_interval: Distance between position-free layers; None or 0 means that every layer
+            rotates.
+        attention_chunk_size: Tokens in an attention chunk; None (or 0) switches chunks off, also where
+            `layer_types` asks for them.
+        layer_types: "full_attention" or "chunked_attention" for each layer; None means chunked where it
+            rotates.
+        attn_temperature_tuning: Whether position-free layers scale queries with their position. The first
+            release wrote an integer here, which counts as a truth value.
+        floor_scale, attn_scale: Tokens until that scaling begins, and its strength.
+
+    Fields of ours:
+        rope_interleave: As in `LlamoeDenseConfig`; Llama 4 keeps Meta's order.
+        mlp_bias: Whether the dense feed-forward has biases.
+        router_z_loss_coef: Weight of the mean squared log-sum-exp of the router logits; 0 is off.
+        router_dropout: Probability of dropping a router logit in training.
+        expert_capacity_factor: In training an expert takes at most this times its fair share of the tokens;
+            None is no limit.
+        output_expert_load: Whether the outputs count the tokens that each expert took.
+    """
+
+    model_type = "llamoe_text"
+    stock_model_type: ClassVar[str] = "llama4_text"
+    base_config_key: ClassVar[str] = "text_config"
+    attribute_map: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
+    feed_forward_name: ClassVar[str] = "feed_forward"
+    default_theta = 500000.0
+
+    vocab_size: int = 202048
+    hidden_size: int = 5120
+    intermediate_size: int = 8192
+    intermediate_size_mlp: int = 16384
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 40
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 131072
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-5
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    attention_dropout: float = 0.0
+    num_experts_per_tok: int = 1
+    num_local_experts: int = 16
+    moe_layers: list[int] | None = None
+    interleave_moe_layer_step: int = 1
+    use_qk_norm: bool = True
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+    router_jitter_noise: float = 0.0
+    rope_parameters: dict | None = None
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: int | None = 4
+    attention_chunk_size: int | None = 8192
+    layer_types: list[str] | None = None
+    attn_temperature_tuning: bool | int = True
+    floor_scale: int = 8192
+    attn_scale: float = 0.1
+    attention_bias: bool = False
+
+    rope_interleave: bool = True
+    mlp_bias: bool = False
+    router_z_loss_coef: float = 0.0
+    router_dropout: float = 0.0
+    expert_capacity_factor: float | None = None
+    output_expert_load: bool = False
+
+    def __post_init__(self, **kwargs):
+        """Fill the fields that follow from others, each layer's among them."""
+        check_positive(self, "num_hidden_layers", "interleave_moe_layer_step")
+        check_not_negative(self, "no_rope_layer_interval", "attention_chunk_size")
+        self._fill_heads()
+        count, step = self.num_hidden_layers, self.interleave_moe_layer_step
+        if self.no_rope_layers:
+            self.no_rope_layers = self.no_rope_layers[:count]
+        else:
+            interval = self.no_rope_layer_interval
+            self.no_rope_layers = [int(not interval or (idx + 1) % interval != 0) for idx in range(count)]
+        if self.moe_layers is None:
+            self.moe_layers = list(range(step - 1, count, step))
+        if self.layer_types is None:
+            self.layer_types = [
+                "chunked_attention" if rope else "full_attention" for rope in self.no_rope_layers
+            ]
+        self._check_layer_lists()
+        self.attention_chunk_size = self.attention_chunk_size or None
+        if self.attention_chunk_size is None:
+            self.layer_types = ["full_attention"] * count
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+        """Apply overrides; fewer layers also shorten the lists that a saved configuration holds."""
+        data = super()._override(data, overrides)
+        count = overrides.get("num_hidden_layers")
+        if isinstance(count, int):
+            for name in {"layer_types", "no_rope_layers"} - overrides.keys():
+                data[name] = data[name][:count] if data.get(name) else None
+            if "moe_layers" not in overrides and data.get("moe_layers"):
+                data["moe_layers"] = [idx for idx in data["moe_layers"] if idx < count]
+        return data
+
+    def layer_plan(self, layer_idx: int) -> LayerPlan:
+        """What layer `layer_idx` is made of."""
+        self._check_layer_idx(layer_idx)
+        use_rope = bool(self.no_rope_layers[layer_idx])
+        is_moe = layer_idx in self.moe_layers
+        return LayerPlan(
+            layer_idx=layer_idx,
+            attention_type=self.layer_types[layer_idx],
+            use_rope=use_rope,
+            use_qk_norm=self.use_qk_norm and use_rope,
+            use_temperature_tuning=bool(self.attn_temperature_tuning) and not use_rope,
+            is_moe=is_moe,
+            intermediate_size=self.intermediate_size if is_moe else self.intermediate_size_mlp,
+        )
+
+    def validate_architecture(self) -> None:
+        """Check sizes, heads and the mixture."""
+        self._check_decoder()
+        check_positive(
+            self, "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "floor_scale"
+        )
+        if self.num_experts_per_tok > self.num_local_experts:
+            problem = f"more than num_local_experts = {self.num_local_experts}"
+            valid = f"1 to {self.num_local_experts}"
+            fail(self, "num_experts_per_tok", self.num_experts_per_tok, problem, valid)
+        check_probability(self, "router_dropout", "router_jitter_noise")
+        check_not_negative(self, "router_aux_loss_coef", "router_z_loss_coef", "attn_scale")
+        factor = self.expert_capacity_factor
+        if factor is not None and not factor > 0:
+            fail(
+                self,
+                "expert_capacity_factor",
+                factor,
+                "must be positive",
+                "a number above 0, or None for no limit",
+            )
+
+    def validate_layer_type(self) -> None:
+        """Check the lists that say what each layer is."""
+        self._check_layer_lists()
+        if not self.attention_chunk_size and "chunked_attention" in self.layer_types:
+            problem = "layer_types asks for chunked_attention"
+            valid = "the tokens of a chunk; or make all layer_types full_attention"
+            fail(self, "attention_chunk_size", self.attention_chunk_size, problem, valid)
+
+    def _check_layer_lists(self) -> None:
+        count = self.num_hidden_layers
+        for name in ("no_rope_layers", "layer_types"):
+            value = getattr(self, name)
+            if len(value) != count:
+                problem = f"has {len(value)} entries for num_hidden_layers = {count}"
+                fail(self, name, value, problem, f"a list of {count}, or None to derive it")
+        for idx, kind in enumerate(self.layer_types):
+            if kind not in LAYER_TYPES:
+                valid = enumerate_words(map(repr, LAYER_TYPES))
+                fail(self, f"layer_types[{idx}]", kind, "unknown kind of attention", valid)
+        for position, idx in enumerate(self.moe_layers):
+            name = f"moe_layers[{position}]"
+            if not 0 <= idx < count:
+                problem = f"no such layer among num_hidden_layers = {count}"
+                fail(self, name, idx, problem, f"0 to {count - 1}")
+            if idx in self.moe_layers[:position]:
+                fail(self, name, idx, "named twice", "each layer once")
+
+    def _rotary_multiple(self) -> int:
+        return 2 if any(self.no_rope_layers) else 0

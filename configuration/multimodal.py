@@ -1,0 +1,97 @@
+"""Configuration of the multimodal model: a vision tower, a projector and a text decoder.
+
+Field names and defaults are those of transformers' `Llama4Config`, so that a published `config.json` of Llama
+4 is valid input. Nested configurations are built here rather than by transformers, whose way of doing it
+changed within the range of releases that this package supports.
+"""
+
+from typing import ClassVar
+
+from transformers import PreTrainedConfig
+
+from ._base import LlamoeBaseConfig, as_dict
+from ._checks import fail
+from .decoder import LlamoeTextConfig
+from .vision import LlamoeVisionConfig
+
+
+class LlamoeConfig(LlamoeBaseConfig):
+    """Llama 4 as a whole.
+
+    Fields of transformers' `Llama4Config`, same names and defaults:
+        text_config: A `LlamoeTextConfig`, or what makes one: a dictionary or a stock configuration; None for
+            the defaults.
+        vision_config: The same for a `LlamoeVisionConfig`.
+        boi_token_index, eoi_token_index: Tokens around a picture (also readable as `boi_token_id`,
+            `eoi_token_id`).
+        image_token_index: The token that a picture's features replace (also readable as `image_token_id`).
+        tie_word_embeddings: As in stock, where the text configuration's field of the same name decides for
+            its head.
+    """
+
+    model_type = "llamoe"
+    stock_model_type: ClassVar[str] = "llama4"
+    attribute_map: ClassVar[dict[str, str]] = {
+        "image_token_id": "image_token_index",
+        "boi_token_id": "boi_token_index",
+        "eoi_token_id": "eoi_token_index",
+    }
+    sub_configs = {"text_config": LlamoeTextConfig, "vision_config": LlamoeVisionConfig}
+
+    vision_config: dict | PreTrainedConfig | None = None
+    text_config: dict | PreTrainedConfig | None = None
+    boi_token_index: int = 200080
+    eoi_token_index: int = 200081
+    image_token_index: int = 200092
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        """Fill in the nested configurations that were not given."""
+        for name in self.sub_configs:
+            if getattr(self, name) is None:
+                setattr(self, name, {})
+        super().__post_init__(**kwargs)
+
+    def __setattr__(self, name, value):
+        """Set an attribute; what makes a nested configuration becomes one."""
+        config_class = self.sub_configs.get(name)
+        if config_class is not None and value is not None and not isinstance(value, config_class):
+            value = config_class(**(as_dict(value) if isinstance(value, PreTrainedConfig) else value))
+        super().__setattr__(name, value)
+
+    @classmethod
+    def _from_stock(cls, data):
+        for name, config_class in cls.sub_configs.items():
+            if isinstance(data.get(name), dict):
+                data[name].setdefault("model_type", config_class.stock_model_type)
+        return data
+
+    def validate_architecture(self) -> None:
+        """Check the nested configurations, which may have changed since they were built."""
+        for name, config_class in self.sub_configs.items():
+            part = getattr(self, name)
+            if part is None:
+                fail(self, name, part, "a multimodal model has both parts", f"a {config_class.__name__}")
+            part.validate()
+
+    def check_multimodal(self) -> None:
+        """Check that tower, projector and decoder fit together; `ValueError` where they do not.
+
+        The class defaults do not, as in stock (a tower that ends with 4096 channels, a projector that reads
+        7680), so that this is no part of `validate`; a model's constructor calls it.
+        """
+        vision, text = self.vision_config, self.text_config
+        if not vision.use_adapter:
+            problem = "the projector reads what the adapter makes"
+            fail(self, "vision_config.use_adapter", False, problem, "True, or the tower by itself")
+        if vision.projector_output_dim != vision.vision_output_dim:
+            problem = f"differs from vision_config.projector_output_dim = {vision.projector_output_dim}"
+            valid = f"{vision.projector_output_dim} (or change both)"
+            fail(self, "vision_config.vision_output_dim", vision.vision_output_dim, problem, valid)
+        strategy = vision.vision_feature_select_strategy
+        if strategy != "default":
+            problem = "a class token has no place among image tokens"
+            fail(self, "vision_config.vision_feature_select_strategy", strategy, problem, "'default'")
+        if not 0 <= self.image_token_index < text.vocab_size:
+            problem = f"outside text_config.vocab_size = {text.vocab_size}"
+            fail(self, "image_token_index", self.image_token_index, problem, f"0 to {text.vocab_size - 1}")

@@ -1,0 +1,95 @@
+"""How many parameters a configuration stands for, from its fields alone.
+
+The count is that of the model that a checkpoint holds: a decoder with its output head, a tower with its
+adapter or CLIP head, or all of it with the projector. Norms of queries and keys have no weights, nor have
+rotary embeddings.
+"""
+
+from dataclasses import dataclass
+
+from ._base import LlamoeBaseConfig
+from .decoder import LlamoeDenseConfig, LlamoeTextConfig
+from .multimodal import LlamoeConfig
+from .vision import LlamoeVisionConfig
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of a model.
+
+    Attributes:
+        total: All of them; a tied output head counts once.
+        active: What one token goes through: `total` less the experts that were not chosen. Embeddings, output
+            head, router, shared expert and, in a multimodal model, tower and projector count in full. Llama
+            4's published "17B active" leaves the tower out: its decoder alone gives 17.2 (Scout) and 17.2
+            (Maverick) billion.
+    """
+
+    total: int
+    active: int
+
+    def __add__(self, other: "ParameterCount") -> "ParameterCount":
+        return ParameterCount(self.total + other.total, self.active + other.active)
+
+
+def count_parameters(config: LlamoeBaseConfig) -> ParameterCount:
+    """Count the parameters of the model that a configuration describes.
+
+    Args:
+        config: Any configuration of ours.
+
+    Returns:
+        The total and what is active for one token.
+    """
+    if isinstance(config, LlamoeConfig):
+        text, vision = config.text_config, config.vision_config
+        projector = vision.vision_output_dim * text.hidden_size
+        return _decoder(text) + _tower(vision) + ParameterCount(projector, projector)
+    if isinstance(config, LlamoeVisionConfig):
+        return _tower(config)
+    return _decoder(config)
+
+
+def _decoder(config: LlamoeDenseConfig | LlamoeTextConfig) -> ParameterCount:
+    hidden = config.hidden_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    attention = _linear(hidden, queries, config.attention_bias) + _linear(
+        queries, hidden, config.attention_bias
+    )
+    attention += 2 * _linear(hidden, keys, config.attention_bias)
+    shared = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2) + hidden
+    total = active = shared + config.num_hidden_layers * (attention + 2 * hidden)
+    for layer_idx in range(config.num_hidden_layers):
+        plan = config.layer_plan(layer_idx)
+        if plan.is_moe:
+            expert = 3 * hidden * plan.intermediate_size
+            always = expert + hidden * config.num_local_experts
+            total += always + expert * config.num_local_experts
+            active += always + expert * config.num_experts_per_tok
+        else:
+            feed_forward = 2 * _linear(hidden, plan.intermediate_size, config.mlp_bias)
+            feed_forward += _linear(plan.intermediate_size, hidden, config.mlp_bias)
+            total += feed_forward
+            active += feed_forward
+    return ParameterCount(total, active)
+
+
+def _tower(config: LlamoeVisionConfig) -> ParameterCount:
+    width, inner = config.hidden_size, config.intermediate_size
+    norm = 2 * width
+    layer = 4 * _linear(width, width, config.attention_bias) + 2 * norm
+    layer += _linear(width, inner, True) + _linear(inner, width, True)
+    total = config.num_channels * config.patch_size**2 * width + (config.num_patches + 2) * width
+    total += config.num_hidden_layers * layer + norm * (config.use_pre_layernorm + config.use_post_layernorm)
+    if config.projection_dim is not None:
+        total += width * config.projection_dim
+    if config.use_adapter:
+        bias = config.multi_modal_projector_bias
+        total += _linear(config.adapter_input_dim, config.projector_input_dim, bias)
+        total += _linear(config.projector_input_dim, config.projector_output_dim, bias)
+    return ParameterCount(total, total)
+
+
+def _linear(inputs: int, outputs: int, bias: bool) -> int:
+    return inputs * outputs + (outputs if bias else 0)

@@ -1,0 +1,193 @@
+"""Every published size, as data.
+
+Sources: the papers and `params.json` files of LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288) and Llama
+3 (arXiv:2407.21783); the published configurations of Llama 4 (pretrained releases; the instruction-tuned ones
+differ in `max_position_embeddings`, 10485760 for Scout and 1048576 for Maverick); open_clip's configurations
+of the MetaCLIP towers.
+
+MetaCLIP's activation belongs to the weights, not to the shape: QuickGELU in the first release and in MetaCLIP
+2's ViT-H at 224 pixels, GELU in the "altogether" ViT-H and the rest of MetaCLIP 2.
+"""
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ._base import READERS, LlamoeBaseConfig
+from ._checks import enumerate_words
+from .stock import CONFIG_CLASSES
+
+
+def _dense(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llamoe_dense",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        **more,
+    }
+
+
+def _llama_3(*shape: int, **more: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    tokens = {"vocab_size": 128256, "bos_token_id": 128000, "eos_token_id": 128001}
+    return _dense(
+        *shape,
+        **{"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_parameters": rope, **tokens, **more},
+    )
+
+
+def _llama_4(text: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model_type": "llamoe",
+        "boi_token_index": 200080,
+        "eoi_token_index": 200081,
+        "image_token_index": 200092,
+        "text_config": {
+            "vocab_size": 202048,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262144,
+            "num_experts_per_tok": 1,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "bos_token_id": 200000,
+            "eos_token_id": [200001, 200007, 200008],
+            "pad_token_id": 200018,
+            **text,
+        },
+        "vision_config": {
+            "hidden_size": 1408,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 16,
+            "intermediate_size": 5632,
+            "image_size": 336,
+            "patch_size": 14,
+            "vision_output_dim": 4096,
+            "projector_input_dim": 4096,
+            "projector_output_dim": 4096,
+            "pixel_shuffle_ratio": 0.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    }
+
+
+def _metaclip(size: str, act: str = "quick_gelu", image_size: int = 224) -> dict[str, Any]:
+    patch, layers, width, heads, inner, joint = {
+        "b32": (32, 12, 768, 12, 3072, 512),
+        "b16": (16, 12, 768, 12, 3072, 512),
+        "l14": (14, 24, 1024, 16, 4096, 768),
+        "h14": (14, 32, 1280, 16, 5120, 1024),
+        "g14": (14, 48, 1664, 16, 8192, 1280),
+    }[size]
+    return {
+        "model_type": "llamoe_vision",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": inner,
+        "image_size": image_size,
+        "patch_size": patch,
+        "hidden_act": act,
+        "norm_eps": 1e-5,
+        "use_rope": False,
+        "use_adapter": False,
+        "projection_dim": joint,
+        "vision_output_dim": width,
+    }
+
+
+_LLAMA_2 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+_LLAMA_31 = {
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+_SCOUT = {
+    "num_local_experts": 16,
+    "interleave_moe_layer_step": 1,
+    "use_qk_norm": True,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+_MAVERICK = {
+    "num_local_experts": 128,
+    "interleave_moe_layer_step": 2,
+    "use_qk_norm": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+
+# Name to model type and fields; read-only at the top, and `preset` copies.
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama-7b": _dense(4096, 32, 32, 32, 11008, rms_norm_eps=1e-6),
+        "llama-13b": _dense(5120, 40, 40, 40, 13824, rms_norm_eps=1e-6),
+        "llama-33b": _dense(6656, 60, 52, 52, 17920, rms_norm_eps=1e-6),
+        "llama-65b": _dense(8192, 80, 64, 64, 22016, rms_norm_eps=1e-5),
+        "llama-2-7b": _dense(4096, 32, 32, 32, 11008, **_LLAMA_2),
+        "llama-2-13b": _dense(5120, 40, 40, 40, 13824, **_LLAMA_2),
+        "llama-2-70b": _dense(8192, 80, 64, 8, 28672, **_LLAMA_2),
+        "llama-3-8b": _llama_3(4096, 32, 32, 8, 14336),
+        "llama-3-70b": _llama_3(8192, 80, 64, 8, 28672),
+        "llama-3.1-8b": _llama_3(4096, 32, 32, 8, 14336, **_LLAMA_31),
+        "llama-3.1-70b": _llama_3(8192, 80, 64, 8, 28672, **_LLAMA_31),
+        "llama-4-scout": _llama_4(_SCOUT),
+        "llama-4-maverick": _llama_4(_MAVERICK),
+        "metaclip-b32": _metaclip("b32"),
+        "metaclip-b16": _metaclip("b16"),
+        "metaclip-l14": _metaclip("l14"),
+        "metaclip-h14": _metaclip("h14"),
+        "metaclip-h14-altogether": _metaclip("h14", act="gelu"),
+        "metaclip-g14": _metaclip("g14"),
+        "metaclip-2-h14": _metaclip("h14"),
+        "metaclip-2-h14-378": _metaclip("h14", act="gelu", image_size=378),
+        "metaclip-2-g14": _metaclip("g14", act="gelu"),
+        "metaclip-2-g14-378": _metaclip("g14", act="gelu", image_size=378),
+    }
+)
+
+
+def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:
+    """The configuration of a published model.
+
+    Args:
+        name: One of `PRESETS`.
+        **overrides: Fields to change; a dictionary for `text_config` or `vision_config` changes fields inside
+            it.
+
+    Returns:
+        A fresh configuration.
+    """
+    if name not in PRESETS:
+        close = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"no preset is called {name!r}: {hint}valid: {', '.join(PRESETS)}")
+    config_class = CONFIG_CLASSES[READERS[PRESETS[name]["model_type"]]]
+    config, unknown = config_class.from_dict(dict(PRESETS[name]), return_unused_kwargs=True, **overrides)
+    if unknown:
+        raise ValueError(f"{config_class.__name__} has no field {enumerate_words(map(repr, unknown))}")
+    return config

@@ -1,0 +1,169 @@
+"""Stock configurations of transformers to ours and back.
+
+Reading needs no call: every configuration class here accepts a stock dictionary, folder or nested part.
+`from_stock` adds configuration objects and the choice of the class. `to_stock` writes what transformers, vLLM
+and llama.cpp read without this package, and refuses what they could not compute.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ._base import ARCHITECTURES, READERS, LlamoeBaseConfig, as_dict
+from ._checks import enumerate_words, fail
+from .decoder import LlamoeDenseConfig, LlamoeTextConfig
+from .multimodal import LlamoeConfig
+from .vision import STOCK_CONSTANTS, LlamoeVisionConfig
+
+CONFIG_CLASSES = {
+    config_class.__name__: config_class
+    for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig)
+}
+
+# Stock has one class for everything multimodal.
+_STOCK_ARCHITECTURES = {ours: stock for stock, ours in ARCHITECTURES.items()} | {
+    "LlamoeModel": "Llama4ForConditionalGeneration"
+}
+
+# Fields of ours that stock has no equivalent for: what they must be for stock to compute the same.
+_REQUIRED = {
+    LlamoeDenseConfig: {"rope_interleave": False},
+    LlamoeTextConfig: {"rope_interleave": True, "mlp_bias": False},
+    LlamoeVisionConfig: {
+        **STOCK_CONSTANTS,
+        "use_rope": True,
+        "use_pre_layernorm": True,
+        "use_post_layernorm": True,
+        "projection_dim": None,
+        "use_adapter": True,
+        "projector_final_act": True,
+        "attention_bias": True,
+    },
+    LlamoeConfig: {},
+}
+
+# Left out besides: fields of ours that change training or reporting only, and one that stock never declared.
+_DROPPED = {
+    LlamoeDenseConfig: (),
+    LlamoeTextConfig: (
+        "router_z_loss_coef",
+        "router_dropout",
+        "expert_capacity_factor",
+        "output_expert_load",
+    ),
+    LlamoeVisionConfig: ("vision_feature_layer",),
+    LlamoeConfig: (),
+}
+
+
+def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig:
+    """Our configuration for a stock one.
+
+    Args:
+        config: A configuration object or the content of a `config.json`, of model type llama, llama4,
+            llama4_text or llama4_vision_model. One that is ours already is returned as it is, or read, if a
+            dictionary.
+
+    Returns:
+        The configuration of ours that reads that model type.
+    """
+    if isinstance(config, LlamoeBaseConfig):
+        return config
+    data = as_dict(config) if isinstance(config, PreTrainedConfig) else dict(config)
+    model_type = data.get("model_type")
+    if model_type not in READERS:
+        given = "without a model_type" if model_type is None else f"of model_type {model_type!r}"
+        valid = enumerate_words(map(repr, READERS))
+        raise ValueError(f"a configuration {given} has no equivalent in llamoe; valid: {valid}")
+    return CONFIG_CLASSES[READERS[model_type]](**data)
+
+
+def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
+    """The stock equivalent of a configuration, as the content of a `config.json`.
+
+    Fields that change training or reporting only are dropped; attributes that are nobody's field, such as
+    `quantization_config`, are kept.
+
+    Args:
+        config: A configuration of ours.
+
+    Returns:
+        A dictionary that serialises to JSON, with stock model type and architectures throughout.
+    """
+    config.validate()
+    config_class = next(known for known in CONFIG_CLASSES.values() if isinstance(config, known))
+    for name, needed in _REQUIRED[config_class].items():
+        if (value := getattr(config, name)) != needed:
+            fail(
+                config,
+                name,
+                value,
+                f"transformers' {config.stock_model_type} cannot express it",
+                repr(needed),
+            )
+    unchanged = PreTrainedConfig().to_dict()
+    dropped = {"_name_or_path", *_REQUIRED[config_class]} - set(STOCK_CONSTANTS)
+    dropped.update(_DROPPED[config_class])
+    data = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in dropped
+        and (name == "transformers_version" or name not in unchanged or value != unchanged[name])
+    }
+    data["model_type"] = config.stock_model_type
+    if data.get("architectures"):
+        data["architectures"] = [_STOCK_ARCHITECTURES.get(name, name) for name in data["architectures"]]
+    _ADJUST[config_class](config, data)
+    return data
+
+
+def _adjust_dense(config: LlamoeDenseConfig, data: dict[str, Any]) -> None:
+    if config.hidden_size % config.num_attention_heads:
+        problem = "transformers' llama demands a multiple of num_attention_heads even where head_dim is given"
+        fail(
+            config, "hidden_size", config.hidden_size, problem, f"a multiple of {config.num_attention_heads}"
+        )
+
+
+def _adjust_text(config: LlamoeTextConfig, data: dict[str, Any]) -> None:
+    data["attn_temperature_tuning"] = bool(config.attn_temperature_tuning)
+    # Stock makes a chunked mask for every model, whether a layer uses it or not, and divides by the interval
+    # even where the layers are listed.
+    if config.attention_chunk_size is None:
+        data["attention_chunk_size"] = config.max_position_embeddings
+    if not config.no_rope_layer_interval:
+        data["no_rope_layer_interval"] = config.num_hidden_layers + 1
+
+
+def _adjust_vision(config: LlamoeVisionConfig, data: dict[str, Any]) -> None:
+    if config.intermediate_size != config.adapter_input_dim:
+        problem = (
+            "transformers' adapter reads as many channels as intermediate_size says, and gets another number"
+        )
+        fail(config, "intermediate_size", config.intermediate_size, problem, f"{config.adapter_input_dim}")
+    if config.projector_input_dim != config.projector_output_dim:
+        problem = (
+            f"transformers' adapter needs it equal to projector_output_dim = {config.projector_output_dim}"
+        )
+        fail(
+            config,
+            "projector_input_dim",
+            config.projector_input_dim,
+            problem,
+            f"{config.projector_output_dim}",
+        )
+
+
+def _adjust_multimodal(config: LlamoeConfig, data: dict[str, Any]) -> None:
+    for name in config.sub_configs:
+        data[name] = to_stock(getattr(config, name))
+        data[name].pop("transformers_version", None)
+
+
+_ADJUST = {
+    LlamoeDenseConfig: _adjust_dense,
+    LlamoeTextConfig: _adjust_text,
+    LlamoeVisionConfig: _adjust_vision,
+    LlamoeConfig: _adjust_multimodal,
+}

@@ -1,0 +1,217 @@
+"""Configuration of the vision tower: exactly Llama 4's, and with its switches exactly MetaCLIP's.
+
+Field names and defaults are those of transformers' `Llama4VisionConfig`. Two things differ from it on
+purpose. Stock declares `hidden_act`, `norm_eps`, `multi_modal_projector_bias` and
+`vision_feature_select_strategy` but computes with GELU, 1e-5, no bias and "default" whatever they say; ours
+are honoured, so reading a stock configuration pins them to what stock computes. And stock takes the adapter's
+input width from `intermediate_size`, right only where that is `hidden_size / pixel_shuffle_ratio**2`; ours is
+derived.
+
+Sources: Meta's reference implementation of Llama 4; CLIP (Radford et al., 2021, arXiv:2103.00020); MetaCLIP
+(Xu et al., 2023, arXiv:2309.16671) and its configurations in open_clip.
+"""
+
+from typing import Any, ClassVar
+
+from ._base import LlamoeBaseConfig, logger
+from ._checks import check_not_negative, check_positive, check_probability, enumerate_words, fail
+
+FEATURE_STRATEGIES = ("default", "full")
+
+# What the stock tower computes with, whatever its configuration says.
+STOCK_CONSTANTS = {
+    "hidden_act": "gelu",
+    "norm_eps": 1e-5,
+    "multi_modal_projector_bias": False,
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
+}
+
+
+class LlamoeVisionConfig(LlamoeBaseConfig):
+    """A vision transformer with learned positions, optional 2-D rotary embedding and a pixel-shuffle adapter.
+
+    Fields of transformers' `Llama4VisionConfig`, same names and defaults:
+        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: Shape of the transformer.
+        hidden_act: Activation of the blocks by transformers' name; "gelu" in Llama 4, "quick_gelu" in most
+            MetaCLIP towers. The adapter keeps GELU.
+        num_channels, image_size, patch_size: Picture and patch, in pixels; square, an integer after
+            construction.
+        norm_eps: Added to the variance in every layer norm.
+        vision_output_dim: Width of what leaves the adapter.
+        vision_feature_select_strategy: "default" leaves the class token out, "full" keeps it (without adapter
+            only).
+        pixel_shuffle_ratio: The adapter merges squares of `1 / ratio` by `1 / ratio` patches into one token.
+        projector_input_dim, projector_output_dim: Inner and outer width of the adapter.
+        projector_dropout: Probability of dropping an inner channel of the adapter in training.
+        multi_modal_projector_bias: Whether the adapter has biases.
+        attention_dropout: Probability of dropping an attention weight in training.
+        initializer_range: Standard deviation of fresh weights.
+        rope_parameters: `rope_type` and `rope_theta` of the 2-D rotary embedding.
+
+    Fields of ours:
+        use_rope: Whether patches are rotated by their place in the grid.
+        use_pre_layernorm, use_post_layernorm: Norms before and after the blocks.
+        vision_feature_layer: Which hidden state leaves the tower, as an index into the embeddings followed by
+            the output of each block: -1 is the last block, -2 the one before.
+        projection_dim: Width of CLIP's joint space; None for a tower without that head.
+        use_adapter: Whether the adapter follows. Without it any grid is fine and the tower ends with its
+            tokens.
+        projector_final_act: Whether the adapter ends with the activation too.
+        attention_bias: Whether the attention's projections have biases.
+    """
+
+    model_type = "llamoe_vision"
+    stock_model_type: ClassVar[str] = "llama4_vision_model"
+    base_config_key: ClassVar[str] = "vision_config"
+
+    hidden_size: int = 768
+    hidden_act: str = "gelu"
+    num_hidden_layers: int = 34
+    num_attention_heads: int = 16
+    num_channels: int = 3
+    intermediate_size: int = 5632
+    vision_output_dim: int = 7680
+    image_size: int | list[int] | tuple[int, int] = 448
+    patch_size: int | list[int] | tuple[int, int] = 14
+    norm_eps: float = 1e-5
+    vision_feature_select_strategy: str = "default"
+    initializer_range: float = 0.02
+    pixel_shuffle_ratio: float = 0.5
+    projector_input_dim: int = 4096
+    projector_output_dim: int = 4096
+    multi_modal_projector_bias: bool = False
+    projector_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    rope_parameters: dict | None = None
+
+    use_rope: bool = True
+    use_pre_layernorm: bool = True
+    use_post_layernorm: bool = True
+    vision_feature_layer: int = -1
+    projection_dim: int | None = None
+    use_adapter: bool = True
+    projector_final_act: bool = True
+    attention_bias: bool = True
+
+    def __post_init__(self, **kwargs):
+        """Make square pairs integers."""
+        for name in ("image_size", "patch_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int):
+                if len(value) != 2 or value[0] != value[1]:
+                    fail(self, name, value, "must be square", "an integer, or a pair of equal ones")
+                setattr(self, name, value[0])
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
+        for name, computed in STOCK_CONSTANTS.items():
+            if data.get(name, computed) != computed:
+                logger.warning(
+                    f"{name} = {data[name]!r} of this Llama 4 vision configuration is set to {computed!r}: "
+                    f"transformers ignores the field, so that is what its weights were run with."
+                )
+                data[name] = computed
+        return data
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def grid_size(self) -> int:
+        """Patches along a side of the picture."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        """Patches in a picture; the tower has one position more, for the class token."""
+        return self.grid_size**2
+
+    @property
+    def shuffle_size(self) -> int:
+        """Patches along a side of the square that the adapter merges into one token."""
+        return round(1 / self.pixel_shuffle_ratio)
+
+    @property
+    def adapter_input_dim(self) -> int:
+        """Channels of a merged square of patches."""
+        return self.hidden_size * self.shuffle_size**2
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """Tokens that leave the tower for one picture or tile."""
+        if self.use_adapter:
+            return (self.grid_size // self.shuffle_size) ** 2
+        return self.num_patches + (self.vision_feature_select_strategy == "full")
+
+    def validate_architecture(self) -> None:
+        """Check sizes, heads, the grid and the adapter."""
+        check_positive(
+            self,
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_channels",
+            "intermediate_size",
+            "vision_output_dim",
+            "image_size",
+            "patch_size",
+            "projector_input_dim",
+            "projector_output_dim",
+            "projection_dim",
+        )
+        check_probability(self, "projector_dropout", "attention_dropout")
+        check_not_negative(self, "initializer_range", "norm_eps")
+        if self.hidden_size % self.num_attention_heads:
+            problem = f"must be a multiple of num_attention_heads = {self.num_attention_heads}"
+            below = self.hidden_size // self.num_attention_heads * self.num_attention_heads
+            nearest = [size for size in (below, below + self.num_attention_heads) if size]
+            fail(self, "hidden_size", self.hidden_size, problem, enumerate_words(nearest))
+        if self.image_size % self.patch_size:
+            problem = f"must be a multiple of patch_size = {self.patch_size}"
+            nearest = [n * self.patch_size for n in (self.grid_size, self.grid_size + 1) if n]
+            fail(self, "image_size", self.image_size, problem, enumerate_words(nearest))
+        count = self.num_hidden_layers
+        if not -count - 1 <= self.vision_feature_layer <= count:
+            problem = f"no such hidden state among num_hidden_layers + 1 = {count + 1}"
+            fail(self, "vision_feature_layer", self.vision_feature_layer, problem, f"{-count - 1} to {count}")
+        strategy = self.vision_feature_select_strategy
+        if strategy not in FEATURE_STRATEGIES:
+            valid = enumerate_words(map(repr, FEATURE_STRATEGIES))
+            fail(self, "vision_feature_select_strategy", strategy, "unknown strategy", valid)
+        if self.use_adapter:
+            self._check_adapter()
+
+    def _check_adapter(self) -> None:
+        ratio = self.pixel_shuffle_ratio
+        if not 0 < ratio <= 1 or abs(ratio * self.shuffle_size - 1) > 1e-6:
+            fail(
+                self, "pixel_shuffle_ratio", ratio, "must be one over an integer", "1.0, 0.5, 0.25 and so on"
+            )
+        if self.grid_size % self.shuffle_size:
+            side = self.shuffle_size * self.patch_size
+            nearest = [n * side for n in (self.image_size // side, self.image_size // side + 1) if n]
+            problem = (
+                f"its grid of {self.grid_size} by {self.grid_size} patches is not divided by the pixel "
+                f"shuffle, which merges {self.shuffle_size} by {self.shuffle_size}"
+            )
+            valid = f"{enumerate_words(nearest)} with patch_size = {self.patch_size}, or use_adapter = False"
+            fail(self, "image_size", self.image_size, problem, valid)
+        if self.vision_feature_select_strategy != "default":
+            problem = "the pixel shuffle has no place for the class token"
+            valid = "'default', or use_adapter = False"
+            fail(self, "vision_feature_select_strategy", self.vision_feature_select_strategy, problem, valid)
+
+    def _rotary_multiple(self) -> int:
+        return 4 if self.use_rope else 0
+
+    def validate_rope(self) -> None:
+        """Check the rotary embedding, which has no scaling: a grid does not grow as a text does."""
+        super().validate_rope()
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if self.use_rope and rope_type != "default":
+            problem = "the grid's rotary embedding has no scaling"
+            fail(self, "rope_parameters['rope_type']", rope_type, problem, "'default'")

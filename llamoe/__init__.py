@@ -1,0 +1,61 @@
+"""LLaMA 1, LLaMA 2 and Llama-4-style multimodal mixtures of experts for Hugging Face transformers.
+
+Importing this package registers its model types (`llamoe_dense`, `llamoe_text`, `llamoe_vision`, `llamoe`) with the
+Auto classes; transformers' own types stay as they are.
+"""
+
+import os as _os
+
+# In a checkout the library folders stand beside this package, in a wheel inside it. Appending the parent folder
+# makes both import as `llamoe.modeling` and so on.
+_here = _os.path.dirname(_os.path.abspath(__file__))
+if not _os.path.isdir(_os.path.join(_here, "modeling")):
+    __path__.append(_os.path.dirname(_here))
+
+from llamoe.modeling._compat import require_supported_transformers as _require  # noqa: E402
+
+_require()
+
+from llamoe.configuration import (  # noqa: E402
+    PRESETS,
+    LlamoeConfig,
+    LlamoeDenseConfig,
+    LlamoeTextConfig,
+    LlamoeVisionConfig,
+    count_parameters,
+    from_stock,
+    preset,
+    to_stock,
+)
+from llamoe.modeling.decoder import (  # noqa: E402
+    LlamoeDenseForCausalLM,
+    LlamoeDenseModel,
+    LlamoeForCausalLM,
+    LlamoeTextModel,
+)
+from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
+from llamoe.modeling.registration import register as _register  # noqa: E402
+from llamoe.modeling.vision import LlamoeVisionModel  # noqa: E402
+
+_register()
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "LlamoeConfig",
+    "LlamoeDenseConfig",
+    "LlamoeDenseForCausalLM",
+    "LlamoeDenseModel",
+    "LlamoeForCausalLM",
+    "LlamoeForConditionalGeneration",
+    "LlamoeModel",
+    "LlamoeTextConfig",
+    "LlamoeTextModel",
+    "LlamoeVisionConfig",
+    "LlamoeVisionModel",
+    "count_parameters",
+    "from_stock",
+    "preset",
+    "to_stock",
+]

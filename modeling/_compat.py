@@ -1,0 +1,47 @@
+"""Every branch on a library's version, and the few touches of transformers that are not public API.
+
+Supported: torch >= 2.11 and transformers >= 5.17, < 6. The rest of the library is written against what both
+ends of that range share.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+MIN_TRANSFORMERS = (5, 17)
+NEXT_TRANSFORMERS_MAJOR = 6
+
+
+def require_supported_transformers() -> None:
+    """Refuse a transformers that llamoe was not written for, before anything of it is used.
+
+    Raises:
+        ImportError: the installed transformers is absent, older than 5.17, or 6 and newer.
+    """
+    wanted = f"transformers>={MIN_TRANSFORMERS[0]}.{MIN_TRANSFORMERS[1]},<{NEXT_TRANSFORMERS_MAJOR}"
+    try:
+        import transformers
+
+        found = transformers.__version__
+    except ImportError:
+        found = _metadata_version("transformers")
+    release = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    if not MIN_TRANSFORMERS <= release < (NEXT_TRANSFORMERS_MAJOR,):
+        raise ImportError(
+            f'llamoe needs {wanted}, but transformers {found} is installed: pip install "{wanted}".'
+        )
+
+
+def _metadata_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(none)"
+
+
+def register_text_model_for_composite(auto_class: type, config_class: type, model_class: type) -> None:
+    """Make `auto_class` give a text-only model for a multimodal config.
+
+    `auto_class.register` insists that the model's own config class is the key, yet `from_pretrained` of the
+    auto classes knows the case (it swaps in the text config when the model's config class is
+    `config.sub_configs["text_config"]`): transformers maps `llama4` to `Llama4ForCausalLM` in the same way.
+    """
+    auto_class._model_mapping.register(config_class, model_class)

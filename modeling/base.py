@@ -1,0 +1,202 @@
+"""The base class of all our models: what transformers must know of them, loading and saving.
+
+transformers decides some features by looking for literal text in the file of a model's class
+(`ALL_ATTENTION_FUNCTIONS.get_interface(`, `@use_experts_implementation`). Our blocks stand in files of their own,
+so the two checks are answered here.
+"""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+
+from ..configuration import LlamoeConfig, from_stock
+from ..configuration.stock import to_stock
+from .masks import attention_masks
+from .moe import Experts, Router
+from .weights import check_fit, check_folder
+
+logger = logging.getLogger("llamoe")
+
+# Quantization methods whose transformers quantizers leave the stacked experts as they are. The others expect
+# experts of another layout or replace stock's class by its name.
+_QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "quanto", "torchao")
+
+
+class LlamoePreTrainedModel(PreTrainedModel):
+    """What every llamoe model shares."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _has_experts: ClassVar[bool] = False
+    # Beginnings of keys in a larger checkpoint of which this class is a part, and what they are here.
+    _checkpoint_prefixes: ClassVar[dict[str, str]] = {}
+    _has_stock_layout: ClassVar[bool] = True
+
+    @classmethod
+    def resolve_config(cls, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Give the config that this class works with.
+
+        Args:
+            config: this class's own, the stock one of the same architecture, or a multimodal one (ours or stock)
+                of which this class is a part.
+
+        Raises:
+            ValueError: a config of another model type.
+        """
+        wanted = cls.config_class
+        if isinstance(config, wanted):
+            return config
+        if not isinstance(config, PreTrainedConfig):
+            raise ValueError(
+                f"{cls.__name__} needs a {wanted.__name__}, not a {type(config).__name__}. To load a checkpoint "
+                f"use {cls.__name__}.from_pretrained(folder)."
+            )
+        converted = from_stock(config)
+        if isinstance(converted, LlamoeConfig) and wanted.base_config_key in LlamoeConfig.sub_configs:
+            converted = getattr(converted, wanted.base_config_key)
+        if not isinstance(converted, wanted):
+            raise ValueError(
+                f"{cls.__name__} needs a {wanted.__name__}, but got a {type(config).__name__} "
+                f"(model type {config.model_type!r})."
+            )
+        return converted
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls._has_experts
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: PreTrainedConfig,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Any,
+        position_ids: torch.Tensor | None = None,
+        **_,
+    ) -> dict[str, Any]:
+        """Prepare the masks outside of a compiled forward pass; `generate` calls this."""
+        text_config = config.get_text_config(decoder=True)
+        return attention_masks(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
+
+    @torch.no_grad()
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Experts):
+            std = self.config.get_text_config().initializer_range
+            init.normal_(module.gate_up_proj, mean=0.0, std=std)
+            init.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, Router):
+            init.normal_(module.weight, mean=0.0, std=self.config.get_text_config().initializer_range)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+        """Load a checkpoint, ours or stock, as `PreTrainedModel.from_pretrained` does.
+
+        A local folder's files are checked first, from their headers.
+
+        Raises:
+            ValueError: a config of another model type, a damaged or missing file (`CheckpointError`, also an
+                `OSError`), weights that do not fit the config, or a quantization that the model cannot take.
+        """
+        if isinstance(kwargs.get("config"), PreTrainedConfig):
+            kwargs["config"] = cls.resolve_config(kwargs["config"])
+            cls._check_quantization(kwargs["config"], kwargs.get("quantization_config"))
+        if pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
+            check_folder(
+                pretrained_model_name_or_path, kwargs.get("subfolder") or "", variant=kwargs.get("variant")
+            )
+        result = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        model._log_backends()
+        return result
+
+    @classmethod
+    def _from_config(cls, config, **kwargs):
+        model = super()._from_config(cls.resolve_config(config), **kwargs)
+        model._log_backends()
+        return model
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        # Here the empty model and the list of its files, downloaded or local, are known for the first time.
+        if state_dict is None and checkpoint_files:
+            expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+            quantized = getattr(load_config, "hf_quantizer", None) is not None
+            if not getattr(load_config, "ignore_mismatched_sizes", False):
+                check_fit(checkpoint_files, expected, model._checkpoint_prefixes, quantized)
+        return PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, load_config, *args, **kwargs
+        )
+
+    @classmethod
+    def _check_quantization(cls, config: PreTrainedConfig, requested: Any = None) -> None:
+        quantization = requested or getattr(config, "quantization_config", None)
+        text_config = config.get_text_config()
+        if quantization is None or not getattr(text_config, "moe_layers", None):
+            return
+        method = getattr(quantization, "quant_method", None) or (
+            quantization.get("quant_method") if isinstance(quantization, dict) else None
+        )
+        method = getattr(method, "value", method)
+        if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
+            raise ValueError(
+                f"{cls.__name__} cannot load a mixture quantized with {method!r}: its experts are stored in a "
+                "layout that transformers reads only into its own Llama 4 classes. Supported here: "
+                f"{', '.join(_QUANTIZERS_FOR_MIXTURES)} (experts stay in 16 bit). Load the unquantized checkpoint."
+            )
+
+    def _log_backends(self) -> None:
+        text_config = self.config.get_text_config()
+        message = f"{type(self).__name__}: attention {text_config._attn_implementation}"
+        experts = next((module for module in self.modules() if isinstance(module, Experts)), None)
+        if experts is not None:
+            implementation = text_config._experts_implementation
+            if implementation == "grouped_mm" and not experts.fits_grouped_mm():
+                implementation = "eager (grouped_mm does not take these sizes and dtype)"
+            message += f", experts {implementation}"
+        logger.info(message)
+
+    def save_pretrained(self, save_directory, *args, layout: str = "llamoe", **kwargs):
+        """Save as `PreTrainedModel.save_pretrained` does; the weights' keys are stock keys in either layout.
+
+        Args:
+            save_directory: the folder.
+            *args: of `PreTrainedModel.save_pretrained`.
+            layout: "llamoe" writes our model type to config.json. "stock" writes transformers' (`llama`,
+                `llama4`, `llama4_text`), so that transformers, vLLM or llama.cpp read the folder without llamoe.
+            **kwargs: of `PreTrainedModel.save_pretrained`.
+
+        Raises:
+            ValueError: an unknown layout, or a config that stock cannot express; nothing is written then.
+        """
+        if layout not in ("llamoe", "stock"):
+            raise ValueError(f"save_pretrained(layout={layout!r}): valid layouts are 'llamoe' and 'stock'.")
+        if layout == "stock":
+            if not self._has_stock_layout:
+                raise ValueError(
+                    f"{type(self).__name__} has no counterpart in transformers: save the model with a head."
+                )
+            to_stock(self.config)  # raises before anything is written
+        kwargs.setdefault("save_original_format", False)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        config_file = Path(save_directory) / "config.json"
+        if layout == "stock" and config_file.exists():
+            content = json.dumps(to_stock(self.config), indent=2, sort_keys=True) + "\n"
+            unfinished = config_file.with_suffix(".json.tmp")
+            unfinished.write_text(content, encoding="utf-8")
+            unfinished.replace(config_file)

@@ -1,0 +1,327 @@
+"""The decoder of both families: LLaMA 1 and 2 (`LlamoeDense…`) and Llama 4 (`Llamoe…`).
+
+LLaMA 2 is a point of Llama 4's configuration space: no mixture layers, no position-free layers, no q/k norm, no
+chunks. One `DecoderLayer` serves both; what differs is data (`config.layer_plan`). Keys are stock keys, which is
+why the feed-forward has the family's stock name, `mlp` or `feed_forward`.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
+from .attention import Attention
+from .base import LlamoePreTrainedModel
+from .feed_forward import FeedForward
+from .losses import expert_load, load_balancing_loss, router_z_loss
+from .masks import attention_masks, positions_from_padding
+from .moe import MixtureOfExperts, Router
+from .normalization import RMSNorm
+from .rotary import RotaryEmbedding
+
+
+class DecoderLayer(GradientCheckpointingLayer):
+    """Pre-norm residual layer: attention, then a dense feed-forward or a mixture of experts."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__()
+        plan = config.layer_plan(layer_idx)
+        self.attention_type = plan.attention_type
+        self.feed_forward_name = config.feed_forward_name
+        self.self_attn = Attention(config, layer_idx)
+        feed_forward = (
+            MixtureOfExperts(config)
+            if plan.is_moe
+            else FeedForward(config.hidden_size, plan.intermediate_size, config.hidden_act, bias=config.mlp_bias)
+        )
+        self.add_module(self.feed_forward_name, feed_forward)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """Map `[B, T, hidden_size]` to the same shape; the other arguments are those of `Attention`."""
+        attended, _ = self.self_attn(
+            self.input_layernorm(hidden_states),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        hidden_states = hidden_states + attended
+        feed_forward = getattr(self, self.feed_forward_name)
+        return hidden_states + feed_forward(self.post_attention_layernorm(hidden_states))
+
+
+class DecoderModel(LlamoePreTrainedModel):
+    """Embedding, layers and final norm: what the base models of the two families have in common."""
+
+    config: LlamoeDenseConfig | LlamoeTextConfig
+    input_modalities = ("text",)
+    _no_split_modules = ["DecoderLayer"]
+
+    def __init__(self, config: PreTrainedConfig):
+        config = self.resolve_config(config)
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(DecoderLayer(config, idx) for idx in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MoeModelOutputWithPast:
+        """Run the decoder.
+
+        Args:
+            input_ids: `[B, T]` integers; either these or `inputs_embeds`.
+            attention_mask: `[B, past + T]`, zeros on padding (left or right); or a ready 4-D mask, or a dict of them
+                by attention type.
+            position_ids: `[B or 1, T]`. Rotation, temperature and chunk borders follow from them. Left out, each
+                row is numbered from its first real token; rows in which they restart are packed sequences.
+            past_key_values: keys and values of earlier tokens; added to.
+            inputs_embeds: `[B, T, hidden_size]` instead of `input_ids`.
+            use_cache: whether to make a cache when none is given.
+            **kwargs: `output_hidden_states`, `output_attentions` (needs `eager`), `output_router_logits`, and what
+                the attention implementation takes.
+
+        Returns:
+            `last_hidden_state` `[B, T, hidden_size]`, and what was asked for; `router_logits` is one `[B * T, E]` a
+            mixture layer.
+
+        Raises:
+            ValueError: both or none of `input_ids` and `inputs_embeds`, or one of the wrong shape or dtype.
+        """
+        _check_inputs(self.config, input_ids, inputs_embeds)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+
+        mask_mapping = attention_masks(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        if position_ids is None:
+            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = positions_from_padding(
+                attention_mask, inputs_embeds.shape[1], past_length, inputs_embeds.device
+            )
+        hidden_states = inputs_embeds
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=mask_mapping[layer.attention_type],
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        return MoeModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+        )
+
+
+def _check_inputs(
+    config: PreTrainedConfig, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
+) -> None:
+    if (input_ids is None) == (inputs_embeds is None):
+        given = "neither" if input_ids is None else "both"
+        raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {given}.")
+    if input_ids is not None and (input_ids.ndim != 2 or input_ids.is_floating_point()):
+        raise ValueError(
+            f"input_ids should be integers of shape [batch, tokens]; got {input_ids.dtype} of shape "
+            f"{list(input_ids.shape)}."
+        )
+    if inputs_embeds is not None and (inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != config.hidden_size):
+        raise ValueError(
+            f"inputs_embeds should have shape [batch, tokens, {config.hidden_size}]; got "
+            f"{list(inputs_embeds.shape)}."
+        )
+
+
+class LlamoeDenseModel(DecoderModel):
+    """LLaMA 1 or 2 without a head."""
+
+    config: LlamoeDenseConfig
+    _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": Attention}
+
+
+class LlamoeTextModel(DecoderModel):
+    """Llama 4's decoder without a head."""
+
+    config: LlamoeTextConfig
+    _has_experts = True
+    _can_record_outputs = {
+        "hidden_states": DecoderLayer,
+        "attentions": Attention,
+        "router_logits": OutputRecorder(Router, index=0),
+    }
+
+
+@dataclass
+class LlamoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
+    """Output of a language model head.
+
+    Attributes:
+        loss: scalar, when `labels` were given; includes the router losses that the config asks for.
+        aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
+        logits: `[B, T, vocab_size]`, or of the last tokens only (`logits_to_keep`).
+        router_logits: one `[B * T, E]` a mixture layer, with `output_router_logits`.
+        expert_load: `[mixture layers, E]` int64, tokens that chose each expert, with `output_expert_load`.
+    """
+
+    expert_load: torch.LongTensor | None = None
+
+
+class CausalLM(LlamoePreTrainedModel):
+    """A decoder with a language model head: what the two families' classes have in common."""
+
+    config: LlamoeDenseConfig | LlamoeTextConfig
+    input_modalities = ("text",)
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _model_class: ClassVar[type[DecoderModel]]
+
+    def __init__(self, config: PreTrainedConfig):
+        config = self.resolve_config(config)
+        super().__init__(config)
+        self.model = self._model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        output_expert_load: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LlamoeCausalLMOutputWithPast:
+        """Predict the next token of every position.
+
+        Args:
+            input_ids: as in `DecoderModel.forward`, like all arguments that are not named here.
+            attention_mask: see there.
+            position_ids: see there.
+            past_key_values: see there.
+            inputs_embeds: see there.
+            labels: `[B, T]`, -100 where no loss is wanted; shifted inside.
+            use_cache: see there.
+            output_router_logits: return `router_logits` and `aux_loss`, and add
+                `router_aux_loss_coef * aux_loss` to the loss.
+            output_expert_load: return `expert_load`.
+            logits_to_keep: compute the logits of the last that many tokens (0: of all), or of these indices.
+            **kwargs: see there.
+        """
+        balance = self._option("output_router_logits", output_router_logits)
+        count = self._option("output_expert_load", output_expert_load)
+        z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
+        if self._has_experts:
+            kwargs["output_router_logits"] = bool(balance or count or z_loss_coef)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, kept] if not _keeps_all(logits_to_keep) else hidden_states)
+
+        loss = aux_loss = load = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+        if router_logits := outputs.get("router_logits"):
+            top_k = self.config.num_experts_per_tok
+            token_mask = _mask_of_new_tokens(attention_mask, hidden_states.shape[1])
+            if balance:
+                aux_loss = load_balancing_loss(router_logits, top_k, token_mask)
+            if count:
+                load = expert_load(router_logits, top_k, token_mask)
+            if loss is not None and aux_loss is not None:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+            if loss is not None and z_loss_coef:
+                loss = loss + z_loss_coef * router_z_loss(router_logits, token_mask).to(loss.device)
+        return LlamoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=router_logits if balance else None,
+            expert_load=load,
+        )
+
+    def _option(self, name: str, given: bool | None) -> bool:
+        return bool(getattr(self.config, name, False) if given is None else given)
+
+
+def _keeps_all(logits_to_keep: int | torch.Tensor) -> bool:
+    return isinstance(logits_to_keep, int) and logits_to_keep == 0
+
+
+def _mask_of_new_tokens(attention_mask: object, num_tokens: int) -> torch.Tensor | None:
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        return attention_mask[:, -num_tokens:]
+    return None
+
+
+class LlamoeDenseForCausalLM(CausalLM, GenerationMixin):
+    """LLaMA 1 or 2 with its language model head; reads folders of transformers' `LlamaForCausalLM`."""
+
+    config: LlamoeDenseConfig
+    _model_class = LlamoeDenseModel
+
+
+class LlamoeForCausalLM(CausalLM, GenerationMixin):
+    """Llama 4's decoder with its language model head.
+
+    Reads folders of transformers' `Llama4ForCausalLM`, and multimodal folders (as Scout and Maverick are
+    published), whose tower and projector it passes over.
+    """
+
+    config: LlamoeTextConfig
+    _model_class = LlamoeTextModel
+    _has_experts = True
+    _checkpoint_prefixes = {"language_model.": ""}
+    _keys_to_ignore_on_load_unexpected = [r"^vision_model\.", r"^multi_modal_projector\."]

@@ -1,0 +1,20 @@
+"""SwiGLU feed-forward (Shazeer 2020, arXiv 2002.05202): `down(act(gate(x)) * up(x))`."""
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+
+class FeedForward(nn.Module):
+    """The dense feed-forward of a layer, and the shared expert of a mixture."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str, bias: bool = False):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.act_fn = ACT2FN[hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Map `[..., hidden_size]` to the same shape."""
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))

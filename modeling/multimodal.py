@@ -1,0 +1,330 @@
+"""Llama 4 as a whole: tower, projector and decoder.
+
+Image features replace the embeddings of the `<|patch|>` tokens (early fusion) and are attended to causally, like
+text. The processor is transformers' `Llama4Processor`; one tile of 336 pixels is 144 such tokens.
+
+Stock keeps the whole language model, head included, as the child `language_model` and has no base model. Its keys
+are kept, in memory too, so the child `model` that transformers' tools look for is a property here: a view, a
+`LlamoeModel` over the very same modules that is not registered as a child.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationMixin, PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPooling, MoeModelOutputWithPast
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling
+
+from ..configuration import LlamoeConfig
+from .base import LlamoePreTrainedModel
+from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
+from .vision import LlamoeVisionModel
+
+
+class MultiModalProjector(nn.Module):
+    """One linear layer from the tower's width to the decoder's."""
+
+    def __init__(self, config: LlamoeConfig):
+        super().__init__()
+        width = config.vision_config.vision_output_dim
+        self.linear_1 = nn.Linear(width, config.text_config.hidden_size, bias=False)
+
+    def forward(self, image_features: torch.Tensor) -> torch.Tensor:
+        """Map `[..., vision_output_dim]` to `[..., hidden_size]`."""
+        return self.linear_1(image_features)
+
+
+@dataclass
+class LlamoeModelOutputWithPast(MoeModelOutputWithPast):
+    """Output of `LlamoeModel`.
+
+    Attributes:
+        image_hidden_states: what the tower gave, `[tiles, tokens_per_tile, vision_output_dim]`.
+    """
+
+    image_hidden_states: torch.FloatTensor | None = None
+
+
+@dataclass
+class LlamoeConditionalGenerationOutputWithPast(LlamoeCausalLMOutputWithPast):
+    """Output of `LlamoeForConditionalGeneration`: that of the language model head, and the image's part.
+
+    Attributes:
+        image_hidden_states: what the tower gave, `[tiles, tokens_per_tile, vision_output_dim]`.
+    """
+
+    image_hidden_states: torch.FloatTensor | None = None
+
+
+class MultimodalModel(LlamoePreTrainedModel):
+    """Tower and projector, and how their features come among the text's embeddings."""
+
+    config: LlamoeConfig
+    input_modalities = ("image", "text")
+    _no_split_modules = ["DecoderLayer", "VisionEncoderLayer"]
+    _has_experts = True
+    _text_class: ClassVar[type[LlamoePreTrainedModel]]
+
+    def __init__(self, config: PreTrainedConfig):
+        config = self.resolve_config(config)
+        config.check_multimodal()
+        super().__init__(config)
+        self.vision_model = LlamoeVisionModel(config.vision_config)
+        self.multi_modal_projector = MultiModalProjector(config)
+        self.language_model = self._text_class(config.text_config)
+        self.vocab_size = config.text_config.vocab_size
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Give the text embedding."""
+        return self.language_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the text embedding."""
+        self.language_model.set_input_embeddings(value)
+
+    def get_encoder(self, modality: str | None = None) -> nn.Module:
+        """Give the tower for modality "image"."""
+        return self.vision_model if modality == "image" else super().get_encoder(modality)
+
+    @can_return_tuple
+    def get_image_features(
+        self, pixel_values: torch.FloatTensor, **kwargs: Unpack[TransformersKwargs]
+    ) -> BaseModelOutputWithPooling:
+        """Encode and project tiles.
+
+        Args:
+            pixel_values: `[tiles, C, image_size, image_size]`.
+            **kwargs: `output_hidden_states`, `output_attentions` of the tower.
+
+        Returns:
+            the tower's output; its `pooler_output` holds the projected features, `[tiles, tokens_per_tile, hidden_size]`.
+        """
+        output = self.vision_model(pixel_values, **{**kwargs, "return_dict": True})
+        output.pooler_output = self.multi_modal_projector(output.last_hidden_state)
+        return output
+
+    def _merge(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        pixel_values: torch.Tensor | None,
+        encoder_outputs: dict[str, Any] | None,
+        is_first_pass: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Give the embeddings with image features in their places, and the tower's output."""
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "neither" if input_ids is None else "both"
+            raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {given}.")
+        images = (encoder_outputs or {}).get("image")
+        if images is not None and pixel_values is not None:
+            raise ValueError("Give pixel_values or mm_encoder_outputs['image'], not both.")
+        if pixel_values is not None:
+            images = self.get_image_features(pixel_values, return_dict=True)
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        if images is None:
+            if is_first_pass and input_ids is not None and not is_torchdynamo_compiling():
+                self._check_no_image_tokens(input_ids)
+            return inputs_embeds, None
+
+        features = images.pooler_output
+        features = torch.cat(list(features)) if isinstance(features, (list, tuple)) else features.flatten(0, 1)
+        if input_ids is not None:
+            is_image = input_ids == self.config.image_token_index
+        else:
+            token = torch.full((), self.config.image_token_index, dtype=torch.long, device=inputs_embeds.device)
+            is_image = (inputs_embeds == self.get_input_embeddings()(token)).all(-1)
+        if not is_torchdynamo_compiling() and int(is_image.sum()) != len(features):
+            raise ValueError(self._mismatch(int(is_image.sum()), len(features)))
+        features = features.to(inputs_embeds.device, inputs_embeds.dtype)
+        return inputs_embeds.masked_scatter(is_image[..., None].to(inputs_embeds.device), features), (
+            images.last_hidden_state
+        )
+
+    def _check_no_image_tokens(self, input_ids: torch.Tensor) -> None:
+        # Whole tiles only: a stray image token in a text is an odd text, not a forgotten picture.
+        num_tokens = int((input_ids == self.config.image_token_index).sum())
+        tokens_per_tile = self.config.vision_config.tokens_per_tile
+        if num_tokens and tokens_per_tile > 1 and num_tokens % tokens_per_tile == 0:
+            raise ValueError(self._mismatch(num_tokens, 0))
+
+    def _mismatch(self, num_tokens: int, num_features: int) -> str:
+        return (
+            f"Image features and image tokens do not match: {num_tokens} image tokens (id "
+            f"{self.config.image_token_index}) in the text, {num_features} image features. Each tile gives "
+            f"{self.config.vision_config.tokens_per_tile}: make input_ids and pixel_values with one call of the "
+            "processor, and do not truncate inside an image."
+        )
+
+    def _with_config_defaults(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        # The parts look into their own configs; what the multimodal config says holds for all of them.
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.get(name) is None:
+                kwargs.pop(name, None)
+                if getattr(self.config, name, False):
+                    kwargs[name] = True
+        return kwargs
+
+
+def _is_first_pass(past_key_values: Cache | None) -> bool:
+    if past_key_values is None:
+        return True
+    return not getattr(past_key_values, "is_compileable", False) and past_key_values.get_seq_length() == 0
+
+
+class LlamoeModel(MultimodalModel):
+    """Llama 4 without a head: tower, projector and decoder."""
+
+    _text_class = LlamoeTextModel
+    _checkpoint_prefixes = {"language_model.model.": "language_model."}
+    _keys_to_ignore_on_load_unexpected = [r"^language_model\.lm_head\."]
+    _has_stock_layout = False
+
+    @classmethod
+    def over(
+        cls, config: LlamoeConfig, tower: nn.Module, projector: nn.Module, text_model: nn.Module
+    ) -> "LlamoeModel":
+        """Make a view over modules that belong to another model; nothing is copied or initialized."""
+        view = cls.__new__(cls)
+        nn.Module.__init__(view)
+        view.config = config
+        view.name_or_path = config.name_or_path
+        view.vocab_size = config.text_config.vocab_size
+        view.vision_model, view.multi_modal_projector, view.language_model = tower, projector, text_model
+        return view
+
+    def get_decoder(self) -> nn.Module:
+        """Give the text model."""
+        return self.language_model
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        pixel_values: torch.FloatTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LlamoeModelOutputWithPast:
+        """Run tower and decoder; the arguments are those of `LlamoeForConditionalGeneration.forward`."""
+        inputs_embeds, image_hidden_states = self._merge(
+            input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, _is_first_pass(past_key_values)
+        )
+        outputs = self.language_model(
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **self._with_config_defaults(kwargs),
+        )
+        return LlamoeModelOutputWithPast(**outputs, image_hidden_states=image_hidden_states)
+
+
+class LlamoeForConditionalGeneration(MultimodalModel, GenerationMixin):
+    """Llama 4 with its language model head: images and text in, text out.
+
+    Reads folders of transformers' `Llama4ForConditionalGeneration`.
+    """
+
+    _text_class = LlamoeForCausalLM
+
+    @property
+    def model(self) -> LlamoeModel:
+        """The model without its head: a view over the same modules, made anew when one of them was replaced."""
+        parts = (self.vision_model, self.multi_modal_projector, self.language_model.model)
+        view = self.__dict__.get("_model_view")
+        if view is None or any(mine is not its for mine, its in zip(parts, view.children(), strict=True)):
+            view = LlamoeModel.over(self.config, *parts)
+            self.__dict__["_model_view"] = view  # past nn.Module, which would register it as a child
+        view.training = self.training
+        return view
+
+    def get_decoder(self) -> nn.Module:
+        """Give the text model without its head."""
+        return self.language_model.get_decoder()
+
+    def set_decoder(self, decoder: nn.Module) -> None:
+        """Replace the text model."""
+        self.language_model.set_decoder(decoder)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Give the language model head."""
+        return self.language_model.get_output_embeddings()
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Replace the language model head."""
+        self.language_model.set_output_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        pixel_values: torch.FloatTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LlamoeConditionalGenerationOutputWithPast:
+        """Predict the next token of every position of texts with images.
+
+        Args:
+            input_ids: `[B, T]` with one image token for every feature of every tile; either these or `inputs_embeds`.
+            pixel_values: `[tiles, C, image_size, image_size]`, the tiles of all images of all rows in the order in
+                which they stand in the text; None where no row has an image.
+            attention_mask: `[B, past + T]`, zeros on padding.
+            position_ids: `[B or 1, T]`, see `DecoderModel.forward`.
+            past_key_values: keys and values of earlier tokens.
+            inputs_embeds: `[B, T, hidden_size]`; places for images are known by the image token's own embedding.
+            labels: `[B, T]`, -100 where no loss is wanted.
+            use_cache: whether to make a cache.
+            logits_to_keep: compute the logits of the last that many tokens (0: of all).
+            mm_encoder_outputs: `{"image": get_image_features(...)}` instead of `pixel_values`.
+            **kwargs: those of `CausalLM.forward`, `output_router_logits` among them.
+
+        Raises:
+            ValueError: the numbers of image tokens and image features differ, or images of the wrong shape.
+        """
+        inputs_embeds, image_hidden_states = self._merge(
+            input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, _is_first_pass(past_key_values)
+        )
+        outputs = self.language_model(
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **self._with_config_defaults(kwargs),
+        )
+        return LlamoeConditionalGenerationOutputWithPast(**outputs, image_hidden_states=image_hidden_states)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.LongTensor,
+        *args,
+        pixel_values: torch.Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs,
+    ) -> dict[str, Any]:
+        """Prepare one step of `generate`: the images go in with the first pass only."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, *args, pixel_values=pixel_values, is_first_iteration=is_first_iteration, **kwargs
+        )
+        if not is_first_iteration and kwargs.get("use_cache", True):
+            inputs.pop("pixel_values", None)
+        return inputs

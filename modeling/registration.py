@@ -1,0 +1,38 @@
+"""Tell transformers' Auto classes of our model types. Stock types are left as they are."""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+)
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+
+from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ._compat import register_text_model_for_composite
+from .decoder import LlamoeDenseForCausalLM, LlamoeDenseModel, LlamoeForCausalLM, LlamoeTextModel
+from .multimodal import LlamoeForConditionalGeneration, LlamoeModel
+from .vision import LlamoeVisionModel
+
+_BASE_MODELS = (LlamoeDenseModel, LlamoeTextModel, LlamoeVisionModel, LlamoeModel)
+_PARTS_OF_LARGER_CHECKPOINTS = (LlamoeForCausalLM, LlamoeModel)
+
+
+def register() -> None:
+    """Register configs, models, the processor and the renamings; called once, when llamoe is imported."""
+    for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig):
+        AutoConfig.register(config_class.model_type, config_class)
+    for model_class in _BASE_MODELS:
+        AutoModel.register(model_class.config_class, model_class)
+    AutoModelForCausalLM.register(LlamoeDenseConfig, LlamoeDenseForCausalLM)
+    AutoModelForCausalLM.register(LlamoeTextConfig, LlamoeForCausalLM)
+    register_text_model_for_composite(AutoModelForCausalLM, LlamoeConfig, LlamoeForCausalLM)
+    AutoModelForImageTextToText.register(LlamoeConfig, LlamoeForConditionalGeneration)
+    for model_class in _PARTS_OF_LARGER_CHECKPOINTS:
+        # By class name, so that no other class and no adapter is touched.
+        register_checkpoint_conversion_mapping(
+            model_class.__name__,
+            [WeightRenaming("^" + old.replace(".", r"\."), new) for old, new in model_class._checkpoint_prefixes.items()],
+        )

@@ -1,0 +1,96 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864) in real arithmetic and float32.
+
+Two pairings of channels exist and no weight is ever permuted for them; the config's `rope_interleave` says
+which one the checkpoint was written for:
+
+* interleaved: channels (2j, 2j+1) turn together (Meta's reference, Llama 4);
+* half-split: channels (j, j + D/2) turn together (Hugging Face's permuted LLaMA 1 and 2 weights).
+
+Frequencies and their scaling (linear, dynamic, yarn, longrope, llama3, proportional) are transformers' own
+functions. `dynamic` and `longrope` choose their frequencies by the length of the pass, so a prefill in pieces
+can differ from a single full pass: there llamoe matches transformers on single full passes.
+
+Shapes: B batch, H heads, T tokens, D head_dim, R = D/2 rotated pairs.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of every position's angles, shared by all layers of a decoder.
+
+    The frequencies stay float32 when the model is cast: angles at position 100,000 computed from bfloat16
+    frequencies are off by whole turns.
+    """
+
+    inv_freq: torch.Tensor
+    original_inv_freq: torch.Tensor
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.config = config
+        self.rope_type = config.rope_parameters["rope_type"]
+        # Read and updated by `dynamic_rope_update`.
+        self.max_seq_len_cached = config.max_position_embeddings
+        self.original_max_seq_len = config.max_position_embeddings
+        inv_freq, self.attention_scaling = self._initial_frequencies()
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: PreTrainedConfig, **_) -> tuple[torch.Tensor, float]:
+        """Give `theta ** (-2j / D)` for j < D/2, float32 `[R]`, and an attention factor of one."""
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+
+    def _initial_frequencies(self) -> tuple[torch.Tensor, float]:
+        if self.rope_type == "default":
+            return self.compute_default_rope_parameters(self.config)
+        return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != torch.float32:
+            device = self.inv_freq.device
+            inv_freq = self._initial_frequencies()[0].to(device)
+            self.inv_freq, self.original_inv_freq = inv_freq, inv_freq.clone()
+            self.max_seq_len_cached = self.original_max_seq_len
+        return self
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the angles' cosines and sines.
+
+        Args:
+            x: any tensor on the device where the angles are wanted.
+            position_ids: `[B or 1, T]` integers.
+
+        Returns:
+            cos and sin, each `[B or 1, T, R]` float32, times the scaling type's attention factor.
+        """
+        angles = position_ids[..., None].float() * self.inv_freq.to(x.device)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+def apply_rotary(x_BHTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
+    """Rotate each pair of channels by its position's angle.
+
+    Args:
+        x_BHTD: queries or keys.
+        cos: `[B or 1, T, R]` float32, from `RotaryEmbedding`.
+        sin: likewise.
+        interleave: pair channels (2j, 2j+1); else (j, j + D/2).
+
+    Returns:
+        `[B, H, T, D]` in the dtype of the input; rotated in float32.
+    """
+    x = x_BHTD.float()
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleave else x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleave else torch.cat(rotated, dim=-1)
+    return joined.to(x_BHTD.dtype)

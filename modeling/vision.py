@@ -1,0 +1,359 @@
+"""The vision tower: Llama 4's image encoder and, by the config's switches, MetaCLIP's.
+
+Both are the same pre-norm ViT (Dosovitskiy et al. 2020, arXiv 2010.11929). Llama 4's adds 2-D rotary
+positions in every layer and, behind the encoder, an adapter that folds blocks of neighbouring patches into
+one token. MetaCLIP's (Xu et al. 2023, arXiv 2309.16671) has no rotary positions, may use QuickGELU, and
+projects its class token to an image embedding. Sources: Meta's llama-models, `models/llama4/vision`, and
+open_clip's `VisionTransformer`.
+
+Weights are laid out as in Llama 4 checkpoints: patches row by row and the class token *last* (open_clip has
+it first, fused query-key-value weights and a convolution: conversion re-arranges all three).
+
+Shapes: N tiles (images, or parts of one), C channels, G patches along a side, T = G * G + 1 tokens, D hidden
+size, H heads, K head_dim, P patch side in pixels, S patches along the side of a block that one output token
+covers.
+"""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import capture_outputs
+
+from ..configuration.vision import LlamoeVisionConfig
+from .attention import eager_attention_forward
+from .base import LlamoePreTrainedModel
+from .rotary import apply_rotary
+from .rotary_2d import rotary_2d_cos_sin
+
+
+class PatchEmbedding(nn.Module):
+    """Cut a tile into P x P patches and map each to D channels: a strided convolution without bias.
+
+    As a linear layer it takes LoRA and quantization like any other; a convolution's weight fits after
+    `weight.reshape(D, -1)`.
+    """
+
+    def __init__(self, config: LlamoeVisionConfig):
+        super().__init__()
+        self.patch_size = config.patch_size
+        self.linear = nn.Linear(config.num_channels * config.patch_size**2, config.hidden_size, bias=False)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Map `[N, C, G * P, G * P]` to `[N, G * G, D]`, patches row by row."""
+        size = self.patch_size
+        x_NCGPGP = pixel_values.unflatten(3, (-1, size)).unflatten(2, (-1, size))
+        x_NGGCPP = x_NCGPGP.permute(0, 2, 4, 1, 3, 5)
+        return self.linear(x_NGGCPP.flatten(3).flatten(1, 2))
+
+
+class VisionAttention(nn.Module):
+    """Full (unmasked) multi-head attention over one tile's tokens, with optional 2-D rotary positions."""
+
+    def __init__(self, config: LlamoeVisionConfig):
+        super().__init__()
+        self.config = config
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = 1
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = False
+
+        hidden, bias = config.hidden_size, config.attention_bias
+        inner = config.num_attention_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, inner, bias=bias)
+        self.k_proj = nn.Linear(hidden, inner, bias=bias)
+        self.v_proj = nn.Linear(hidden, inner, bias=bias)
+        self.o_proj = nn.Linear(inner, hidden, bias=bias)
+
+    def forward(
+        self, hidden_states: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: `[N, T, D]`.
+            cos_sin: each `[1, T, K / 2]` float32, or None for no rotation.
+
+        Returns:
+            `[N, T, D]`, and the weights `[N, H, T, T]` where the implementation gives them ("eager").
+        """
+        # The number of heads is left open: under tensor parallelism a rank holds only some of them.
+        heads = (-1, self.head_dim)
+        q_NHTK = self.q_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
+        k_NHTK = self.k_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
+        v_NHTK = self.v_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
+        if cos_sin is not None:
+            q_NHTK = apply_rotary(q_NHTK, *cos_sin, interleave=True)
+            k_NHTK = apply_rotary(k_NHTK, *cos_sin, interleave=True)
+
+        implementation = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        out_NTHK, weights = attend(
+            self,
+            q_NHTK,
+            k_NHTK,
+            v_NHTK,
+            None,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+        )
+        return self.o_proj(out_NTHK.flatten(2)), weights
+
+
+class VisionFeedForward(nn.Module):
+    """`fc2(act(fc1(x)))`, the feed-forward of an encoder layer."""
+
+    def __init__(self, config: LlamoeVisionConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Map `[..., D]` to the same shape."""
+        return self.fc2(self.act_fn(self.fc1(hidden_states)))
+
+
+class VisionEncoderLayer(GradientCheckpointingLayer):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: LlamoeVisionConfig):
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.self_attn = VisionAttention(config)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = VisionFeedForward(config)
+
+    def forward(
+        self, hidden_states: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Map `[N, T, D]` to the same shape; `cos_sin` as in `VisionAttention`."""
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), cos_sin)[0]
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class VisionEncoder(nn.Module):
+    """The stack of layers."""
+
+    def __init__(self, config: LlamoeVisionConfig):
+        super().__init__()
+        self.layers = nn.ModuleList([VisionEncoderLayer(config) for _ in range(config.num_hidden_layers)])
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+        depth: int,
+        run_all: bool,
+    ) -> torch.Tensor:
+        """Run the layers and give the output of one.
+
+        Args:
+            hidden_states: `[N, T, D]`.
+            cos_sin: as in `VisionAttention`.
+            depth: how many layers the returned states have passed; 0 returns the input.
+            run_all: also run the layers behind (for whoever records every layer's output).
+
+        Returns:
+            `[N, T, D]`.
+        """
+        selected = hidden_states
+        for number, layer in enumerate(self.layers, start=1):
+            if number > depth and not run_all:
+                break
+            hidden_states = layer(hidden_states, cos_sin)
+            if number == depth:
+                selected = hidden_states
+        return selected
+
+
+def pixel_shuffle(patches: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Fold each S x S block of neighbouring patches into the channels of one token.
+
+    Args:
+        patches: `[N, G * G, D]`, row by row, without the class token.
+        ratio: 1 / S; 0.5 gives a quarter of the tokens with four times the channels.
+
+    Returns:
+        `[N, (G / S) ** 2, S * S * D]`, row by row; a token's channels are its patches' row by row.
+
+    Raises:
+        ValueError: the patches form no square, or 1 / ratio is no integer that divides its side.
+    """
+    num_patches = patches.shape[1]
+    side, block = round(num_patches**0.5), round(1 / ratio)
+    if side * side != num_patches or side % block or abs(block * ratio - 1) > 1e-6:
+        raise ValueError(
+            f"pixel_shuffle folds a square grid in whole blocks; got {num_patches} patches (side "
+            f"{num_patches**0.5:g}) and ratio {ratio}, which makes blocks of side {1 / ratio:g}. Choose "
+            "image_size, patch_size and pixel_shuffle_ratio so that the grid is a multiple of the block."
+        )
+    x_NGSGSD = patches.unflatten(1, (side // block, block, side // block, block))
+    x_NGGSSD = x_NGSGSD.permute(0, 1, 3, 2, 4, 5)
+    return x_NGGSSD.flatten(3).flatten(1, 2)
+
+
+class VisionAdapterFeedForward(nn.Module):
+    """Two linear layers, the activation and dropout between them, the activation again behind.
+
+    The activation is exact GELU whatever the encoder's: Llama 4's adapter was trained with it, and behind a
+    MetaCLIP encoder the adapter is new.
+    """
+
+    def __init__(self, config: LlamoeVisionConfig):
+        super().__init__()
+        bias = config.multi_modal_projector_bias
+        self.fc1 = nn.Linear(config.adapter_input_dim, config.projector_input_dim, bias=bias)
+        self.fc2 = nn.Linear(config.projector_input_dim, config.projector_output_dim, bias=bias)
+        self.dropout = config.projector_dropout
+        self.final_act = config.projector_final_act
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Map `[..., adapter_input_dim]` to `[..., projector_output_dim]`."""
+        hidden_states = nn.functional.gelu(self.fc1(hidden_states))
+        hidden_states = nn.functional.dropout(hidden_states, p=self.dropout, training=self.training)
+        hidden_states = self.fc2(hidden_states)
+        return nn.functional.gelu(hidden_states) if self.final_act else hidden_states
+
+
+class VisionAdapter(nn.Module):
+    """Pixel shuffle, then a feed-forward: patches become fewer and wider tokens."""
+
+    def __init__(self, config: LlamoeVisionConfig):
+        super().__init__()
+        self.ratio = config.pixel_shuffle_ratio
+        self.mlp = VisionAdapterFeedForward(config)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """Map `[N, G * G, D]` to `[N, (G / S) ** 2, projector_output_dim]`."""
+        return self.mlp(pixel_shuffle(patches, self.ratio))
+
+
+def init_vision_weights(module: nn.Module) -> None:
+    """Draw a tower's class token and position table from N(0, 1 / D); leave every other module alone."""
+    if isinstance(module, LlamoeVisionModel):
+        std = module.config.hidden_size**-0.5
+        init.normal_(module.class_embedding, std=std)
+        init.normal_(module.positional_embedding_vlm, std=std)
+
+
+class LlamoeVisionModel(LlamoePreTrainedModel):
+    """Image tiles to visual tokens, and to a CLIP embedding where the config has `projection_dim`.
+
+    Tiles do not see each other: an image of several tiles, several images and several rows of a batch are all
+    just more tiles, and the caller puts the tokens where they belong.
+    """
+
+    config_class = LlamoeVisionConfig
+    config: LlamoeVisionConfig
+    base_model_prefix = "vision_model"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    _no_split_modules = ["VisionEncoderLayer"]
+    _can_record_outputs = {"hidden_states": VisionEncoderLayer, "attentions": VisionAttention}
+
+    def __init__(self, config: LlamoeVisionConfig):
+        super().__init__(config)
+        hidden, eps = config.hidden_size, config.norm_eps
+        self.patch_embedding = PatchEmbedding(config)
+        self.class_embedding = nn.Parameter(torch.empty(hidden))
+        self.positional_embedding_vlm = nn.Parameter(torch.empty(config.num_patches + 1, hidden))
+        self.layernorm_pre = nn.LayerNorm(hidden, eps=eps) if config.use_pre_layernorm else nn.Identity()
+        self.model = VisionEncoder(config)
+        self.layernorm_post = nn.LayerNorm(hidden, eps=eps) if config.use_post_layernorm else nn.Identity()
+        if config.use_adapter:
+            self.vision_adapter = VisionAdapter(config)
+        if config.projection_dim is not None:
+            self.visual_projection = nn.Linear(hidden, config.projection_dim, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        init_vision_weights(module)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Give the patch embedding, whose output is where gradients begin under checkpointing."""
+        return self.patch_embedding
+
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(self, pixel_values: torch.Tensor, **kwargs) -> BaseModelOutputWithPooling:
+        """Encode tiles.
+
+        Args:
+            pixel_values: `[N, C, image_size, image_size]`, floating, normalized; cast to the weights' dtype.
+            **kwargs: `output_hidden_states`, `output_attentions`, `return_dict`; others are ignored, as a
+                multimodal model's keywords (packed sequence lengths, say) describe its text.
+
+        Returns:
+            `last_hidden_state`: with the adapter `[N, tokens_per_tile, projector_output_dim]`; without it the
+            normalized states `[N, G * G, D]`, or `[N, T, D]` with the class token last where
+            `vision_feature_select_strategy` is "full".
+            `pooler_output`: with `projection_dim` the projected class token `[N, projection_dim]`, not of
+            unit length; else, without an adapter, the class token's state `[N, D]`; else None.
+            `hidden_states`: the first layer's input and every layer's output, before `layernorm_post`.
+
+        Raises:
+            ValueError: pixel_values has the wrong rank, channels or size, no tile, or an integer dtype.
+        """
+        self._check_pixel_values(pixel_values)
+        config = self.config
+        patches_NTD = self.patch_embedding(pixel_values.to(self._pixel_dtype()))
+        class_N1D = self.class_embedding.expand(patches_NTD.shape[0], 1, -1)
+        x_NTD = torch.cat([patches_NTD, class_N1D.to(patches_NTD.device)], dim=1)
+        x_NTD = self.layernorm_pre(x_NTD + self.positional_embedding_vlm.to(x_NTD))
+
+        cos_sin = None
+        if config.use_rope:
+            theta = config.rope_parameters["rope_theta"]
+            cos_sin = rotary_2d_cos_sin(config.grid_size, config.head_dim, theta, x_NTD.device)
+        # As an index into `hidden_states`: 0 is the first layer's input, -1 the last layer's output.
+        depth = range(config.num_hidden_layers + 1)[config.vision_feature_layer]
+        run_all = any(
+            kwargs.get(name, getattr(config, name, False)) not in (None, False)
+            for name in ("output_hidden_states", "output_attentions")
+        )
+        x_NTD = self.layernorm_post(self.model(x_NTD, cos_sin, depth, run_all))
+
+        patches, class_token = x_NTD[:, :-1], x_NTD[:, -1]
+        if config.use_adapter:
+            last_hidden_state, pooled = self.vision_adapter(patches), None
+        else:
+            full = config.vision_feature_select_strategy == "full"
+            last_hidden_state, pooled = x_NTD if full else patches, class_token
+        if config.projection_dim is not None:
+            pooled = self.visual_projection(class_token)
+        return BaseModelOutputWithPooling(last_hidden_state=last_hidden_state, pooler_output=pooled)
+
+    def _pixel_dtype(self) -> torch.dtype:
+        # A quantized weight (uint8, float8) is stored in a dtype that pixels must not be rounded to.
+        dtype = self.patch_embedding.linear.weight.dtype
+        is_compute_dtype = dtype.is_floating_point and dtype.itemsize > 1
+        return dtype if is_compute_dtype else self.class_embedding.dtype
+
+    def _check_pixel_values(self, pixel_values: torch.Tensor) -> None:
+        config, shape = self.config, tuple(pixel_values.shape)
+        expected = (config.num_channels, config.image_size, config.image_size)
+        wanted = f"pixel_values must be [tiles, {', '.join(map(str, expected))}]; got {list(shape)}"
+        if len(shape) != 4:
+            remedy = (
+                "merge the leading axes: pixel_values.flatten(0, -4)"
+                if len(shape) > 4
+                else "add the tile axis: pixel_values[None]"
+            )
+            raise ValueError(f"{wanted}. For {len(shape)} axes, {remedy}.")
+        if shape[1:] != expected:
+            raise ValueError(
+                f"{wanted}. Make the image processor's size the config's image_size, or convert the "
+                "checkpoint to another image_size (position embeddings are not interpolated here)."
+            )
+        if shape[0] == 0:
+            raise ValueError(f"{wanted}. Where a batch has no image at all, give no pixel_values (None).")
+        if not pixel_values.is_floating_point():
+            raise ValueError(
+                f"pixel_values must be floating and normalized; got {pixel_values.dtype}. Pass images "
+                "through the image processor first."
+            )

@@ -1,0 +1,164 @@
+"""Is a checkpoint whole, and does it fit the model? Answered from file headers, before a tensor is read.
+
+The safetensors format: 8 bytes, little endian, the length of a JSON header; the header, name to dtype, shape and
+byte offsets; then the bytes of all tensors without gaps (https://github.com/huggingface/safetensors).
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+_WEIGHT_DTYPES = {"F16", "BF16", "F32", "F64"}
+
+
+class CheckpointError(OSError, ValueError):
+    """A checkpoint's file is missing, damaged, or does not fit the model."""
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a safetensors header says of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(path: str | os.PathLike) -> dict[str, TensorHeader]:
+    """Read and check the header of one safetensors file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        tensor name to dtype and shape.
+
+    Raises:
+        CheckpointError: the file is missing, cut short, or its header contradicts itself or the file's size.
+    """
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            prefix = file.read(8)
+            header_length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or header_length > min(size - 8, _MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{path}: the header should be {header_length} bytes long, but the file has {size} bytes in "
+                    "all; it is cut short or no safetensors file. Download or copy it again."
+                )
+            raw = json.loads(file.read(header_length))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file, though the checkpoint's index names it.") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header is not JSON ({error}). Download or copy it again.") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: the header should be a JSON object, not {type(raw).__name__}.")
+    entries = {name: entry for name, entry in raw.items() if name != "__metadata__"}
+    spans = sorted(_check_entry(path, name, entry) for name, entry in entries.items())
+    position = 0
+    for begin, end, name in spans:
+        if begin != position:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} begins at byte {begin} of the data where {position} was expected: the "
+                "offsets overlap or leave a gap. Download or copy it again."
+            )
+        position = end
+    if 8 + header_length + position != size:
+        raise CheckpointError(
+            f"{path}: its tensors need {8 + header_length + position} bytes, but the file has {size}; it is "
+            f"{'cut short' if size < 8 + header_length + position else 'too long'}. Download or copy it again."
+        )
+    return {name: TensorHeader(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+
+
+def _check_entry(path: str | os.PathLike, name: str, entry: object) -> tuple[int, int, str]:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
+            dtype in _DTYPE_BITS and all(isinstance(axis, int) and axis >= 0 for axis in shape)
+        ):
+            if end - begin != -(-prod(shape) * _DTYPE_BITS[dtype] // 8):
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} of shape {shape} and dtype {dtype} has {end - begin} bytes in the "
+                    f"header where {-(-prod(shape) * _DTYPE_BITS[dtype] // 8)} are needed."
+                )
+            return begin, end, name
+    raise CheckpointError(f"{path}: the header's entry for {name!r} cannot be read: {str(entry)[:200]}.")
+
+
+def check_folder(folder: str | os.PathLike, subfolder: str = "", variant: str | None = None) -> None:
+    """Check every safetensors file of a local checkpoint; other formats are left to transformers.
+
+    Args:
+        folder: a checkpoint's folder.
+        subfolder: where in it the weights are.
+        variant: as in `from_pretrained`: part of the file names.
+
+    Raises:
+        CheckpointError: a shard is missing or damaged, or the index cannot be read.
+    """
+    infix = f".{variant}" if variant else ""
+    single = os.path.join(folder, subfolder, f"model{infix}.safetensors")
+    if os.path.isfile(single):
+        read_header(single)
+        return
+    index = os.path.join(folder, subfolder, f"model.safetensors.index{infix}.json")
+    if not os.path.isfile(index):
+        return
+    try:
+        with open(index, encoding="utf-8") as file:
+            weight_map = json.load(file)["weight_map"]
+            shards = sorted(set(weight_map.values()))
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not an index of safetensors shards ({error!r}).") from error
+    found: dict[str, set[str]] = {
+        shard: set(read_header(os.path.join(folder, subfolder, shard))) for shard in shards
+    }
+    for name, shard in weight_map.items():
+        if name not in found[shard]:
+            raise CheckpointError(f"{index}: says that {name!r} is in {shard}, which does not hold it.")
+
+
+def check_fit(
+    files: Iterable[str],
+    expected: Mapping[str, tuple[int, ...]],
+    prefixes: Mapping[str, str],
+    quantized: bool,
+) -> None:
+    """Compare the shapes in the headers with the model's.
+
+    Args:
+        files: safetensors files; others are passed over.
+        expected: the model's keys and shapes.
+        prefixes: beginnings of keys in the files, and what they are in the model.
+        quantized: the checkpoint is quantized, so that shapes and dtypes are the quantizer's business.
+
+    Raises:
+        CheckpointError: a tensor has another shape than the model, or a dtype that no weight has.
+    """
+    if quantized:
+        return
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            continue
+        for name, header in read_header(path).items():
+            names = [name] + [new + name[len(old) :] for old, new in prefixes.items() if name.startswith(old)]
+            key = next((key for key in names if key in expected), None)
+            if key is None:
+                continue
+            if header.shape != expected[key]:
+                raise CheckpointError(
+                    f"{path}: {name} has shape {list(header.shape)}, but the model that config.json describes has "
+                    f"{list(expected[key])}. Weights and config.json do not belong together."
+                )
+            if header.dtype not in _WEIGHT_DTYPES:
+                raise CheckpointError(
+                    f"{path}: {name} has dtype {header.dtype}, which is no dtype of plain weights "
+                    f"({', '.join(sorted(_WEIGHT_DTYPES))}), and config.json has no quantization_config for it."
+                )
