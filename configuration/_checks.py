@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+LAYER_TYPES = ("full_attention", "chunked_attention")
+
 _LONGEST_VALUE = 120
 
 
@@ -118,3 +120,24 @@ def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
         problem = "these models rotate the whole head"
         valid = "1.0, or rope_type 'proportional'"
         fail(config, "rope_parameters['partial_rotary_factor']", factor, problem, valid)
+
+
+def check_layer_lists(config: Any) -> None:
+    """Demand that the lists which say what each layer is fit the number of layers."""
+    count = config.num_hidden_layers
+    for name in ("no_rope_layers", "layer_types"):
+        value = getattr(config, name)
+        if len(value) != count:
+            problem = f"has {len(value)} entries for num_hidden_layers = {count}"
+            fail(config, name, value, problem, f"a list of {count}, or None to derive it")
+    for idx, kind in enumerate(config.layer_types):
+        if kind not in LAYER_TYPES:
+            valid = enumerate_words(map(repr, LAYER_TYPES))
+            fail(config, f"layer_types[{idx}]", kind, "unknown kind of attention", valid)
+    for position, idx in enumerate(config.moe_layers):
+        name = f"moe_layers[{position}]"
+        if not 0 <= idx < count:
+            problem = f"no such layer among num_hidden_layers = {count}"
+            fail(config, name, idx, problem, f"0 to {count - 1}")
+        if idx in config.moe_layers[:position]:
+            fail(config, name, idx, "named twice", "each layer once")

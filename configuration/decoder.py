@@ -16,16 +16,15 @@ from typing import Any, ClassVar
 
 from ._base import LlamoeBaseConfig
 from ._checks import (
+    LAYER_TYPES,
     check_heads,
+    check_layer_lists,
     check_not_negative,
     check_positive,
     check_probability,
     derive_head_dim,
-    enumerate_words,
     fail,
 )
-
-LAYER_TYPES = ("full_attention", "chunked_attention")
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,7 @@ class LlamoeTextConfig(_DecoderConfig):
 
     Fields of ours:
         rope_interleave: As in `LlamoeDenseConfig`; Llama 4 keeps Meta's order.
-        mlp_bias: Whether the dense feed-forward has biases.
+        mlp_bias: Whether dense feed-forwards and shared experts have biases; routed experts never do.
         router_z_loss_coef: Weight of the mean squared log-sum-exp of the router logits; 0 is off.
         router_dropout: Probability of dropping a router logit in training.
         expert_capacity_factor: In training an expert takes at most this times its fair share of the tokens;
@@ -285,7 +284,7 @@ class LlamoeTextConfig(_DecoderConfig):
             self.layer_types = [
                 "chunked_attention" if rope else "full_attention" for rope in self.no_rope_layers
             ]
-        self._check_layer_lists()
+        check_layer_lists(self)
         self.attention_chunk_size = self.attention_chunk_size or None
         if self.attention_chunk_size is None:
             self.layer_types = ["full_attention"] * count
@@ -342,30 +341,11 @@ class LlamoeTextConfig(_DecoderConfig):
 
     def validate_layer_type(self) -> None:
         """Check the lists that say what each layer is."""
-        self._check_layer_lists()
+        check_layer_lists(self)
         if not self.attention_chunk_size and "chunked_attention" in self.layer_types:
             problem = "layer_types asks for chunked_attention"
             valid = "the tokens of a chunk; or make all layer_types full_attention"
             fail(self, "attention_chunk_size", self.attention_chunk_size, problem, valid)
-
-    def _check_layer_lists(self) -> None:
-        count = self.num_hidden_layers
-        for name in ("no_rope_layers", "layer_types"):
-            value = getattr(self, name)
-            if len(value) != count:
-                problem = f"has {len(value)} entries for num_hidden_layers = {count}"
-                fail(self, name, value, problem, f"a list of {count}, or None to derive it")
-        for idx, kind in enumerate(self.layer_types):
-            if kind not in LAYER_TYPES:
-                valid = enumerate_words(map(repr, LAYER_TYPES))
-                fail(self, f"layer_types[{idx}]", kind, "unknown kind of attention", valid)
-        for position, idx in enumerate(self.moe_layers):
-            name = f"moe_layers[{position}]"
-            if not 0 <= idx < count:
-                problem = f"no such layer among num_hidden_layers = {count}"
-                fail(self, name, idx, problem, f"0 to {count - 1}")
-            if idx in self.moe_layers[:position]:
-                fail(self, name, idx, "named twice", "each layer once")
 
     def _rotary_multiple(self) -> int:
         return 2 if any(self.no_rope_layers) else 0

@@ -64,15 +64,18 @@ def _decoder(config: LlamoeDenseConfig | LlamoeTextConfig) -> ParameterCount:
         plan = config.layer_plan(layer_idx)
         if plan.is_moe:
             expert = 3 * hidden * plan.intermediate_size
-            always = expert + hidden * config.num_local_experts
+            always = _feed_forward(config, plan.intermediate_size) + hidden * config.num_local_experts
             total += always + expert * config.num_local_experts
             active += always + expert * config.num_experts_per_tok
         else:
-            feed_forward = 2 * _linear(hidden, plan.intermediate_size, config.mlp_bias)
-            feed_forward += _linear(plan.intermediate_size, hidden, config.mlp_bias)
-            total += feed_forward
-            active += feed_forward
+            total += _feed_forward(config, plan.intermediate_size)
+            active += _feed_forward(config, plan.intermediate_size)
     return ParameterCount(total, active)
+
+
+def _feed_forward(config: LlamoeDenseConfig | LlamoeTextConfig, inner: int) -> int:
+    hidden, bias = config.hidden_size, config.mlp_bias
+    return 2 * _linear(hidden, inner, bias) + _linear(inner, hidden, bias)
 
 
 def _tower(config: LlamoeVisionConfig) -> ParameterCount:

@@ -5,6 +5,17 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 
+def activation(name: str) -> nn.Module:
+    """Give the activation function that transformers knows by a name.
+
+    Raises:
+        ValueError: no such name.
+    """
+    if name not in ACT2FN:
+        raise ValueError(f"hidden_act = {name!r}: unknown activation; valid: {', '.join(sorted(ACT2FN))}.")
+    return ACT2FN[name]
+
+
 class FeedForward(nn.Module):
     """The dense feed-forward of a layer, and the shared expert of a mixture."""
 
@@ -13,7 +24,7 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
-        self.act_fn = ACT2FN[hidden_act]
+        self.act_fn = activation(hidden_act)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., hidden_size]` to the same shape."""

@@ -18,14 +18,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 from transformers.integrations.moe import (
     ExpertsInterface,
     grouped_mm_experts_forward,
     use_experts_implementation,
 )
 
-from .feed_forward import FeedForward
+from .feed_forward import FeedForward, activation
 
 
 class Router(nn.Module):
@@ -95,7 +94,7 @@ class Experts(nn.Module):
         # Gate in the first I columns, up in the last I.
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, hidden_size, 2 * intermediate_size))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, intermediate_size, hidden_size))
-        self.act_fn = ACT2FN[config.hidden_act]
+        self.act_fn = activation(config.hidden_act)
 
     def fits_grouped_mm(self) -> bool:
         """Whether `torch.nn.functional.grouped_mm` takes these weights: its rows must be 16-byte multiples."""
@@ -167,7 +166,7 @@ class MixtureOfExperts(nn.Module):
         scaled_NH = (x_TH[:, None] * scores_TK[..., None]).flatten(0, 1)
         indices_N1 = indices_TK.reshape(-1, 1)
         routed_NH = self.experts(scaled_NH, indices_N1, torch.ones_like(indices_N1, dtype=scaled_NH.dtype))
-        routed_TH = routed_NH.view(*indices_TK.shape, -1).sum(1)
+        routed_TH = routed_NH.view(*indices_TK.shape, x_TH.shape[-1]).sum(1)
         return (self.shared_expert(x_TH) + routed_TH).view(hidden_states.shape)
 
     def _drop_over_capacity(self, scores_TK: torch.Tensor, indices_TK: torch.Tensor) -> torch.Tensor:

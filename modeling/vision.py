@@ -245,7 +245,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     """Image tiles to visual tokens, and to a CLIP embedding where the config has `projection_dim`.
 
     Tiles do not see each other: an image of several tiles, several images and several rows of a batch are all
-    just more tiles, and the caller puts the tokens where they belong.
+    just more tiles, and the caller puts the tokens where they belong. Reads its part of multimodal folders too.
     """
 
     config_class = LlamoeVisionConfig
@@ -255,8 +255,11 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     input_modalities = ("image",)
     _no_split_modules = ["VisionEncoderLayer"]
     _can_record_outputs = {"hidden_states": VisionEncoderLayer, "attentions": VisionAttention}
+    _checkpoint_prefixes = {"vision_model.": ""}
+    _keys_to_ignore_on_load_unexpected = [r"^language_model\.", r"^multi_modal_projector\."]
 
     def __init__(self, config: LlamoeVisionConfig):
+        config = self.resolve_config(config)
         super().__init__(config)
         hidden, eps = config.hidden_size, config.norm_eps
         self.patch_embedding = PatchEmbedding(config)

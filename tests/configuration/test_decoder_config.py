@@ -1,0 +1,292 @@
+"""The decoders' configurations: what each layer is, what is derived, what is refused."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+
+from llamoe.configuration import LayerPlan, LlamoeDenseConfig, LlamoeTextConfig
+
+CHUNKED, FULL = "chunked_attention", "full_attention"
+
+
+def message(owner: str, field: str, value: object) -> str:
+    return "^" + re.escape(f"{owner}.{field} = {value!r}: ")
+
+
+def test_dense_layers_are_all_alike():
+    config = LlamoeDenseConfig(num_hidden_layers=3, intermediate_size=77)
+    for idx in range(3):
+        assert config.layer_plan(idx) == LayerPlan(idx, FULL, True, False, False, False, 77)
+    assert config.feed_forward_name == "mlp"
+    assert not config.rope_interleave
+
+
+def test_text_layers_follow_the_lists():
+    config = LlamoeTextConfig(
+        num_hidden_layers=4, interleave_moe_layer_step=2, intermediate_size=8, intermediate_size_mlp=16
+    )
+    assert config.no_rope_layers == [1, 1, 1, 0]
+    assert config.moe_layers == [1, 3]
+    assert config.layer_types == [CHUNKED, CHUNKED, CHUNKED, FULL]
+    assert config.layer_plan(0) == LayerPlan(0, CHUNKED, True, True, False, False, 16)
+    assert config.layer_plan(1) == LayerPlan(1, CHUNKED, True, True, False, True, 8)
+    assert config.layer_plan(3) == LayerPlan(3, FULL, False, False, True, True, 8)
+    assert config.feed_forward_name == "feed_forward"
+    assert config.rope_interleave
+
+
+@pytest.mark.parametrize("idx", [-1, 4])
+@pytest.mark.parametrize("config_class", [LlamoeDenseConfig, LlamoeTextConfig])
+def test_layer_plan_refuses_an_index_out_of_range(config_class, idx):
+    config = config_class(num_hidden_layers=4)
+    with pytest.raises(ValueError, match=rf"layer_plan\(layer_idx\) = {idx}: .*; valid: 0 to 3"):
+        config.layer_plan(idx)
+
+
+def test_layer_plan_is_frozen():
+    plan = LlamoeDenseConfig().layer_plan(0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.is_moe = True
+
+
+def test_heads_are_derived():
+    assert LlamoeDenseConfig(hidden_size=96, num_attention_heads=6).head_dim == 16
+    assert LlamoeDenseConfig(num_attention_heads=8).num_key_value_heads == 8
+    assert LlamoeTextConfig(hidden_size=80).head_dim == 128
+    assert LlamoeTextConfig(hidden_size=80, head_dim=None).head_dim == 2
+    assert LlamoeTextConfig(num_key_value_heads=None).num_key_value_heads == 40
+
+
+def test_a_given_head_dim_frees_the_hidden_size():
+    config = LlamoeDenseConfig(hidden_size=100, num_attention_heads=6, head_dim=16)
+    assert (config.hidden_size, config.head_dim) == (100, 16)
+
+
+@pytest.mark.parametrize("interval", [None, 0])
+def test_no_interval_rotates_every_layer(interval):
+    config = LlamoeTextConfig(num_hidden_layers=5, no_rope_layer_interval=interval)
+    assert config.no_rope_layers == [1] * 5
+
+
+@pytest.mark.parametrize("given", [None, []])
+def test_no_list_of_rotating_layers_is_derived(given):
+    assert LlamoeTextConfig(num_hidden_layers=4, no_rope_layers=given).no_rope_layers == [1, 1, 1, 0]
+
+
+def test_rotating_layers_past_the_last_are_cut():
+    config = LlamoeTextConfig(num_hidden_layers=2, no_rope_layers=[0, 1, 1, 0])
+    assert config.no_rope_layers == [0, 1]
+    assert config.layer_types == [FULL, CHUNKED]
+
+
+@pytest.mark.parametrize("size", [None, 0])
+@pytest.mark.parametrize("layer_types", [None, [CHUNKED, FULL]])
+def test_chunks_switched_off(size, layer_types):
+    config = LlamoeTextConfig(num_hidden_layers=2, attention_chunk_size=size, layer_types=layer_types)
+    assert config.attention_chunk_size is None
+    assert config.layer_types == [FULL, FULL]
+
+
+def test_no_mixture_at_all():
+    config = LlamoeTextConfig(num_hidden_layers=3, moe_layers=[])
+    assert config.moe_layers == []
+    assert not any(config.layer_plan(idx).is_moe for idx in range(3))
+
+
+def test_lists_may_be_tuples_and_ranges():
+    config = LlamoeTextConfig(num_hidden_layers=4, moe_layers=range(0, 4, 2), layer_types=(FULL,) * 4)
+    assert config.moe_layers == [0, 2]
+    assert config.layer_types == [FULL] * 4
+
+
+@pytest.mark.parametrize(("given", "tuned"), [(True, True), (False, False), (4, True), (0, False)])
+def test_temperature_tuning_is_a_truth_value(given, tuned):
+    config = LlamoeTextConfig(num_hidden_layers=4, attn_temperature_tuning=given)
+    assert config.layer_plan(3).use_temperature_tuning is tuned
+    assert config.layer_plan(0).use_temperature_tuning is False
+
+
+def test_num_experts_is_another_name():
+    config = LlamoeTextConfig(num_experts=4)
+    assert config.num_experts == config.num_local_experts == 4
+    config.num_experts = 8
+    assert config.num_local_experts == 8
+    assert "num_experts" not in config.to_dict()
+
+
+def test_integers_serve_as_floats():
+    config = LlamoeTextConfig(attention_dropout=0, rms_norm_eps=1, expert_capacity_factor=2)
+    for value in (config.attention_dropout, config.rms_norm_eps, config.expert_capacity_factor):
+        assert type(value) is float
+
+
+@pytest.mark.parametrize("config_class", [LlamoeDenseConfig, LlamoeTextConfig])
+def test_old_rotary_fields(config_class):
+    scaling = {"type": "linear", "factor": 2.0}
+    config = config_class(rope_theta=1234.0, rope_scaling=scaling)
+    assert config.rope_parameters["rope_type"] == "linear"
+    assert config.rope_parameters["rope_theta"] == 1234.0
+    assert config.rope_parameters["factor"] == 2.0
+    assert scaling == {"type": "linear", "factor": 2.0}, "the caller's dictionary was changed"
+
+
+def test_default_theta():
+    assert LlamoeDenseConfig().rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert LlamoeTextConfig().rope_parameters == {"rope_type": "default", "rope_theta": 500000.0}
+
+
+BAD_DENSE = [
+    ("num_key_value_heads", 5, {"num_attention_heads": 6, "hidden_size": 96}, "1, 2, 3 or 6"),
+    ("hidden_size", 100, {"num_attention_heads": 6}, "96 or 102"),
+    ("head_dim", 7, {}, "a multiple of 2"),
+    ("vocab_size", 0, {}, "at least 1"),
+    ("hidden_size", -4, {}, "at least 1"),
+    ("intermediate_size", 0, {}, "at least 1"),
+    ("num_hidden_layers", 0, {}, "at least 1"),
+    ("num_attention_heads", 0, {}, "at least 1"),
+    ("num_key_value_heads", 0, {}, "at least 1"),
+    ("head_dim", 0, {}, "at least 1"),
+    ("max_position_embeddings", 0, {}, "at least 1"),
+    ("attention_dropout", 1.0, {}, "not including, 1"),
+    ("attention_dropout", -0.1, {}, "not including, 1"),
+    ("rms_norm_eps", -1e-6, {}, "at least 0"),
+    ("initializer_range", math.nan, {}, "at least 0"),
+    ("hidden_size", "64", {}, "int"),
+    ("hidden_size", 64.0, {}, "int"),
+    ("tie_word_embeddings", "yes", {}, "bool"),
+    ("num_hidden_layers", True, {}, "int"),
+    ("eos_token_id", "2", {}, "int"),
+]
+BAD_TEXT = [
+    ("num_key_value_heads", 5, {"num_attention_heads": 6}, "1, 2, 3 or 6"),
+    ("num_experts_per_tok", 5, {"num_local_experts": 4}, "1 to 4"),
+    ("num_experts_per_tok", 0, {}, "at least 1"),
+    ("num_local_experts", 0, {}, "at least 1"),
+    ("intermediate_size_mlp", 0, {}, "at least 1"),
+    ("interleave_moe_layer_step", 0, {}, "at least 1"),
+    ("num_hidden_layers", 0, {}, "at least 1"),
+    ("head_dim", 9, {}, "a multiple of 2"),
+    ("floor_scale", 0, {}, "at least 1"),
+    ("no_rope_layer_interval", -1, {}, "at least 0"),
+    ("attention_chunk_size", -1, {}, "at least 0"),
+    ("router_dropout", 1.0, {}, "not including, 1"),
+    ("router_jitter_noise", 2.0, {}, "not including, 1"),
+    ("router_aux_loss_coef", -0.1, {}, "at least 0"),
+    ("router_z_loss_coef", -0.1, {}, "at least 0"),
+    ("expert_capacity_factor", 0.0, {}, "above 0"),
+    ("no_rope_layers", [1, 0], {"num_hidden_layers": 3}, "a list of 3"),
+    ("layer_types", [FULL], {"num_hidden_layers": 2}, "a list of 2"),
+    ("layer_types", FULL, {"num_hidden_layers": 2}, r"list\[str\]"),
+    ("moe_layers", [0.5], {"num_hidden_layers": 2}, r"list\[int\]"),
+    ("num_experts", "many", {}, "int"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "others", "valid"), BAD_DENSE)
+def test_dense_refuses(field, value, others, valid):
+    with pytest.raises(ValueError, match=message("LlamoeDenseConfig", field, value) + f".*valid: .*{valid}"):
+        LlamoeDenseConfig(**others, **{field: value})
+
+
+@pytest.mark.parametrize(("field", "value", "others", "valid"), BAD_TEXT)
+def test_text_refuses(field, value, others, valid):
+    shown = LlamoeTextConfig.attribute_map.get(field, field)
+    with pytest.raises(ValueError, match=message("LlamoeTextConfig", shown, value) + f".*valid: .*{valid}"):
+        LlamoeTextConfig(**others, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("lists", "match"),
+    [
+        ({"moe_layers": [0, 2]}, r"moe_layers\[1\] = 2: .*valid: 0 to 1"),
+        ({"moe_layers": [-1]}, r"moe_layers\[0\] = -1: .*valid: 0 to 1"),
+        ({"moe_layers": [1, 1]}, r"moe_layers\[1\] = 1: named twice; valid: each layer once"),
+        (
+            {"layer_types": [FULL, "sliding_attention"]},
+            r"layer_types\[1\] = 'sliding_attention': .*'full_att",
+        ),
+        ({"layer_types": [FULL, "nope"], "attention_chunk_size": None}, r"layer_types\[1\] = 'nope'"),
+        ({"rope_parameters": {FULL: {"rope_type": "default"}}}, "rope_parameters = .*top level"),
+    ],
+)
+def test_text_refuses_inside_lists(lists, match):
+    with pytest.raises(ValueError, match=rf"^LlamoeTextConfig\.{match}"):
+        LlamoeTextConfig(num_hidden_layers=2, **lists)
+
+
+@pytest.mark.parametrize(
+    ("rope", "match"),
+    [
+        ({"rope_type": "spiral"}, r"\['rope_type'\] = 'spiral': .*valid: default, dynamic, linear, llama3"),
+        ({"rope_type": "llama3", "factor": 8.0}, " = .*low_freq_factor.*valid: all the keys"),
+        ({"rope_type": "default", "rope_theta": 0.0}, r"\['rope_theta'\] = 0.0: must be positive; valid: "),
+        ({"rope_type": "default", "rope_theta": "10000"}, r"\['rope_theta'\] = '10000': "),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, r"\['partial_rotary_factor'\] = 0.5: "),
+    ],
+)
+@pytest.mark.parametrize("config_class", [LlamoeDenseConfig, LlamoeTextConfig])
+def test_rotary_parameters_are_refused(config_class, rope, match):
+    with pytest.raises(ValueError, match=rf"^{config_class.__name__}\.rope_parameters{match}"):
+        config_class(rope_parameters=rope)
+
+
+SCALINGS = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 64, "long_factor": [2.0] * 64},
+]
+
+
+@pytest.mark.parametrize("rope", SCALINGS, ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize("config_class", [LlamoeDenseConfig, LlamoeTextConfig])
+def test_rotary_scalings_are_accepted(config_class, rope):
+    config = config_class(rope_parameters=rope, max_position_embeddings=2048)
+    assert rope.items() <= config.rope_parameters.items()
+
+
+def test_odd_heads_are_fine_where_nothing_rotates():
+    config = LlamoeTextConfig(num_hidden_layers=2, no_rope_layers=[0, 0], head_dim=9)
+    assert config.head_dim == 9
+    with pytest.raises(ValueError, match=r"LlamoeTextConfig\.head_dim = 9"):
+        LlamoeTextConfig(num_hidden_layers=2, no_rope_layers=[0, 1], head_dim=9)
+
+
+def test_types_are_checked_on_every_assignment():
+    config = LlamoeTextConfig()
+    with pytest.raises(
+        ValueError, match=r"^LlamoeTextConfig\.num_local_experts = '4': wrong type str; valid"
+    ):
+        config.num_experts = "4"
+    with pytest.raises(ValueError, match=r"^LlamoeTextConfig\.use_qk_norm = 1: wrong type int; valid: bool"):
+        config.use_qk_norm = 1
+    assert config.num_local_experts == 16
+
+
+def test_validate_checks_again(tmp_path):
+    config = LlamoeTextConfig(num_hidden_layers=2)
+    config.num_experts_per_tok = 17
+    with pytest.raises(ValueError, match=r"num_experts_per_tok = 17: .*valid: 1 to 16"):
+        config.validate()
+    with pytest.raises(ValueError, match="num_experts_per_tok = 17"):
+        config.save_pretrained(tmp_path)
+    config.num_experts_per_tok = 1
+    config.attention_chunk_size = None
+    with pytest.raises(ValueError, match="attention_chunk_size = None: layer_types asks"):
+        config.validate()
+
+
+def test_a_subclass_is_just_as_strict():
+    class Derived(LlamoeDenseConfig):
+        extra: int = 3
+
+    assert Derived(extra=4, model_type="llama").extra == 4
+    with pytest.raises(ValueError, match=r"^Derived\.extra = 'x': wrong type str; valid: int"):
+        Derived(extra="x")
+    with pytest.raises(ValueError, match=r"^Derived\.head_dim = 7"):
+        Derived(head_dim=7)
+    with pytest.raises(ValueError, match=r"^Derived\.model_type = 'mistral'"):
+        Derived(model_type="mistral")

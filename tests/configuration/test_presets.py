@@ -1,0 +1,196 @@
+"""Every published size, and how many parameters it has."""
+
+import ast
+import pathlib
+
+import pytest
+
+import llamoe.configuration
+from llamoe.configuration import PRESETS, LlamoeConfig, count_parameters, preset, to_stock
+
+# Counted from the shapes of the released files; Llama 4 with tower and projector.
+TOTALS = {
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-33b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-4-scout": 108_641_793_536,
+    "llama-4-maverick": 401_583_781_376,
+}
+# In millions, as published: one decimal.
+TOWERS = {
+    "metaclip-b32": 87.8,
+    "metaclip-b16": 86.2,
+    "metaclip-l14": 304.0,
+    "metaclip-h14": 632.1,
+    "metaclip-h14-altogether": 632.1,
+    "metaclip-g14": 1844.9,
+    "metaclip-2-h14": 632.1,
+    "metaclip-2-h14-378": 632.7,
+    "metaclip-2-g14": 1844.9,
+    "metaclip-2-g14-378": 1845.7,
+}
+LLAMAS = [name for name in PRESETS if not name.startswith("metaclip")]
+
+
+def test_every_preset_has_a_published_count():
+    assert set(PRESETS) == set(TOTALS) | set(TOWERS)
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_published_totals(name):
+    assert count_parameters(preset(name)).total == TOTALS[name]
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_published_towers(name):
+    count = count_parameters(preset(name))
+    assert round(count.total / 1e6, 1) == TOWERS[name]
+    assert count.active == count.total
+
+
+@pytest.mark.parametrize("name", ["llama-4-scout", "llama-4-maverick"])
+def test_published_active_parameters(name):
+    # "17B active" counts the decoder; "109B" and "400B" count everything.
+    config = preset(name)
+    assert round(count_parameters(config.text_config).active / 1e9) == 17
+    assert (
+        round(count_parameters(config).total / 1e9) == {"llama-4-scout": 109, "llama-4-maverick": 402}[name]
+    )
+    assert count_parameters(config.vision_config).total == 850_960_896
+
+
+def test_active_grows_by_one_expert_a_layer():
+    one = preset("llama-4-scout")
+    two = preset("llama-4-scout", text_config={"num_experts_per_tok": 2})
+    more = count_parameters(two).active - count_parameters(one).active
+    assert more == 48 * 3 * 5120 * 8192
+    assert count_parameters(two).total == count_parameters(one).total
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "llama-2-70b"])
+def test_dense_models_are_all_active(name):
+    count = count_parameters(preset(name))
+    assert count.active == count.total
+
+
+def build_on_meta(config):
+    import torch
+
+    import llamoe
+
+    model_class = {
+        "llamoe_dense": "LlamoeDenseForCausalLM",
+        "llamoe_text": "LlamoeForCausalLM",
+        "llamoe": "LlamoeForConditionalGeneration",
+        "llamoe_vision": "LlamoeVisionModel",
+    }[config.model_type]
+    with torch.device("meta"):
+        return getattr(llamoe, model_class)(config)
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_counts_equal_the_model_on_the_meta_device(name):
+    config = preset(name)
+    model = build_on_meta(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(config).total
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("llama-7b", {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2}),
+        ("llama-3-8b", {"tie_word_embeddings": True, "num_hidden_layers": 2}),
+        ("llama-2-7b", {"head_dim": 64, "num_key_value_heads": 1, "num_hidden_layers": 2}),
+        ("llama-4-maverick", {"text_config": {"num_hidden_layers": 4, "attention_bias": True}}),
+        ("llama-4-maverick", {"text_config": {"num_hidden_layers": 3, "moe_layers": []}}),
+        ("llama-4-scout", {"text_config": {"num_hidden_layers": 2, "moe_layers": [0], "mlp_bias": True}}),
+        ("llama-4-scout", {"text_config": {"num_hidden_layers": 2, "tie_word_embeddings": True}}),
+        ("metaclip-b16", {"use_adapter": True, "projection_dim": None, "multi_modal_projector_bias": True}),
+        ("metaclip-b16", {"use_post_layernorm": False, "attention_bias": False, "use_pre_layernorm": False}),
+    ],
+)
+def test_counts_of_variations(name, overrides):
+    config = preset(name, **overrides)
+    model = build_on_meta(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(config).total
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_stock_models_of_the_same_configuration_are_as_large(name):
+    import torch
+    from transformers import AutoConfig, Llama4ForConditionalGeneration, LlamaForCausalLM
+
+    config = preset(name)
+    stock = AutoConfig.for_model(**to_stock(config))
+    model_class = Llama4ForConditionalGeneration if isinstance(config, LlamoeConfig) else LlamaForCausalLM
+    with torch.device("meta"):
+        model = model_class(stock)
+    assert sum(parameter.numel() for parameter in model.parameters()) == TOTALS[name]
+
+
+def test_published_fields():
+    llama_65b, llama_33b = preset("llama-65b"), preset("llama-33b")
+    assert (llama_65b.rms_norm_eps, llama_33b.rms_norm_eps) == (1e-5, 1e-6)
+    assert preset("llama-2-70b").num_key_value_heads == 8
+    assert preset("llama-3-8b").rope_parameters == {"rope_type": "default", "rope_theta": 500000.0}
+    assert preset("llama-3.1-70b").rope_parameters["factor"] == 8.0
+    scout, maverick = preset("llama-4-scout").text_config, preset("llama-4-maverick").text_config
+    assert scout.moe_layers == list(range(48))
+    assert maverick.moe_layers == list(range(1, 48, 2))
+    assert (scout.use_qk_norm, maverick.use_qk_norm) == (True, False)
+    assert [idx for idx in range(48) if not scout.layer_plan(idx).use_rope] == list(range(3, 48, 4))
+    tower = preset("metaclip-2-h14-378")
+    assert (tower.grid_size, tower.hidden_act, tower.use_rope, tower.projection_dim) == (
+        27,
+        "gelu",
+        False,
+        1024,
+    )
+    assert preset("metaclip-2-h14").hidden_act == "quick_gelu"
+
+
+@pytest.mark.parametrize("name", ["llama-4-scout", "llama-4-maverick"])
+def test_multimodal_presets_fit(name):
+    preset(name).check_multimodal()
+
+
+def test_presets_are_fresh_each_time():
+    preset("llama-4-scout").text_config.eos_token_id.append(1)
+    assert preset("llama-4-scout").text_config.eos_token_id == [200001, 200007, 200008]
+    with pytest.raises(TypeError):
+        PRESETS["llama-7b"] = {}
+
+
+def test_overrides():
+    config = preset("llama-4-scout", image_token_index=5, vision_config={"num_hidden_layers": 1})
+    assert (config.image_token_index, config.vision_config.num_hidden_layers) == (5, 1)
+    assert config.vision_config.hidden_size == 1408
+
+
+def test_unknown_names():
+    with pytest.raises(
+        ValueError, match="no preset is called 'llama-2-7': did you mean 'llama-2-7b'.*valid: llama-7b, "
+    ):
+        preset("llama-2-7")
+    with pytest.raises(ValueError, match="no preset is called 'xyzzy': valid: llama-7b, "):
+        preset("xyzzy")
+    with pytest.raises(ValueError, match="LlamoeDenseConfig has no field 'hidden_sizes'"):
+        preset("llama-7b", hidden_sizes=3)
+    with pytest.raises(ValueError, match=r"^LlamoeDenseConfig\.hidden_size = 3\.5"):
+        preset("llama-7b", hidden_size=3.5)
+
+
+def test_configuration_imports_no_torch():
+    for path in pathlib.Path(llamoe.configuration.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.split(".")[0] == "torch"], path.name

@@ -1,0 +1,496 @@
+"""Stock configurations in every way that they can come in, and back out."""
+
+import copy
+import dataclasses
+import json
+import logging
+import pickle
+
+import pytest
+import transformers
+from transformers import Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
+
+from llamoe.configuration import (
+    LlamoeConfig,
+    LlamoeDenseConfig,
+    LlamoeTextConfig,
+    LlamoeVisionConfig,
+    from_stock,
+    preset,
+    to_stock,
+)
+
+PAIRS = [
+    (LlamaConfig, LlamoeDenseConfig),
+    (Llama4TextConfig, LlamoeTextConfig),
+    (Llama4VisionConfig, LlamoeVisionConfig),
+    (Llama4Config, LlamoeConfig),
+]
+TEXT = {
+    "vocab_size": 1000,
+    "hidden_size": 96,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 56,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 16,
+    "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+    "eos_token_id": [2, 3],
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "projector_input_dim": 48,
+    "projector_output_dim": 48,
+    "vision_output_dim": 48,
+}
+STOCK = {
+    "llama": lambda: LlamaConfig(
+        vocab_size=500,
+        hidden_size=96,
+        intermediate_size=200,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 7000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    ),
+    "llama4_text": lambda: Llama4TextConfig(**TEXT, architectures=["Llama4ForCausalLM"]),
+    "llama4_vision_model": lambda: Llama4VisionConfig(**VISION, architectures=["Llama4VisionModel"]),
+    "llama4": lambda: Llama4Config(
+        text_config=copy.deepcopy(TEXT),
+        vision_config=dict(VISION),
+        image_token_index=900,
+        architectures=["Llama4ForConditionalGeneration"],
+        dtype="bfloat16",
+    ),
+}
+OURS = {stock.model_type: ours for stock, ours in PAIRS}
+kinds = pytest.mark.parametrize("kind", STOCK)
+
+
+@pytest.fixture
+def warnings(caplog):
+    """Log records of transformers and of this package."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.WARNING)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(("stock", "ours"), PAIRS)
+def test_every_stock_field_has_the_stock_default(stock, ours):
+    mine, theirs = ours(), stock()
+    for field in dataclasses.fields(stock):
+        if field.name in ("text_config", "vision_config"):
+            continue
+        assert field.name in {f.name for f in dataclasses.fields(ours)}
+        assert getattr(mine, field.name) == getattr(theirs, field.name), field.name
+    assert mine.model_type == ours.model_type
+
+
+def test_default_parts_equal_stock_parts():
+    mine, theirs = LlamoeConfig(), Llama4Config()
+    for name in ("text_config", "vision_config"):
+        part, stock_part = getattr(mine, name), getattr(theirs, name)
+        for field in dataclasses.fields(stock_part):
+            assert getattr(part, field.name) == getattr(stock_part, field.name), field.name
+
+
+def test_names_of_ours_never_contain_the_stock_one():
+    assert not [ours for _, ours in PAIRS if "llama4" in ours.model_type]
+
+
+@kinds
+def test_every_way_in_gives_the_same(kind, tmp_path, warnings):
+    stock, ours = STOCK[kind](), OURS[kind]
+    stock.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["model_type"] == kind
+    before = copy.deepcopy(content)
+    ways = [
+        ours.from_pretrained(tmp_path),
+        ours.from_pretrained(str(tmp_path / "config.json")),
+        ours.from_dict(content),
+        ours(**content),
+        ours.from_json_file(tmp_path / "config.json"),
+        from_stock(stock),
+        from_stock(content),
+        from_stock(stock.to_dict()),
+    ]
+    assert content == before, "the caller's dictionary was changed"
+    for config in ways:
+        assert type(config) is ours
+        assert config == ways[0]
+        assert config.model_type == config.to_dict()["model_type"] == ours.model_type
+    assert not warnings.records
+
+
+@kinds
+def test_there_and_back(kind, tmp_path):
+    stock = STOCK[kind]()
+    written = to_stock(from_stock(stock))
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert written["model_type"] == kind
+    assert type(stock).from_pretrained(tmp_path).to_dict() == stock.to_dict()
+
+
+@kinds
+def test_ours_survives_saving(kind, tmp_path):
+    config = from_stock(STOCK[kind]())
+    config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["model_type"] == config.model_type
+    assert "llama4" not in json.dumps(content)
+    assert type(config).from_pretrained(tmp_path) == config
+    assert type(config).from_dict(config.to_dict()) == config
+    assert type(config).from_dict(config.to_diff_dict()) == config
+    assert type(config)(**config.to_dict()) == config
+    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert from_stock(config) is config
+
+
+@pytest.mark.parametrize("config_class", list(OURS.values()))
+def test_defaults_survive_saving(config_class, tmp_path):
+    config_class().save_pretrained(tmp_path)
+    assert config_class.from_pretrained(tmp_path) == config_class()
+
+
+def test_equality_sees_every_field():
+    config = from_stock(STOCK["llama4"]())
+    other = copy.deepcopy(config)
+    other.text_config.router_z_loss_coef = 0.5
+    assert config != other
+    assert config != config.text_config
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours"),
+    [
+        ("LlamaModel", "LlamoeDenseModel"),
+        ("LlamaForCausalLM", "LlamoeDenseForCausalLM"),
+        ("LlamaForSequenceClassification", "LlamoeDenseForSequenceClassification"),
+        ("LlamaForTokenClassification", "LlamoeDenseForTokenClassification"),
+        ("LlamaForQuestionAnswering", "LlamoeDenseForQuestionAnswering"),
+        ("SomethingElse", "SomethingElse"),
+    ],
+)
+def test_architectures(stock, ours):
+    assert hasattr(transformers, stock) or stock == "SomethingElse"
+    config = LlamoeDenseConfig(model_type="llama", architectures=[stock])
+    assert config.architectures == [ours]
+    assert to_stock(config)["architectures"] == [stock]
+
+
+@pytest.mark.parametrize("kind", ["llama4", "llamoe"])
+def test_parts_of_a_multimodal_folder(kind, tmp_path, warnings):
+    whole = STOCK["llama4"]()
+    ours = from_stock(whole)
+    (whole if kind == "llama4" else ours).save_pretrained(tmp_path)
+    for part_class, part in ((LlamoeTextConfig, ours.text_config), (LlamoeVisionConfig, ours.vision_config)):
+        part = copy.deepcopy(part)
+        part.dtype = ours.dtype
+        assert part_class.from_pretrained(tmp_path) == part
+        assert part_class.from_dict(json.loads((tmp_path / "config.json").read_text())) == part
+        assert part_class(**json.loads((tmp_path / "config.json").read_text())) == part
+    assert not warnings.records
+
+
+def test_a_part_takes_the_quantization_of_the_whole():
+    content = STOCK["llama4"]().to_dict() | {"quantization_config": {"quant_method": "fp8"}}
+    assert LlamoeTextConfig.from_dict(content).quantization_config == {"quant_method": "fp8"}
+
+
+def test_unknown_attributes_are_kept():
+    stock = STOCK["llama"]().to_dict() | {"quantization_config": {"quant_method": "fp8"}, "note": "kept"}
+    config = LlamoeDenseConfig.from_dict(stock)
+    assert (config.note, config.dtype) == ("kept", LlamoeDenseConfig(dtype="bfloat16").dtype)
+    written = to_stock(config)
+    assert written["note"] == "kept"
+    assert written["quantization_config"] == {"quant_method": "fp8"}
+    assert written["dtype"] == "bfloat16"
+
+
+def test_nested_stock_objects():
+    config = LlamoeConfig(text_config=STOCK["llama4_text"](), vision_config=STOCK["llama4_vision_model"]())
+    assert config.text_config == from_stock(STOCK["llama4_text"]())
+    assert config.vision_config == from_stock(STOCK["llama4_vision_model"]())
+    own = LlamoeTextConfig()
+    assert LlamoeConfig(text_config=own).text_config is own
+
+
+def test_backends_are_carried_over():
+    stock = STOCK["llama"]()
+    stock._attn_implementation = "eager"
+    assert from_stock(stock)._attn_implementation == "eager"
+
+
+# In the style of the first release, written by transformers 4: old rotary fields, generation parameters, an
+# integer for the temperature, an empty list.
+PUBLISHED = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "boi_token_index": 200080,
+    "eoi_token_index": 200081,
+    "image_token_index": 200092,
+    "model_type": "llama4",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0.dev0",
+    "text_config": {
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": 4,
+        "cache_implementation": "hybrid",
+        "eos_token_id": [200001, 200007, 200008],
+        "for_llm_compressor": False,
+        "model_type": "llama4_text",
+        "no_rope_layers": [],
+        "num_hidden_layers": 8,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+    },
+    "vision_config": {
+        "hidden_act": "gelu",
+        "hidden_size": 1408,
+        "image_size": 336,
+        "model_type": "llama4_vision_model",
+        "norm_eps": 1e-05,
+        "projector_output_dim": 4096,
+        "rope_theta": 10000,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "vision_output_dim": 4096,
+    },
+}
+
+
+def test_published_style():
+    config = LlamoeConfig.from_dict(PUBLISHED)
+    text = config.text_config
+    assert text.rope_parameters["rope_type"] == "llama3"
+    assert text.rope_parameters["factor"] == 8.0
+    assert text.rope_parameters["rope_theta"] == 500000.0
+    assert text.no_rope_layers == [1, 1, 1, 0] * 2
+    assert text.layer_plan(3).use_temperature_tuning
+    assert config.vision_config.rope_parameters == {"rope_type": "default", "rope_theta": 10000}
+    assert str(config.dtype) == "torch.bfloat16"
+    config.check_multimodal()
+    stock = Llama4Config.from_dict(to_stock(config))
+    assert stock.text_config.attn_temperature_tuning is True
+    assert stock.vision_config.image_size == 336
+
+
+def test_null_chunk_size_of_a_stock_folder():
+    content = {"model_type": "llama4_text", "num_hidden_layers": 2, "attention_chunk_size": None}
+    config = LlamoeTextConfig.from_dict(content | {"layer_types": ["chunked_attention"] * 2})
+    assert config.layer_types == ["full_attention"] * 2
+    written = Llama4TextConfig.from_dict(to_stock(config))
+    assert written.layer_types == ["full_attention"] * 2
+    assert written.attention_chunk_size == written.max_position_embeddings
+
+
+def test_no_interval_is_written_for_stock():
+    config = LlamoeTextConfig(num_hidden_layers=5, no_rope_layer_interval=0)
+    written = Llama4TextConfig.from_dict(to_stock(config))
+    assert written.no_rope_layers == [1] * 5
+
+
+@pytest.mark.parametrize(
+    ("config_class", "model_type", "match"),
+    [
+        (LlamoeDenseConfig, "mistral", "valid: 'llamoe_dense' or 'llama'$"),
+        (LlamoeDenseConfig, "llama4_text", r"LlamoeTextConfig reads 'llama4_text'"),
+        (LlamoeDenseConfig, "llama4", r"LlamoeConfig reads 'llama4'"),
+        (LlamoeTextConfig, "llama", r"LlamoeDenseConfig reads 'llama'"),
+        (LlamoeTextConfig, "llama4", r"LlamoeConfig reads 'llama4'"),
+        (LlamoeTextConfig, "qwen3_moe", "valid: 'llamoe_text' or 'llama4_text'$"),
+        (LlamoeVisionConfig, "clip_vision_model", "valid: 'llamoe_vision' or 'llama4_vision_model'$"),
+        (LlamoeConfig, "llama4_text", "LlamoeTextConfig reads 'llama4_text'"),
+        (LlamoeConfig, "llava", "valid: 'llamoe' or 'llama4'$"),
+        (LlamoeConfig, 4, "valid: 'llamoe' or 'llama4'$"),
+    ],
+)
+def test_foreign_model_types(config_class, model_type, match, tmp_path):
+    content = {"model_type": model_type, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    match = rf"^{config_class.__name__}\.model_type = {model_type!r}: .*{match}"
+    ways = [
+        lambda: config_class(**content),
+        lambda: config_class.from_dict(content),
+        lambda: config_class.from_pretrained(tmp_path),
+    ]
+    for way in ways:
+        with pytest.raises(ValueError, match=match):
+            way()
+
+
+def test_foreign_parts():
+    with pytest.raises(ValueError, match=r"LlamoeTextConfig\.model_type = 'llama': "):
+        LlamoeConfig(text_config=LlamaConfig())
+    with pytest.raises(ValueError, match=r"LlamoeTextConfig\.model_type = 'llava': "):
+        LlamoeTextConfig.from_dict({"model_type": "llava", "text_config": {"model_type": "llama4_text"}})
+    with pytest.raises(
+        ValueError, match="model_type 'mistral' has no equivalent in llamoe; valid: 'llamoe_dense'"
+    ):
+        from_stock({"model_type": "mistral"})
+    with pytest.raises(ValueError, match="without a model_type"):
+        from_stock({"hidden_size": 64})
+
+
+def test_the_model_type_stays():
+    config = LlamoeTextConfig()
+    config.model_type = "llama4_text"
+    assert config.model_type == config.to_dict()["model_type"] == "llamoe_text"
+    with pytest.raises(ValueError, match=r"LlamoeTextConfig\.model_type = 'mistral'"):
+        config.model_type = "mistral"
+
+
+def test_layers_with_fields_of_their_own_are_refused():
+    with pytest.raises(ValueError, match=r"^LlamoeDenseConfig\.per_layer_config = "):
+        LlamoeDenseConfig(per_layer_config={"0": {"intermediate_size": 3}})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "computed"),
+    [
+        ("hidden_act", "quick_gelu", "gelu"),
+        ("norm_eps", 1e-3, 1e-5),
+        ("multi_modal_projector_bias", True, False),
+        ("vision_feature_layer", -2, -1),
+        ("vision_feature_select_strategy", "full", "default"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_fields_that_stock_ignores_are_pinned(field, value, computed, nested, warnings):
+    content = VISION | {field: value}
+    if nested:
+        config = LlamoeConfig.from_dict({"model_type": "llama4", "vision_config": content}).vision_config
+    else:
+        config = LlamoeVisionConfig.from_dict(content | {"model_type": "llama4_vision_model"})
+    assert getattr(config, field) == computed
+    assert [record for record in warnings.records if f"{field} = {value!r}" in record.getMessage()]
+
+
+def test_the_same_fields_of_ours_are_honoured():
+    assert LlamoeVisionConfig(**VISION, hidden_act="quick_gelu").hidden_act == "quick_gelu"
+
+
+UNSTOCK = [
+    (LlamoeDenseConfig, {"rope_interleave": True}, "rope_interleave = True"),
+    (LlamoeDenseConfig, {"hidden_size": 100, "num_attention_heads": 6, "head_dim": 16}, "hidden_size = 100"),
+    (LlamoeTextConfig, {"rope_interleave": False}, "rope_interleave = False"),
+    (LlamoeTextConfig, {"mlp_bias": True}, "mlp_bias = True"),
+    (LlamoeVisionConfig, VISION | {"use_rope": False}, "use_rope = False"),
+    (LlamoeVisionConfig, VISION | {"use_pre_layernorm": False}, "use_pre_layernorm = False"),
+    (LlamoeVisionConfig, VISION | {"use_post_layernorm": False}, "use_post_layernorm = False"),
+    (LlamoeVisionConfig, VISION | {"vision_feature_layer": -2}, "vision_feature_layer = -2"),
+    (LlamoeVisionConfig, VISION | {"projection_dim": 8}, "projection_dim = 8"),
+    (LlamoeVisionConfig, VISION | {"use_adapter": False}, "use_adapter = False"),
+    (LlamoeVisionConfig, VISION | {"projector_final_act": False}, "projector_final_act = False"),
+    (LlamoeVisionConfig, VISION | {"attention_bias": False}, "attention_bias = False"),
+    (LlamoeVisionConfig, VISION | {"hidden_act": "quick_gelu"}, "hidden_act = 'quick_gelu'"),
+    (LlamoeVisionConfig, VISION | {"norm_eps": 1e-6}, "norm_eps = 1e-06"),
+    (LlamoeVisionConfig, VISION | {"multi_modal_projector_bias": True}, "multi_modal_projector_bias = True"),
+    (
+        LlamoeVisionConfig,
+        VISION | {"intermediate_size": 100},
+        "intermediate_size = 100: .*gets another number",
+    ),
+    (
+        LlamoeVisionConfig,
+        VISION | {"projector_input_dim": 40},
+        "projector_input_dim = 40: .*projector_output_dim = 48",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config_class", "fields", "match"), UNSTOCK)
+def test_what_stock_cannot_express_is_refused(config_class, fields, match):
+    config = config_class(**fields)
+    with pytest.raises(ValueError, match=rf"^{config_class.__name__}\.{match}.*valid: "):
+        to_stock(config)
+
+
+def test_a_part_that_stock_cannot_express_is_refused():
+    config = LlamoeConfig(text_config={"mlp_bias": True}, vision_config=VISION)
+    with pytest.raises(ValueError, match=r"^LlamoeTextConfig\.mlp_bias = True"):
+        to_stock(config)
+
+
+def test_training_fields_are_left_out():
+    config = LlamoeTextConfig(
+        router_z_loss_coef=0.1, router_dropout=0.1, expert_capacity_factor=1.5, output_expert_load=True
+    )
+    assert to_stock(config) == to_stock(LlamoeTextConfig())
+
+
+def test_stock_dictionary_has_stock_fields_only():
+    for kind, make in STOCK.items():
+        stock = make()
+        extra = set(to_stock(from_stock(stock))) - set(stock.to_dict())
+        assert not extra, kind
+
+
+def test_overrides_are_applied_before_deriving(tmp_path):
+    STOCK["llama4_text"]().save_pretrained(tmp_path)
+    config = LlamoeTextConfig.from_pretrained(tmp_path, num_hidden_layers=3)
+    assert (config.no_rope_layers, config.moe_layers, len(config.layer_types)) == ([1, 1, 1], [1], 3)
+    with pytest.raises(ValueError, match=r"^LlamoeTextConfig\.no_rope_layers = .*valid: a list of 7"):
+        LlamoeTextConfig.from_pretrained(tmp_path, num_hidden_layers=7)
+    config = LlamoeTextConfig.from_pretrained(
+        tmp_path, num_hidden_layers=8, layer_types=None, no_rope_layers=None, moe_layers=None
+    )
+    assert config.moe_layers == [1, 3, 5, 7]
+    config, unused = LlamoeTextConfig.from_pretrained(
+        tmp_path, num_experts=8, foo=1, return_unused_kwargs=True
+    )
+    assert config.num_local_experts == 8
+    assert unused == {"foo": 1}
+    with pytest.raises(ValueError, match=r"^LlamoeTextConfig\.num_key_value_heads = 4"):
+        LlamoeTextConfig.from_pretrained(tmp_path, num_key_value_heads=4)
+
+
+def test_overrides_inside_parts(tmp_path):
+    STOCK["llama4"]().save_pretrained(tmp_path)
+    config = LlamoeConfig.from_pretrained(tmp_path, text_config={"num_hidden_layers": 2}, image_token_id=7)
+    assert config.text_config.num_hidden_layers == 2
+    assert config.text_config.hidden_size == TEXT["hidden_size"]
+    assert config.image_token_index == 7
+
+
+def test_tied_embeddings_are_said_twice_as_in_stock():
+    whole = Llama4Config(text_config=TEXT | {"tie_word_embeddings": True}, vision_config=VISION)
+    config = from_stock(whole)
+    assert not config.tie_word_embeddings
+    assert config.text_config.tie_word_embeddings
+
+
+def test_published_scout_warns_once_at_most(warnings):
+    preset("llama-4-scout")
+    warnings.clear()
+    preset("llama-4-scout")
+    assert not warnings.records

@@ -1,0 +1,169 @@
+"""Left-padded, packed, cached and single runs of the same tokens give the same logits.
+
+The truth is each row by itself, without padding and without a cache: transformers' own Llama 4 fails some of these
+(its temperature follows the cache's length; see `test_stock_differs_where_it_is_wrong`).
+"""
+
+import pytest
+import torch
+from support import make_asymmetric, max_abs, stock_dense_config, stock_text_config
+from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
+
+import llamoe
+
+CHUNK = 16  # attention_chunk_size of the tiny config; floor_scale is 8
+LENGTHS = (5, 37, 50)  # one chunk, a chunk border inside, several borders
+# Sums in another order: the same tokens are multiplied in batches of other sizes.
+TOLERANCE = 2e-5
+
+
+def text_model(attention="sdpa", **overrides):
+    model = llamoe.LlamoeForCausalLM(llamoe.from_stock(stock_text_config(**overrides)))
+    model.set_attn_implementation(attention)
+    return make_asymmetric(model)
+
+
+def dense_model(attention="sdpa"):
+    model = llamoe.LlamoeDenseForCausalLM(llamoe.from_stock(stock_dense_config()))
+    model.set_attn_implementation(attention)
+    return make_asymmetric(model)
+
+
+def rows():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 97, (1, length), generator=generator) for length in LENGTHS]
+
+
+@torch.no_grad()
+def alone(model, row):
+    return model(row, use_cache=False).logits[0]
+
+
+def padded(side):
+    width = max(LENGTHS)
+    ids, mask = torch.zeros(len(LENGTHS), width, dtype=torch.long), torch.zeros(len(LENGTHS), width)
+    for i, row in enumerate(rows()):
+        place = slice(width - row.shape[1], None) if side == "left" else slice(0, row.shape[1])
+        ids[i, place], mask[i, place] = row[0], 1
+    return ids, mask.long()
+
+
+@pytest.fixture(params=["text-sdpa", "text-eager", "text-kv-chunks-off", "dense-sdpa", "dense-eager"])
+def model(request):
+    family, _, kind = request.param.partition("-")
+    if kind == "kv-chunks-off":
+        return text_model(attention_chunk_size=None, layer_types=None)
+    return text_model(kind) if family == "text" else dense_model(kind)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("positions", ["derived", "given"])
+def test_padded_rows_equal_single_rows(model, side, positions):
+    ids, mask = padded(side)
+    kwargs = {}
+    if positions == "given":  # as `generate` makes them
+        kwargs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    logits = model(ids, attention_mask=mask, **kwargs).logits
+    for i, row in enumerate(rows()):
+        assert max_abs(logits[i][mask[i].bool()], alone(model, row)) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_rows_equal_single_rows(model, use_cache):
+    ids = torch.cat(rows(), dim=1)
+    position_ids = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    logits = model(ids, position_ids=position_ids, use_cache=use_cache).logits[0]
+    for piece, row in zip(logits.split(LENGTHS), rows(), strict=True):
+        assert max_abs(piece, alone(model, row)) < TOLERANCE
+
+
+@torch.no_grad()
+def test_two_packed_rows_of_different_shape(model):
+    row = torch.cat(rows(), dim=1)
+    lengths = (LENGTHS, (40, 20, 32))
+    position_ids = torch.stack([torch.cat([torch.arange(n) for n in parts]) for parts in lengths])
+    logits = model(row.expand(2, -1), position_ids=position_ids, use_cache=False).logits
+    for i, parts in enumerate(lengths):
+        for piece, tokens in zip(logits[i].split(parts), row[0].split(parts), strict=True):
+            assert max_abs(piece, alone(model, tokens[None])) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side_pieces", [(50,), (15, 1, 1, 33), (16, 17, 17), (30, 20), (49, 1)])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_prefill_in_pieces_and_decoding_equal_the_full_pass_under_left_padding(model, side_pieces, cache):
+    ids, mask = padded("left")
+    extra = torch.randint(1, 97, (len(LENGTHS), 9), generator=torch.Generator().manual_seed(2))
+    ids, mask = torch.cat([ids, extra], 1), torch.cat([mask, torch.ones_like(extra)], 1)
+    cache = (
+        DynamicCache(config=model.config)
+        if cache == "dynamic"
+        else StaticCache(config=model.config, max_cache_len=ids.shape[1])
+    )
+    pieces, start = [], 0
+    for length in (*side_pieces, *[1] * extra.shape[1]):
+        end = start + length
+        out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+        pieces.append(out.logits)
+        start = end
+    logits = torch.cat(pieces, 1)
+    for i, row in enumerate(rows()):
+        whole = torch.cat([row, extra[i : i + 1]], 1)
+        assert max_abs(logits[i][mask[i].bool()], alone(model, whole)) < TOLERANCE
+
+
+@torch.no_grad()
+def test_chunk_borders_follow_given_positions():
+    # Positions 10..39 cross a border at 16 and 32; the same keys must be seen as in a row that really starts at 0.
+    model = text_model()
+    row = rows()[2][:, :40]
+    offset = 10
+    shifted = model(row[:, offset:], position_ids=torch.arange(offset, 40)[None], use_cache=False).logits[0]
+    unshifted = model(row[:, offset:], use_cache=False).logits[0]
+    assert max_abs(shifted[: CHUNK - offset], unshifted[: CHUNK - offset]) > 1e-4  # the temperature already differs
+    mask = torch.ones(1, 40, dtype=torch.long)
+    mask[:, :offset] = 0
+    reference = model(row, attention_mask=mask, position_ids=torch.arange(40)[None], use_cache=False).logits[0]
+    assert max_abs(shifted, reference[offset:]) < TOLERANCE
+
+
+@torch.no_grad()
+def test_a_short_pass_that_starts_late_still_meets_its_border():
+    # 12 tokens are fewer than a chunk, yet positions 10..21 lie on both sides of the border at 16. Each chunk-only
+    # layer must not look over it: compare with the two sides' tokens run as packed segments of the same positions.
+    model = text_model(no_rope_layers=[1] * 5, num_hidden_layers=5)
+    row = rows()[1][:, :12]
+    positions = torch.arange(10, 22)[None]
+    whole = model(row, position_ids=positions, use_cache=False).logits[0]
+    left = model(row[:, :6], position_ids=positions[:, :6], use_cache=False).logits[0]
+    right = model(row[:, 6:], position_ids=positions[:, 6:], use_cache=False).logits[0]
+    assert max_abs(whole, torch.cat([left, right])) < TOLERANCE
+
+
+@torch.no_grad()
+def test_generate_with_left_padding_equals_each_row_alone(model):
+    ids, mask = padded("left")
+    together = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[:, ids.shape[1] :]
+    for i, row in enumerate(rows()):
+        single = model.generate(row, max_new_tokens=20, do_sample=False)[0, row.shape[1] :]
+        assert together[i, : len(single)].tolist() == single.tolist()
+
+
+@torch.no_grad()
+def test_generate_with_a_static_cache_equals_the_dynamic_one(model):
+    ids, mask = padded("left")
+    options = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, disable_compile=True)
+    static = model.generate(ids, cache_implementation="static", **options)
+    assert static.tolist() == model.generate(ids, **options).tolist()
+
+
+@torch.no_grad()
+def test_stock_differs_where_it_is_wrong():
+    # If transformers mends its temperature, this fails and the claim in the README goes.
+    stock = make_asymmetric(Llama4ForCausalLM(stock_text_config()))
+    ids, mask = padded("left")
+    row = rows()[0]
+    in_batch = stock(ids, attention_mask=mask).logits[0][mask[0].bool()]
+    assert max_abs(in_batch, stock(row).logits[0]) > 1e-3

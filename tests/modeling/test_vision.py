@@ -1,0 +1,535 @@
+"""The vision tower against transformers' own Llama 4 tower, and its parts against arithmetic done by hand."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import Llama4VisionConfig, Llama4VisionModel
+
+from llamoe.configuration.vision import LlamoeVisionConfig
+from llamoe.modeling.rotary_2d import rotary_2d_cos_sin
+from llamoe.modeling.vision import LlamoeVisionModel, VisionEncoderLayer, pixel_shuffle
+
+# No two sizes coincide, so that no axis can be taken for another. Stock wants intermediate_size = 4 * hidden_size
+# and equal projector sizes.
+SIZES = {
+    "hidden_size": 120,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 3,
+    "intermediate_size": 480,
+    "image_size": 56,
+    "patch_size": 14,
+    "projector_input_dim": 44,
+    "projector_output_dim": 44,
+    "vision_output_dim": 44,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}
+TILES = 5
+
+
+@pytest.fixture
+def parity(request):
+    """Report a difference to whoever collects them (the README's table), or print it."""
+    try:
+        return request.getfixturevalue("record_parity")
+    except pytest.FixtureLookupError:
+        return lambda *values: print("parity:", *values)
+
+
+def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Fill weights so that no symmetry hides a swap: noise, plus a ramp along each axis, norms away from one.
+
+    Queries and keys are large, for attention far from uniform: else positions hardly matter.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            rows = torch.linspace(-1, 1, parameter.shape[0]).view(-1, *[1] * (parameter.dim() - 1))
+            ramp = rows + 0.5 * torch.linspace(-1, 1, parameter.shape[-1])
+            if parameter.dim() == 1:
+                centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+                parameter.copy_(centre + 0.2 * noise + 0.1 * rows)
+            else:
+                gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+                parameter.copy_(gain * (noise + 0.1 * ramp) / math.sqrt(parameter.shape[-1]))
+    return model.eval()
+
+
+def rounded_to_bfloat16(model: nn.Module) -> nn.Module:
+    """Give the same model with weights that bfloat16 holds exactly, so that only arithmetic differs."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape, f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}"
+    return (a.float() - b.float()).abs().max().item()
+
+
+def assert_equal_fp32(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    difference, scale = max_abs(ours, reference), reference.abs().max().item()
+    assert scale > 0.01, "the reference says nothing"
+    assert difference <= 1e-5 * scale, f"{difference} at scale {scale}"
+    return difference
+
+
+def stock_tower(attn_implementation: str = "sdpa") -> Llama4VisionModel:
+    return randomize(Llama4VisionModel(Llama4VisionConfig(**SIZES, attn_implementation=attn_implementation)))
+
+
+def our_tower(stock: nn.Module | None = None, **changes) -> LlamoeVisionModel:
+    changes.setdefault("attn_implementation", "sdpa")
+    model = LlamoeVisionModel(LlamoeVisionConfig(**(SIZES | changes)))
+    if stock is None:
+        return randomize(model)
+    model.load_state_dict(stock.state_dict(), strict=True)
+    return model.eval()
+
+
+def random_tiles(count: int = TILES, size: int = 56) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    ramp = torch.linspace(-1, 1, size)
+    return torch.randn(count, 3, size, size, generator=generator) + 0.1 * ramp + 0.2 * ramp[:, None]
+
+
+class TestEqualsStock:
+    def test_same_keys_and_shapes(self):
+        stock = {name: tuple(value.shape) for name, value in stock_tower().state_dict().items()}
+        ours = {name: tuple(value.shape) for name, value in our_tower().state_dict().items()}
+        assert ours == stock
+
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    def test_outputs_float32(self, implementation, parity):
+        stock = stock_tower(implementation)
+        ours = our_tower(stock, attn_implementation=implementation)
+        pixels = random_tiles()
+        wanted = {"output_hidden_states": True, "output_attentions": True}
+        with torch.no_grad():
+            reference, result = stock(pixels, **wanted), ours(pixels, **wanted)
+
+        assert result.last_hidden_state.shape == (TILES, ours.config.tokens_per_tile, 44)
+        assert result.pooler_output is None
+        difference = assert_equal_fp32(result.last_hidden_state, reference.last_hidden_state)
+        assert len(result.hidden_states) == len(reference.hidden_states) == SIZES["num_hidden_layers"] + 1
+        for ours_state, stock_state in zip(result.hidden_states, reference.hidden_states, strict=True):
+            assert_equal_fp32(ours_state, stock_state)
+        if implementation == "eager":
+            assert len(result.attentions) == SIZES["num_hidden_layers"]
+            for ours_weights, stock_weights in zip(result.attentions, reference.attentions, strict=True):
+                assert_equal_fp32(ours_weights, stock_weights)
+        parity("vision tower", "transformers Llama4VisionModel", "float32", difference, implementation)
+
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    def test_gradients(self, implementation):
+        stock = stock_tower(implementation)
+        ours = our_tower(stock, attn_implementation=implementation)
+        weights = torch.randn(TILES, 4, 44, generator=torch.Generator().manual_seed(3))
+        pixel_gradients = []
+        for model in (stock, ours):
+            pixels = random_tiles().requires_grad_()
+            (model(pixels).last_hidden_state * weights).sum().backward()
+            pixel_gradients.append(pixels.grad)
+        assert_equal_fp32(pixel_gradients[1], pixel_gradients[0])
+        references = dict(stock.named_parameters())
+        for name, parameter in ours.named_parameters():
+            assert_equal_fp32(parameter.grad, references[name].grad)
+
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    def test_bfloat16(self, implementation, parity):
+        stock = rounded_to_bfloat16(stock_tower(implementation))
+        pixels = random_tiles().bfloat16()
+        ours = our_tower(stock, attn_implementation=implementation).to(torch.bfloat16)
+        with torch.no_grad():
+            exact = stock(pixels.float()).last_hidden_state
+            result = ours(pixels).last_hidden_state
+            reference = stock.bfloat16()(pixels).last_hidden_state
+        assert result.dtype == torch.bfloat16
+        error, stock_error = max_abs(result, exact), max_abs(reference, exact)
+        assert stock_error > 0
+        assert error <= 2 * stock_error
+        note = f"{implementation}; error against float32, stock's own is {stock_error:.3g}"
+        parity("vision tower", "transformers Llama4VisionModel", "bfloat16", error, note)
+
+    def test_autocast(self):
+        stock = stock_tower()
+        ours = our_tower(stock)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            reference, result = (
+                stock(random_tiles()).last_hidden_state,
+                ours(random_tiles()).last_hidden_state,
+            )
+        with torch.no_grad():
+            exact = stock(random_tiles()).last_hidden_state
+        assert max_abs(result, exact) <= 2 * max_abs(reference, exact)
+
+    def test_rotary_base_matters(self):
+        changed = our_tower(stock_tower(), rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+        with torch.no_grad():
+            reference = stock_tower()(random_tiles()).last_hidden_state
+            assert max_abs(changed(random_tiles()).last_hidden_state, reference) > 0.1
+
+
+class TestTiles:
+    def test_tiles_do_not_see_each_other(self):
+        model, pixels = our_tower(), random_tiles()
+        with torch.no_grad():
+            together = model(pixels).last_hidden_state
+            alone = torch.cat([model(tile[None]).last_hidden_state for tile in pixels])
+            reversed_order = model(pixels.flip(0)).last_hidden_state.flip(0)
+        assert_equal_fp32(together, alone)
+        assert_equal_fp32(reversed_order, together)
+
+    def test_images_of_several_tiles_in_rows(self):
+        # Two rows of two images of three tiles: the same as twelve tiles.
+        model, pixels = our_tower(), random_tiles(12)
+        rows = pixels.view(2, 2, 3, 3, 56, 56)
+        with torch.no_grad():
+            per_image = torch.stack([torch.stack([model(i).last_hidden_state for i in row]) for row in rows])
+            flat = model(rows.flatten(0, -4)).last_hidden_state
+        assert_equal_fp32(flat.view(2, 2, 3, 4, 44), per_image)
+
+
+class TestCasts:
+    """Rotary angles survive what loses stock's complex buffer."""
+
+    @pytest.fixture
+    def expected(self):
+        with torch.no_grad():
+            return rounded_to_bfloat16(stock_tower())(random_tiles().bfloat16().float()).last_hidden_state
+
+    @pytest.fixture
+    def stock_error(self, expected):
+        with torch.no_grad():
+            return max_abs(stock_tower().bfloat16()(random_tiles().bfloat16()).last_hidden_state, expected)
+
+    def test_nothing_but_parameters_is_stored(self):
+        model = our_tower()
+        assert list(model.buffers()) == []
+        tensors = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+        assert tensors == []
+
+    @pytest.mark.parametrize(
+        "cast",
+        [
+            lambda model: model.to(torch.bfloat16),
+            lambda model: model.bfloat16(),
+            lambda model: copy.deepcopy(model).to(torch.bfloat16),
+            lambda model: model.to(torch.bfloat16).to(torch.float32),
+            lambda model: copy.deepcopy(model.half()).to(torch.bfloat16),
+        ],
+        ids=["to", "bfloat16", "deepcopy", "there-and-back", "through-half"],
+    )
+    def test_cast(self, cast, expected, stock_error):
+        model = cast(our_tower(rounded_to_bfloat16(stock_tower())))
+        with torch.no_grad():
+            assert max_abs(model(random_tiles().bfloat16()).last_hidden_state, expected) <= 2 * stock_error
+
+    def test_deepcopy_is_bit_equal(self):
+        model = our_tower()
+        with torch.no_grad():
+            model(random_tiles())
+            result = copy.deepcopy(model)(random_tiles()).last_hidden_state
+            assert torch.equal(result, model(random_tiles()).last_hidden_state)
+
+    def test_meta_construction_then_load(self):
+        stock = stock_tower()
+        with torch.device("meta"):
+            model = LlamoeVisionModel(LlamoeVisionConfig(**SIZES)).eval()
+        assert model.class_embedding.is_meta
+        model.load_state_dict(stock.state_dict(), assign=True)
+        with torch.no_grad():
+            reference = stock(random_tiles()).last_hidden_state
+            assert_equal_fp32(model(random_tiles()).last_hidden_state, reference)
+
+    def test_save_and_load(self, tmp_path, expected, stock_error):
+        our_tower(stock_tower()).save_pretrained(tmp_path)
+        pixels = random_tiles().bfloat16()
+        same = LlamoeVisionModel.from_pretrained(tmp_path)
+        half = LlamoeVisionModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        assert half.class_embedding.dtype == torch.bfloat16
+        with torch.no_grad():
+            reference = stock_tower()(random_tiles()).last_hidden_state
+            assert_equal_fp32(same(random_tiles()).last_hidden_state, reference)
+            assert max_abs(half(pixels).last_hidden_state, expected) <= 2 * stock_error
+
+    def test_default_dtype_does_not_round_the_angles(self):
+        exact = rotary_2d_cos_sin(24, 88, 10000.0)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            result = rotary_2d_cos_sin(24, 88, 10000.0)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(result, exact, strict=True))
+
+    def test_pixels_are_cast_to_the_weights(self):
+        model = our_tower().to(torch.bfloat16)
+        with torch.no_grad():
+            from_float32 = model(random_tiles()).last_hidden_state
+            assert torch.equal(from_float32, model(random_tiles().bfloat16()).last_hidden_state)
+            assert our_tower()(random_tiles().bfloat16()).last_hidden_state.dtype == torch.float32
+
+    @pytest.mark.parametrize("storage", [torch.uint8, torch.float8_e4m3fn])
+    def test_pixels_are_not_cast_to_a_quantized_weights_storage(self, storage):
+        model = our_tower().to(torch.bfloat16)
+        model.patch_embedding.linear = QuantizedLinear(model.patch_embedding.linear, storage)
+        with torch.no_grad():
+            model(random_tiles())
+        assert model.patch_embedding.linear.seen == torch.bfloat16
+
+
+class QuantizedLinear(nn.Module):
+    def __init__(self, linear: nn.Linear, storage: torch.dtype):
+        super().__init__()
+        self.inner, self.seen = linear, None
+        self.weight = nn.Parameter(torch.zeros(4).to(storage), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.dtype
+        return self.inner(x)
+
+
+class TestRotary2D:
+    def test_against_complex_numbers(self):
+        grid, head_dim, theta = 3, 12, 50.0
+        cos, sin = rotary_2d_cos_sin(grid, head_dim, theta)
+        assert cos.shape == sin.shape == (1, grid * grid + 1, head_dim // 2)
+        frequencies = [theta ** (-4 * j / head_dim) for j in range(head_dim // 4)]
+        for row in range(grid):
+            for column in range(grid):
+                angles = [(column + 1) * f for f in frequencies] + [(row + 1) * f for f in frequencies]
+                patch = row * grid + column
+                expected = torch.tensor(angles, dtype=torch.float64)
+                torch.testing.assert_close(cos[0, patch].double(), expected.cos(), atol=1e-6, rtol=0)
+                torch.testing.assert_close(sin[0, patch].double(), expected.sin(), atol=1e-6, rtol=0)
+
+    def test_the_class_token_is_not_turned(self):
+        cos, sin = rotary_2d_cos_sin(4, 20, 10000.0)
+        assert torch.equal(cos[0, -1], torch.ones(10))
+        assert torch.equal(sin[0, -1], torch.zeros(10))
+        assert (sin[0, :-1].abs().amax(dim=-1) > 0.1).all()
+
+    def test_head_dim_must_be_a_multiple_of_four(self):
+        with pytest.raises(ValueError, match=r"multiple of 4.*got 22"):
+            rotary_2d_cos_sin(4, 22, 10000.0)
+
+
+class TestPixelShuffle:
+    @pytest.mark.parametrize(("side", "block"), [(4, 2), (6, 3), (6, 2), (8, 4), (3, 1)])
+    def test_against_loops(self, side, block):
+        patches = torch.randn(2, side * side, 5)
+        result = pixel_shuffle(patches, 1 / block)
+        new = side // block
+        assert result.shape == (2, new * new, 5 * block * block)
+        for i in range(new):
+            for j in range(new):
+                inside = [
+                    patches[:, (i * block + di) * side + j * block + dj]
+                    for di in range(block)
+                    for dj in range(block)
+                ]
+                assert torch.equal(result[:, i * new + j], torch.cat(inside, dim=-1))
+
+    @pytest.mark.parametrize(
+        ("patches", "ratio", "said"),
+        [(15, 0.5, "15 patches"), (25, 0.5, "side 5"), (16, 0.4, "ratio 0.4"), (9, 0.75, "ratio 0.75")],
+    )
+    def test_what_does_not_fold_is_refused(self, patches, ratio, said):
+        with pytest.raises(ValueError, match=said):
+            pixel_shuffle(torch.zeros(1, patches, 3), ratio)
+
+
+class TestFeatureLayer:
+    @pytest.mark.parametrize("layer", [-4, -3, -2, -1, 0, 1, 2, 3])
+    def test_selects_from_hidden_states(self, layer):
+        switches = {"use_adapter": False, "use_post_layernorm": False, "vision_feature_layer": layer}
+        model = our_tower(**switches)
+        calls = []
+        for index, module in enumerate(model.model.layers):
+            module.register_forward_hook(lambda *_, index=index: calls.append(index))
+        with torch.no_grad():
+            result = model(random_tiles())
+            needed = list(range(layer if layer >= 0 else layer + 4))
+            assert calls == needed, "layers behind the selected one are not computed"
+            recorded = model(random_tiles(), output_hidden_states=True)
+        assert len(recorded.hidden_states) == 4
+        assert torch.equal(result.last_hidden_state, recorded.hidden_states[layer][:, :-1])
+        assert torch.equal(recorded.last_hidden_state, result.last_hidden_state)
+        assert torch.equal(result.pooler_output, recorded.hidden_states[layer][:, -1])
+        distinct = [max_abs(recorded.hidden_states[layer], state) > 0.1 for state in recorded.hidden_states]
+        assert distinct.count(False) == 1
+
+    def test_full_keeps_the_class_token_last(self):
+        default = our_tower(use_adapter=False)
+        full = our_tower(use_adapter=False, vision_feature_select_strategy="full")
+        with torch.no_grad():
+            patches, tokens = default(random_tiles()), full(random_tiles())
+        assert (
+            patches.last_hidden_state.shape
+            == (TILES, default.config.tokens_per_tile, 120)
+            == (TILES, 16, 120)
+        )
+        assert tokens.last_hidden_state.shape == (TILES, full.config.tokens_per_tile, 120) == (TILES, 17, 120)
+        assert torch.equal(tokens.last_hidden_state[:, :-1], patches.last_hidden_state)
+        assert torch.equal(tokens.last_hidden_state[:, -1], patches.pooler_output)
+
+    def test_configured_recording_runs_every_layer(self):
+        model = our_tower(vision_feature_layer=-3)
+        model.config.output_hidden_states = True
+        with torch.no_grad():
+            assert len(model(random_tiles()).hidden_states) == 4
+
+
+class TestSwitches:
+    def test_adapter_widths_are_independent(self):
+        model = our_tower(intermediate_size=200, projector_input_dim=36, projector_output_dim=28)
+        assert model.vision_adapter.mlp.fc1.weight.shape == (36, 480)
+        assert model.vision_adapter.mlp.fc2.weight.shape == (28, 36)
+        with torch.no_grad():
+            assert model(random_tiles()).last_hidden_state.shape == (TILES, 4, 28)
+
+    def test_final_activation(self):
+        with_act, without = our_tower(), our_tower(projector_final_act=False)
+        with torch.no_grad():
+            linear = without(random_tiles()).last_hidden_state
+            assert_equal_fp32(nn.functional.gelu(linear), with_act(random_tiles()).last_hidden_state)
+
+    def test_biases(self):
+        names = set(our_tower(attention_bias=False, multi_modal_projector_bias=True).state_dict())
+        assert not {name for name in names if "self_attn" in name and name.endswith("bias")}
+        assert {"vision_adapter.mlp.fc1.bias", "vision_adapter.mlp.fc2.bias"} <= names
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"norm_eps": 0.5}, {"hidden_act": "quick_gelu"}, {"use_rope": False}],
+        ids=lambda change: next(iter(change)),
+    )
+    def test_field_is_honoured(self, change):
+        with torch.no_grad():
+            plain, changed = our_tower()(random_tiles()), our_tower(**change)(random_tiles())
+        assert max_abs(plain.last_hidden_state, changed.last_hidden_state) > 1e-3
+
+    def test_norm_eps_reaches_every_norm(self):
+        model = our_tower(norm_eps=0.25)
+        assert {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)} == {0.25}
+
+    def test_norms_can_be_left_out(self):
+        names = set(our_tower(use_pre_layernorm=False, use_post_layernorm=False).state_dict())
+        assert not {name for name in names if name.startswith(("layernorm_pre", "layernorm_post"))}
+
+    def test_quick_gelu_leaves_the_adapter_alone(self):
+        outputs = []
+        for act in ("gelu", "quick_gelu"):
+            model = our_tower(hidden_act=act)
+            with torch.no_grad():
+                outputs.append(model.vision_adapter(torch.ones(1, 16, 120) * torch.linspace(-2, 2, 120)))
+        assert torch.equal(*outputs)
+
+    @pytest.mark.parametrize("field", ["projector_dropout", "attention_dropout"])
+    def test_dropout_in_training_only(self, field):
+        model, plain = our_tower(**{field: 0.5}, attn_implementation="eager"), our_tower()
+        torch.manual_seed(0)
+        with torch.no_grad():
+            assert_equal_fp32(
+                model(random_tiles()).last_hidden_state, plain(random_tiles()).last_hidden_state
+            )
+            dropped = model.train()(random_tiles()).last_hidden_state
+            assert max_abs(dropped, plain(random_tiles()).last_hidden_state) > 1e-3
+
+    def test_projection_beside_the_adapter(self):
+        model = our_tower(projection_dim=24)
+        plain = our_tower(use_adapter=False)
+        plain.load_state_dict(model.state_dict(), strict=False)
+        with torch.no_grad():
+            result = model(random_tiles())
+            expected = plain(random_tiles()).pooler_output @ model.visual_projection.weight.T
+        assert result.last_hidden_state.shape == (TILES, 4, 44)
+        assert_equal_fp32(result.pooler_output, expected)
+
+
+class TestModelContract:
+    def test_fresh_weights(self):
+        torch.manual_seed(0)
+        model = LlamoeVisionModel(
+            LlamoeVisionConfig(**(SIZES | {"hidden_size": 240, "initializer_range": 0.05}))
+        )
+        assert model.class_embedding.std().item() == pytest.approx(240**-0.5, rel=0.2)
+        assert model.positional_embedding_vlm.std().item() == pytest.approx(240**-0.5, rel=0.05)
+        assert model.model.layers[0].mlp.fc1.weight.std().item() == pytest.approx(0.05, rel=0.05)
+        assert torch.equal(model.layernorm_pre.weight, torch.ones(240))
+
+    def test_missing_weights_are_drawn_when_loading(self, tmp_path):
+        model = our_tower()
+        state = {k: v for k, v in model.state_dict().items() if k != "positional_embedding_vlm"}
+        model.save_pretrained(tmp_path, state_dict=state)
+        loaded = LlamoeVisionModel.from_pretrained(tmp_path)
+        assert loaded.positional_embedding_vlm.std().item() == pytest.approx(120**-0.5, rel=0.1)
+        assert torch.equal(loaded.class_embedding, model.class_embedding)
+
+    def test_gradient_checkpointing(self):
+        plain, checkpointed = our_tower().train(), our_tower().train()
+        # The first name is the newer one.
+        for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+            if hasattr(checkpointed, name):
+                getattr(checkpointed, name)()
+                break
+        assert all(layer.gradient_checkpointing for layer in checkpointed.model.layers)
+        for model in (plain, checkpointed):
+            model(random_tiles()).last_hidden_state.pow(2).sum().backward()
+        for (name, a), (_, b) in zip(plain.named_parameters(), checkpointed.named_parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad), name
+
+    def test_tuple_output(self):
+        model = our_tower(projection_dim=24)
+        with torch.no_grad():
+            named = model(random_tiles(), output_hidden_states=True)
+            unnamed = model(random_tiles(), output_hidden_states=True, return_dict=False)
+        assert torch.equal(unnamed[0], named.last_hidden_state)
+        assert torch.equal(unnamed[1], named.pooler_output)
+        assert len(unnamed[2]) == len(named.hidden_states)
+
+    def test_keywords_of_the_text_do_not_reach_the_tower(self):
+        # Packed sequence lengths would make the attention of the patches a different one.
+        model = our_tower(attn_implementation="eager")
+        text = {"cu_seq_lens_q": torch.tensor([0, 3]), "is_causal": True, "position_ids": torch.arange(3)}
+        with torch.no_grad():
+            result = model(random_tiles(), **text).last_hidden_state
+            assert torch.equal(result, model(random_tiles()).last_hidden_state)
+
+    def test_input_embeddings_are_the_patches(self):
+        model = our_tower()
+        assert model.get_input_embeddings() is model.patch_embedding
+
+    def test_layers_are_not_split_over_devices(self):
+        assert VisionEncoderLayer.__name__ in LlamoeVisionModel._no_split_modules
+
+    def test_compiles_into_one_graph(self):
+        model = our_tower()
+        with torch.no_grad():
+            compiled = torch.compile(model, backend="eager", fullgraph=True)(random_tiles())
+            assert_equal_fp32(compiled.last_hidden_state, model(random_tiles()).last_hidden_state)
+
+
+class TestBadInputs:
+    @pytest.mark.parametrize(
+        ("pixels", "said"),
+        [
+            (torch.zeros(2, 5, 3, 56, 56), r"got \[2, 5, 3, 56, 56\].*flatten"),
+            (torch.zeros(3, 56, 56), r"got \[3, 56, 56\].*pixel_values\[None\]"),
+            (torch.zeros(2, 4, 56, 56), r"\[tiles, 3, 56, 56\]; got \[2, 4, 56, 56\]"),
+            (torch.zeros(2, 56, 56, 3), r"got \[2, 56, 56, 3\]"),
+            (torch.zeros(2, 3, 56, 70), r"got \[2, 3, 56, 70\].*image_size"),
+            (torch.zeros(2, 3, 28, 28), r"got \[2, 3, 28, 28\].*not interpolated"),
+            (torch.zeros(0, 3, 56, 56), r"got \[0, 3, 56, 56\].*None"),
+            (torch.zeros(2, 3, 56, 56, dtype=torch.uint8), r"uint8.*image processor"),
+            (torch.zeros(2, 3, 56, 56, dtype=torch.int64), r"int64"),
+        ],
+        ids=["5-d", "3-d", "channels", "channels-last", "not-square", "small", "empty", "uint8", "int64"],
+    )
+    def test_refused_with_what_to_do(self, pixels, said):
+        with pytest.raises(ValueError, match=said):
+            our_tower()(pixels)

@@ -1,0 +1,93 @@
+"""Small things that several test files use: tiny stock configs, weights without symmetry, measures."""
+
+import torch
+from torch import nn
+from transformers import Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
+
+# Sizes never coincide: 6 heads on 2 key/value heads is a ratio of 3; 6 * 20 is not 72; odd vocabulary; five layers
+# hold a whole period of position-free layers, dense and mixture layers, and one layer more.
+DENSE = dict(
+    vocab_size=101,
+    hidden_size=72,
+    intermediate_size=92,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=20,
+    max_position_embeddings=256,
+    pad_token_id=0,
+)
+TEXT = dict(
+    vocab_size=101,
+    hidden_size=72,
+    intermediate_size=52,
+    intermediate_size_mlp=92,
+    num_hidden_layers=5,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=20,
+    num_local_experts=5,
+    interleave_moe_layer_step=2,
+    attention_chunk_size=16,
+    floor_scale=8,
+    max_position_embeddings=256,
+    pad_token_id=0,
+)
+VISION = dict(
+    hidden_size=120,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    intermediate_size=480,
+    image_size=56,
+    patch_size=14,
+    projector_input_dim=44,
+    projector_output_dim=44,
+    vision_output_dim=44,
+)
+IMAGE_TOKEN = 99
+TOKENS_PER_TILE = 4
+
+
+def stock_dense_config(**overrides) -> LlamaConfig:
+    """A tiny `LlamaConfig`."""
+    return LlamaConfig(**{**DENSE, **overrides})
+
+
+def stock_text_config(**overrides) -> Llama4TextConfig:
+    """A tiny `Llama4TextConfig`."""
+    return Llama4TextConfig(**{**TEXT, **overrides})
+
+
+def stock_multimodal_config(text: dict | None = None, vision: dict | None = None) -> Llama4Config:
+    """A tiny `Llama4Config`: 56-pixel tiles of 4 x 4 patches, four tokens a tile."""
+    return Llama4Config(
+        text_config=Llama4TextConfig(**{**TEXT, **(text or {})}),
+        vision_config=Llama4VisionConfig(**{**VISION, **(vision or {})}),
+        image_token_index=IMAGE_TOKEN,
+        boi_token_index=97,
+        eoi_token_index=98,
+    )
+
+
+def make_asymmetric(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Draw weights that a wrong split, order or transpose cannot leave unchanged; logits have a deviation of about 1.
+
+    Columns grow in scale from left to right, norms and biases are no ones and zeros.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim < 2:
+                value = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
+            else:
+                fan_in = parameter.shape[-2] if ".experts." in name else parameter.shape[-1]
+                fan_in = 1 if "embed_tokens" in name else fan_in
+                value = noise * fan_in**-0.5 * torch.linspace(0.7, 1.3, parameter.shape[-1])
+            parameter.copy_(value)
+    return model.eval()
+
+
+def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest absolute difference of two tensors."""
+    return (a.float() - b.float()).abs().max().item()

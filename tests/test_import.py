@@ -1,0 +1,157 @@
+"""What `import llamoe` does to a process: little, quickly, and nothing to stock model types."""
+
+import json
+import statistics
+import subprocess
+import sys
+import types
+
+import pytest
+
+
+def run_python(code, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def json_from_python(code):
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_import_adds_at_most_half_a_second():
+    """Measured inside each process, after what it is compared with: the spread of that part cancels."""
+    code = """
+import json, time
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+begun = time.perf_counter()
+import llamoe
+print(json.dumps(time.perf_counter() - begun))
+"""
+    json_from_python(code)  # writes byte code and fills the file cache
+    seconds = [json_from_python(code) for _ in range(5)]
+    assert statistics.median(seconds) <= 0.5, seconds
+
+
+def test_import_leaves_heavy_libraries_alone():
+    code = """
+import json, sys
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+before = set(sys.modules)
+import llamoe
+print(json.dumps(sorted({name.split(".")[0] for name in set(sys.modules) - before})))
+"""
+    brought_in = set(json_from_python(code))
+    assert "llamoe" in brought_in
+    assert not brought_in & {"accelerate", "open_clip", "peft", "timm", "torchvision"}
+
+
+def test_import_overwrites_no_stock_type():
+    """Looked up in one process, before and after: configs, models and heads."""
+    code = """
+import json
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
+
+STOCK = (LlamaConfig, Llama4Config, Llama4TextConfig, Llama4VisionConfig)
+AUTO = (AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText)
+
+def answers():
+    configs = {c.model_type: CONFIG_MAPPING[c.model_type].__module__ for c in STOCK}
+    models = {
+        f"{auto.__name__}[{c.__name__}]": f"{auto._model_mapping[c].__module__}.{auto._model_mapping[c].__name__}"
+        for auto in AUTO for c in STOCK if c in auto._model_mapping
+    }
+    return configs | models
+
+before = answers()
+import llamoe
+print(json.dumps([before, answers()]))
+"""
+    before, after = json_from_python(code)
+    assert before == after
+    assert (
+        before["AutoModelForCausalLM[LlamaConfig]"]
+        == "transformers.models.llama.modeling_llama.LlamaForCausalLM"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "classes"),
+    [
+        (
+            "llamoe_dense",
+            "LlamoeDenseConfig",
+            {"AutoModel": "LlamoeDenseModel", "AutoModelForCausalLM": "LlamoeDenseForCausalLM"},
+        ),
+        (
+            "llamoe_text",
+            "LlamoeTextConfig",
+            {"AutoModel": "LlamoeTextModel", "AutoModelForCausalLM": "LlamoeForCausalLM"},
+        ),
+        ("llamoe_vision", "LlamoeVisionConfig", {"AutoModel": "LlamoeVisionModel"}),
+        (
+            "llamoe",
+            "LlamoeConfig",
+            {
+                "AutoModel": "LlamoeModel",
+                "AutoModelForCausalLM": "LlamoeForCausalLM",
+                "AutoModelForImageTextToText": "LlamoeForConditionalGeneration",
+            },
+        ),
+    ],
+)
+def test_auto_classes_know_our_types(model_type, config, classes):
+    import transformers
+
+    import llamoe
+
+    config_class = getattr(llamoe, config)
+    assert config_class.model_type == model_type
+    assert type(transformers.AutoConfig.for_model(model_type)) is config_class
+    for auto, model in classes.items():
+        assert getattr(transformers, auto)._model_mapping[config_class] is getattr(llamoe, model)
+
+
+def test_public_names_are_there():
+    """`__all__` names what is public: nothing is announced and missing, nothing is there unannounced."""
+    import llamoe
+
+    there = {
+        name
+        for name, value in vars(llamoe).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert set(llamoe.__all__) - {"__version__"} == there
+    assert len(llamoe.__all__) == len(set(llamoe.__all__))
+    assert {"preset", "PRESETS"} | {
+        f"Llamoe{name}"
+        for name in (
+            *("DenseConfig", "TextConfig", "VisionConfig", "Config"),
+            *("DenseModel", "DenseForCausalLM", "TextModel", "ForCausalLM", "VisionModel"),
+            *("Model", "ForConditionalGeneration"),
+        )
+    } <= there
+
+
+@pytest.mark.parametrize("found", ["4.57.6", "5.16.9", "6.0.0", "6.0.0.dev0"])
+def test_unsupported_transformers_is_refused_in_one_sentence(found):
+    code = "import sys, transformers; transformers.__version__ = sys.argv[1]; import llamoe"
+    done = run_python(code, found)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: ")
+    assert found in last
+    assert "transformers>=5.17,<6" in last
+
+
+@pytest.mark.parametrize("found", ["5.17.0", "5.23.1", "5.99.0.dev0"])
+def test_supported_transformers_is_accepted(found):
+    code = "import sys, transformers; transformers.__version__ = sys.argv[1]; import llamoe"
+    done = run_python(code, found)
+    assert done.returncode == 0, done.stderr

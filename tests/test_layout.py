@@ -1,0 +1,110 @@
+"""The library folders stand at the root: nothing but these tests keeps packaging and disk together."""
+
+import ast
+import re
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+
+# Dependencies run one way: a folder imports only those that stand before it.
+LIBRARY = [folder for folder in ("configuration", "modeling", "conversion") if (ROOT / folder).is_dir()]
+
+
+def library_files(folder):
+    return [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+
+
+def package_of(folder):
+    """The dotted name of a folder on disk, as it is when installed."""
+    parts = folder.relative_to(ROOT).parts
+    return ".".join(parts if parts[0] == "llamoe" else ("llamoe", *parts))
+
+
+def imported_modules(path):
+    """Absolute names of the modules that a library file imports, wherever in the file that happens."""
+    package = package_of(path.parent).split(".")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_every_package_on_disk_is_packaged():
+    on_disk = {
+        package_of(path.parent) for f in ("llamoe", *LIBRARY) for path in (ROOT / f).rglob("__init__.py")
+    }
+    assert on_disk == set(SETUPTOOLS["packages"])
+
+
+def test_every_library_folder_is_a_package():
+    folders = {path.parent for f in ("llamoe", *LIBRARY) for path in library_files(f) if path.suffix == ".py"}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_every_data_file_is_packaged():
+    forgotten = [
+        str(path.relative_to(ROOT))
+        for folder in ("llamoe", *LIBRARY)
+        for path in library_files(folder)
+        if path.suffix != ".py"
+        and not any(
+            fnmatch(path.name, glob) for glob in SETUPTOOLS["package-data"].get(package_of(path.parent), [])
+        )
+    ]
+    assert forgotten == []
+
+
+def test_every_library_folder_is_mapped():
+    assert SETUPTOOLS["package-dir"] == {f"llamoe.{folder}": folder for folder in LIBRARY}
+
+
+def test_root_and_tests_are_no_packages():
+    """With a root `__init__.py`, pytest imports everything twice; one in tests/ makes a `llamoe.tests`."""
+    assert not (ROOT / "__init__.py").exists()
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+def test_llamoe_holds_nothing_but_its_front_door():
+    assert {path.name for path in library_files("llamoe")} == {"__init__.py", "py.typed"}
+
+
+@pytest.mark.parametrize("folder", LIBRARY)
+def test_dependencies_run_one_way(folder):
+    forbidden = [f"llamoe.{later}" for later in LIBRARY[LIBRARY.index(folder) + 1 :]]
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in library_files(folder)
+        if path.suffix == ".py"
+        for module in imported_modules(path)
+        if any(module == name or module.startswith(f"{name}.") for name in forbidden)
+    }
+    assert not wrong
+
+
+def test_configuration_imports_no_torch():
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in library_files("configuration")
+        if path.suffix == ".py"
+        for module in imported_modules(path)
+        if module.split(".")[0] == "torch"
+    }
+    assert not wrong
+
+
+def test_changelog_names_the_version():
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "llamoe/__init__.py").read_text(), re.MULTILINE)
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert version is not None
+    assert newest is not None
+    assert newest[1] == version[1]

@@ -1,0 +1,71 @@
+"""What `pip install` gives: built from the source archive, installed by itself, used elsewhere."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+USE = """
+import sysconfig
+import llamoe
+assert llamoe.__file__.startswith(sysconfig.get_paths()["purelib"]), llamoe.__file__
+
+import torch
+from transformers import AutoModelForCausalLM
+config = llamoe.LlamoeTextConfig(
+    vocab_size=61, hidden_size=48, intermediate_size=40, intermediate_size_mlp=88, num_hidden_layers=4,
+    num_attention_heads=6, num_key_value_heads=2, head_dim=8, num_local_experts=3, interleave_moe_layer_step=2,
+)
+model = AutoModelForCausalLM.from_config(config)
+assert type(model) is llamoe.LlamoeForCausalLM
+logits = model(torch.arange(7)[None]).logits
+assert logits.shape == (1, 7, 61) and logits.isfinite().all()
+"""
+
+
+def run(*command, cwd):
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy, since setuptools leaves folders behind, and by way of the source archive."""
+    folder = tmp_path_factory.mktemp("build")
+    clutter = shutil.ignore_patterns(
+        ".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache"
+    )
+    shutil.copytree(ROOT, folder / "source", ignore=clutter)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder / "source", cwd=folder)
+    return next(folder.glob("*.whl"))
+
+
+def test_wheel_holds_the_library_and_nothing_else(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = set()
+    for package in SETUPTOOLS["packages"]:
+        folder = ROOT / SETUPTOOLS["package-dir"].get(package, package.replace(".", "/"))
+        expected |= {f"{package.replace('.', '/')}/{path.name}" for path in folder.glob("*.py")}
+    assert names == expected | {"llamoe/py.typed"}
+
+
+def test_wheel_works_outside_the_checkout(wheel, tmp_path):
+    """In an environment that borrows the dependencies, but not this checkout's editable install."""
+    venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
+    python = tmp_path / "venv/bin/python"
+    site = next((tmp_path / "venv/lib").glob("python*/site-packages"))
+    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel, cwd=tmp_path)
+    # The .pth files of a folder that is itself named in one are not read: no editable install takes part.
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    run(python, "-c", USE, cwd=tmp_path)
