@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedConfig
 
-from ._base import LlamoeBaseConfig, as_dict
+from ._base import LlamoeBaseConfig, as_dict, logger
 from ._checks import fail
 from .decoder import LlamoeTextConfig
 from .vision import LlamoeVisionConfig
@@ -93,5 +93,10 @@ class LlamoeConfig(LlamoeBaseConfig):
             problem = "a class token has no place among image tokens"
             fail(self, "vision_config.vision_feature_select_strategy", strategy, problem, "'default'")
         if not 0 <= self.image_token_index < text.vocab_size:
-            problem = f"outside text_config.vocab_size = {text.vocab_size}"
-            fail(self, "image_token_index", self.image_token_index, problem, f"0 to {text.vocab_size - 1}")
+            # No error: stock runs such a model on texts, where no token stands for an image.
+            logger.warning(
+                "LlamoeConfig.image_token_index = %d is outside text_config.vocab_size = %d: the model cannot be "
+                "given images.",
+                self.image_token_index,
+                text.vocab_size,
+            )

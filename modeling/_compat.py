@@ -5,6 +5,10 @@ ends of that range share.
 """
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 MIN_TRANSFORMERS = (5, 17)
 NEXT_TRANSFORMERS_MAJOR = 6
@@ -35,6 +39,17 @@ def _metadata_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "(none)"
+
+
+def grouped_mm_exists(device: "torch.device") -> bool:
+    """Whether `torch.nn.functional.grouped_mm` has a kernel for a device: the CPU, and CUDA from Ampere on."""
+    import torch
+
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        return False
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type in ("cpu", "meta")
 
 
 def register_text_model_for_composite(auto_class: type, config_class: type, model_class: type) -> None:

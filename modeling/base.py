@@ -27,6 +27,9 @@ logger = logging.getLogger("llamoe")
 # experts of another layout or replace stock's class by its name.
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "quanto", "torchao")
 
+# What says from where a config is read.
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
 
 class LlamoePreTrainedModel(PreTrainedModel):
     """What every llamoe model shares."""
@@ -113,9 +116,13 @@ class LlamoePreTrainedModel(PreTrainedModel):
             ValueError: a config of another model type, a damaged or missing file (`CheckpointError`, also an
                 `OSError`), weights that do not fit the config, or a quantization that the model cannot take.
         """
-        if isinstance(kwargs.get("config"), PreTrainedConfig):
-            kwargs["config"] = cls.resolve_config(kwargs["config"])
-            cls._check_quantization(kwargs["config"], kwargs.get("quantization_config"))
+        config = kwargs.get("config")
+        if isinstance(config, PreTrainedConfig):
+            kwargs["config"] = config = cls.resolve_config(config)
+        elif pretrained_model_name_or_path is not None:
+            where = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+            config = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **where)
+        cls._check_quantization(config, kwargs.get("quantization_config"))
         if pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
             check_folder(
                 pretrained_model_name_or_path, kwargs.get("subfolder") or "", variant=kwargs.get("variant")
@@ -144,10 +151,11 @@ class LlamoePreTrainedModel(PreTrainedModel):
         )
 
     @classmethod
-    def _check_quantization(cls, config: PreTrainedConfig, requested: Any = None) -> None:
+    def _check_quantization(cls, config: PreTrainedConfig | None, requested: Any = None) -> None:
         quantization = requested or getattr(config, "quantization_config", None)
-        text_config = config.get_text_config()
-        if quantization is None or not getattr(text_config, "moe_layers", None):
+        if config is None or quantization is None:
+            return
+        if not getattr(config.get_text_config(), "moe_layers", None):
             return
         method = getattr(quantization, "quant_method", None) or (
             quantization.get("quant_method") if isinstance(quantization, dict) else None

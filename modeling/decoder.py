@@ -41,7 +41,9 @@ class DecoderLayer(GradientCheckpointingLayer):
         feed_forward = (
             MixtureOfExperts(config)
             if plan.is_moe
-            else FeedForward(config.hidden_size, plan.intermediate_size, config.hidden_act, bias=config.mlp_bias)
+            else FeedForward(
+                config.hidden_size, plan.intermediate_size, config.hidden_act, bias=config.mlp_bias
+            )
         )
         self.add_module(self.feed_forward_name, feed_forward)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -128,7 +130,9 @@ class DecoderModel(LlamoePreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 
-        mask_mapping = attention_masks(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        mask_mapping = attention_masks(
+            self.config, inputs_embeds, attention_mask, past_key_values, position_ids
+        )
         if position_ids is None:
             past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = positions_from_padding(
@@ -161,7 +165,9 @@ def _check_inputs(
             f"input_ids should be integers of shape [batch, tokens]; got {input_ids.dtype} of shape "
             f"{list(input_ids.shape)}."
         )
-    if inputs_embeds is not None and (inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != config.hidden_size):
+    if inputs_embeds is not None and (
+        inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != config.hidden_size
+    ):
         raise ValueError(
             f"inputs_embeds should have shape [batch, tokens, {config.hidden_size}]; got "
             f"{list(inputs_embeds.shape)}."

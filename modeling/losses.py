@@ -53,7 +53,10 @@ def router_z_loss(
         scalar float32: the mean over tokens and layers.
     """
     return _mean_over_layers(
-        [_token_weights(logits, attention_mask) @ logits.float().logsumexp(-1).square() for logits in router_logits]
+        [
+            _token_weights(logits, attention_mask) @ logits.float().logsumexp(-1).square()
+            for logits in router_logits
+        ]
     )
 
 

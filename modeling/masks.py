@@ -133,7 +133,9 @@ def _chunked_mask(
         )
         can_be_plain_causal = False
     else:
-        offset_B = _position_offset(padding_mask, position_ids, query_offset, query_length, batch_size, device)
+        offset_B = _position_offset(
+            padding_mask, position_ids, query_offset, query_length, batch_size, device
+        )
         mask_function = _causal_chunks(chunk_size, offset_B)
         if position_ids is not None:
             # Rows that start past position 0 reach their first chunk border early.

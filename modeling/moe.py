@@ -24,6 +24,7 @@ from transformers.integrations.moe import (
     use_experts_implementation,
 )
 
+from ._compat import grouped_mm_exists
 from .feed_forward import FeedForward, activation
 
 
@@ -97,12 +98,14 @@ class Experts(nn.Module):
         self.act_fn = activation(config.hidden_act)
 
     def fits_grouped_mm(self) -> bool:
-        """Whether `torch.nn.functional.grouped_mm` takes these weights: its rows must be 16-byte multiples."""
+        """Whether torch's grouped product exists on this device and takes weights of these sizes and dtype."""
         weight = self.down_proj
+        if not grouped_mm_exists(weight.device):
+            return False
         if weight.device.type == "cpu" and weight.dtype == torch.float16:
             return False  # falls into a scalar loop for input-first weights
-        row_bytes = weight.element_size()
-        return all(size * row_bytes % 16 == 0 for size in weight.shape[1:])
+        # Rows must be multiples of 16 bytes.
+        return all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -126,7 +129,9 @@ class Experts(nn.Module):
         num_rows, top_k = top_k_index.shape
         expert_ids = top_k_index.reshape(-1)
         order = expert_ids.argsort(stable=True)
-        counts = torch.bincount(expert_ids.clamp(max=self.num_experts), minlength=self.num_experts + 1).tolist()
+        counts = torch.bincount(
+            expert_ids.clamp(max=self.num_experts), minlength=self.num_experts + 1
+        ).tolist()
         order = order[: num_rows * top_k - counts.pop()]
         rows = order // top_k
         # `unbind` once: indexing the stack per expert would write a full-size gradient for each of them.

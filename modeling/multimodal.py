@@ -101,7 +101,8 @@ class MultimodalModel(LlamoePreTrainedModel):
             **kwargs: `output_hidden_states`, `output_attentions` of the tower.
 
         Returns:
-            the tower's output; its `pooler_output` holds the projected features, `[tiles, tokens_per_tile, hidden_size]`.
+            the tower's output; its `pooler_output` holds the projected features,
+            `[tiles, tokens_per_tile, hidden_size]`.
         """
         output = self.vision_model(pixel_values, **{**kwargs, "return_dict": True})
         output.pooler_output = self.multi_modal_projector(output.last_hidden_state)
@@ -132,11 +133,15 @@ class MultimodalModel(LlamoePreTrainedModel):
             return inputs_embeds, None
 
         features = images.pooler_output
-        features = torch.cat(list(features)) if isinstance(features, (list, tuple)) else features.flatten(0, 1)
+        features = (
+            torch.cat(list(features)) if isinstance(features, (list, tuple)) else features.flatten(0, 1)
+        )
         if input_ids is not None:
             is_image = input_ids == self.config.image_token_index
         else:
-            token = torch.full((), self.config.image_token_index, dtype=torch.long, device=inputs_embeds.device)
+            token = torch.full(
+                (), self.config.image_token_index, dtype=torch.long, device=inputs_embeds.device
+            )
             is_image = (inputs_embeds == self.get_input_embeddings()(token)).all(-1)
         if not is_torchdynamo_compiling() and int(is_image.sum()) != len(features):
             raise ValueError(self._mismatch(int(is_image.sum()), len(features)))

@@ -6,6 +6,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
+    Llama4Processor,
 )
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
@@ -30,9 +31,13 @@ def register() -> None:
     AutoModelForCausalLM.register(LlamoeTextConfig, LlamoeForCausalLM)
     register_text_model_for_composite(AutoModelForCausalLM, LlamoeConfig, LlamoeForCausalLM)
     AutoModelForImageTextToText.register(LlamoeConfig, LlamoeForConditionalGeneration)
+    AutoProcessor.register(LlamoeConfig, Llama4Processor)
     for model_class in _PARTS_OF_LARGER_CHECKPOINTS:
         # By class name, so that no other class and no adapter is touched.
         register_checkpoint_conversion_mapping(
             model_class.__name__,
-            [WeightRenaming("^" + old.replace(".", r"\."), new) for old, new in model_class._checkpoint_prefixes.items()],
+            [
+                WeightRenaming("^" + old.replace(".", r"\."), new)
+                for old, new in model_class._checkpoint_prefixes.items()
+            ],
         )

@@ -76,7 +76,9 @@ class RotaryEmbedding(nn.Module):
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
-def apply_rotary(x_BHTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
+def apply_rotary(
+    x_BHTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool
+) -> torch.Tensor:
     """Rotate each pair of channels by its position's angle.
 
     Args:

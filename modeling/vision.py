@@ -254,6 +254,8 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     _no_split_modules = ["VisionEncoderLayer"]
+    # In a multimodal folder, whose keys of the tower begin with the base model's prefix.
+    _keys_to_ignore_on_load_unexpected = [r"^language_model\.", r"^multi_modal_projector\."]
     _can_record_outputs = {"hidden_states": VisionEncoderLayer, "attentions": VisionAttention}
     _checkpoint_prefixes = {"vision_model.": ""}
     _keys_to_ignore_on_load_unexpected = [r"^language_model\.", r"^multi_modal_projector\."]

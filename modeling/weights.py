@@ -57,7 +57,9 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorHeader]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file, though the checkpoint's index names it.") from error
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the header is not JSON ({error}). Download or copy it again.") from error
+        raise CheckpointError(
+            f"{path}: the header is not JSON ({error}). Download or copy it again."
+        ) from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: the header should be a JSON object, not {type(raw).__name__}.")
     entries = {name: entry for name, entry in raw.items() if name != "__metadata__"}

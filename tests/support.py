@@ -91,3 +91,51 @@ def make_asymmetric(model: nn.Module, seed: int = 0) -> nn.Module:
 def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest absolute difference of two tensors."""
     return (a.float() - b.float()).abs().max().item()
+
+
+def stock_model(model_class: type[nn.Module], config, exact_in_bfloat16: bool = False) -> nn.Module:
+    """A stock model with weights of `make_asymmetric`, also where the head is the embedding.
+
+    With `exact_in_bfloat16` casting changes no weight, so that only arithmetic tells the dtypes apart.
+    """
+    model = make_asymmetric(model_class(config))
+    with torch.no_grad():
+        if config.get_text_config().tie_word_embeddings:
+            model.get_input_embeddings().weight.mul_(config.get_text_config().hidden_size ** -0.5)
+        if exact_in_bfloat16:
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def load_whole(model_class: type[nn.Module], folder, **kwargs) -> nn.Module:
+    """Load a folder by path; no key may be missing, left over or of another shape."""
+    model, info = model_class.from_pretrained(folder, output_loading_info=True, **kwargs)
+    assert not any(info.values()), info
+    return model
+
+
+def deviation_in_range(logits: torch.Tensor) -> bool:
+    """Whether logits are of the size that an absolute tolerance was chosen for."""
+    return 0.3 < logits.float().std().item() < 3
+
+
+def rms(x: torch.Tensor) -> float:
+    """Root mean square of all elements."""
+    return x.float().square().mean().sqrt().item()
+
+
+def gradient_differences(ours: nn.Module, stock: nn.Module) -> dict[str, tuple[float, float]]:
+    """For each parameter the largest difference of the gradients, absolute and relative to the largest gradient.
+
+    No gradient may be None; where stock's is all zeros, ours must be too.
+    """
+    expected, given = dict(stock.named_parameters()), dict(ours.named_parameters())
+    assert given.keys() == expected.keys()
+    differences = {}
+    for name, parameter in given.items():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        difference, scale = max_abs(parameter.grad, expected[name].grad), expected[name].grad.abs().max().item()
+        assert scale > 0 or difference == 0, f"{name}: stock's gradient is zero"
+        differences[name] = (difference, difference / (scale or 1.0))
+    return differences

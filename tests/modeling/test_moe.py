@@ -13,7 +13,10 @@ from llamoe.modeling.moe import Experts, MixtureOfExperts
 
 BACKENDS = ["eager", "grouped_mm", "batched_mm"]
 # Odd sizes are not multiples of 16 bytes, which grouped_mm refuses: there llamoe falls back to the loop.
-SIZES = {"odd": dict(hidden_size=70, intermediate_size=51), "aligned": dict(hidden_size=64, intermediate_size=48)}
+SIZES = {
+    "odd": dict(hidden_size=70, intermediate_size=51),
+    "aligned": dict(hidden_size=64, intermediate_size=48),
+}
 
 
 def blocks(backend="eager", dtype=torch.float32, sizes="aligned", **overrides):
@@ -112,7 +115,9 @@ def test_expert_ids_past_the_end_are_passed_over():
     assert max_abs(out, by_hand) < 1e-5
 
 
-@pytest.mark.parametrize(("dtype", "fits"), [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "fits"), [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)]
+)
 def test_grouped_mm_is_used_where_it_fits(dtype, fits):
     assert blocks(dtype=dtype)[1].experts.fits_grouped_mm() is fits
     assert blocks(dtype=dtype, sizes="odd")[1].experts.fits_grouped_mm() is False

@@ -122,10 +122,14 @@ def test_chunk_borders_follow_given_positions():
     offset = 10
     shifted = model(row[:, offset:], position_ids=torch.arange(offset, 40)[None], use_cache=False).logits[0]
     unshifted = model(row[:, offset:], use_cache=False).logits[0]
-    assert max_abs(shifted[: CHUNK - offset], unshifted[: CHUNK - offset]) > 1e-4  # the temperature already differs
+    assert (
+        max_abs(shifted[: CHUNK - offset], unshifted[: CHUNK - offset]) > 1e-4
+    )  # the temperature already differs
     mask = torch.ones(1, 40, dtype=torch.long)
     mask[:, :offset] = 0
-    reference = model(row, attention_mask=mask, position_ids=torch.arange(40)[None], use_cache=False).logits[0]
+    reference = model(row, attention_mask=mask, position_ids=torch.arange(40)[None], use_cache=False).logits[
+        0
+    ]
     assert max_abs(shifted, reference[offset:]) < TOLERANCE
 
 

@@ -6,14 +6,14 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import Llama4VisionConfig, Llama4VisionModel
+from transformers import Llama4Config, Llama4ForConditionalGeneration, Llama4VisionConfig, Llama4VisionModel
 
 from llamoe.configuration.vision import LlamoeVisionConfig
 from llamoe.modeling.rotary_2d import rotary_2d_cos_sin
 from llamoe.modeling.vision import LlamoeVisionModel, VisionEncoderLayer, pixel_shuffle
 
-# No two sizes coincide, so that no axis can be taken for another. Stock wants intermediate_size = 4 * hidden_size
-# and equal projector sizes.
+# No two sizes coincide, so that no axis can be taken for another, except those that stock wants equal: the
+# projector's, and intermediate_size and 4 * hidden_size.
 SIZES = {
     "hidden_size": 120,
     "num_attention_heads": 6,
@@ -27,15 +27,6 @@ SIZES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }
 TILES = 5
-
-
-@pytest.fixture
-def parity(request):
-    """Report a difference to whoever collects them (the README's table), or print it."""
-    try:
-        return request.getfixturevalue("record_parity")
-    except pytest.FixtureLookupError:
-        return lambda *values: print("parity:", *values)
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -104,7 +95,7 @@ class TestEqualsStock:
         assert ours == stock
 
     @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-    def test_outputs_float32(self, implementation, parity):
+    def test_outputs_float32(self, implementation, record_parity):
         stock = stock_tower(implementation)
         ours = our_tower(stock, attn_implementation=implementation)
         pixels = random_tiles()
@@ -122,7 +113,7 @@ class TestEqualsStock:
             assert len(result.attentions) == SIZES["num_hidden_layers"]
             for ours_weights, stock_weights in zip(result.attentions, reference.attentions, strict=True):
                 assert_equal_fp32(ours_weights, stock_weights)
-        parity("vision tower", "transformers Llama4VisionModel", "float32", difference, implementation)
+        record_parity("vision tower", "Llama4VisionModel", "float32", difference, implementation)
 
     @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
     def test_gradients(self, implementation):
@@ -140,7 +131,7 @@ class TestEqualsStock:
             assert_equal_fp32(parameter.grad, references[name].grad)
 
     @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-    def test_bfloat16(self, implementation, parity):
+    def test_bfloat16(self, implementation, record_parity):
         stock = rounded_to_bfloat16(stock_tower(implementation))
         pixels = random_tiles().bfloat16()
         ours = our_tower(stock, attn_implementation=implementation).to(torch.bfloat16)
@@ -152,17 +143,15 @@ class TestEqualsStock:
         error, stock_error = max_abs(result, exact), max_abs(reference, exact)
         assert stock_error > 0
         assert error <= 2 * stock_error
-        note = f"{implementation}; error against float32, stock's own is {stock_error:.3g}"
-        parity("vision tower", "transformers Llama4VisionModel", "bfloat16", error, note)
+        record_parity("vision tower", "Llama4VisionModel in float32", "bfloat16", error, implementation)
+        record_parity("Llama4VisionModel", "itself in float32", "bfloat16", stock_error, implementation)
 
     def test_autocast(self):
         stock = stock_tower()
         ours = our_tower(stock)
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            reference, result = (
-                stock(random_tiles()).last_hidden_state,
-                ours(random_tiles()).last_hidden_state,
-            )
+            reference = stock(random_tiles()).last_hidden_state
+            result = ours(random_tiles()).last_hidden_state
         with torch.no_grad():
             exact = stock(random_tiles()).last_hidden_state
         assert max_abs(result, exact) <= 2 * max_abs(reference, exact)
@@ -368,12 +357,9 @@ class TestFeatureLayer:
         full = our_tower(use_adapter=False, vision_feature_select_strategy="full")
         with torch.no_grad():
             patches, tokens = default(random_tiles()), full(random_tiles())
-        assert (
-            patches.last_hidden_state.shape
-            == (TILES, default.config.tokens_per_tile, 120)
-            == (TILES, 16, 120)
-        )
-        assert tokens.last_hidden_state.shape == (TILES, full.config.tokens_per_tile, 120) == (TILES, 17, 120)
+        assert patches.last_hidden_state.shape == (TILES, 16, 120)
+        assert tokens.last_hidden_state.shape == (TILES, 17, 120)
+        assert (default.config.tokens_per_tile, full.config.tokens_per_tile) == (16, 17)
         assert torch.equal(tokens.last_hidden_state[:, :-1], patches.last_hidden_state)
         assert torch.equal(tokens.last_hidden_state[:, -1], patches.pooler_output)
 
@@ -434,11 +420,9 @@ class TestSwitches:
         model, plain = our_tower(**{field: 0.5}, attn_implementation="eager"), our_tower()
         torch.manual_seed(0)
         with torch.no_grad():
-            assert_equal_fp32(
-                model(random_tiles()).last_hidden_state, plain(random_tiles()).last_hidden_state
-            )
-            dropped = model.train()(random_tiles()).last_hidden_state
-            assert max_abs(dropped, plain(random_tiles()).last_hidden_state) > 1e-3
+            reference = plain(random_tiles()).last_hidden_state
+            assert_equal_fp32(model(random_tiles()).last_hidden_state, reference)
+            assert max_abs(model.train()(random_tiles()).last_hidden_state, reference) > 1e-3
 
     def test_projection_beside_the_adapter(self):
         model = our_tower(projection_dim=24)
@@ -454,9 +438,8 @@ class TestSwitches:
 class TestModelContract:
     def test_fresh_weights(self):
         torch.manual_seed(0)
-        model = LlamoeVisionModel(
-            LlamoeVisionConfig(**(SIZES | {"hidden_size": 240, "initializer_range": 0.05}))
-        )
+        changes = {"hidden_size": 240, "initializer_range": 0.05}
+        model = LlamoeVisionModel(LlamoeVisionConfig(**(SIZES | changes)))
         assert model.class_embedding.std().item() == pytest.approx(240**-0.5, rel=0.2)
         assert model.positional_embedding_vlm.std().item() == pytest.approx(240**-0.5, rel=0.05)
         assert model.model.layers[0].mlp.fc1.weight.std().item() == pytest.approx(0.05, rel=0.05)
@@ -469,6 +452,44 @@ class TestModelContract:
         loaded = LlamoeVisionModel.from_pretrained(tmp_path)
         assert loaded.positional_embedding_vlm.std().item() == pytest.approx(120**-0.5, rel=0.1)
         assert torch.equal(loaded.class_embedding, model.class_embedding)
+
+    def test_loads_a_stock_folder(self, tmp_path):
+        stock = stock_tower()
+        stock.save_pretrained(tmp_path)
+        model = LlamoeVisionModel.from_pretrained(tmp_path)
+        with torch.no_grad():
+            reference = stock(random_tiles()).last_hidden_state
+            assert_equal_fp32(model(random_tiles()).last_hidden_state, reference)
+
+    def test_loads_its_part_of_a_stock_multimodal_folder(self, tmp_path):
+        text = {
+            "hidden_size": 32,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 48,
+            "num_hidden_layers": 1,
+        }
+        text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 99}
+        text |= {"num_local_experts": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        stock = Llama4ForConditionalGeneration(
+            Llama4Config(vision_config=SIZES, text_config=text, image_token_index=3)
+        )
+        randomize(stock.vision_model)
+        stock.save_pretrained(tmp_path)
+        model, report = LlamoeVisionModel.from_pretrained(tmp_path, output_loading_info=True)
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
+        with torch.no_grad():
+            reference = stock.vision_model(random_tiles()).last_hidden_state
+            assert_equal_fp32(model(random_tiles()).last_hidden_state, reference)
+
+    def test_built_from_a_stock_config(self):
+        stock = stock_tower()
+        model = LlamoeVisionModel(stock.config).eval()
+        assert isinstance(model.config, LlamoeVisionConfig)
+        model.load_state_dict(stock.state_dict())
+        with torch.no_grad():
+            reference = stock(random_tiles()).last_hidden_state
+            assert_equal_fp32(model(random_tiles()).last_hidden_state, reference)
 
     def test_gradient_checkpointing(self):
         plain, checkpointed = our_tower().train(), our_tower().train()
