@@ -119,9 +119,12 @@ class LlamoePreTrainedModel(PreTrainedModel):
         config = kwargs.get("config")
         if isinstance(config, PreTrainedConfig):
             kwargs["config"] = config = cls.resolve_config(config)
-        elif pretrained_model_name_or_path is not None:
+        elif pretrained_model_name_or_path is not None and not kwargs.get("gguf_file"):
             where = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-            config = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **where)
+            try:
+                config = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **where)
+            except OSError:
+                config = None  # transformers says what is missing, or follows an adapter to its base model
         cls._check_quantization(config, kwargs.get("quantization_config"))
         if pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
             check_folder(
@@ -151,9 +154,9 @@ class LlamoePreTrainedModel(PreTrainedModel):
         )
 
     @classmethod
-    def _check_quantization(cls, config: PreTrainedConfig | None, requested: Any = None) -> None:
+    def _check_quantization(cls, config: Any, requested: Any = None) -> None:
         quantization = requested or getattr(config, "quantization_config", None)
-        if config is None or quantization is None:
+        if not isinstance(config, PreTrainedConfig) or quantization is None:
             return
         if not getattr(config.get_text_config(), "moe_layers", None):
             return

@@ -229,6 +229,7 @@ class LlamoeModel(MultimodalModel):
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            return_dict=True,
             **self._with_config_defaults(kwargs),
         )
         return LlamoeModelOutputWithPast(**outputs, image_hidden_states=image_hidden_states)
@@ -314,6 +315,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, GenerationMixin):
             labels=labels,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
+            return_dict=True,
             **self._with_config_defaults(kwargs),
         )
         return LlamoeConditionalGenerationOutputWithPast(**outputs, image_hidden_states=image_hidden_states)

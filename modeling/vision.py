@@ -17,7 +17,6 @@ covers.
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -26,6 +25,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ..configuration.vision import LlamoeVisionConfig
 from .attention import eager_attention_forward
 from .base import LlamoePreTrainedModel
+from .feed_forward import activation
 from .rotary import apply_rotary
 from .rotary_2d import rotary_2d_cos_sin
 
@@ -111,7 +111,7 @@ class VisionFeedForward(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.act_fn = ACT2FN[config.hidden_act]
+        self.act_fn = activation(config.hidden_act)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., D]` to the same shape."""
