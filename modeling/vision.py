@@ -14,8 +14,11 @@ size, H heads, K head_dim, P patch side in pixels, S patches along the side of a
 covers.
 """
 
+from typing import cast
+
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -39,8 +42,8 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, config: LlamoeVisionConfig):
         super().__init__()
-        self.patch_size = config.patch_size
-        self.linear = nn.Linear(config.num_channels * config.patch_size**2, config.hidden_size, bias=False)
+        self.patch_size = cast(int, config.patch_size)  # the config turns pairs into integers
+        self.linear = nn.Linear(config.num_channels * self.patch_size**2, config.hidden_size, bias=False)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Map `[N, C, G * P, G * P]` to `[N, G * G, D]`, patches row by row."""
@@ -90,7 +93,7 @@ class VisionAttention(nn.Module):
             q_NHTK = apply_rotary(q_NHTK, *cos_sin, interleave=True)
             k_NHTK = apply_rotary(k_NHTK, *cos_sin, interleave=True)
 
-        implementation = self.config._attn_implementation
+        implementation = self.config._attn_implementation or "eager"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         out_NTHK, weights = attend(
             self,
@@ -252,16 +255,15 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     config: LlamoeVisionConfig
     base_model_prefix = "vision_model"
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = ["image"]
     _no_split_modules = ["VisionEncoderLayer"]
     # In a multimodal folder, whose keys of the tower begin with the base model's prefix.
-    _keys_to_ignore_on_load_unexpected = [r"^language_model\.", r"^multi_modal_projector\."]
-    _can_record_outputs = {"hidden_states": VisionEncoderLayer, "attentions": VisionAttention}
     _checkpoint_prefixes = {"vision_model.": ""}
     _keys_to_ignore_on_load_unexpected = [r"^language_model\.", r"^multi_modal_projector\."]
+    _can_record_outputs = {"hidden_states": VisionEncoderLayer, "attentions": VisionAttention}
 
-    def __init__(self, config: LlamoeVisionConfig):
-        config = self.resolve_config(config)
+    def __init__(self, config: PreTrainedConfig):
+        config = cast(LlamoeVisionConfig, self.resolve_config(config))
         super().__init__(config)
         hidden, eps = config.hidden_size, config.norm_eps
         self.patch_embedding = PatchEmbedding(config)
@@ -313,7 +315,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
 
         cos_sin = None
         if config.use_rope:
-            theta = config.rope_parameters["rope_theta"]
+            theta = cast(dict, config.rope_parameters)["rope_theta"]
             cos_sin = rotary_2d_cos_sin(config.grid_size, config.head_dim, theta, x_NTD.device)
         # As an index into `hidden_states`: 0 is the first layer's input, -1 the last layer's output.
         depth = range(config.num_hidden_layers + 1)[config.vision_feature_layer]
