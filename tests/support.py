@@ -44,6 +44,29 @@ VISION = dict(
     projector_output_dim=44,
     vision_output_dim=44,
 )
+# Types of rotary scaling, for the ten pairs of channels of the tiny configs; the values move the frequencies.
+FACTORS = [1.0 + 0.3 * pair for pair in range(10)]
+ROPES = {
+    "default": dict(rope_theta=500.0),
+    "linear": dict(factor=4.0),
+    "dynamic": dict(factor=4.0),
+    "yarn": dict(factor=4.0, original_max_position_embeddings=64, beta_fast=4.0),
+    "yarn-mscale": dict(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=64,
+        mscale=0.7,
+        mscale_all_dim=0.4,
+        truncate=False,
+    ),
+    "longrope": dict(
+        factor=4.0, original_max_position_embeddings=32, short_factor=FACTORS, long_factor=FACTORS[::-1]
+    ),
+    "llama3": dict(
+        factor=8.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0
+    ),
+    "proportional": dict(partial_rotary_factor=0.5, factor=2.0),
+}
 IMAGE_TOKEN = 99
 TOKENS_PER_TILE = 4
 
@@ -67,6 +90,13 @@ def stock_multimodal_config(text: dict | None = None, vision: dict | None = None
         boi_token_index=97,
         eoi_token_index=98,
     )
+
+
+def scaled_rope(name: str) -> dict:
+    """Fields of a decoder's config for an entry of `ROPES`."""
+    # 32 positions, so that `dynamic` scales passes of 50 tokens and not those of 20.
+    parameters = {"rope_type": name, "rope_theta": 10000.0, **ROPES[name]}
+    return dict(rope_parameters=parameters, max_position_embeddings=32 if name == "dynamic" else 256)
 
 
 def make_asymmetric(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -123,6 +153,60 @@ def deviation_in_range(logits: torch.Tensor) -> bool:
 def rms(x: torch.Tensor) -> float:
     """Root mean square of all elements."""
     return x.float().square().mean().sqrt().item()
+
+
+def check_bfloat16_errors(given, expected, reference, names: tuple[str, str], record_parity) -> None:
+    """Our bfloat16 logits may be at most twice as far from the float32 ones as stock's bfloat16 logits are.
+
+    With a mixture, the largest and the root mean square errors are ruled by the few tokens that bfloat16, stock's or
+    ours, sends to other experts than float32 does; the median over the tokens is free of those. Each is limited.
+    """
+    assert given.dtype == expected.dtype == torch.bfloat16
+    measures = {
+        "logits, largest": lambda error: error.abs().max().item(),
+        "logits, largest of the median token": lambda error: error.abs().amax(-1).median().item(),
+        "logits, root mean square": rms,
+    }
+    for note, measure in measures.items():
+        error, stock_error = (measure(logits.float() - reference) for logits in (given, expected))
+        record_parity(names[0], f"{names[1]} in float32", "bfloat16", error, note)
+        record_parity(names[1], "itself in float32", "bfloat16", stock_error, note)
+        assert 0 < error <= 2 * stock_error, note
+
+
+def mixtures(model: nn.Module) -> dict[int, nn.Module]:
+    """The mixture blocks of a text model with a head, stock's or ours, by layer."""
+    blocks = {i: layer.feed_forward for i, layer in enumerate(model.model.layers)}
+    return {i: block for i, block in blocks.items() if hasattr(block, "router")}
+
+
+def record_calls(modules: dict) -> dict:
+    """First argument and result of each module's latest call; transformers 5.17 returns no router logits itself."""
+    calls = {}
+    for key, module in modules.items():
+        module.register_forward_hook(
+            lambda _, inputs, output, key=key: calls.update({key: (inputs[0], output)})
+        )
+    return calls
+
+
+def choices(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The experts that each token is sent to, in ascending order."""
+    return router_logits.topk(top_k, dim=-1).indices.sort(-1).values
+
+
+def check_choices(given, expected, top_k: int) -> None:
+    """The same experts chosen in each layer, by bfloat16 router logits at the end of all layers before.
+
+    Only a tie may tip: where stock's last chosen and first rejected expert are within a few roundings. After a layer
+    in which one did, the inputs differ, and nothing more can be said.
+    """
+    for logits, its_logits in zip(given, expected, strict=True):
+        differs = (choices(logits, top_k) != choices(its_logits, top_k)).any(-1)
+        best = its_logits[differs].float().topk(top_k + 1, dim=-1).values
+        assert (best[:, top_k - 1] - best[:, top_k] <= 4 * 2**-8 * best[:, top_k - 1].abs()).all()
+        if differs.any():
+            break
 
 
 def gradient_differences(ours: nn.Module, stock: nn.Module) -> dict[str, tuple[float, float]]:

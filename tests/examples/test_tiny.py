@@ -79,7 +79,9 @@ def test_it_is_a_mixture_of_the_llama_4_kind(tiny):
     text = model.config.text_config
     assert text.num_local_experts > 1 and 0 < len(text.moe_layers) < text.num_hidden_layers
     assert 0 in text.no_rope_layers and 1 in text.no_rope_layers
-    stops = [processor.tokenizer.convert_ids_to_tokens(token) for token in model.generation_config.eos_token_id]
+    stops = [
+        processor.tokenizer.convert_ids_to_tokens(token) for token in model.generation_config.eos_token_id
+    ]
     assert set(stops) == {"<|end_of_text|>", "<|eom|>", "<|eot|>"}
     patch = processor.tokenizer.convert_tokens_to_ids("<|patch|>")
     assert patch == model.config.image_token_id
@@ -101,10 +103,11 @@ def test_without_its_picture_it_cannot_know(tiny):
     import evaluate_tiny
     import shapes
 
-    cases = [case for case in evaluate_tiny.held_out_cases(120, shapes.TRAINED, seed="shuffled") if case.kind != "count"]
+    cases = evaluate_tiny.held_out_cases(120, shapes.TRAINED, seed="shuffled")
+    cases = [case for case in cases if case.kind not in ("count", "exists", "where")]  # these can be guessed
     pictures = [case.picture for case in cases[1:] + cases[:1]]
     answers = evaluate_tiny.answer(*tiny, pictures, [case.question for case in cases])
-    assert sum(answer == case.answer for answer, case in zip(answers, cases, strict=True)) < 0.4 * len(cases)
+    assert sum(answer == case.answer for answer, case in zip(answers, cases, strict=True)) < 0.3 * len(cases)
 
 
 def test_it_answers_about_pictures_drawn_by_other_code(tiny):
@@ -124,7 +127,10 @@ def test_it_answers_about_pictures_drawn_by_other_code(tiny):
             (f"What colour is the {shape}?", f"the {shape} is {colour}."),
             (f"Which shape is {colour}?", f"the {shape} is {colour}."),
             ("How many shapes are there?", "there is one shape."),
-            (f"Is there a {colour} {shape}?", f"yes, there is a {colour} {shape}.".replace("a orange", "an orange")),
+            (
+                f"Is there a {colour} {shape}?",
+                f"yes, there is a {colour} {shape}.".replace("a orange", "an orange"),
+            ),
         )[number % 4]
         questions.append(question)
         expected.append(answer)
@@ -152,8 +158,13 @@ def test_it_tells_left_from_right(tiny):
 def test_upper_case_changes_nothing(tiny):
     """The tokenizer lower-cases, so a shouted question has the same tokens."""
     tokenizer = tiny[1].tokenizer
-    assert tokenizer("WHAT Colour IS THE CIRCLE?")["input_ids"] == tokenizer("what colour is the circle?")["input_ids"]
-    assert tokenizer.decode(tokenizer("naïve 图 \t😀", add_special_tokens=False)["input_ids"]) == "naïve 图 \t😀"
+    assert (
+        tokenizer("WHAT Colour IS THE CIRCLE?")["input_ids"]
+        == tokenizer("what colour is the circle?")["input_ids"]
+    )
+    assert (
+        tokenizer.decode(tokenizer("naïve 图 \t😀", add_special_tokens=False)["input_ids"]) == "naïve 图 \t😀"
+    )
 
 
 def test_held_out_phrasings_are_held_out():
@@ -174,11 +185,14 @@ def test_training_sees_what_the_processor_makes():
     resized, dialogues = train_tiny.draw_batch((3, 0, 4))
     pixels = train_tiny.normalise(processor.image_processor, resized)
     scenes = [train_tiny.draw_scene(3, number) for number in range(4)]
-    direct = processor.image_processor([scene.picture for scene in scenes], return_tensors="pt")["pixel_values"]
+    direct = processor.image_processor([scene.picture for scene in scenes], return_tensors="pt")[
+        "pixel_values"
+    ]
     assert torch.equal(pixels, direct.to(pixels.dtype))
 
     question, answer = dialogues[0][0]
-    rows = train_tiny.write_rows(processor, train_tiny.picture_text(processor), [[(question, answer)]], random.Random(0))
+    picture_text = train_tiny.picture_text(processor)
+    rows = train_tiny.write_rows(processor, picture_text, [[(question, answer)]], random.Random(0))
     content = [{"type": "image", "image": scenes[0].picture}, {"type": "text", "text": question}]
     prompt = processor.apply_chat_template(
         [{"role": "user", "content": content}],
@@ -195,7 +209,9 @@ def test_training_sees_what_the_processor_makes():
 
 def test_training_runs_from_nothing(tmp_path):
     """Two steps write a complete folder whose progress and accuracies were printed."""
-    result = run("train_tiny.py", "--steps", 2, "--batch-size", 8, "--evaluate", 16, "--out", tmp_path / "tiny")
+    result = run(
+        "train_tiny.py", "--steps", 2, "--batch-size", 8, "--evaluate", 16, "--out", tmp_path / "tiny"
+    )
     assert result.returncode == 0, result.stderr
     assert "loss" in result.stdout + result.stderr and "new phrasings" in result.stdout
     assert {path.name for path in (tmp_path / "tiny").iterdir()} == {path.name for path in FOLDER.iterdir()}
@@ -203,7 +219,9 @@ def test_training_runs_from_nothing(tmp_path):
 
 def test_the_demo_prints_the_answer_that_the_readme_shows():
     """`make demo` in one line: a picture, a question, a streamed answer and nothing else."""
-    result = run("describe_image.py", "--model", FOLDER, "--image", PICTURE, "--prompt", "What is in the picture?")
+    result = run(
+        "describe_image.py", "--model", FOLDER, "--image", PICTURE, "--prompt", "What is in the picture?"
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "a red circle on the left and a blue square on the right."
 
@@ -211,7 +229,9 @@ def test_the_demo_prints_the_answer_that_the_readme_shows():
 def test_options_of_the_demo(tmp_path):
     """A marker says where the picture stands; the answer's length and the weights' type can be chosen."""
     arguments = ["--model", FOLDER, "--image", PICTURE, "--device-map", "cpu", "--dtype", "float32"]
-    result = run("describe_image.py", *arguments, "--prompt", "What is on the left?<|image|>", "--max-new-tokens", 3)
+    result = run(
+        "describe_image.py", *arguments, "--prompt", "What is on the left?<|image|>", "--max-new-tokens", 3
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "a red circle"
 
@@ -243,13 +263,15 @@ def _no_config(folder: Path) -> Path:
         (lambda tmp: {"model": tmp / "none"}, "no such model folder"),
         (lambda tmp: {"model": _no_config(tmp)}, "no config.json"),
         (lambda tmp: {"model": _text_model(tmp)}, "without a vision tower"),
-        (lambda tmp: {"prompt": "<|image|> or <|image|>?"}, "2 <|image|> markers but 1 picture"),
+        (lambda tmp: {"prompt": "<|image|> or <|image|>?"}, "2 <|image|> markers, the pictures given are 1"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, change, message):
     """Found before the weights are read, without a traceback."""
     arguments = {"model": FOLDER, "image": PICTURE, "prompt": "What is this?"} | change(tmp_path)
-    result = run("describe_image.py", *[part for key, value in arguments.items() for part in (f"--{key}", value)])
+    result = run(
+        "describe_image.py", *[part for key, value in arguments.items() for part in (f"--{key}", value)]
+    )
     assert result.returncode == 2, result.stderr
     assert message in result.stderr and "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1 and not result.stdout

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from support import (
+    ROPES,
+    check_bfloat16_errors,
     deviation_in_range,
     gradient_differences,
     load_whole,
     max_abs,
-    rms,
+    scaled_rope,
     stock_dense_config,
     stock_model,
 )
@@ -29,30 +31,6 @@ ARCHITECTURES = {
     "head_dim-derived": dict(head_dim=None, num_key_value_heads=3),
     "gelu-large-eps": dict(hidden_act="gelu", rms_norm_eps=0.05),
 }
-# Ten pairs of channels; each type is given values that move the frequencies (asserted below).
-FACTORS = [1.0 + 0.3 * pair for pair in range(10)]
-ROPES = {
-    "default": dict(rope_theta=500.0),
-    "linear": dict(factor=4.0),
-    "dynamic": dict(factor=4.0),
-    "yarn": dict(factor=4.0, original_max_position_embeddings=64, beta_fast=4.0),
-    "yarn-mscale": dict(
-        rope_type="yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.4, truncate=False
-    ),
-    "longrope": dict(
-        factor=4.0, original_max_position_embeddings=32, short_factor=FACTORS, long_factor=FACTORS[::-1]
-    ),
-    "llama3": dict(
-        factor=8.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0
-    ),
-    "proportional": dict(partial_rotary_factor=0.5, factor=2.0),
-}
-
-
-def rope(name, **overrides):
-    # 32 positions, so that `dynamic` scales passes of 50 tokens and not those of 20.
-    parameters = {"rope_type": name, "rope_theta": 10000.0, **ROPES[name]}
-    return dict(rope_parameters=parameters, max_position_embeddings=32 if name == "dynamic" else 256, **overrides)
 
 
 def test_every_scaling_type_of_transformers_is_tried():
@@ -97,8 +75,8 @@ def test_logits_states_and_weights_of_attention(kind, attention, tmp_path, recor
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ROPES)
 def test_rope_scaling(name, attention, tmp_path, record_parity):
-    stock, ours = pair(tmp_path, attention, **rope(name))
-    unscaled = 10000.0 ** (-torch.arange(10) / 10)
+    stock, ours = pair(tmp_path, attention, **scaled_rope(name))
+    unscaled = 10000.0 ** (-torch.arange(10) / 10)  # of 20 channels
     # Twice the short pass: `dynamic` and `longrope` keep frequencies of the pass before, and have to return.
     frequencies = []
     for length in (20, LENGTH, 20):
@@ -107,7 +85,7 @@ def test_rope_scaling(name, attention, tmp_path, record_parity):
         difference = max_abs(given, expected)
         record_parity(NAME, STOCK, "float32", difference, "logits, scaled rope")
         assert difference <= 1e-4
-        frequencies.append(stock.model.rotary_emb.inv_freq)
+        frequencies.append(stock.model.rotary_emb.inv_freq.clone())
     assert max_abs(frequencies[1], unscaled) > 1e-3, "these parameters scale nothing"
     if name in ("dynamic", "longrope"):
         assert max_abs(frequencies[0], frequencies[1]) > 1e-3, "both passes are of one kind"
@@ -117,36 +95,33 @@ def test_rope_scaling(name, attention, tmp_path, record_parity):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", ["gqa", "mha", "mqa", "tied", "biases", "yarn", "llama3"])
 def test_loss_and_gradients(kind, attention, tmp_path, record_parity):
-    stock, ours = pair(tmp_path, attention, **(ARCHITECTURES[kind] if kind in ARCHITECTURES else rope(kind)))
+    stock, ours = pair(
+        tmp_path, attention, **(ARCHITECTURES[kind] if kind in ARCHITECTURES else scaled_rope(kind))
+    )
     labels = ids().clone()
     labels[0, :20] = -100
-    losses = []
+    means, shares = [], []
     for model in (stock, ours):
-        # Summed over the tokens and divided by a count that is not theirs, as accumulating trainers do.
-        model(ids(), labels=labels, num_items_in_batch=131).loss.backward()
-        losses.append(model(ids(), labels=labels).loss.item())
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+        means.append(model(ids(), labels=labels).loss.item())
+        # Divided by a count that is not this batch's, as trainers do that accumulate gradients.
+        shares.append(model(ids(), labels=labels, num_items_in_batch=131).loss)
+        shares[-1].backward()
+    assert means[1] == pytest.approx(means[0], abs=1e-5)
+    assert shares[1].item() == pytest.approx(shares[0].item(), abs=1e-5)
+    num_targets = int((labels[:, 1:] != -100).sum())
+    assert shares[1].item() == pytest.approx(means[1] * num_targets / 131, rel=1e-4)
     differences = gradient_differences(ours, stock)
-    worst = max(absolute for absolute, _ in differences.values())
-    relative = max(relative for _, relative in differences.values())
-    record_parity(NAME, STOCK, "float32", worst, "gradients")
+    absolute, relative = (max(values) for values in zip(*differences.values(), strict=True))
+    record_parity(NAME, STOCK, "float32", absolute, "gradients")
     record_parity(NAME, STOCK, "float32", relative, "gradients, relative to each parameter's largest")
-    assert relative <= 1e-4, max(differences.items(), key=lambda item: item[1][1])
-
-
-@torch.no_grad()
-def test_loss_divided_by_a_given_count(tmp_path):
-    stock, ours = pair(tmp_path)
-    losses = [m(ids(), labels=ids(), num_items_in_batch=131).loss.item() for m in (stock, ours)]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-    assert losses[1] == pytest.approx(ours(ids(), labels=ids()).loss.item() * 98 / 131, rel=1e-4)
+    assert relative <= 2e-5, max(differences.items(), key=lambda item: item[1][1])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", ["gqa", "mha", "mqa", "tied", "biases", "llama3", "longrope"])
 def test_bfloat16(kind, attention, tmp_path, record_parity):
-    overrides = ARCHITECTURES[kind] if kind in ARCHITECTURES else rope(kind)
+    overrides = ARCHITECTURES[kind] if kind in ARCHITECTURES else scaled_rope(kind)
     config = stock_dense_config(attn_implementation=attention, **overrides)
     reference_model = stock_model(LlamaForCausalLM, config, exact_in_bfloat16=True)
     reference_model.save_pretrained(tmp_path)
@@ -155,13 +130,7 @@ def test_bfloat16(kind, attention, tmp_path, record_parity):
     stock = load_whole(LlamaForCausalLM, tmp_path, **options)
     reference = reference_model(ids()).logits
     assert deviation_in_range(reference)
-    results = [model(ids()).logits for model in (ours, stock)]
-    assert results[0].dtype == results[1].dtype == torch.bfloat16
-    error, stock_error = (max_abs(logits, reference) for logits in results)
-    record_parity(NAME, "float32", "bfloat16", error, "logits")
-    record_parity(STOCK, "float32", "bfloat16", stock_error, "logits")
-    assert 0 < error <= 2 * stock_error
-    assert rms(results[0] - reference) <= 2 * rms(results[1] - reference)
+    check_bfloat16_errors(ours(ids()).logits, stock(ids()).logits, reference, (NAME, STOCK), record_parity)
 
 
 @torch.no_grad()
@@ -189,6 +158,7 @@ def test_padding(side, tmp_path):
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_greedy_generation(cache, tmp_path):
     stock, ours = pair(tmp_path)
-    options = dict(max_new_tokens=30, min_new_tokens=30, do_sample=False, cache_implementation=cache, disable_compile=True)
+    options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, disable_compile=True)
+    options |= dict(cache_implementation=cache)
     expected, given = (model.generate(ids(20), **options) for model in (stock, ours))
     assert given.tolist() == expected.tolist()

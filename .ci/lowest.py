@@ -1,0 +1,13 @@
+"""Prints the lowest versions that pyproject.toml allows, as requirements that pip reads."""
+
+import re
+import tomllib
+
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+
+extras = project["optional-dependencies"]
+for requirement in project["dependencies"] + extras["vision"] + extras["tokenizers"]:
+    name, lowest = re.match(r"([\w-]+)>=([\w.]+)", requirement).groups()
+    print(f"{name}=={lowest}")
+print(*(requirement for requirement in extras["test"] if requirement.startswith("pytest")), sep="\n")

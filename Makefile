@@ -1,0 +1,86 @@
+# Every target does its own set-up in .venv the first time; `make` alone lists the targets.
+
+# A first choice of interpreter can be named: make test PYTHON=/path/to/python
+PYTHON ?=
+# Test processes: one per core, up to eight. "make test WORKERS=0" runs them all in this process.
+WORKERS ?= auto
+# More words for pytest: make test ARGS="-k rotary"
+ARGS ?=
+
+MODEL ?= examples/llamoe-tiny
+IMAGE ?= examples/pictures/two_shapes.png
+QUESTION ?= What is in the picture?
+
+VENV := .venv
+BIN := $(VENV)/bin/python
+PIP := $(BIN) -m pip --disable-pip-version-check
+LOWEST := .venv-lowest
+PYTEST := -m pytest -n $(WORKERS) --maxprocesses=8 --dist=worksteal
+
+LIBRARY := $(wildcard configuration modeling conversion)
+# Tests of the repository itself; everything else must pass on an installed wheel, far from the checkout.
+NOT_IN_WHEEL := test_layout.py test_readme.py test_wheel.py
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-lowest lint format types wheel clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed-vision ## ask the small model in the repository about a picture
+	@echo "picture:  $(IMAGE)"
+	@echo "question: $(QUESTION)"
+	@HF_HUB_OFFLINE=1 $(BIN) examples/describe_image.py --model $(MODEL) --image $(IMAGE) --prompt "$(QUESTION)"
+
+test: $(VENV)/.installed-test ## run the test suite
+	$(BIN) $(PYTEST) $(ARGS)
+
+# The oldest versions that pyproject.toml allows, and the wheel in place of the checkout: the tests run in a folder
+# that holds nothing but them and the examples.
+test-lowest: wheel ## run the tests on the wheel, with the lowest supported versions
+	@$(BIN) .ci/lowest.py > $(VENV)/lowest.txt
+	@cmp -s $(VENV)/lowest.txt $(LOWEST)/installed.txt || { \
+		rm -rf $(LOWEST) && $(BIN) -m venv $(LOWEST) && \
+		$(LOWEST)/bin/python -m pip --disable-pip-version-check install -q -r $(VENV)/lowest.txt && \
+		cp $(VENV)/lowest.txt $(LOWEST)/installed.txt; }
+	@$(LOWEST)/bin/python -m pip --disable-pip-version-check install -q --force-reinstall --no-deps dist/*.whl
+	@outside=$$(mktemp -d) && trap 'rm -rf "$$outside"' EXIT && \
+		cp -r tests examples pyproject.toml "$$outside" && python=$$PWD/$(LOWEST)/bin/python && cd "$$outside" && \
+		$$python $(PYTEST) $(NOT_IN_WHEEL:%=--ignore=tests/%) $(ARGS)
+
+lint: $(VENV)/.installed-dev ## check style and docstrings
+	$(BIN) -m ruff check .
+	$(BIN) -m ruff format --check .
+
+format: $(VENV)/.installed-dev ## format the code and repair what can be repaired
+	$(BIN) -m ruff check --fix .
+	$(BIN) -m ruff format .
+
+types: $(VENV)/.installed-dev ## check types
+	@rm -rf $(VENV)/types && mkdir -p $(VENV)/types/llamoe
+	@ln -s $(addprefix $(CURDIR)/,llamoe/__init__.py llamoe/py.typed $(LIBRARY)) $(VENV)/types/llamoe/
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN) -m pyright --pythonpath $(BIN)
+
+wheel: $(VENV)/.installed-test ## build the source archive and the wheel in dist/
+	@rm -rf build dist
+	$(BIN) -m build --no-isolation --outdir dist . > $(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
+	@ls dist
+
+clean: ## remove what was built or installed here
+	rm -rf $(VENV) $(LOWEST) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed-%: pyproject.toml | $(BIN)
+	$(PIP) install -q -e '.[$*]'
+	@touch $@
+
+$(BIN):
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python; do \
+		if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then \
+			echo "setting up $(VENV) with $$("$$python" --version); the first time takes a few minutes"; \
+			"$$python" -m venv $(VENV) && exit 0; rm -rf $(VENV); \
+		fi; \
+	done; \
+	echo "llamoe needs Python 3.11 or newer with its venv module; none was found on the PATH." >&2; \
+	echo "Install one, or name it: make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python" >&2; exit 1
