@@ -272,7 +272,7 @@ class CausalLM(LlamoePreTrainedModel):
         )
         hidden_states = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, kept] if not _keeps_all(logits_to_keep) else hidden_states)
+        logits = self.lm_head(hidden_states[:, kept])
 
         loss = aux_loss = load = None
         if labels is not None:
@@ -301,10 +301,6 @@ class CausalLM(LlamoePreTrainedModel):
 
     def _option(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name, False) if given is None else given)
-
-
-def _keeps_all(logits_to_keep: int | torch.Tensor) -> bool:
-    return isinstance(logits_to_keep, int) and logits_to_keep == 0
 
 
 def _mask_of_new_tokens(attention_mask: object, num_tokens: int) -> torch.Tensor | None:

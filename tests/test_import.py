@@ -26,15 +26,16 @@ def json_from_python(code):
 def imports():
     """Seconds that `import llamoe` takes in a fresh process, and the modules it brings, three times over.
 
-    Both are measured after what they are compared with has been imported, so that its spread does not count.
+    Both are measured after what they are compared with has been imported, so that its spread does not count;
+    in processor time, which does not depend on what else the machine is doing.
     """
     code = """
 import json, sys, time
 import torch
 from transformers import GenerationMixin, PreTrainedModel
-before, begun = set(sys.modules), time.perf_counter()
+before, begun = set(sys.modules), time.process_time()
 import llamoe
-print(json.dumps([time.perf_counter() - begun, sorted(set(sys.modules) - before)]))
+print(json.dumps([time.process_time() - begun, sorted(set(sys.modules) - before)]))
 """
     json_from_python(code)  # writes byte code and fills the file cache
     return [json_from_python(code) for _ in range(3)]

@@ -25,7 +25,7 @@ def commands():
 
 
 def test_python_runs_from_top_to_bottom(tmp_path):
-    """All blocks of a page in one process, in the repository root, as a reader would paste them."""
+    """All blocks in one process, in the repository root, as a reader would paste them; it shows what they print."""
     code = "\n".join(blocks("README.md", "python"))
     assert code
     script = tmp_path / "readme.py"
@@ -34,6 +34,8 @@ def test_python_runs_from_top_to_bottom(tmp_path):
         [sys.executable, script], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
+    for line in filter(None, map(str.strip, done.stdout.splitlines())):
+        assert line in (ROOT / "README.md").read_text()
 
 
 def test_first_example_is_short():

@@ -72,7 +72,7 @@ class TestNormalization:
 
     @torch.no_grad()
     def test_rounded_before_it_is_scaled(self):
-        # Meta's order: the other one differs in the last bit of about every third value.
+        # Meta's order: the other one differs in the last bit of about every fourth value.
         norm, x = RMSNorm(64), randn(50, 64, seed=1).bfloat16()
         norm.weight.copy_(1 + 0.1 * randn(64, seed=2))
         norm.to(torch.bfloat16)

@@ -1,0 +1,422 @@
+"""What a user can get wrong with files and inputs: one clear error each, before any heavy work."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from support import (
+    IMAGE_TOKEN,
+    TOKENS_PER_TILE,
+    VISION,
+    make_asymmetric,
+    stock_dense_config,
+    stock_multimodal_config,
+    stock_text_config,
+)
+from transformers import Llama4VisionConfig
+
+import llamoe
+from llamoe.modeling.weights import CheckpointError
+
+TENSOR = "model.layers.1.self_attn.q_proj.weight"
+SHAPE = [120, 72]
+BYTES = 4 * 120 * 72
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One model as a single file and in shards."""
+    folder = tmp_path_factory.mktemp("saved")
+    model = make_asymmetric(llamoe.LlamoeDenseForCausalLM(stock_dense_config()))
+    model.save_pretrained(folder / "single")
+    model.save_pretrained(folder / "sharded", max_shard_size="60KB")
+    return folder
+
+
+@pytest.fixture
+def no_weights_are_read(monkeypatch):
+    """What reads tensors would be heavy on a real checkpoint; our checks stand before it."""
+    monkeypatch.setattr(
+        "transformers.PreTrainedModel._load_pretrained_model", lambda *_, **__: pytest.fail("weights were read")
+    )
+
+
+def load(folder, **options):
+    return llamoe.LlamoeDenseForCausalLM.from_pretrained(folder, **options)
+
+
+def refused(folder, *, names, says, **options):
+    """Loading raises an error that is both an OSError and a ValueError, names the file and says what is wrong."""
+    with pytest.raises(CheckpointError) as caught:
+        load(folder, **options)
+    assert isinstance(caught.value, OSError) and isinstance(caught.value, ValueError)
+    message = str(caught.value)
+    assert str(folder / names) in message and re.search(says, message), message
+    assert len(message) < 600, "a message, not a dump"
+
+
+# Damaged safetensors files
+
+
+def with_header(change):
+    """Edit the parsed header; `change` may return another header (or bytes), or a pair with other data."""
+
+    def damage(content):
+        length = int.from_bytes(content[:8], "little")
+        header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+        changed = change(header)
+        header, data = changed if isinstance(changed, tuple) else (header if changed is None else changed, data)
+        raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+        return len(raw).to_bytes(8, "little") + raw + data
+
+    return damage
+
+
+def with_entry(**fields):
+    return with_header(lambda header: header[TENSOR].update(fields))
+
+
+def without(field):
+    return with_header(lambda header: header[TENSOR].pop(field) and None)
+
+
+def moved(begin, end):
+    def change(header):
+        offsets = header[TENSOR]["data_offsets"]
+        header[TENSOR]["data_offsets"] = [offsets[0] + begin, offsets[1] + end]
+
+    return with_header(change)
+
+
+def integers(header):
+    """The whole file as int8 without a word about quantization."""
+    position, result = 0, {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            size = torch.Size(entry["shape"]).numel()
+            result[name] = {"dtype": "I8", "shape": entry["shape"], "data_offsets": [position, position + size]}
+            position += size
+    return result, b"\x01" * position
+
+
+DAMAGE = {
+    "empty": (lambda content: b"", "0 bytes.*cut short"),
+    "cut_in_length": (lambda content: content[:5], "5 bytes.*cut short"),
+    "cut_behind_length": (lambda content: content[:8], "8 bytes.*cut short"),
+    "cut_in_header": (lambda content: content[:1000], "1000 bytes.*cut short"),
+    "cut_in_data": (lambda content: content[:-1000], "need 578200 bytes.* has 577200; it is cut short"),
+    "one_byte_less": (lambda content: content[:-1], "it is cut short"),
+    "one_byte_more": (lambda content: content + b"\0", "it is too long"),
+    "zeros": (lambda content: bytes(len(content)), "header is not JSON"),
+    "huge_length": (lambda content: b"\xff" * 8 + content[8:], f"{2**64 - 1} bytes long"),
+    "length_of_web_page": (lambda content: b"<html>404</html>", "no safetensors file"),
+    "git_lfs_pointer": (lambda content: b"version https://git-lfs.github.com/spec/v1\n", "no safetensors file"),
+    "shorter_length": (lambda c: (int.from_bytes(c[:8], "little") - 1).to_bytes(8, "little") + c[8:], "JSON|long"),
+    "longer_length": (lambda c: (int.from_bytes(c[:8], "little") + 1).to_bytes(8, "little") + c[8:], "JSON"),
+    "no_json": (with_header(lambda _: b'{"a": '), "header is not JSON"),
+    "no_utf8": (with_header(lambda _: b'{"\xff": 1}'), "header is not JSON"),
+    "deep_json": (with_header(lambda _: b"[" * 100_000), "header is not JSON"),
+    "long_number": (with_header(lambda _: b'{"a": ' + b"9" * 5000 + b"}"), "header is not JSON"),
+    "surrogate": (with_header(lambda header: header.update({"\ud800": header.pop(TENSOR)})), "header"),
+    "list": (with_header(lambda _: [1]), "JSON object, not list"),
+    "null": (with_header(lambda _: b"null"), "JSON object, not NoneType"),
+    "metadata_list": (with_header(lambda header: header.update(__metadata__=[1])), "metadata"),
+    "metadata_number": (with_header(lambda header: header.update(__metadata__={"a": 1})), "metadata"),
+    "entry_is_number": (with_header(lambda header: header.update({TENSOR: 5})), rf"{TENSOR}.*cannot be read: 5"),
+    "no_dtype": (without("dtype"), f"{TENSOR}.*cannot be read"),
+    "no_shape": (without("shape"), f"{TENSOR}.*cannot be read"),
+    "no_offsets": (without("data_offsets"), f"{TENSOR}.*cannot be read"),
+    "unknown_dtype": (with_entry(dtype="FLOAT"), f"{TENSOR}.*cannot be read.*FLOAT"),
+    "other_dtype": (with_entry(dtype="F16"), f"{TENSOR}.* F16 has {BYTES} bytes.* {BYTES // 2} are needed"),
+    "integer_dtype": (with_entry(dtype="I32"), f"{TENSOR} has dtype I32.*no quantization_config"),
+    "all_integers": (with_header(integers), "has dtype I8.*no quantization_config"),
+    "shape_product": (with_entry(shape=[120, 73]), rf"{TENSOR}.*\[120, 73\].*{BYTES} bytes.*{4 * 120 * 73} are"),
+    "negative_shape": (with_entry(shape=[-120, -72]), f"{TENSOR}.*cannot be read"),
+    "fractional_shape": (with_entry(shape=[120.0, 72]), f"{TENSOR}.*cannot be read"),
+    "astronomic_shape": (with_entry(shape=[2**40, 2**40]), f"{TENSOR}.*are needed"),
+    "transposed": (with_entry(shape=SHAPE[::-1]), rf"{TENSOR} has shape \[72, 120\].*\[120, 72\]"),
+    "flat": (with_entry(shape=[120 * 72]), rf"{TENSOR} has shape \[8640\].*\[120, 72\]"),
+    "overlapping": (moved(-4, -4), f"{TENSOR}.*begins at byte.*overlap"),
+    "gap": (moved(4, 4), f"{TENSOR}.*begins at byte.*gap"),
+    "longer_span": (moved(0, 4), f"{TENSOR}.*has {BYTES + 4} bytes"),
+    "negative_offset": (with_entry(data_offsets=[-BYTES, 0]), f"{TENSOR}.*(begins at byte -|cannot be read)"),
+    "reversed_offsets": (with_entry(data_offsets=[BYTES, 0]), f"{TENSOR}.*has -{BYTES} bytes"),
+    "three_offsets": (with_entry(data_offsets=[0, 1, 2]), f"{TENSOR}.*cannot be read"),
+    "offsets_of_letters": (with_entry(data_offsets="ab"), f"{TENSOR}.*cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("files", ["single", "sharded"])
+def test_damaged_file(files, damage, saved, tmp_path, no_weights_are_read):
+    change, says = DAMAGE[damage]
+    shutil.copytree(saved / files, tmp_path / "model")
+    name = "model.safetensors"
+    if files == "sharded":
+        index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
+        name = index["weight_map"][TENSOR]
+        says = re.sub(r"need \d+ bytes.* has \d+", r"need \\d+ bytes.* has \\d+", says)
+        if damage == "cut_in_header":  # this shard's header is shorter
+            change, says = (lambda content: content[:100]), "100 bytes.*cut short"
+    path = tmp_path / "model" / name
+    path.write_bytes(change(path.read_bytes()))
+    refused(tmp_path / "model", names=name, says=says)
+
+
+INDEX_DAMAGE = {
+    "no_json": ('{"weight_map"', "not an index"),
+    "empty": ("", "not an index"),
+    "no_text": (b"\xff\xfe\0", "not an index"),
+    "list": ("[]", "not an index"),
+    "null": ("null", "not an index"),
+    "deep": ("[" * 100_000, "not an index"),
+    "no_weight_map": ({"weight_map": ...}, "not an index.*weight_map"),
+    "no_metadata": ({"metadata": ...}, "metadata"),
+    "weight_map_is_list": ({"weight_map": [1]}, "not an index"),
+    "weight_map_is_empty": ({"weight_map": {}}, "not an index|names no"),
+    "file_is_number": ({"weight_map": {TENSOR: 5}}, "not an index"),
+    "tensor_elsewhere": ({"weight_map": {TENSOR: "model-00001-of-00013.safetensors"}}, f"{TENSOR}.*00001.*does not"),
+    "tensor_nowhere": ({"weight_map": {"foo": "model-00001-of-00013.safetensors"}}, "'foo'.*00001.*does not hold"),
+}
+
+
+@pytest.mark.parametrize("damage", INDEX_DAMAGE)
+def test_damaged_index(damage, saved, tmp_path, no_weights_are_read):
+    content, says = INDEX_DAMAGE[damage]
+    shutil.copytree(saved / "sharded", tmp_path / "model")
+    path = tmp_path / "model/model.safetensors.index.json"
+    if isinstance(content, dict):
+        index = json.loads(path.read_text())
+        for key, value in content.items():
+            if value is ...:
+                del index[key]
+            elif isinstance(value, dict) and value:
+                index[key].update(value)
+            else:
+                index[key] = value
+        content = json.dumps(index)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(tmp_path / "model", names=path.name, says=says)
+
+
+@pytest.mark.parametrize("how", ["gone", "folder"])
+def test_missing_shard(how, saved, tmp_path, no_weights_are_read):
+    shutil.copytree(saved / "sharded", tmp_path / "model")
+    name = "model-00007-of-00013.safetensors"
+    (tmp_path / "model" / name).unlink()
+    if how == "folder":
+        (tmp_path / "model" / name).mkdir()
+    refused(tmp_path / "model", names=name, says="no such file|not a file|is a (directory|folder)")
+
+
+@pytest.mark.parametrize("files", ["single", "sharded"])
+def test_weights_of_another_size(files, saved, no_weights_are_read):
+    with pytest.raises(CheckpointError, match=r"weight has shape \[101, 72\].* \[103, 72\]"):
+        load(saved / files, vocab_size=103)
+
+
+# Folders and their config.json
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, r"no such file.*config\.json|config\.json: no such file|no file named config\.json"),
+        ("", "not a valid JSON"),
+        ('{"model_type"', "not a valid JSON"),
+        (b"\xff\xfe\0", "not a valid JSON"),
+        ("[]", "JSON object"),
+        ("null", "JSON object"),
+        ("5", "JSON object"),
+        ('{"model_type": "gpt2"}', "'gpt2'.*'llamoe_dense'"),
+        ('{"model_type": "llamoe_text"}', "LlamoeTextConfig reads"),
+        ('{"model_type": 5}', "model_type = 5"),
+        ('{"model_type": "llama", "hidden_size": "72"}', "hidden_size = '72': wrong type str"),
+        ('{"model_type": "llama", "num_key_value_heads": 5}', "num_key_value_heads = 5"),
+    ],
+    ids=lambda value: repr(value)[:40] if value is None or isinstance(value, (str, bytes)) else None,
+)
+def test_bad_config_file(content, says, saved, tmp_path, no_weights_are_read):
+    """What is no JSON is transformers' own OSError, which names the file; all else is a ValueError of ours."""
+    shutil.copytree(saved / "single", tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    kind = OSError if says == "not a valid JSON" else ValueError
+    with pytest.raises(kind, match=says):
+        load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("what", ["no_folder", "file", "empty_folder", "no_weights"])
+def test_nothing_to_load(what, saved, tmp_path, no_weights_are_read):
+    path = tmp_path / "model"
+    if what == "file":
+        path.write_text("hello")
+    elif what != "no_folder":
+        path.mkdir()
+        if what == "no_weights":
+            shutil.copy(saved / "single/config.json", path)
+    says = {"no_folder": "no such folder", "file": "(is a file|not a folder)"}.get(what, "no file named|no such file")
+    with pytest.raises(OSError, match=says) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+
+
+# Saving
+
+
+def test_unknown_layout_writes_nothing(tmp_path):
+    model = llamoe.LlamoeDenseForCausalLM(stock_dense_config())
+    with pytest.raises(ValueError, match="layout='gguf'.*'llamoe' and 'stock'"):
+        model.save_pretrained(tmp_path / "model", layout="gguf")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "says"),
+    [
+        ("LlamoeForCausalLM", lambda: {"mlp_bias": True}, "mlp_bias = True"),
+        ("LlamoeForCausalLM", lambda: {"rope_interleave": False}, "rope_interleave = False"),
+        ("LlamoeModel", dict, "LlamoeModel has no counterpart"),
+        ("LlamoeVisionModel", lambda: {"use_rope": False}, "use_rope = False"),
+    ],
+)
+def test_stock_layout_that_stock_cannot_express(name, config, says, tmp_path):
+    make = {
+        "LlamoeForCausalLM": stock_text_config,
+        "LlamoeModel": stock_multimodal_config,
+        "LlamoeVisionModel": lambda: Llama4VisionConfig(**VISION),
+    }[name]
+    whole = llamoe.from_stock(make())
+    for field, value in config().items():
+        setattr(whole, field, value)
+    model = getattr(llamoe, name)(whole)
+    with pytest.raises(ValueError, match=says):
+        model.save_pretrained(tmp_path / "model", layout="stock")
+    assert not (tmp_path / "model").exists()
+    model.save_pretrained(tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with pytest.raises(ValueError, match=says):
+        model.save_pretrained(tmp_path / "model", layout="stock")
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+
+
+def test_saving_onto_a_file(tmp_path):
+    """transformers only logs that nothing was saved."""
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises((OSError, ValueError), match="model"):
+        llamoe.LlamoeDenseForCausalLM(stock_dense_config()).save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "mine"
+
+
+# Inputs of a forward pass
+
+IDS = torch.arange(3, 45).view(2, 21)
+EMBEDS = torch.ones(2, 21, 72)
+MASK = torch.ones_like(IDS)
+POSITIONS = torch.arange(21)[None]
+
+
+@pytest.fixture(scope="module")
+def heads():
+    configs = [
+        ("LlamoeDenseForCausalLM", stock_dense_config),
+        ("LlamoeForCausalLM", stock_text_config),
+        ("LlamoeForConditionalGeneration", stock_multimodal_config),
+    ]
+    models = {name: make_asymmetric(getattr(llamoe, name)(config())) for name, config in configs}
+    for model in models.values():
+        for module in model.modules():
+            if hasattr(module, "input_layernorm"):
+                module.register_forward_pre_hook(lambda *_: pytest.fail("a layer ran"))
+    return models
+
+
+BAD_INPUTS = {
+    "nothing": ({}, "exactly one of input_ids and inputs_embeds; got neither"),
+    "both": ({"input_ids": IDS, "inputs_embeds": EMBEDS}, "exactly one of .*; got both"),
+    "ids_1d": ({"input_ids": IDS[0]}, r"input_ids .* shape \[21\]"),
+    "ids_3d": ({"input_ids": IDS[None]}, r"input_ids .* shape \[1, 2, 21\]"),
+    "ids_float": ({"input_ids": IDS.float()}, r"input_ids .* torch.float32"),
+    "ids_bool": ({"input_ids": IDS > 5}, r"input_ids .* torch.bool"),
+    "ids_int8": ({"input_ids": IDS.to(torch.int8)}, r"input_ids .* torch.int8"),
+    "ids_empty": ({"input_ids": IDS[:, :0]}, r"input_ids .* \[2, 0\]"),
+    "id_too_large": ({"input_ids": IDS + 80}, r"input_ids.* 124 .*vocab_size = 101"),
+    "id_negative": ({"input_ids": IDS - 4}, r"input_ids.* -1 .*vocab_size = 101"),
+    "embeds_2d": ({"inputs_embeds": EMBEDS[0]}, r"inputs_embeds .* 72\].* \[21, 72\]"),
+    "embeds_narrow": ({"inputs_embeds": EMBEDS[..., :70]}, r"inputs_embeds .* 72\].* \[2, 21, 70\]"),
+    "embeds_integer": ({"inputs_embeds": EMBEDS.long()}, r"inputs_embeds .* torch.int64"),
+    "mask_short": ({"input_ids": IDS, "attention_mask": MASK[:, 1:]}, r"attention_mask .*\[2, 20\].* 21"),
+    "mask_long": ({"input_ids": IDS, "attention_mask": torch.ones(2, 22)}, r"attention_mask .*\[2, 22\].* 21"),
+    "mask_rows": ({"input_ids": IDS, "attention_mask": torch.ones(3, 21)}, r"attention_mask .*\[3, 21\].* \[?2"),
+    "mask_1d": ({"input_ids": IDS, "attention_mask": MASK[0]}, r"attention_mask .*\[21\]"),
+    "mask_3d": ({"input_ids": IDS, "attention_mask": torch.ones(2, 21, 21)}, r"attention_mask .*\[2, 21, 21\]"),
+    "positions_short": ({"input_ids": IDS, "position_ids": POSITIONS[:, 1:]}, r"position_ids .*\[1, 20\].* 21"),
+    "positions_1d": ({"input_ids": IDS, "position_ids": POSITIONS[0]}, r"position_ids .*\[21\]"),
+    "positions_rows": ({"input_ids": IDS, "position_ids": POSITIONS.expand(3, -1)}, r"position_ids .*\[3, 21\]"),
+    "labels_short": ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels .*\[2, 20\].*\[2, 21"),
+    "labels_transposed": ({"input_ids": IDS, "labels": IDS.T}, r"labels .*\[21, 2\].*\[2, 21"),
+    "labels_rows": ({"input_ids": IDS, "labels": IDS[:1]}, r"labels .*\[1, 21\].*\[2, 21"),
+}
+
+
+@pytest.mark.parametrize("inputs", BAD_INPUTS)
+@pytest.mark.parametrize("name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM", "LlamoeForConditionalGeneration"])
+def test_bad_inputs(name, inputs, heads):
+    given, says = BAD_INPUTS[inputs]
+    with pytest.raises(ValueError, match=says):
+        heads[name](**given)
+
+
+def test_mask_of_the_new_tokens_only(heads):
+    """With a cache the mask covers cached tokens too; a shorter one would silently hide the new tokens."""
+    model = make_asymmetric(llamoe.LlamoeForCausalLM(stock_text_config()))
+    past = model(input_ids=IDS, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask .*\[2, 3\].* 24"):
+        model(input_ids=IDS[:, :3], attention_mask=MASK[:, :3], past_key_values=past)
+
+
+SIZE = VISION["image_size"]
+PIXELS = torch.zeros(2, 3, SIZE, SIZE)
+
+
+def ids_with_images(tiles, less=0):
+    ids = IDS.clone()
+    ids.view(-1)[5 : 5 + TOKENS_PER_TILE * tiles - less] = IMAGE_TOKEN
+    return ids
+
+
+BAD_PIXELS = {
+    "3d": (PIXELS[0], r"pixel_values must be \[tiles, 3, 56, 56\]; got \[3, 56, 56\].*pixel_values\[None\]"),
+    "5d": (PIXELS[None], r"got \[1, 2, 3, 56, 56\].*flatten"),
+    "size": (PIXELS[..., :42, :42], r"got \[2, 3, 42, 42\].*image_size"),
+    "channels": (PIXELS[:, :1], r"got \[2, 1, 56, 56\]"),
+    "channels_last": (PIXELS.permute(0, 2, 3, 1), r"got \[2, 56, 56, 3\]"),
+    "no_tile": (PIXELS[:0], r"got \[0, 3, 56, 56\].*None"),
+    "integers": (PIXELS.to(torch.uint8), "torch.uint8.*image processor"),
+    "too_few_tokens": (torch.cat([PIXELS, PIXELS[:1]]), "8 image tokens.* 12 image features"),
+    "too_many_tokens": (PIXELS[:1], "8 image tokens.* 4 image features"),
+    "no_pixels": (None, "8 image tokens.* 0 image features"),
+}
+
+
+@pytest.mark.parametrize("pixels", BAD_PIXELS)
+def test_bad_pixels(pixels, heads):
+    """Also where the numbers differ: the number of tiles is known before the tower runs."""
+    given, says = BAD_PIXELS[pixels]
+    with pytest.raises(ValueError, match=says):
+        heads["LlamoeForConditionalGeneration"](input_ids=ids_with_images(2), pixel_values=given)
+
+
+def test_truncation_inside_an_image(heads):
+    with pytest.raises(ValueError, match="6 image tokens.* 8 image features.*truncate"):
+        heads["LlamoeForConditionalGeneration"](input_ids=ids_with_images(2, less=2), pixel_values=PIXELS)
+
+
+def test_image_features_twice(heads):
+    model = heads["LlamoeForConditionalGeneration"]
+    with pytest.raises(ValueError, match="pixel_values or mm_encoder_outputs"):
+        model(input_ids=ids_with_images(2), pixel_values=PIXELS, mm_encoder_outputs={"image": object()})
