@@ -124,7 +124,7 @@ class DecoderModel(LlamoePreTrainedModel):
         Raises:
             ValueError: both or none of `input_ids` and `inputs_embeds`, or one of the wrong shape or dtype.
         """
-        _check_inputs(self.config, input_ids, inputs_embeds)
+        check_inputs(self.config, input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
@@ -154,9 +154,14 @@ class DecoderModel(LlamoePreTrainedModel):
         )
 
 
-def _check_inputs(
+def check_inputs(
     config: PreTrainedConfig, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
 ) -> None:
+    """Refuse token ids or embeddings that the decoder cannot take.
+
+    Raises:
+        ValueError: both or none were given, or one of the wrong shape or dtype.
+    """
     if (input_ids is None) == (inputs_embeds is None):
         given = "neither" if input_ids is None else "both"
         raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {given}.")

@@ -20,7 +20,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdyn
 
 from ..configuration import LlamoeConfig
 from .base import LlamoePreTrainedModel
-from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
+from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel, check_inputs
 from .vision import LlamoeVisionModel
 
 
@@ -117,9 +117,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         is_first_pass: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Give the embeddings with image features in their places, and the tower's output."""
-        if (input_ids is None) == (inputs_embeds is None):
-            given = "neither" if input_ids is None else "both"
-            raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {given}.")
+        check_inputs(self.config.text_config, input_ids, inputs_embeds)
         images = (encoder_outputs or {}).get("image")
         if images is not None and pixel_values is not None:
             raise ValueError("Give pixel_values or mm_encoder_outputs['image'], not both.")

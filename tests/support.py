@@ -1,8 +1,22 @@
 """Small things that several test files use: tiny stock configs, weights without symmetry, measures."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
 import torch
 from torch import nn
-from transformers import Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Llama4Config,
+    Llama4TextConfig,
+    Llama4VisionConfig,
+    LlamaConfig,
+)
+
+import llamoe
 
 # Sizes never coincide: 6 heads on 2 key/value heads is a ratio of 3; 6 * 20 is not 72; odd vocabulary; five layers
 # hold a whole period of position-free layers, dense and mixture layers, and one layer more.
@@ -227,3 +241,116 @@ def gradient_differences(ours: nn.Module, stock: nn.Module) -> dict[str, tuple[f
         assert scales[name] > 0 or difference == 0, f"{name}: stock's gradient is zero"
         differences[name] = (difference, difference / max(scales[name], floor))
     return differences
+
+
+# The inputs of the common model tests: several attention chunks of 16 and temperature floors of 8, in rows of which
+# two begin 5 and 17 tokens late.
+LENGTH = 53
+PADDING = (5, 0, 17)
+
+
+def dense_config(**text):
+    return llamoe.from_stock(stock_dense_config(**text))
+
+
+def text_config(**text):
+    return llamoe.from_stock(stock_text_config(**{"num_experts_per_tok": 2, **text}))
+
+
+def vision_config():
+    return llamoe.from_stock(Llama4VisionConfig(**VISION))
+
+
+def multimodal_config(**text):
+    return llamoe.from_stock(stock_multimodal_config(text))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model class and what the tests must know of it."""
+
+    name: str
+    make_config: Callable
+    auto_class: type
+    stock_name: str | None
+    is_text: bool = True
+    has_images: bool = False
+    has_experts: bool = False
+    is_head: bool = False
+
+    @property
+    def model_class(self):
+        return getattr(llamoe, self.name)
+
+    def make(self, seed=0, **text):
+        return make_asymmetric(self.model_class(self.make_config(**text)), seed)
+
+    def inputs(self, padding=PADDING, length=LENGTH):
+        """Rows without a token twice in a row, left-padded; row 1 has two tiles, row 2 one."""
+        generator = torch.Generator().manual_seed(1)
+        inputs = {}
+        tiles = 0
+        if self.is_text:
+            ids = torch.randint(3, 90, (len(padding), length), generator=generator)
+            mask = torch.ones_like(ids)
+            for row, pad in enumerate(padding):
+                ids[row, :pad], mask[row, :pad] = 0, 0
+                if self.has_images and row:
+                    count = TOKENS_PER_TILE * (3 - row)
+                    ids[row, pad + 2 : pad + 2 + count] = IMAGE_TOKEN
+                    tiles += 3 - row
+            inputs = {"input_ids": ids, "attention_mask": mask}
+        if self.has_images:
+            size = VISION["image_size"]
+            inputs["pixel_values"] = torch.randn(tiles or 3, 3, size, size, generator=generator)
+        return inputs
+
+    def row(self, inputs, row):
+        """One row of `inputs` on its own, without its padding."""
+        pad = int((inputs["attention_mask"][row] == 0).sum())
+        alone = {name: inputs[name][row : row + 1, pad:] for name in ("input_ids", "attention_mask")}
+        if self.has_images and row:
+            alone["pixel_values"] = inputs["pixel_values"][slice(0, 2) if row == 1 else slice(2, 3)]
+        return alone
+
+
+MODELS = [
+    Case("LlamoeDenseModel", dense_config, AutoModel, "LlamaModel"),
+    Case("LlamoeDenseForCausalLM", dense_config, AutoModelForCausalLM, "LlamaForCausalLM", is_head=True),
+    Case("LlamoeTextModel", text_config, AutoModel, "Llama4TextModel", has_experts=True),
+    Case(
+        "LlamoeForCausalLM",
+        text_config,
+        AutoModelForCausalLM,
+        "Llama4ForCausalLM",
+        has_experts=True,
+        is_head=True,
+    ),
+    Case("LlamoeVisionModel", vision_config, AutoModel, "Llama4VisionModel", is_text=False, has_images=True),
+    Case("LlamoeModel", multimodal_config, AutoModel, None, has_images=True, has_experts=True),
+    Case(
+        "LlamoeForConditionalGeneration",
+        multimodal_config,
+        AutoModelForImageTextToText,
+        "Llama4ForConditionalGeneration",
+        has_images=True,
+        has_experts=True,
+        is_head=True,
+    ),
+]
+MULTIMODAL = MODELS[-1]
+
+
+def for_models(*wanted):
+    """Parametrise over the classes that have all of these."""
+    chosen = [case for case in MODELS if all(getattr(case, name) for name in wanted)]
+    return pytest.mark.parametrize("case", chosen, ids=lambda case: case.name)
+
+
+def main_output(output):
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+@torch.no_grad()
+def run(model, **inputs):
+    return main_output(model(**inputs))

@@ -165,7 +165,9 @@ def test_old_stock_config(tmp_path):
 def test_old_dense_config(tmp_path):
     """The keys that LLaMA 2 was published with."""
     expected = logits(save_stock("dense", tmp_path))
-    changes = dict(rope_parameters=..., rope_theta=10000.0, rope_scaling=None, dtype=..., torch_dtype="float16")
+    changes = dict(
+        rope_parameters=..., rope_theta=10000.0, rope_scaling=None, dtype=..., torch_dtype="float16"
+    )
     edit_json(tmp_path / "config.json", **changes)
     assert load(llamoe.LlamoeDenseForCausalLM, tmp_path, dtype="auto").dtype == torch.float16
     model = load(llamoe.LlamoeDenseForCausalLM, tmp_path, dtype=torch.float32)
@@ -174,7 +176,9 @@ def test_old_dense_config(tmp_path):
 
 def test_overrides_by_keyword(tmp_path):
     save_stock("multimodal", tmp_path)
-    text = load(llamoe.LlamoeForCausalLM, tmp_path, attention_chunk_size=7, num_experts=5, num_experts_per_tok=3)
+    text = load(
+        llamoe.LlamoeForCausalLM, tmp_path, attention_chunk_size=7, num_experts=5, num_experts_per_tok=3
+    )
     assert (text.config.attention_chunk_size, text.config.num_experts_per_tok) == (7, 3)
     expected = logits(text)
     whole = load(
@@ -201,7 +205,9 @@ def test_config_of_nobody_we_know(pair, tmp_path):
         with pytest.raises(ValueError, match=r"'gpt2'.*'llama4'"):
             make()
     for wrong in (None, str(tmp_path), {"hidden_size": 72}):
-        with pytest.raises(ValueError, match=rf"{model_class.__name__} needs a \w+, not a {type(wrong).__name__}"):
+        with pytest.raises(
+            ValueError, match=rf"{model_class.__name__} needs a \w+, not a {type(wrong).__name__}"
+        ):
             model_class(wrong)
 
 
@@ -306,7 +312,9 @@ def test_quantized_mixture_is_refused_by_name(pair, method, by, tmp_path, monkey
     save_stock(pair, tmp_path)
     ours = model_class.from_pretrained(tmp_path)
     content = {"quant_method": method, **QUANTIZED[method]}
-    monkeypatch.setattr(LlamoePreTrainedModel, "_load_pretrained_model", lambda *_, **__: pytest.fail("weights read"))
+    monkeypatch.setattr(
+        LlamoePreTrainedModel, "_load_pretrained_model", lambda *_, **__: pytest.fail("weights read")
+    )
     match = rf"{model_class.__name__} .*quantized with '{method}'.*unquantized"
     options = {}
     if by == "argument":
@@ -342,7 +350,10 @@ def test_the_tower_and_dense_models_are_left_to_the_quantizers(multimodal, tmp_p
     whole = multimodal[1]
     whole.vision_model.save_pretrained(tmp_path / "vision")
     save_stock("dense", tmp_path / "dense")
-    for folder, model_class in (("vision", llamoe.LlamoeVisionModel), ("dense", llamoe.LlamoeDenseForCausalLM)):
+    for folder, model_class in (
+        ("vision", llamoe.LlamoeVisionModel),
+        ("dense", llamoe.LlamoeDenseForCausalLM),
+    ):
         edit_json(tmp_path / folder / "config.json", quantization_config={"quant_method": "nobody's"})
         # transformers skips a method that it does not know, with a warning.
         load(model_class, tmp_path / folder)

@@ -56,7 +56,9 @@ def pair(processor):
     One chunk and one temperature for all positions: stock counts both along the padded row, and would differ there.
     """
     token = processor.tokenizer.convert_tokens_to_ids
-    config = stock_multimodal_config({"attention_chunk_size": 8192, "floor_scale": 8192, "num_experts_per_tok": 2})
+    config = stock_multimodal_config(
+        {"attention_chunk_size": 8192, "floor_scale": 8192, "num_experts_per_tok": 2}
+    )
     config.image_token_index = token("<|patch|>")
     config.text_config.pad_token_id = token("<|finetune_right_pad|>")
     stock = make_asymmetric(Llama4ForConditionalGeneration(config))
@@ -214,7 +216,9 @@ def test_markers_and_pictures_do_not_match(text, pictures, numbers, processor):
 def test_more_markers_than_pictures_past_the_processor(processor, pair):
     """Who tokenizes by hand has markers and patches without pictures: the model says so."""
     _, ours = pair
-    whole = processor(text=["<|image|> and <|image|> ?"], images=[picture(50, 50), picture(50, 50)], return_tensors="pt")
+    whole = processor(
+        text=["<|image|> and <|image|> ?"], images=[picture(50, 50), picture(50, 50)], return_tensors="pt"
+    )
     inputs = whole.to(dtype=torch.float32)
     inputs["pixel_values"] = inputs["pixel_values"][:1]
     with pytest.raises(ValueError, match="8 image tokens.* 4 image features"):
@@ -258,5 +262,7 @@ def test_unreadable_picture(damage, processor, tmp_path):
 def test_processor_of_another_size_than_the_tower(size, pair):
     _, ours = pair
     inputs = make_processor(size=size)(text="<|image|> ?", images=picture(20, 20), return_tensors="pt")
-    with pytest.raises(ValueError, match=rf"pixel_values must be .* 56, 56\]; got \[1, 3, {size}, {size}\].*size"):
+    with pytest.raises(
+        ValueError, match=rf"pixel_values must be .* 56, 56\]; got \[1, 3, {size}, {size}\].*size"
+    ):
         ours(**inputs.to(dtype=torch.float32))
