@@ -259,6 +259,9 @@ class CausalLM(LlamoePreTrainedModel):
             output_expert_load: return `expert_load`.
             logits_to_keep: compute the logits of the last that many tokens (0: of all), or of these indices.
             **kwargs: see there.
+
+        Raises:
+            ValueError: router losses under reentrant gradient checkpointing, where they would train nothing.
         """
         balance = self._option("output_router_logits", output_router_logits)
         count = self._option("output_expert_load", output_expert_load)
@@ -289,6 +292,8 @@ class CausalLM(LlamoePreTrainedModel):
                 aux_loss = load_balancing_loss(router_logits, top_k, token_mask)
             if count:
                 load = expert_load(router_logits, top_k, token_mask)
+            if loss is not None and (balance or z_loss_coef):
+                self._check_router_gradient(router_logits)
             if loss is not None and aux_loss is not None:
                 loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
             if loss is not None and z_loss_coef:
@@ -303,6 +308,19 @@ class CausalLM(LlamoePreTrainedModel):
             router_logits=router_logits if balance else None,
             expert_load=load,
         )
+
+    def _check_router_gradient(self, router_logits: tuple[torch.Tensor, ...]) -> None:
+        """Refuse to train on router losses that would reach no router.
+
+        Reentrant checkpointing runs the layers without a graph first; what is recorded then leads nowhere.
+        """
+        if not (self.training and torch.is_grad_enabled()) or router_logits[0].requires_grad:
+            return
+        if any(router.weight.requires_grad for router in self.modules() if isinstance(router, Router)):
+            raise ValueError(
+                "The router losses (output_router_logits, router_z_loss_coef) have no gradient under reentrant "
+                "gradient checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})."
+            )
 
     def _option(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name, False) if given is None else given)

@@ -52,8 +52,10 @@ class RotaryEmbedding(nn.Module):
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
 
     def _apply(self, fn, recurse=True):
+        was_meta = self.inv_freq.is_meta
         super()._apply(fn, recurse)
-        if self.inv_freq.dtype != torch.float32:
+        # A cast would round the frequencies; `to_empty` on a model made on the meta device leaves them to chance.
+        if self.inv_freq.dtype != torch.float32 or (was_meta and not self.inv_freq.is_meta):
             device = self.inv_freq.device
             inv_freq = self._initial_frequencies()[0].to(device)
             self.inv_freq, self.original_inv_freq = inv_freq, inv_freq.clone()
