@@ -71,9 +71,14 @@ clean: ## remove what was built or installed here
 	rm -rf $(VENV) $(LOWEST) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# The extras that come with an extra.
+WITH-vision := vision
+WITH-test := vision test
+WITH-dev := vision test dev
+
 $(VENV)/.installed-%: pyproject.toml | $(BIN)
 	$(PIP) install -q -e '.[$*]'
-	@touch $@
+	@touch $(WITH-$*:%=$(VENV)/.installed-%)
 
 $(BIN):
 	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python; do \

@@ -92,6 +92,15 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return config_dict, kwargs
 
     @classmethod
+    def _dict_from_json_file(cls, json_file):
+        content = super()._dict_from_json_file(json_file)
+        if not isinstance(content, dict):
+            raise ValueError(
+                f"{json_file}: a config.json holds a JSON object, not a {type(content).__name__}."
+            )
+        return content
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """Build a configuration from a dictionary, ours or stock; fields among `kwargs` win.
 

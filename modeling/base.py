@@ -19,7 +19,7 @@ from ..configuration import LlamoeConfig, from_stock
 from ..configuration.stock import to_stock
 from .masks import attention_masks
 from .moe import Experts, Router
-from .weights import check_fit, check_folder
+from .weights import check_fit, check_folder, check_place
 
 logger = logging.getLogger("llamoe")
 
@@ -42,7 +42,7 @@ class LlamoePreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _has_experts: ClassVar[bool] = False
-    # Beginnings of keys in a larger checkpoint of which this class is a part, and what they are here.
+    # Beginnings (patterns) of keys in checkpoints of other classes, and what they are here.
     _checkpoint_prefixes: ClassVar[dict[str, str]] = {}
     _has_stock_layout: ClassVar[bool] = True
 
@@ -83,6 +83,11 @@ class LlamoePreTrainedModel(PreTrainedModel):
     def _can_set_experts_implementation(cls) -> bool:
         return cls._has_experts
 
+    def _grouped_mm_can_dispatch(self) -> bool:
+        # Asked of every part of a multimodal model, also of the tower, which has no experts to dispatch. Sizes
+        # that the kernel does not take are the experts' own business.
+        return True
+
     @staticmethod
     def create_masks_for_generate(
         config: PreTrainedConfig,
@@ -117,6 +122,8 @@ class LlamoePreTrainedModel(PreTrainedModel):
                 `OSError`), weights that do not fit the config, or a quantization that the model cannot take.
         """
         config = kwargs.get("config")
+        if config is None and pretrained_model_name_or_path is not None:
+            check_place(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
         if isinstance(config, PreTrainedConfig):
             kwargs["config"] = config = cls.resolve_config(config)
         elif pretrained_model_name_or_path is not None and not kwargs.get("gguf_file"):
@@ -160,9 +167,11 @@ class LlamoePreTrainedModel(PreTrainedModel):
             return
         if not getattr(config.get_text_config(), "moe_layers", None):
             return
-        method = getattr(quantization, "quant_method", None) or (
-            quantization.get("quant_method") if isinstance(quantization, dict) else None
-        )
+        if not isinstance(quantization, dict):
+            quantization = quantization.to_dict()
+        method = quantization.get("quant_method")
+        if method is None and (quantization.get("load_in_8bit") or quantization.get("load_in_4bit")):
+            method = "bitsandbytes"  # as its first configs were written
         method = getattr(method, "value", method)
         if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
             raise ValueError(
@@ -195,6 +204,8 @@ class LlamoePreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: an unknown layout, or a config that stock cannot express; nothing is written then.
         """
+        if os.path.isfile(save_directory):
+            raise ValueError(f"save_pretrained({str(save_directory)!r}): this is a file; give a folder.")
         if layout not in ("llamoe", "stock"):
             raise ValueError(f"save_pretrained(layout={layout!r}): valid layouts are 'llamoe' and 'stock'.")
         if layout == "stock":

@@ -22,6 +22,7 @@ from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
 from .attention import Attention
 from .base import LlamoePreTrainedModel
 from .feed_forward import FeedForward
+from .inputs import check_labels, check_row_inputs, check_tokens
 from .losses import expert_load, load_balancing_loss, router_z_loss
 from .masks import attention_masks, positions_from_padding
 from .moe import MixtureOfExperts, Router
@@ -122,11 +123,12 @@ class DecoderModel(LlamoePreTrainedModel):
             mixture layer.
 
         Raises:
-            ValueError: both or none of `input_ids` and `inputs_embeds`, or one of the wrong shape or dtype.
+            ValueError: both or none of `input_ids` and `inputs_embeds`, or anything of a wrong shape or dtype.
         """
-        check_inputs(self.config, input_ids, inputs_embeds)
+        check_tokens(self.config, input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        check_row_inputs(*inputs_embeds.shape[:2], attention_mask, position_ids, past_key_values)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 
@@ -154,31 +156,6 @@ class DecoderModel(LlamoePreTrainedModel):
         )
 
 
-def check_inputs(
-    config: PreTrainedConfig, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
-) -> None:
-    """Refuse token ids or embeddings that the decoder cannot take.
-
-    Raises:
-        ValueError: both or none were given, or one of the wrong shape or dtype.
-    """
-    if (input_ids is None) == (inputs_embeds is None):
-        given = "neither" if input_ids is None else "both"
-        raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {given}.")
-    if input_ids is not None and (input_ids.ndim != 2 or input_ids.is_floating_point()):
-        raise ValueError(
-            f"input_ids should be integers of shape [batch, tokens]; got {input_ids.dtype} of shape "
-            f"{list(input_ids.shape)}."
-        )
-    if inputs_embeds is not None and (
-        inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != config.hidden_size
-    ):
-        raise ValueError(
-            f"inputs_embeds should have shape [batch, tokens, {config.hidden_size}]; got "
-            f"{list(inputs_embeds.shape)}."
-        )
-
-
 class LlamoeDenseModel(DecoderModel):
     """LLaMA 1 or 2 without a head."""
 
@@ -191,6 +168,12 @@ class LlamoeTextModel(DecoderModel):
 
     config: LlamoeTextConfig
     _has_experts = True
+    _checkpoint_prefixes = {r"language_model\.model\.": ""}
+    _keys_to_ignore_on_load_unexpected = [
+        r"^vision_model\.",
+        r"^multi_modal_projector\.",
+        r"^language_model\.lm_head\.",
+    ]
     _can_record_outputs = {
         "hidden_states": DecoderLayer,
         "attentions": Attention,
@@ -261,8 +244,11 @@ class CausalLM(LlamoePreTrainedModel):
             **kwargs: see there.
 
         Raises:
-            ValueError: router losses under reentrant gradient checkpointing, where they would train nothing.
+            ValueError: inputs or labels of a wrong shape, or router losses under reentrant gradient checkpointing,
+                where they would train nothing.
         """
+        check_tokens(self.config, input_ids, inputs_embeds)
+        check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
         balance = self._option("output_router_logits", output_router_logits)
         count = self._option("output_expert_load", output_expert_load)
         z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
@@ -284,7 +270,9 @@ class CausalLM(LlamoePreTrainedModel):
 
         loss = aux_loss = load = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+            # Of the config: resizing the embeddings of a multimodal model updates no attribute in here.
+            vocab_size = self.config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         if router_logits := outputs.get("router_logits"):
             top_k = self.config.num_experts_per_tok
             token_mask = _mask_of_new_tokens(attention_mask, hidden_states.shape[1])
@@ -292,7 +280,7 @@ class CausalLM(LlamoePreTrainedModel):
                 aux_loss = load_balancing_loss(router_logits, top_k, token_mask)
             if count:
                 load = expert_load(router_logits, top_k, token_mask)
-            if loss is not None and (balance or z_loss_coef):
+            if loss is not None and (z_loss_coef or (balance and self.config.router_aux_loss_coef)):
                 self._check_router_gradient(router_logits)
             if loss is not None and aux_loss is not None:
                 loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
@@ -349,5 +337,5 @@ class LlamoeForCausalLM(CausalLM, GenerationMixin):
     config: LlamoeTextConfig
     _model_class = LlamoeTextModel
     _has_experts = True
-    _checkpoint_prefixes = {"language_model.": ""}
+    _checkpoint_prefixes = {r"language_model\.": ""}
     _keys_to_ignore_on_load_unexpected = [r"^vision_model\.", r"^multi_modal_projector\."]

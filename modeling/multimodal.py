@@ -20,7 +20,8 @@ from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdyn
 
 from ..configuration import LlamoeConfig
 from .base import LlamoePreTrainedModel
-from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel, check_inputs
+from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
+from .inputs import check_tokens
 from .vision import LlamoeVisionModel
 
 
@@ -117,36 +118,41 @@ class MultimodalModel(LlamoePreTrainedModel):
         is_first_pass: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Give the embeddings with image features in their places, and the tower's output."""
-        check_inputs(self.config.text_config, input_ids, inputs_embeds)
+        check_tokens(self.config.text_config, input_ids, inputs_embeds)
         images = (encoder_outputs or {}).get("image")
         if images is not None and pixel_values is not None:
             raise ValueError("Give pixel_values or mm_encoder_outputs['image'], not both.")
-        if pixel_values is not None:
-            images = self.get_image_features(pixel_values, return_dict=True)
-        if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids)
-        if images is None:
+        if images is None and pixel_values is None:
             if is_first_pass and input_ids is not None and not is_torchdynamo_compiling():
                 self._check_no_image_tokens(input_ids)
-            return inputs_embeds, None
+            embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+            return embeds, None
 
-        features = images.pooler_output
-        features = (
-            torch.cat(list(features)) if isinstance(features, (list, tuple)) else features.flatten(0, 1)
-        )
-        if input_ids is not None:
-            is_image = input_ids == self.config.image_token_index
-        else:
-            token = torch.full(
-                (), self.config.image_token_index, dtype=torch.long, device=inputs_embeds.device
-            )
-            is_image = (inputs_embeds == self.get_input_embeddings()(token)).all(-1)
-        if not is_torchdynamo_compiling() and int(is_image.sum()) != len(features):
-            raise ValueError(self._mismatch(int(is_image.sum()), len(features)))
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        is_image = self._image_places(input_ids, inputs_embeds)
+        if pixel_values is not None:
+            self.vision_model.check_pixel_values(pixel_values)
+            self._check_counts(is_image, len(pixel_values) * self.config.vision_config.tokens_per_tile)
+            images = self.get_image_features(pixel_values, return_dict=True)
+        features = images.pooler_output  # stacked [tiles, tokens, hidden], or a list of [tokens, hidden]
+        features = features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
+        self._check_counts(is_image, len(features))
         features = features.to(inputs_embeds.device, inputs_embeds.dtype)
-        return inputs_embeds.masked_scatter(is_image[..., None].to(inputs_embeds.device), features), (
-            images.last_hidden_state
-        )
+        merged = inputs_embeds.masked_scatter(is_image[..., None].to(inputs_embeds.device), features)
+        return merged, images.last_hidden_state
+
+    def _image_places(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor) -> torch.Tensor:
+        """Give `[B, T]`, true where an image feature belongs."""
+        token_id = self.config.image_token_index
+        if input_ids is not None:
+            return input_ids == token_id
+        token = torch.full((), token_id, dtype=torch.long, device=inputs_embeds.device)
+        return (inputs_embeds == self.get_input_embeddings()(token)).all(-1)
+
+    def _check_counts(self, is_image: torch.Tensor, num_features: int) -> None:
+        if not is_torchdynamo_compiling() and (num_tokens := int(is_image.sum())) != num_features:
+            raise ValueError(self._mismatch(num_tokens, num_features))
 
     def _check_no_image_tokens(self, input_ids: torch.Tensor) -> None:
         # Whole tiles only: a stray image token in a text is an odd text, not a forgotten picture.
@@ -183,7 +189,7 @@ class LlamoeModel(MultimodalModel):
     """Llama 4 without a head: tower, projector and decoder."""
 
     _text_class = LlamoeTextModel
-    _checkpoint_prefixes = {"language_model.model.": "language_model."}
+    _checkpoint_prefixes = {r"language_model\.model\.": "language_model."}
     _keys_to_ignore_on_load_unexpected = [r"^language_model\.lm_head\."]
     _has_stock_layout = False
 
@@ -240,6 +246,8 @@ class LlamoeForConditionalGeneration(MultimodalModel, GenerationMixin):
     """
 
     _text_class = LlamoeForCausalLM
+    # Keys of a folder that `LlamoeModel` saved.
+    _checkpoint_prefixes = {r"language_model\.(?!model\.|lm_head\.)": "language_model.model."}
 
     @property
     def model(self) -> LlamoeModel:
@@ -251,6 +259,18 @@ class LlamoeForConditionalGeneration(MultimodalModel, GenerationMixin):
             self.__dict__["_model_view"] = view  # past nn.Module, which would register it as a child
         view.training = self.training
         return view
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a new `model` brings new parts (nn.Module would register it beside them)."""
+        if name != "model":
+            super().__setattr__(name, value)
+            return
+        if not isinstance(value, LlamoeModel):
+            raise ValueError(
+                f"{type(self).__name__}.model takes a LlamoeModel, not a {type(value).__name__}."
+            )
+        self.vision_model, self.multi_modal_projector = value.vision_model, value.multi_modal_projector
+        self.language_model.model = value.language_model
 
     def get_decoder(self) -> nn.Module:
         """Give the text model without its head."""

@@ -18,7 +18,12 @@ from .multimodal import LlamoeForConditionalGeneration, LlamoeModel
 from .vision import LlamoeVisionModel
 
 _BASE_MODELS = (LlamoeDenseModel, LlamoeTextModel, LlamoeVisionModel, LlamoeModel)
-_PARTS_OF_LARGER_CHECKPOINTS = (LlamoeForCausalLM, LlamoeModel)
+_READERS_OF_OTHER_CHECKPOINTS = (
+    LlamoeTextModel,
+    LlamoeForCausalLM,
+    LlamoeModel,
+    LlamoeForConditionalGeneration,
+)
 
 
 def register() -> None:
@@ -32,12 +37,9 @@ def register() -> None:
     register_text_model_for_composite(AutoModelForCausalLM, LlamoeConfig, LlamoeForCausalLM)
     AutoModelForImageTextToText.register(LlamoeConfig, LlamoeForConditionalGeneration)
     AutoProcessor.register(LlamoeConfig, Llama4Processor)
-    for model_class in _PARTS_OF_LARGER_CHECKPOINTS:
+    for model_class in _READERS_OF_OTHER_CHECKPOINTS:
         # By class name, so that no other class and no adapter is touched.
         register_checkpoint_conversion_mapping(
             model_class.__name__,
-            [
-                WeightRenaming("^" + old.replace(".", r"\."), new)
-                for old, new in model_class._checkpoint_prefixes.items()
-            ],
+            [WeightRenaming("^" + old, new) for old, new in model_class._checkpoint_prefixes.items()],
         )

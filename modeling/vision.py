@@ -258,7 +258,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     input_modalities = ["image"]
     _no_split_modules = ["VisionEncoderLayer"]
     # In a multimodal folder, whose keys of the tower begin with the base model's prefix.
-    _checkpoint_prefixes = {"vision_model.": ""}
+    _checkpoint_prefixes = {r"vision_model\.": ""}
     _keys_to_ignore_on_load_unexpected = [r"^language_model\.", r"^multi_modal_projector\."]
     _can_record_outputs = {"hidden_states": VisionEncoderLayer, "attentions": VisionAttention}
 
@@ -306,7 +306,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         Raises:
             ValueError: pixel_values has the wrong rank, channels or size, no tile, or an integer dtype.
         """
-        self._check_pixel_values(pixel_values)
+        self.check_pixel_values(pixel_values)
         config = self.config
         patches_NTD = self.patch_embedding(pixel_values.to(self._pixel_dtype()))
         class_N1D = self.class_embedding.expand(patches_NTD.shape[0], 1, -1)
@@ -341,7 +341,12 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         is_compute_dtype = dtype.is_floating_point and dtype.itemsize > 1
         return dtype if is_compute_dtype else self.class_embedding.dtype
 
-    def _check_pixel_values(self, pixel_values: torch.Tensor) -> None:
+    def check_pixel_values(self, pixel_values: torch.Tensor) -> None:
+        """Refuse what `forward` cannot take.
+
+        Raises:
+            ValueError: the wrong rank, channels or size, no tile, or an integer dtype.
+        """
         config, shape = self.config, tuple(pixel_values.shape)
         expected = (config.num_channels, config.image_size, config.image_size)
         wanted = f"pixel_values must be [tiles, {', '.join(map(str, expected))}]; got {list(shape)}"

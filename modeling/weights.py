@@ -6,9 +6,12 @@ byte offsets; then the bytes of all tensors without gaps (https://github.com/hug
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+
+from safetensors import SafetensorError, safe_open
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _DTYPE_BITS = {
@@ -48,20 +51,32 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorHeader]:
         with open(path, "rb") as file:
             prefix = file.read(8)
             header_length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or header_length > min(size - 8, _MAX_HEADER_BYTES):
-                raise CheckpointError(
-                    f"{path}: the header should be {header_length} bytes long, but the file has {size} bytes in "
-                    "all; it is cut short or no safetensors file. Download or copy it again."
-                )
-            raw = json.loads(file.read(header_length))
+            is_possible = len(prefix) == 8 and header_length <= min(size - 8, _MAX_HEADER_BYTES)
+            header = file.read(header_length) if is_possible else b""
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file, though the checkpoint's index names it.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except IsADirectoryError as error:
+        raise CheckpointError(f"{path}: is a folder, where the checkpoint should have a file.") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
+    if not is_possible:
+        raise CheckpointError(
+            f"{path}: the header should be {header_length} bytes long, but the file has {size} bytes in all; it is "
+            "cut short or no safetensors file. Download or copy it again."
+        )
+    try:
+        raw = json.loads(header)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or numbers and nesting without end
         raise CheckpointError(
             f"{path}: the header is not JSON ({error}). Download or copy it again."
         ) from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: the header should be a JSON object, not {type(raw).__name__}.")
+    metadata = raw.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(
+            f"{path}: __metadata__ in the header should map strings to strings: {str(metadata)[:99]}."
+        )
     entries = {name: entry for name, entry in raw.items() if name != "__metadata__"}
     spans = sorted(_check_entry(path, name, entry) for name, entry in entries.items())
     position = 0
@@ -77,6 +92,11 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorHeader]:
             f"{path}: its tensors need {8 + header_length + position} bytes, but the file has {size}; it is "
             f"{'cut short' if size < 8 + header_length + position else 'too long'}. Download or copy it again."
         )
+    try:
+        with safe_open(path, framework="pt"):  # the library that will read it has the last word
+            pass
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: {error}. Download or copy it again.") from error
     return {name: TensorHeader(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
 
 
@@ -92,6 +112,29 @@ def _check_entry(path: str | os.PathLike, name: str, entry: object) -> tuple[int
                 )
             return begin, end, name
     raise CheckpointError(f"{path}: the header's entry for {name!r} cannot be read: {str(entry)[:200]}.")
+
+
+def check_place(name_or_path: str | os.PathLike, subfolder: str = "") -> None:
+    """Check that what is meant as a local folder is one, and of a checkpoint; names on a hub pass.
+
+    Args:
+        name_or_path: a folder, or `owner/name`.
+        subfolder: where in the folder the checkpoint is.
+
+    Raises:
+        CheckpointError: no such folder, a file in its place, or a folder without config.json.
+    """
+    path = os.fspath(name_or_path)
+    if os.path.isfile(path):
+        raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
+    if os.path.isdir(path):
+        described = ("config.json", "adapter_config.json")
+        if not any(os.path.isfile(os.path.join(path, subfolder, name)) for name in described):
+            raise CheckpointError(
+                f"{os.path.join(path, subfolder)}: no file named config.json in this folder."
+            )
+    elif os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1:
+        raise CheckpointError(f"{path}: no such folder.")
 
 
 def check_folder(folder: str | os.PathLike, subfolder: str = "", variant: str | None = None) -> None:
@@ -115,9 +158,12 @@ def check_folder(folder: str | os.PathLike, subfolder: str = "", variant: str | 
         return
     try:
         with open(index, encoding="utf-8") as file:
-            weight_map = json.load(file)["weight_map"]
-            shards = sorted(set(weight_map.values()))
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            content = json.load(file)
+        weight_map, metadata = content["weight_map"], content["metadata"]
+        shards = sorted(set(weight_map.values()))
+        if not shards or not isinstance(metadata, dict):
+            raise TypeError("weight_map names no shard, or metadata is no object")
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: not an index of safetensors shards ({error!r}).") from error
     found: dict[str, set[str]] = {
         shard: set(read_header(os.path.join(folder, subfolder, shard))) for shard in shards
@@ -138,7 +184,7 @@ def check_fit(
     Args:
         files: safetensors files; others are passed over.
         expected: the model's keys and shapes.
-        prefixes: beginnings of keys in the files, and what they are in the model.
+        prefixes: beginnings (patterns) of keys in the files, and what they are in the model.
         quantized: the checkpoint is quantized, so that shapes and dtypes are the quantizer's business.
 
     Raises:
@@ -150,7 +196,7 @@ def check_fit(
         if not str(path).endswith(".safetensors"):
             continue
         for name, header in read_header(path).items():
-            names = [name] + [new + name[len(old) :] for old, new in prefixes.items() if name.startswith(old)]
+            names = [name, *(re.sub(f"^{old}", new, name) for old, new in prefixes.items())]
             key = next((key for key in names if key in expected), None)
             if key is None:
                 continue

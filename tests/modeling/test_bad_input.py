@@ -375,8 +375,8 @@ BAD_INPUTS = {
     "ids_empty": ({"input_ids": IDS[:, :0]}, r"input_ids .* \[2, 0\]"),
     "id_too_large": ({"input_ids": IDS + 80}, r"input_ids.* 124 .*vocab_size = 101"),
     "id_negative": ({"input_ids": IDS - 4}, r"input_ids.* -1 .*vocab_size = 101"),
-    "embeds_2d": ({"inputs_embeds": EMBEDS[0]}, r"inputs_embeds .* 72\].* \[21, 72\]"),
-    "embeds_narrow": ({"inputs_embeds": EMBEDS[..., :70]}, r"inputs_embeds .* 72\].* \[2, 21, 70\]"),
+    "embeds_2d": ({"inputs_embeds": EMBEDS[0]}, r"inputs_embeds .*\[21, 72\].* 72\]"),
+    "embeds_narrow": ({"inputs_embeds": EMBEDS[..., :70]}, r"inputs_embeds .*\[2, 21, 70\].* 72\]"),
     "embeds_integer": ({"inputs_embeds": EMBEDS.long()}, r"inputs_embeds .* torch.int64"),
     "mask_short": ({"input_ids": IDS, "attention_mask": MASK[:, 1:]}, r"attention_mask .*\[2, 20\].* 21"),
     "mask_long": (

@@ -9,9 +9,12 @@ import torch
 import transformers
 from safetensors import safe_open
 from support import (
+    IMAGE_TOKEN,
     LENGTH,
     MODELS,
+    MULTIMODAL,
     PADDING,
+    TOKENS_PER_TILE,
     for_models,
     max_abs,
     run,

@@ -1,0 +1,104 @@
+"""Refuse what a model cannot compute with, before it computes anything.
+
+Each complaint says what was given and what was expected. Where torch would have to wait for a GPU to know (the
+values of token ids), only tensors on the CPU are looked into.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from transformers import Cache, PreTrainedConfig
+from transformers.utils import is_tracing
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def check_tokens(
+    config: PreTrainedConfig, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
+) -> None:
+    """Check token ids, or the embeddings given instead.
+
+    Args:
+        config: a decoder's config.
+        input_ids: should be `[B, T]` integers from 0 to `vocab_size - 1`.
+        inputs_embeds: should be `[B, T, hidden_size]`, floating.
+
+    Raises:
+        ValueError: both or none were given, or one of the wrong shape, dtype or range.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        given = "neither" if input_ids is None else "both"
+        raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {given}.")
+    if input_ids is not None:
+        if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.dtype not in _INTEGERS:
+            _fail("input_ids", input_ids, "int64 or int32 of shape [batch, tokens], with one token or more")
+        if input_ids.device.type == "cpu" and input_ids.numel() and not is_tracing(input_ids):
+            lowest, highest = input_ids.min().item(), input_ids.max().item()
+            if lowest < 0 or highest >= config.vocab_size:
+                raise ValueError(
+                    f"input_ids contain {lowest if lowest < 0 else highest} where the model has "
+                    f"vocab_size = {config.vocab_size}: use the tokenizer of this checkpoint."
+                )
+    if inputs_embeds is not None and (
+        inputs_embeds.ndim != 3
+        or inputs_embeds.shape[1] == 0
+        or inputs_embeds.shape[-1] != config.hidden_size
+        or not inputs_embeds.is_floating_point()
+    ):
+        _fail("inputs_embeds", inputs_embeds, f"floating of shape [batch, tokens, {config.hidden_size}]")
+
+
+def check_row_inputs(
+    batch_size: int,
+    num_tokens: int,
+    attention_mask: Any,
+    position_ids: torch.Tensor | None,
+    past_key_values: Cache | None,
+) -> None:
+    """Check what comes beside the tokens.
+
+    Args:
+        batch_size: B.
+        num_tokens: T, without those in the cache.
+        attention_mask: should be `[B, cached + T]`, or 4-D, or a dict that the library made.
+        position_ids: should be `[B or 1, T]`.
+        past_key_values: the cache.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
+        has_fixed_length = getattr(past_key_values, "is_compileable", False)
+        cached = (
+            past_key_values.get_seq_length() if past_key_values is not None and not has_fixed_length else 0
+        )
+        expected = (batch_size, cached + num_tokens)
+        shape = tuple(attention_mask.shape)
+        # A mask for a cache of fixed length may reach beyond what is written yet.
+        fits = shape == expected or (has_fixed_length and len(shape) == 2 and shape[0] == batch_size)
+        if not fits or shape[1] < num_tokens:
+            _fail(
+                "attention_mask",
+                attention_mask,
+                f"of shape {list(expected)}: batch, and {cached} cached + {num_tokens} new tokens (or a 4-D mask)",
+            )
+    if position_ids is not None and (
+        position_ids.ndim != 2
+        or position_ids.shape[1] != num_tokens
+        or position_ids.shape[0] not in (1, batch_size)
+    ):
+        _fail("position_ids", position_ids, f"of shape [{batch_size} or 1, {num_tokens}]")
+
+
+def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor) -> None:
+    """Check labels against `input_ids` `[B, T]` or `inputs_embeds` `[B, T, hidden_size]`.
+
+    Raises:
+        ValueError: another shape than `[B, T]`.
+    """
+    if labels is not None and labels.shape != tokens.shape[:2]:
+        _fail("labels", labels, f"of shape {list(tokens.shape[:2])}, one for each token")
+
+
+def _fail(name: str, tensor: torch.Tensor, expected: str) -> NoReturn:
+    raise ValueError(f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; expected: {expected}.")

@@ -1,0 +1,224 @@
+"""Which attention and experts run, what the multimodal class shows of itself, and what stock reads of all classes."""
+
+import copy
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from support import MODELS, MULTIMODAL, for_models, main_output, max_abs, run, text_config
+from transformers import AutoModelForCausalLM
+
+import llamoe
+from llamoe.modeling import moe
+from llamoe.modeling.attention import eager_attention_forward
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts how often each backend runs."""
+    counts = {}
+
+    def count(name, function):
+        def counted(*args, **kwargs):
+            counts[name] = counts.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    for module in ("attention", "vision"):
+        name = f"llamoe.modeling.{module}.eager_attention_forward"
+        monkeypatch.setattr(name, count("eager_attention", eager_attention_forward))
+    monkeypatch.setattr(moe.Experts, "loop_over_experts", count("eager", moe.Experts.loop_over_experts))
+    monkeypatch.setattr(
+        moe, "grouped_mm_experts_forward", count("grouped_mm", moe.grouped_mm_experts_forward)
+    )
+    batched = moe.EXPERTS_INTERFACE["batched_mm"]
+    moe.EXPERTS_INTERFACE["batched_mm"] = count("batched_mm", batched)
+    yield counts
+    moe.EXPERTS_INTERFACE["batched_mm"] = batched
+
+
+@for_models()
+@pytest.mark.parametrize("when", ["load", "set"])
+def test_attention_implementation_is_taken(case, when, calls, tmp_path):
+    model, inputs = case.make(), case.inputs()
+    expected = run(model, **inputs)
+    assert "eager_attention" not in calls
+    if when == "set":
+        model.set_attn_implementation("eager")
+    else:
+        model.save_pretrained(tmp_path)
+        model = case.model_class.from_pretrained(tmp_path, attn_implementation="eager")
+    difference = (run(model, **inputs) - expected).abs()
+    if case.is_text:  # what stands on padding is anything
+        difference = difference[inputs["attention_mask"].bool()]
+    assert difference.max() < 1e-5 * expected.std()
+    layers = sum(type(module).__name__ in model._no_split_modules for module in model.modules())
+    assert calls["eager_attention"] == layers
+
+
+@for_models("has_experts")
+@pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("when", ["load", "set", "from_config"])
+def test_experts_implementation_is_taken(case, name, when, calls, tmp_path):
+    model, inputs = case.make(), case.inputs()
+    model.set_experts_implementation("eager")
+    expected = run(model, **inputs)
+    if when == "set":
+        model.set_experts_implementation(name)
+    elif when == "load":
+        model.save_pretrained(tmp_path)
+        model = case.model_class.from_pretrained(tmp_path, experts_implementation=name)
+    else:
+        weights = model.state_dict()
+        model = case.auto_class.from_config(case.make_config(), experts_implementation=name)
+        model.load_state_dict(weights)
+        model.eval()
+    calls.clear()
+    assert max_abs(run(model, **inputs), expected) < 1e-5 * expected.std()
+    assert calls == {name: 2}
+
+
+@for_models("has_experts")
+@pytest.mark.parametrize("when", ["load", "set"])
+def test_unknown_experts_implementation(case, when, tmp_path):
+    model = case.make()
+    model.save_pretrained(tmp_path)
+    calls = {
+        "set": lambda: model.set_experts_implementation("fast"),
+        "load": lambda: case.model_class.from_pretrained(tmp_path, experts_implementation="fast"),
+    }
+    with pytest.raises(ValueError, match=r"experts_implementation=\"fast\".*grouped_mm"):
+        calls[when]()
+
+
+@for_models("has_experts")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_grouped_mm_in_torch(case, dtype, monkeypatch):
+    model, inputs = case.make(intermediate_size=48).to(dtype), case.inputs()
+    expected = run(model, **inputs)
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm", raising=False)
+    monkeypatch.delattr(torch, "_grouped_mm", raising=False)
+    assert (
+        max_abs(run(model, **inputs), expected) < (1e-5 if dtype == torch.float32 else 0.05) * expected.std()
+    )
+    main_output(model(**inputs)).float().square().mean().backward()
+    experts = next(module for module in model.modules() if isinstance(module, moe.Experts))
+    assert experts.gate_up_proj.grad.abs().sum() > 0
+
+
+@for_models()
+@pytest.mark.parametrize("how", ["from_pretrained", "from_config"])
+def test_one_line_names_the_backends(case, how, tmp_path, caplog):
+    model = case.make()
+    model.save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, logger="llamoe"):
+        if how == "from_pretrained":
+            case.auto_class.from_pretrained(tmp_path, attn_implementation="eager")
+        else:
+            case.auto_class.from_config(case.make_config(), attn_implementation="eager")
+    lines = [record.getMessage() for record in caplog.records if record.name == "llamoe"]
+    experts = ", experts grouped_mm" if case.has_experts else ""
+    assert lines == [f"{case.name}: attention eager{experts}"]
+
+
+def test_the_line_says_where_grouped_mm_gives_way(tmp_path, caplog):
+    """A width of 52 in bfloat16 is 104 bytes, no multiple of 16."""
+    with caplog.at_level(logging.INFO, logger="llamoe"):
+        AutoModelForCausalLM.from_config(text_config(), dtype=torch.bfloat16)
+    assert "experts eager (grouped_mm does not take" in caplog.text
+
+
+# The multimodal class as a pair of a head and the model below it
+
+
+def test_view_of_the_model_below_the_head():
+    model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs()
+    names = set(model.state_dict())
+    view = model.model
+    assert type(view) is llamoe.LlamoeModel and view is model.model and view is model.base_model
+    assert model.get_decoder() is view.language_model is model.language_model.model
+    states = run(view, **inputs)
+    assert torch.equal(model.get_output_embeddings()(states), run(model, **inputs))
+    assert set(model.state_dict()) == names and "model" not in dict(model.named_children())
+
+    model.train()
+    assert model.model.training
+    model.eval()
+    assert not model.model.training
+    model.to(torch.bfloat16)
+    assert model.model.dtype == torch.bfloat16
+
+    model.multi_modal_projector = copy.deepcopy(model.multi_modal_projector)
+    assert model.model is not view and model.model.multi_modal_projector is model.multi_modal_projector
+    model.set_decoder(copy.deepcopy(model.get_decoder()))
+    assert model.model.language_model is model.language_model.model
+
+
+def test_assigning_the_model_below_the_head():
+    """A second copy of the weights under `model.` would be trained and saved by nobody, or twice."""
+    model = MULTIMODAL.make()
+    names, replacement = set(model.state_dict()), copy.deepcopy(model.model)
+    try:
+        model.model = replacement
+    except (AttributeError, TypeError):
+        return
+    assert set(model.state_dict()) == names
+    assert model.language_model.model is replacement.language_model
+
+
+# What transformers reads without llamoe
+
+READ_STOCK = """
+import sys, torch, transformers
+folder, out = sys.argv[1:]
+inputs = torch.load(f"{folder}/inputs.pt")
+results = {}
+for name in inputs:
+    model_class = getattr(transformers, name.split("-")[1])
+    model, info = model_class.from_pretrained(f"{folder}/{name}", output_loading_info=True)
+    assert not any(info.values()), (name, info)
+    output = model(**inputs[name])
+    results[name] = output.logits if "logits" in output else output.last_hidden_state
+    assert type(model).__name__ in (model.config.architectures or [type(model).__name__])
+assert "llamoe" not in sys.modules
+torch.save(results, out)
+"""
+
+
+@pytest.fixture(scope="module")
+def stock_results(tmp_path_factory):
+    """Every class in both states, new and loaded, saved for stock and run there by one process."""
+    folder = tmp_path_factory.mktemp("stock")
+    inputs, expected = {}, {}
+    for case in MODELS:
+        if not case.stock_name:
+            continue
+        model = case.make()
+        model.save_pretrained(folder / "ours")
+        for state, saved in (("new", model), ("loaded", case.model_class.from_pretrained(folder / "ours"))):
+            name = f"{state}-{case.stock_name}"
+            saved.save_pretrained(folder / name, layout="stock")
+            # Stock scales padded rows by other temperatures: the comparison is on rows without padding.
+            inputs[name] = case.inputs(padding=(0, 0, 0))
+            expected[name] = run(saved, **inputs[name])
+    torch.save(inputs, folder / "inputs.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", READ_STOCK, folder, folder / "results.pt"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return expected, torch.load(folder / "results.pt")
+
+
+@for_models("stock_name")
+@pytest.mark.parametrize("state", ["new", "loaded"])
+def test_stock_layout_is_read_without_llamoe(case, state, stock_results):
+    expected, results = stock_results
+    name = f"{state}-{case.stock_name}"
+    assert max_abs(results[name], expected[name]) < 1e-5 * expected[name].std()
