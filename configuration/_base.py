@@ -214,7 +214,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return mine == theirs
 
 
-def _report_as_value_errors(cls: type[LlamoeBaseConfig]) -> None:
+def _report_as_value_errors(cls: Any) -> None:
     """Put our reading of the arguments and our error messages around what `strict` made of a class."""
     strict_init, strict_setattr, strict_validate = cls.__init__, cls.__setattr__, cls.validate
 

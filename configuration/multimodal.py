@@ -5,7 +5,7 @@ Field names and defaults are those of transformers' `Llama4Config`, so that a pu
 changed within the range of releases that this package supports.
 """
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -36,10 +36,17 @@ class LlamoeConfig(LlamoeBaseConfig):
         "boi_token_id": "boi_token_index",
         "eoi_token_id": "eoi_token_index",
     }
-    sub_configs = {"text_config": LlamoeTextConfig, "vision_config": LlamoeVisionConfig}
+    sub_configs: ClassVar[dict[str, type[LlamoeBaseConfig]]] = {
+        "text_config": LlamoeTextConfig,
+        "vision_config": LlamoeVisionConfig,
+    }
 
-    vision_config: dict | PreTrainedConfig | None = None
-    text_config: dict | PreTrainedConfig | None = None
+    if TYPE_CHECKING:  # whatever is assigned becomes one of these
+        vision_config: LlamoeVisionConfig
+        text_config: LlamoeTextConfig
+    else:
+        vision_config: dict | PreTrainedConfig | None = None
+        text_config: dict | PreTrainedConfig | None = None
     boi_token_index: int = 200080
     eoi_token_index: int = 200081
     image_token_index: int = 200092

@@ -187,7 +187,8 @@ def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(f"no preset is called {name!r}: {hint}valid: {', '.join(PRESETS)}")
     config_class = CONFIG_CLASSES[READERS[PRESETS[name]["model_type"]]]
-    config, unknown = config_class.from_dict(dict(PRESETS[name]), return_unused_kwargs=True, **overrides)
+    result: Any = config_class.from_dict(dict(PRESETS[name]), return_unused_kwargs=True, **overrides)
+    config, unknown = result
     if unknown:
         raise ValueError(f"{config_class.__name__} has no field {enumerate_words(map(repr, unknown))}")
     return config

@@ -280,7 +280,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, GenerationMixin):
         """Replace the text model."""
         self.language_model.set_decoder(decoder)
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self) -> nn.Module | None:
         """Give the language model head."""
         return self.language_model.get_output_embeddings()
 
@@ -347,7 +347,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, GenerationMixin):
         **kwargs,
     ) -> dict[str, Any]:
         """Prepare one step of `generate`: the images go in with the first pass only."""
-        inputs = super().prepare_inputs_for_generation(
+        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids, *args, pixel_values=pixel_values, is_first_iteration=is_first_iteration, **kwargs
         )
         if not is_first_iteration and kwargs.get("use_cache", True):

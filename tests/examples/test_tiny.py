@@ -186,9 +186,9 @@ def test_training_sees_what_the_processor_makes():
 
     tokenizer = train_tiny.build_tokenizer(600, seed=3)
     processor = train_tiny.build_processor(tokenizer)
-    batch = train_tiny.draw_batch(train_tiny.Job(seed=3, first=0, size=4))
+    batch = train_tiny.draw_batch(train_tiny.Job(train_tiny.TALKING, seed=3, first=0))
     pixels = train_tiny.normalise(processor.image_processor, batch.resized)
-    scenes = [train_tiny.draw_scene(3, number) for number in range(4)]
+    scenes = [train_tiny.draw_scene(3, number) for number in range(len(batch.dialogues))]
     direct = processor.image_processor([scene.picture for scene in scenes], return_tensors="pt")[
         "pixel_values"
     ]
@@ -212,12 +212,11 @@ def test_training_sees_what_the_processor_makes():
 
 
 def test_training_runs_from_nothing(tmp_path):
-    """Two steps write a complete folder whose progress and accuracies were printed."""
-    result = run(
-        "train_tiny.py", "--steps", 2, "--batch-size", 4, "--evaluate", 16, "--out", tmp_path / "tiny"
-    )
+    """Five steps pass through every stage and write a complete folder; loss and accuracies are printed."""
+    result = run("train_tiny.py", "--steps", 5, "--evaluate", 16, "--out", tmp_path / "tiny")
     assert result.returncode == 0, result.stderr
-    assert "loss" in result.stdout + result.stderr and "new phrasings" in result.stdout
+    assert all(stage in result.stderr for stage in ("seeing", "talking", "answering", "loss="))
+    assert "new phrasings" in result.stdout
     assert {path.name for path in (tmp_path / "tiny").iterdir()} == {path.name for path in FOLDER.iterdir()}
 
 

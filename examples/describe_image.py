@@ -1,0 +1,107 @@
+r"""Asks a multimodal checkpoint about one or more pictures and streams its answer.
+
+    python examples/describe_image.py --model examples/llamoe-tiny --image examples/pictures/two_shapes.png \
+        --prompt "What is in the picture?"
+
+Pictures come before the prompt, in the order given, unless the prompt itself says where with `<|image|>` markers.
+Whatever can be wrong with the arguments is found before the weights are read.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, TextStreamer
+
+import llamoe  # noqa: F401  (importing it registers its model types with the Auto classes)
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MARKER = "<|image|>"
+
+
+def fail(message: str) -> NoReturn:
+    """Prints one line and ends with exit status 2, as argparse does."""
+    print(f"describe_image: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def read_picture(path: str) -> Image.Image:
+    """Reads every pixel of a picture now: PIL alone would notice a truncated file only when it is used."""
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except FileNotFoundError:
+        fail(f"no such image: {path}")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        fail(f"cannot read the image {path}: {error}")
+
+
+def check_model(path: str) -> None:
+    """Ends the program unless `path` is a folder with a config that has a vision tower."""
+    folder = Path(path)
+    if not folder.is_dir():
+        fail(f"no such model folder: {path}")
+    if not (folder / "config.json").is_file():
+        fail(f"{path} has no config.json, so it is not a model folder")
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        fail(f"cannot read {path}/config.json: {error}")
+    if getattr(config, "vision_config", None) is None:
+        fail(f"{path} is a {config.model_type!r} model without a vision tower, it cannot see pictures")
+
+
+def typed_content(prompt: str, pictures: list[Image.Image]) -> list[dict]:
+    """Splits a prompt at its markers into the typed parts of a chat message; pictures left over come first."""
+    pieces = prompt.split(MARKER)
+    marked = len(pieces) - 1
+    if marked > len(pictures):
+        fail(f"the prompt has {marked} {MARKER} markers, the pictures given are {len(pictures)}")
+    unmarked = len(pictures) - marked
+    content = [{"type": "image", "image": picture} for picture in pictures[:unmarked]]
+    for index, piece in enumerate(pieces):
+        if index > 0:
+            content.append({"type": "image", "image": pictures[unmarked + index - 1]})
+        if piece:
+            content.append({"type": "text", "text": piece})
+    return content
+
+
+def main() -> None:
+    """Reads the command line, checks it, loads the model and prints the answer token by token."""
+    parser = argparse.ArgumentParser(description="Ask a multimodal checkpoint about pictures.")
+    parser.add_argument("--model", required=True, help="folder with config.json, weights and processor files")
+    parser.add_argument("--image", required=True, nargs="+", metavar="FILE", help="one or more pictures")
+    parser.add_argument("--prompt", default="Describe the picture.", help="default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: as the weights were saved")
+    parser.add_argument("--device-map", default="auto", help="auto, cpu, cuda, ...; default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
+    arguments = parser.parse_args()
+    if arguments.max_new_tokens < 1:
+        parser.error(f"argument --max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
+
+    pictures = [read_picture(path) for path in arguments.image]
+    content = typed_content(arguments.prompt, pictures)
+    check_model(arguments.model)
+
+    processor = AutoProcessor.from_pretrained(arguments.model)
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        arguments.model, dtype=DTYPES[arguments.dtype], device_map=arguments.device_map
+    )
+    inputs = inputs.to(model.device, dtype=model.dtype)  # casts pixels only: token ids stay integers
+    streamer = TextStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    model.generate(**inputs, streamer=streamer, do_sample=False, max_new_tokens=arguments.max_new_tokens)
+
+
+if __name__ == "__main__":
+    main()
