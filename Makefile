@@ -31,7 +31,7 @@ help: ## list the targets
 demo: $(VENV)/.installed-vision ## ask the small model in the repository about a picture
 	@echo "picture:  $(IMAGE)"
 	@echo "question: $(QUESTION)"
-	@HF_HUB_OFFLINE=1 $(BIN) examples/describe_image.py --model $(MODEL) --image $(IMAGE) --prompt "$(QUESTION)"
+	@HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN) examples/describe_image.py --model $(MODEL) --image $(IMAGE) --prompt "$(QUESTION)"
 
 test: $(VENV)/.installed-test ## run the test suite
 	$(BIN) $(PYTEST) $(ARGS)

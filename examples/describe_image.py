@@ -10,7 +10,7 @@ Whatever can be wrong with the arguments is found before the weights are read.
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from PIL import Image
