@@ -88,6 +88,13 @@ TRAINED = {
         "Is {target} shown here?",
         "Does this picture have {target} in it?",
         "Can you find {target}?",
+        "Do you see {target} here?",
+        "Do you see {target} in this picture?",
+        "Do you see {target} in the photo?",
+        "Can you see {target} here?",
+        "Can you see {target} in this photo?",
+        "Is {target} in the picture?",
+        "Is there {target} in the photo?",
         "{target}: yes or no?",
     ),
     "confirm": (

@@ -5,8 +5,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoProcessor,
-    Llama4Processor,
 )
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
@@ -27,7 +25,11 @@ _READERS_OF_OTHER_CHECKPOINTS = (
 
 
 def register() -> None:
-    """Register configs, models, the processor and the renamings; called once, when llamoe is imported."""
+    """Register configs, models and the renamings; called once, when llamoe is imported.
+
+    Processors need none: AutoProcessor goes by the class that a folder's processor_config.json names, and to import
+    that class here would bring torchvision in.
+    """
     for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig):
         AutoConfig.register(config_class.model_type, config_class)
     for model_class in _BASE_MODELS:
@@ -36,7 +38,6 @@ def register() -> None:
     AutoModelForCausalLM.register(LlamoeTextConfig, LlamoeForCausalLM)
     register_text_model_for_composite(AutoModelForCausalLM, LlamoeConfig, LlamoeForCausalLM)
     AutoModelForImageTextToText.register(LlamoeConfig, LlamoeForConditionalGeneration)
-    AutoProcessor.register(LlamoeConfig, Llama4Processor)
     for model_class in _READERS_OF_OTHER_CHECKPOINTS:
         # By class name, so that no other class and no adapter is touched.
         register_checkpoint_conversion_mapping(

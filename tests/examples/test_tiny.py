@@ -229,14 +229,15 @@ def test_the_demo_prints_the_answer_that_the_readme_shows():
     assert result.stdout.strip() == "a red circle on the left and a blue square on the right."
 
 
-def test_options_of_the_demo(tmp_path):
+def test_options_of_the_demo(monkeypatch, capsys):
     """A marker says where the picture stands; the answer's length and the weights' type can be chosen."""
-    arguments = ["--model", FOLDER, "--image", PICTURE, "--device-map", "cpu", "--dtype", "float32"]
-    result = run(
-        "describe_image.py", *arguments, "--prompt", "What is on the left?<|image|>", "--max-new-tokens", 3
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "a red circle"
+    import describe_image
+
+    command = ["describe_image.py", "--model", str(FOLDER), "--image", str(PICTURE), "--device-map", "cpu"]
+    command += ["--dtype", "float32", "--prompt", "What is on the left?<|image|>", "--max-new-tokens", "3"]
+    monkeypatch.setattr(sys, "argv", command)
+    describe_image.main()
+    assert capsys.readouterr().out.strip() == "a red circle"
 
 
 def _truncated(folder: Path) -> Path:
@@ -248,7 +249,7 @@ def _truncated(folder: Path) -> Path:
 def _text_model(folder: Path) -> Path:
     from transformers import LlamaConfig
 
-    LlamaConfig(hidden_size=8).save_pretrained(folder / "text")
+    LlamaConfig().save_pretrained(folder / "text")
     return folder / "text"
 
 
@@ -269,12 +270,27 @@ def _no_config(folder: Path) -> Path:
         (lambda tmp: {"prompt": "<|image|> or <|image|>?"}, "2 <|image|> markers, the pictures given are 1"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(tmp_path, change, message):
+def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, change, message):
     """Found before the weights are read, without a traceback."""
+    import describe_image
+
+    def read_weights(*arguments, **options):
+        raise AssertionError("the weights were read before the input was checked")
+
+    monkeypatch.setattr(describe_image.AutoModelForImageTextToText, "from_pretrained", read_weights)
     arguments = {"model": FOLDER, "image": PICTURE, "prompt": "What is this?"} | change(tmp_path)
-    result = run(
-        "describe_image.py", *[part for key, value in arguments.items() for part in (f"--{key}", value)]
-    )
-    assert result.returncode == 2, result.stderr
-    assert message in result.stderr and "Traceback" not in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1 and not result.stdout
+    command = [part for key, value in arguments.items() for part in (f"--{key}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["describe_image.py", *command])
+    with pytest.raises(SystemExit) as ending:
+        describe_image.main()
+    printed = capsys.readouterr()
+    assert ending.value.code == 2
+    assert message in printed.err
+    assert len(printed.err.strip().splitlines()) == 1 and not printed.out
+
+
+def test_a_missing_picture_ends_the_program_without_a_traceback():
+    """The same, as a user meets it."""
+    result = run("describe_image.py", "--model", FOLDER, "--image", "none.png")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "describe_image: no such image: none.png\n"
