@@ -9,7 +9,9 @@ must read colour, shape and place of what covers that part; the heads are thrown
 model describes pictures and answers questions. ANSWERING: the tower rests, and the questions come more often that
 take a comparison (is there ...? where ...?); they are learnt last, and captions alone do not teach them.
 
-The folder in the repository came from two runs, the last stage apart from the others; `--start` is for that.
+A run with the defaults goes through all three. The folder in the repository was made in parts: the first two stages,
+then ANSWERING from there with `--start` (1400 steps), then 450 more steps of it (`--seed 1`) after `questions.py` had
+got more ways to ask "is there ...?".
 """
 
 import argparse
@@ -141,6 +143,11 @@ def build_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
             show_progress=False,
         ),
     )
+    return wrap_tokenizer(tokenizer)
+
+
+def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Says which special tokens begin, end and pad."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|begin_of_text|>",
@@ -472,12 +479,14 @@ def main() -> None:
 
     set_seed(arguments.seed)
     if arguments.start:
-        processor = Llama4Processor.from_pretrained(arguments.start)
-        model = LlamoeForConditionalGeneration.from_pretrained(arguments.start, dtype=torch.float32)
+        tokenizer = wrap_tokenizer(Tokenizer.from_file(f"{arguments.start}/tokenizer.json"))
     else:
-        processor = build_processor(build_tokenizer(600, arguments.seed))
-        model = build_model(processor.tokenizer)
-    print(f"{model.num_parameters() / 1e6:.2f} million parameters, {len(processor.tokenizer)} tokens")
+        tokenizer = build_tokenizer(600, arguments.seed)
+    processor = build_processor(tokenizer)
+    model = build_model(tokenizer)
+    if arguments.start:
+        model.load_state_dict(LlamoeForConditionalGeneration.from_pretrained(arguments.start).state_dict())
+    print(f"{model.num_parameters() / 1e6:.2f} million parameters, {len(tokenizer)} tokens")
     train(model, processor, plan(arguments))
     model.to(torch.bfloat16).save_pretrained(arguments.out)
     processor.save_pretrained(arguments.out)
