@@ -56,10 +56,6 @@ class _DecoderConfig(LlamoeBaseConfig):
 
     keys_to_ignore_at_inference = ["past_key_values"]
 
-    def layer_plan(self, layer_idx: int) -> LayerPlan:
-        """What layer `layer_idx` is made of."""
-        raise NotImplementedError
-
     def _check_layer_idx(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.num_hidden_layers:
             problem = f"no such layer among num_hidden_layers = {self.num_hidden_layers}"
