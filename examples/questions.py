@@ -252,9 +252,11 @@ def _answer_caption(rng, scene):
 
 def _answer_colour(rng, scene):
     item = _only(rng, scene, "shape")
+    if item is None:
+        return None
     if len(scene.items) == 1 and rng.random() < 0.5:
         return {"shape": rng.choice(("shape", "object"))}, f"the {item.shape} is {item.colour}."
-    return item and ({"shape": item.shape}, f"the {item.shape} is {item.colour}.")
+    return {"shape": item.shape}, f"the {item.shape} is {item.colour}."
 
 
 def _answer_shape(rng, scene):

@@ -22,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from typing import Any
 
 import evaluate_tiny
 import questions
@@ -41,7 +42,7 @@ from transformers import (
     set_seed,
 )
 
-from llamoe import LlamoeConfig, LlamoeForConditionalGeneration
+from llamoe import LlamoeConfig, LlamoeForConditionalGeneration, LlamoeTextConfig, LlamoeVisionConfig
 
 PICTURE_SIZE, PATCH_SIZE, PIXEL_SHUFFLE_RATIO = 112, 14, 0.5
 TILE = {"height": PICTURE_SIZE, "width": PICTURE_SIZE}
@@ -172,11 +173,11 @@ def build_processor(tokenizer: PreTrainedTokenizerFast) -> Llama4Processor:
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamoeForConditionalGeneration:
     """A model with every part of Llama 4: tower, dense and mixture layers in turn, shared expert, a NoPE layer."""
-    token = tokenizer.convert_tokens_to_ids
+    vocabulary = tokenizer.get_vocab()
     ids = {
-        "bos_token_id": token("<|begin_of_text|>"),
-        "eos_token_id": [token(name) for name in ("<|end_of_text|>", "<|eom|>", "<|eot|>")],
-        "pad_token_id": token("<|finetune_right_pad|>"),
+        "bos_token_id": vocabulary["<|begin_of_text|>"],
+        "eos_token_id": [vocabulary[name] for name in ("<|end_of_text|>", "<|eom|>", "<|eot|>")],
+        "pad_token_id": vocabulary["<|finetune_right_pad|>"],
     }
     text = {
         "vocab_size": len(tokenizer),
@@ -213,11 +214,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamoeForConditionalGener
         "initializer_range": 0.06,
     }
     config = LlamoeConfig(
-        text_config=text,
-        vision_config=vision,
-        boi_token_index=token("<|image_start|>"),
-        eoi_token_index=token("<|image_end|>"),
-        image_token_index=token("<|patch|>"),
+        text_config=LlamoeTextConfig(**text),
+        vision_config=LlamoeVisionConfig(**vision),
+        boi_token_index=vocabulary["<|image_start|>"],
+        eoi_token_index=vocabulary["<|image_end|>"],
+        image_token_index=vocabulary["<|patch|>"],
         tie_word_embeddings=False,
         **ids,
     )
@@ -355,22 +356,18 @@ def batches(pool: ProcessPoolExecutor | None, jobs: list[Job]) -> Iterator[Batch
             waiting.append(pool.submit(draw_batch, jobs[step + ahead]))
 
 
-def normalise(image_processor: Llama4ImageProcessor, resized: torch.Tensor) -> torch.Tensor:
+def normalise(image_processor: Any, resized: torch.Tensor) -> Any:
     """The processor's last step, (pictures, 3, height, width) uint8 to float32 that holds its bfloat16 values."""
+    mean, std = image_processor.image_mean, image_processor.image_std
     return image_processor.rescale_and_normalize(
-        resized,
-        True,
-        image_processor.rescale_factor,
-        True,
-        image_processor.image_mean,
-        image_processor.image_std,
+        resized, True, image_processor.rescale_factor, True, mean, std
     ).float()
 
 
 def picture_text(processor: Llama4Processor) -> str:
     """What the processor writes into the text in place of one picture."""
     blank = Image.new("RGB", (PICTURE_SIZE, PICTURE_SIZE))
-    ids = processor(text=processor.image_token, images=[blank], add_special_tokens=False)["input_ids"][0]
+    ids = processor(text=processor.image_token, images=[blank])["input_ids"][0]
     return processor.tokenizer.decode(ids)
 
 
@@ -417,11 +414,12 @@ def train(model: LlamoeForConditionalGeneration, processor: Llama4Processor, job
         spawn = get_context("spawn")
         worker = ProcessPoolExecutor(1, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,))
     model.train()
-    stage, smooth_loss, optimizers, schedules = None, 0.0, [], []
+    previous, smooth_loss, optimizers, schedules = None, 0.0, [], []
     with worker as pool, tqdm(total=len(jobs), unit="step") as bar:
         for job, batch in zip(jobs, batches(pool, jobs), strict=True):
-            if job.stage is not stage:
-                stage, smooth_loss = job.stage, 0.0
+            stage = job.stage
+            if stage is not previous:
+                previous, smooth_loss = stage, 0.0
                 bar.set_description(stage.name)
                 for weight in tower:
                     weight.requires_grad_(stage.tower_learns)
@@ -429,7 +427,7 @@ def train(model: LlamoeForConditionalGeneration, processor: Llama4Processor, job
                 optimizers, schedules = make_optimizers([model, heads], stage.learning_rate, length)
             features = model.get_image_features(normalise(processor.image_processor, batch.resized))
             loss = torch.zeros(())
-            if stage.tower_learns:
+            if stage.tower_learns and features.pooler_output is not None:
                 loss = loss + seeing_loss(heads, features.pooler_output, batch.cells)
             if stage.mix:
                 rows = write_rows(processor, image_text, batch.dialogues, rng)
@@ -488,7 +486,7 @@ def main() -> None:
         model.load_state_dict(LlamoeForConditionalGeneration.from_pretrained(arguments.start).state_dict())
     print(f"{model.num_parameters() / 1e6:.2f} million parameters, {len(tokenizer)} tokens")
     train(model, processor, plan(arguments))
-    model.to(torch.bfloat16).save_pretrained(arguments.out)
+    model.bfloat16().save_pretrained(arguments.out)
     processor.save_pretrained(arguments.out)
     evaluate_tiny.report(arguments.out, arguments.evaluate)
 
