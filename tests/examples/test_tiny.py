@@ -213,7 +213,7 @@ def test_training_sees_what_the_processor_makes():
 
 def test_training_runs_from_nothing(tmp_path):
     """Five steps pass through every stage and write a complete folder; loss and accuracies are printed."""
-    result = run("train_tiny.py", "--steps", 5, "--evaluate", 16, "--out", tmp_path / "tiny")
+    result = run("train_tiny.py", "--steps", 5, "--evaluate", 8, "--out", tmp_path / "tiny")
     assert result.returncode == 0, result.stderr
     assert all(stage in result.stderr for stage in ("seeing", "talking", "answering", "loss="))
     assert "new phrasings" in result.stdout
