@@ -34,6 +34,7 @@ from llamoe.modeling.decoder import (  # noqa: E402
     LlamoeTextModel,
 )
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
+from llamoe.modeling.processing import LlamoeProcessor  # noqa: E402
 from llamoe.modeling.registration import register as _register  # noqa: E402
 from llamoe.modeling.vision import LlamoeVisionModel  # noqa: E402
 
@@ -50,6 +51,7 @@ __all__ = [
     "LlamoeForCausalLM",
     "LlamoeForConditionalGeneration",
     "LlamoeModel",
+    "LlamoeProcessor",
     "LlamoeTextConfig",
     "LlamoeTextModel",
     "LlamoeVisionConfig",

@@ -5,6 +5,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoProcessor,
 )
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
@@ -13,6 +14,7 @@ from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, L
 from ._compat import register_text_model_for_composite
 from .decoder import LlamoeDenseForCausalLM, LlamoeDenseModel, LlamoeForCausalLM, LlamoeTextModel
 from .multimodal import LlamoeForConditionalGeneration, LlamoeModel
+from .processing import LlamoeProcessor
 from .vision import LlamoeVisionModel
 
 _BASE_MODELS = (LlamoeDenseModel, LlamoeTextModel, LlamoeVisionModel, LlamoeModel)
@@ -25,11 +27,7 @@ _READERS_OF_OTHER_CHECKPOINTS = (
 
 
 def register() -> None:
-    """Register configs, models and the renamings; called once, when llamoe is imported.
-
-    Processors need none: AutoProcessor goes by the class that a folder's processor_config.json names, and to import
-    that class here would bring torchvision in.
-    """
+    """Register configs, models and the renamings; called once, when llamoe is imported."""
     for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig):
         AutoConfig.register(config_class.model_type, config_class)
     for model_class in _BASE_MODELS:
@@ -38,6 +36,7 @@ def register() -> None:
     AutoModelForCausalLM.register(LlamoeTextConfig, LlamoeForCausalLM)
     register_text_model_for_composite(AutoModelForCausalLM, LlamoeConfig, LlamoeForCausalLM)
     AutoModelForImageTextToText.register(LlamoeConfig, LlamoeForConditionalGeneration)
+    AutoProcessor.register(LlamoeConfig, LlamoeProcessor)
     for model_class in _READERS_OF_OTHER_CHECKPOINTS:
         # By class name, so that no other class and no adapter is touched.
         register_checkpoint_conversion_mapping(

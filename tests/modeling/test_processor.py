@@ -275,3 +275,57 @@ def test_processor_of_another_size_than_the_tower(size, pair):
         ValueError, match=rf"pixel_values must be .* 56, 56\]; got \[1, 3, {size}, {size}\].*size"
     ):
         ours(**inputs.to(dtype=torch.float32))
+
+
+# Our thin processor
+
+
+def ours_like(processor):
+    return llamoe.LlamoeProcessor(
+        processor.image_processor, processor.tokenizer, patch_size=14, pixel_shuffle_ratio=0.5
+    )
+
+
+@pytest.mark.parametrize("max_patches", [1, 5, 16])
+def test_servers_know_what_a_picture_will_take(max_patches):
+    """vLLM's backend for transformers models plans with these counts before it has seen a picture."""
+    processor = ours_like(make_processor(max_patches=max_patches))
+    sizes = [(30, 40), (57, 90), (200, 60), (56, 56), (1000, 1500), (1, 900)]
+    counts = processor._get_num_multimodal_tokens(image_sizes=sizes)
+    patch = processor.tokenizer.convert_tokens_to_ids("<|patch|>")
+    for size, tokens, tiles in zip(sizes, counts.num_image_tokens, counts.num_image_patches, strict=True):
+        inputs = processor(
+            text="<|image|> ?", images=picture(*size), return_tensors="pt", return_mm_token_type_ids=True
+        )
+        assert len(inputs["pixel_values"]) == tiles
+        is_patch = inputs["input_ids"] == patch
+        assert int(is_patch.sum()) == tokens
+        assert torch.equal(torch.as_tensor(inputs["mm_token_type_ids"]) == 1, is_patch)
+
+
+def test_our_processor_gives_what_stocks_does_and_is_found_again(processor, pair, tmp_path):
+    from transformers import AutoProcessor
+
+    mine = ours_like(processor)
+    for text, sizes in BATCHES.values():
+        pictures = [picture(*size, seed=seed) for seed, size in enumerate(sizes)] or None
+        given, expected = (
+            maker(text=text, images=pictures, padding=True, return_tensors="pt")
+            for maker in (mine, processor)
+        )
+        assert given.keys() == expected.keys()
+        assert all(torch.equal(given[name], expected[name]) for name in expected)
+    pair[1].save_pretrained(tmp_path)
+    mine.save_pretrained(tmp_path)
+    assert type(AutoProcessor.from_pretrained(tmp_path)) is llamoe.LlamoeProcessor
+
+
+@pytest.mark.parametrize(
+    ("text", "pictures"),
+    [("<|image|> ?", 0), (["what ?", "<|image|> ?"], 0), ("what ?", 1), ("<|image|>", 2)],
+)
+def test_our_processor_counts_markers_under_every_release(text, pictures, processor):
+    markers = str(text).count("<|image|>")
+    images = [picture(60, 60, seed) for seed in range(pictures)] or None
+    with pytest.raises(ValueError, match=rf"{markers} image markers .* {pictures} images"):
+        ours_like(processor)(text=text, images=images, return_tensors="pt")
