@@ -287,7 +287,7 @@ def ours_like(processor):
 
 
 @pytest.mark.parametrize("max_patches", [1, 5, 16])
-def test_servers_know_what_a_picture_will_take(max_patches):
+def test_gap_07_servers_know_what_a_picture_will_take(max_patches):
     """vLLM's backend for transformers models plans with these counts before it has seen a picture."""
     processor = ours_like(make_processor(max_patches=max_patches))
     sizes = [(30, 40), (57, 90), (200, 60), (56, 56), (1000, 1500), (1, 900)]
