@@ -99,13 +99,12 @@ def check_parallel(config: PreTrainedConfig, tp_size: int, ep_size: int) -> None
         ep_size: devices of expert parallelism; 1 is none.
 
     Raises:
-        ValueError: attention heads or the experts' width that `tp_size`, or experts that `ep_size` does not divide.
+        ValueError: attention heads that `tp_size`, or experts that `ep_size` does not divide.
     """
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         sizes = {name: tp_size for name in ("num_attention_heads", "num_key_value_heads")}
         if getattr(part, "moe_layers", None):
-            # With expert parallelism each expert is whole.
-            sizes |= {"num_local_experts": ep_size} if ep_size > 1 else {"intermediate_size": tp_size}
+            sizes["num_local_experts"] = ep_size
         for name, devices in sizes.items():
             value = getattr(part, name, devices)
             if value % devices:

@@ -73,10 +73,11 @@ def register_parallel_style(name: str, style: object) -> None:
         ALL_PARALLEL_STYLES.register(name, style)
 
 
-def gathers_uneven_columns() -> bool:
-    """Whether `colwise_gather_output` takes sizes that the devices do not divide, as later than 5.17 it does.
+def shards_unevenly() -> bool:
+    """Whether a layer may be split into parts that differ in size.
 
-    Those releases shard the input embedding over the vocabulary too, by a class that the earlier ones lack.
+    Not so in 5.17, which takes every device's part to be as large as its own. The releases that can are known by a
+    class that came with it.
     """
     from transformers.distributed import tensor_parallel
 

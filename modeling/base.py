@@ -18,7 +18,7 @@ from transformers import initialization as init
 from ..configuration import LlamoeConfig, from_stock
 from ..configuration.parallel import check_parallel, wildcard
 from ..configuration.stock import to_stock
-from ._compat import gather, gathers_uneven_columns, register_parallel_style
+from ._compat import gather, register_parallel_style, shards_unevenly
 from .expert_parallel import DispatchExperts
 from .masks import attention_masks
 from .moe import Experts, Router
@@ -179,7 +179,7 @@ class LlamoePreTrainedModel(PreTrainedModel):
         """Spread the empty model over the devices; `from_pretrained` calls this before it reads a weight.
 
         Raises:
-            ValueError: the devices do not divide attention heads, the experts' width or the experts.
+            ValueError: the devices do not divide the attention heads, or the experts.
         """
         if mesh is not None:
             tp_size = distributed_config.tp_size or 1
@@ -187,19 +187,26 @@ class LlamoePreTrainedModel(PreTrainedModel):
             if ep_size is None:  # the older releases share the experts among the tensor-parallel devices
                 ep_size = tp_size if distributed_config.enable_expert_parallel else 1
             check_parallel(model.config, tp_size, ep_size)
-            model._drop_uneven_columns(tp_size)
+            if not shards_unevenly():
+                model._drop_uneven_rules(tp_size)
         return super().maybe_distribute_model(model, distributed_config, mesh)
 
-    def _drop_uneven_columns(self, tp_size: int) -> None:
+    def _drop_uneven_rules(self, tp_size: int) -> None:
         """Keep whole on each device what the release cannot split: an odd vocabulary, for one."""
-        if gathers_uneven_columns():
-            return
         for name, module in self.named_modules():
-            style = self._tp_plan.get(wildcard(name))
-            if style in ("colwise_gather_output", "embedding_rowwise"):
-                size = module.out_features if isinstance(module, torch.nn.Linear) else module.num_embeddings
-                if size % tp_size:
-                    del self._tp_plan[wildcard(name)]
+            rule = wildcard(name)
+            style = self._tp_plan.get(rule)
+            if style is None:
+                continue
+            if isinstance(module, Experts):
+                size = module.down_proj.shape[1]
+            elif isinstance(module, torch.nn.Embedding):
+                size = module.num_embeddings
+            else:
+                size = module.in_features if style == "rowwise" else module.out_features
+            if size % tp_size:
+                for key in [key for key in self._tp_plan if f"{key}.".startswith(f"{rule}.")]:
+                    del self._tp_plan[key]
 
     @classmethod
     def _check_quantization(cls, config: Any, requested: Any = None) -> None:
