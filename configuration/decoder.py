@@ -25,6 +25,7 @@ from ._checks import (
     derive_head_dim,
     fail,
 )
+from .parallel import DECODER_FSDP, DECODER_PP, DENSE_TP, TEXT_EP, TEXT_TP
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class _DecoderConfig(LlamoeBaseConfig):
     """What the checks of both decoders share; the fields are declared by the subclasses."""
 
     keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_pp_plan = DECODER_PP
+    base_model_fsdp_plan = DECODER_FSDP
 
     def _check_layer_idx(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.num_hidden_layers:
@@ -124,6 +127,7 @@ class LlamoeDenseConfig(_DecoderConfig):
     model_type = "llamoe_dense"
     stock_model_type: ClassVar[str] = "llama"
     feed_forward_name: ClassVar[str] = "mlp"
+    base_model_tp_plan = DENSE_TP
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -218,6 +222,8 @@ class LlamoeTextConfig(_DecoderConfig):
     base_config_key: ClassVar[str] = "text_config"
     attribute_map: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
     feed_forward_name: ClassVar[str] = "feed_forward"
+    base_model_tp_plan = TEXT_TP
+    base_model_ep_plan = TEXT_EP
     default_theta = 500000.0
 
     vocab_size: int = 202048

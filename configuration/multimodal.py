@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from ._base import LlamoeBaseConfig, as_dict, logger
 from ._checks import fail
 from .decoder import LlamoeTextConfig
+from .parallel import PROJECTOR_TP
 from .vision import LlamoeVisionConfig
 
 
@@ -31,6 +32,8 @@ class LlamoeConfig(LlamoeBaseConfig):
 
     model_type = "llamoe"
     stock_model_type: ClassVar[str] = "llama4"
+    base_model_tp_plan = PROJECTOR_TP
+    base_model_fsdp_plan: ClassVar[dict[str, str]] = {}  # transformers' default names a decoder's children
     attribute_map: ClassVar[dict[str, str]] = {
         "image_token_id": "image_token_index",
         "boi_token_id": "boi_token_index",

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from ._base import LlamoeBaseConfig, logger
 from ._checks import check_not_negative, check_positive, check_probability, enumerate_words, fail
+from .parallel import VISION_FSDP, VISION_TP
 
 FEATURE_STRATEGIES = ("default", "full")
 
@@ -64,6 +65,8 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
     model_type = "llamoe_vision"
     stock_model_type: ClassVar[str] = "llama4_vision_model"
     base_config_key: ClassVar[str] = "vision_config"
+    base_model_tp_plan = VISION_TP
+    base_model_fsdp_plan = VISION_FSDP
 
     hidden_size: int = 768
     hidden_act: str = "gelu"

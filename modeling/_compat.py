@@ -60,3 +60,47 @@ def register_text_model_for_composite(auto_class: type, config_class: type, mode
     `config.sub_configs["text_config"]`): transformers maps `llama4` to `Llama4ForCausalLM` in the same way.
     """
     auto_class._model_mapping.register(config_class, model_class)
+
+
+def register_parallel_style(name: str, style: object) -> None:
+    """Add a parallel style to transformers' registry where the release has none of that name.
+
+    `ep_dispatch_experts` came with 5.19. The registry stayed importable from here when it moved to another file.
+    """
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    if name not in ALL_PARALLEL_STYLES:
+        ALL_PARALLEL_STYLES.register(name, style)
+
+
+def shards_unevenly() -> bool:
+    """Whether a layer may be split into parts that differ in size.
+
+    Not so in 5.17, which takes every device's part to be as large as its own. The releases that can are known by a
+    class that came with it.
+    """
+    from transformers.distributed import tensor_parallel
+
+    return hasattr(tensor_parallel, "EmbeddingParallel")
+
+
+def gather(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Join a tensor that is sharded over one line of devices; others are given back as they are.
+
+    torch 2.11's `full_tensor` refuses packed columns (gate and up, each split by itself), whatever made them.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    try:
+        return tensor.full_tensor()
+    except ValueError:
+        (placement,), mesh = tensor.placements, tensor.device_mesh
+        local = tensor.to_local().contiguous()
+        shards = [local.new_empty(local.shape) for _ in range(mesh.size())]
+        dist.all_gather(shards, local, group=mesh.get_group())
+        pieces = [shard.chunk(placement.split_factor, placement.dim) for shard in shards]
+        return torch.cat([shard[i] for i in range(placement.split_factor) for shard in pieces], placement.dim)

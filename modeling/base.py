@@ -16,7 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..configuration import LlamoeConfig, from_stock
+from ..configuration.parallel import check_parallel, wildcard
 from ..configuration.stock import to_stock
+from ._compat import gather, register_parallel_style, shards_unevenly
+from .expert_parallel import DispatchExperts
 from .masks import attention_masks
 from .moe import Experts, Router
 from .weights import check_fit, check_folder, check_place
@@ -26,6 +29,8 @@ logger = logging.getLogger("llamoe")
 # Quantization methods whose transformers quantizers leave the stacked experts as they are. The others expect
 # experts of another layout or replace stock's class by its name.
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "quanto", "torchao")
+
+register_parallel_style("ep_dispatch_experts", DispatchExperts())
 
 # What says from where a config is read.
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -160,6 +165,49 @@ class LlamoePreTrainedModel(PreTrainedModel):
             model, state_dict, checkpoint_files, load_config, *args, **kwargs
         )
 
+    def init_parallel_plans(self) -> None:
+        """Join the plans of configuration, heads and parts, without rules for what this model does not have."""
+        super().init_parallel_plans()
+        parts = [*self.named_modules(), *self.named_parameters()]
+        names = {wildcard(name) for name, _ in parts}
+        for plan in (self._tp_plan, self._ep_plan, self._fsdp_plan):
+            for name in plan.keys() - names:
+                del plan[name]
+
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh):
+        """Spread the empty model over the devices; `from_pretrained` calls this before it reads a weight.
+
+        Raises:
+            ValueError: the devices do not divide the attention heads, or the experts.
+        """
+        if mesh is not None:
+            tp_size = distributed_config.tp_size or 1
+            ep_size = getattr(distributed_config, "ep_size", None)
+            if ep_size is None:  # the older releases share the experts among the tensor-parallel devices
+                ep_size = tp_size if distributed_config.enable_expert_parallel else 1
+            check_parallel(model.config, tp_size, ep_size)
+            if not shards_unevenly():
+                model._drop_uneven_rules(tp_size)
+        return super().maybe_distribute_model(model, distributed_config, mesh)
+
+    def _drop_uneven_rules(self, tp_size: int) -> None:
+        """Keep whole on each device what the release cannot split: an odd vocabulary, for one."""
+        for name, module in self.named_modules():
+            rule = wildcard(name)
+            style = self._tp_plan.get(rule)
+            if style is None:
+                continue
+            if isinstance(module, Experts):
+                size = module.down_proj.shape[1]
+            elif isinstance(module, torch.nn.Embedding):
+                size = module.num_embeddings
+            else:
+                size = module.in_features if style == "rowwise" else module.out_features
+            if size % tp_size:
+                for key in [key for key in self._tp_plan if f"{key}.".startswith(f"{rule}.")]:
+                    del self._tp_plan[key]
+
     @classmethod
     def _check_quantization(cls, config: Any, requested: Any = None) -> None:
         quantization = requested or getattr(config, "quantization_config", None)
@@ -190,6 +238,14 @@ class LlamoePreTrainedModel(PreTrainedModel):
                 implementation = "eager (grouped_mm does not take these sizes and dtype)"
             message += f", experts {implementation}"
         logger.info(message)
+
+    def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
+        """Join the shards of tensor parallelism; `save_pretrained` calls this in every process."""
+        if (getattr(distributed_config, "tp_size", None) or 1) > 1:
+            state_dict = {name: gather(tensor) for name, tensor in state_dict.items()}
+        return super().gather_sharded_state_dict_for_save(
+            model_to_save, state_dict, distributed_config, **kwargs
+        )
 
     def save_pretrained(self, save_directory, *args, layout: str = "llamoe", **kwargs):
         """Save as `PreTrainedModel.save_pretrained` does; the weights' keys are stock keys in either layout.

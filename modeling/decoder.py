@@ -19,12 +19,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
+from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
 from .attention import Attention
 from .base import LlamoePreTrainedModel
 from .feed_forward import FeedForward
 from .inputs import check_labels, check_row_inputs, check_tokens
 from .losses import expert_load, load_balancing_loss, router_z_loss
-from .masks import attention_masks, positions_from_padding
+from .masks import attention_masks, cached_length, positions_from_padding
 from .moe import MixtureOfExperts, Router
 from .normalization import RMSNorm
 from .rotary import RotaryEmbedding
@@ -87,6 +88,7 @@ class DecoderModel(LlamoePreTrainedModel):
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(DecoderLayer(config, idx) for idx in range(config.num_hidden_layers))
+        self.attention_types = [layer.attention_type for layer in self.layers]
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
         self.gradient_checkpointing = False
@@ -136,17 +138,18 @@ class DecoderModel(LlamoePreTrainedModel):
             self.config, inputs_embeds, attention_mask, past_key_values, position_ids
         )
         if position_ids is None:
-            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+            past_length = cached_length(past_key_values)
             position_ids = positions_from_padding(
                 attention_mask, inputs_embeds.shape[1], past_length, inputs_embeds.device
             )
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer in self.layers:
+        # Not asked of the layer: under pipeline parallelism other stages' layers are placeholders.
+        for layer, attention_type in zip(self.layers, self.attention_types, strict=True):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
-                attention_mask=mask_mapping[layer.attention_type],
+                attention_mask=mask_mapping[attention_type],
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 **kwargs,
@@ -202,6 +205,9 @@ class CausalLM(LlamoePreTrainedModel):
     config: LlamoeDenseConfig | LlamoeTextConfig
     input_modalities = ("text",)
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = HEAD_TP
+    _pp_plan = HEAD_PP
+    _fsdp_plan = HEAD_FSDP
     _model_class: ClassVar[type[DecoderModel]]
 
     def __init__(self, config: PreTrainedConfig):

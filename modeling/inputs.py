@@ -10,6 +10,8 @@ import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.utils import is_tracing
 
+from .masks import cached_length
+
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -69,9 +71,7 @@ def check_row_inputs(
     """
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
         has_fixed_length = getattr(past_key_values, "is_compileable", False)
-        cached = (
-            past_key_values.get_seq_length() if past_key_values is not None and not has_fixed_length else 0
-        )
+        cached = 0 if has_fixed_length else cached_length(past_key_values)
         expected = (batch_size, cached + num_tokens)
         shape = tuple(attention_mask.shape)
         # A mask for a cache of fixed length may reach beyond what is written yet.

@@ -77,6 +77,7 @@ def attention_masks(
             attention_mask=attention_mask,
             past_key_values=past_key_values if segments is None else None,
             position_ids=position_ids,
+            layer_idx=None if past_key_values is None else first_layer(past_key_values, is_sliding=False),
         )
     }
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
@@ -92,7 +93,7 @@ def _packed_segments(
     if attention_mask is not None or position_ids is None:
         return None
     if past_key_values is not None and (
-        getattr(past_key_values, "is_compileable", False) or past_key_values.get_seq_length() > 0
+        getattr(past_key_values, "is_compileable", False) or cached_length(past_key_values) > 0
     ):
         return None
     return find_packed_sequence_indices(position_ids)
@@ -118,7 +119,7 @@ def _chunked_mask(
     padding_mask = attention_mask.to(device=device, dtype=torch.bool) if attention_mask is not None else None
     query_offset, key_length, key_offset = 0, query_length, 0
     if past_key_values is not None and segments is None:
-        layer_idx = _first_sliding_layer(past_key_values)
+        layer_idx = first_layer(past_key_values, is_sliding=True)
         query_offset = past_key_values.get_query_offset(layer_idx)
         key_length, key_offset = past_key_values.get_mask_sizes(query_length, layer_idx)
     elif padding_mask is not None:
@@ -157,9 +158,28 @@ def _chunked_mask(
     )
 
 
-def _first_sliding_layer(past_key_values: Cache) -> int:
-    is_sliding = getattr(past_key_values, "is_sliding", [])
-    return is_sliding.index(True) if True in is_sliding else 0
+def first_layer(past_key_values: Cache, is_sliding: bool | None = None) -> int:
+    """Give the index of the first layer of a cache that is written to in this process.
+
+    Under pipeline parallelism the layers of the stages before stay empty here and say nothing of the length.
+
+    Args:
+        past_key_values: the cache.
+        is_sliding: look only at layers that are (True) or are not (False) sliding.
+
+    Returns:
+        the index; where nothing is written yet, of the first such layer; 0 where there is none.
+    """
+    layers = list(enumerate(getattr(past_key_values, "layers", ())))
+    if is_sliding is not None:
+        layers = [(i, layer) for i, layer in layers if getattr(layer, "is_sliding", False) == is_sliding]
+    written = [i for i, layer in layers if getattr(layer, "is_initialized", False)]
+    return written[0] if written else layers[0][0] if layers else 0
+
+
+def cached_length(past_key_values: Cache | None) -> int | torch.Tensor:
+    """Give the number of tokens in a cache, 0 without one."""
+    return 0 if past_key_values is None else past_key_values.get_seq_length(first_layer(past_key_values))
 
 
 def _position_offset(

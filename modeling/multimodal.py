@@ -19,6 +19,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling
 
 from ..configuration import LlamoeConfig
+from ..configuration.parallel import PROJECTOR_TP
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .inputs import check_tokens
@@ -246,6 +247,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, GenerationMixin):
     """
 
     _text_class = LlamoeForCausalLM
+    _tp_plan = PROJECTOR_TP  # the base model that the config's plan is for is no registered child here
     # Keys of a folder that `LlamoeModel` saved.
     _checkpoint_prefixes = {r"language_model\.(?!model\.|lm_head\.)": "language_model.model."}
 

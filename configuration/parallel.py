@@ -1,0 +1,114 @@
+"""How each model is spread over several devices: plans in transformers' terms, as data.
+
+A plan maps a module or parameter of the base model (`*` stands for a layer's number) to what transformers does with
+it. A configuration carries the plans of its base model, the heads those of what they add, and `post_init` joins
+them. A model that lacks a part (a mixture without dense layers, a tower without adapter) drops the rules for it.
+
+* Tensor parallel: `colwise` splits a linear layer's outputs, `rowwise` its inputs, so that the pair needs one sum at
+  its end. The stacked experts are `[E, in, out]`, the other way round than a linear layer's weight: what splits
+  their outputs is called rowwise, and "packed" means that gate and up are each split by themselves.
+* Expert parallel: whole experts on each device. Rows arrive scaled by their router score, with weights of one, so
+  that transformers' dispatch suits routing that scales the input. One spelling serves all releases: where
+  `ep_dispatch_experts` is missing (before 5.19), `modeling/expert_parallel.py` brings it.
+* Pipeline parallel: the children in the order in which they run, with the names of what goes in and out.
+* FSDP2: what is gathered and freed by itself; the last modules keep their weights, as they come first in backward.
+"""
+
+import re
+
+from transformers import PreTrainedConfig
+
+from ._checks import enumerate_words, fail
+
+ATTENTION_TP = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+
+DENSE_TP = {
+    **ATTENTION_TP,
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+
+TEXT_TP = {
+    **ATTENTION_TP,
+    "layers.*.feed_forward.gate_proj": "colwise",
+    "layers.*.feed_forward.up_proj": "colwise",
+    "layers.*.feed_forward.down_proj": "rowwise",
+    "layers.*.feed_forward.shared_expert.gate_proj": "colwise",
+    "layers.*.feed_forward.shared_expert.up_proj": "colwise",
+    "layers.*.feed_forward.shared_expert.down_proj": "rowwise",
+    "layers.*.feed_forward.experts.gate_up_proj": "packed_rowwise",
+    "layers.*.feed_forward.experts.down_proj": "colwise",
+    "layers.*.feed_forward.experts": "moe_tp_experts",
+}
+
+TEXT_EP = {
+    "layers.*.feed_forward.experts.gate_up_proj": "grouped_gemm",
+    "layers.*.feed_forward.experts.down_proj": "grouped_gemm",
+    "layers.*.feed_forward.experts": "ep_dispatch_experts",
+}
+
+DECODER_PP = {
+    "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+    "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+    "norm": (["hidden_states"], ["hidden_states"]),
+}
+
+DECODER_FSDP = {
+    "embed_tokens": "free_full_weight",
+    "layers.*": "free_full_weight",
+    "norm": "keep_full_weight",
+}
+
+VISION_TP = {
+    "patch_embedding.linear": "colwise_gather_output",
+    **{f"model.{name}": style for name, style in ATTENTION_TP.items()},
+    "model.layers.*.mlp.fc1": "colwise",
+    "model.layers.*.mlp.fc2": "rowwise",
+    "vision_adapter.mlp.fc1": "colwise",
+    "vision_adapter.mlp.fc2": "rowwise",
+}
+
+VISION_FSDP = {"model.layers.*": "free_full_weight"}
+
+# Of the multimodal model itself; tower and decoder bring their own.
+PROJECTOR_TP = {"multi_modal_projector.linear_1": "colwise_gather_output"}
+
+# Of the language model head.
+HEAD_TP = {"lm_head": "colwise_gather_output"}
+HEAD_PP = {"lm_head": (["hidden_states"], ["logits"])}
+HEAD_FSDP = {"lm_head": "keep_full_weight"}
+
+
+def wildcard(name: str) -> str:
+    """Give the name of a module or parameter as plans spell it, with `*` in place of a layer's number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def check_parallel(config: PreTrainedConfig, tp_size: int, ep_size: int) -> None:
+    """Check that the devices divide what cannot be split otherwise.
+
+    Args:
+        config: of any of our models.
+        tp_size: devices of tensor parallelism; 1 is none.
+        ep_size: devices of expert parallelism; 1 is none.
+
+    Raises:
+        ValueError: attention heads that `tp_size`, or experts that `ep_size` does not divide.
+    """
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        sizes = {name: tp_size for name in ("num_attention_heads", "num_key_value_heads")}
+        if getattr(part, "moe_layers", None):
+            sizes["num_local_experts"] = ep_size
+        for name, devices in sizes.items():
+            value = getattr(part, name, devices)
+            if value % devices:
+                problem = f"cannot be shared evenly by {devices} devices"
+                divisors = [n for n in range(1, value + 1) if value % n == 0]
+                valid = f"a multiple of {devices}, or {enumerate_words(divisors)} devices"
+                fail(part, name, value, problem, valid)

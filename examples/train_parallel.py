@@ -1,0 +1,91 @@
+"""Train a text model on several devices, with the work shared in one of four ways.
+
+    torchrun --nproc-per-node 2 examples/train_parallel.py --parallel fsdp
+
+* `ddp`: every process has the whole model and rows of its own; gradients are averaged.
+* `fsdp`: as ddp, but each process keeps a part of every weight and gathers a layer while it runs (FSDP2).
+* `tp`: all processes work on the same rows; each has a part of every layer's heads and widths.
+* `ep`: as tp, but each process has some of the experts, whole.
+
+The data are random tokens, always the same, so that the loss falls for the model learning them by heart. Processes
+are placed on GPUs where there are any, else on the CPU.
+"""
+
+import argparse
+import os
+from dataclasses import fields
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import llamoe  # noqa: F401  registers the model types
+
+ROWS, LENGTH = 4, 32
+
+
+def distributed_config(parallel: str, processes: int) -> DistributedConfig | None:
+    """Say how transformers is to spread the model while loading it; None for ddp, which comes after loading."""
+    if parallel == "fsdp":
+        return DistributedConfig(fsdp_size=processes)
+    if parallel == "tp":
+        return DistributedConfig(tp_size=processes)
+    if parallel == "ep":
+        # Releases before `ep_size` share the experts among the processes of tensor parallelism.
+        has_size = any(field.name == "ep_size" for field in fields(DistributedConfig))
+        experts = {"ep_size": processes} if has_size else {"enable_expert_parallel": True}
+        return DistributedConfig(tp_size=processes, **experts)
+    return None
+
+
+def train(model_folder: str, parallel: str, steps: int, save: str | None = None) -> list[float]:
+    """Train in every process of a group that is initialized, and give the losses, averaged over the processes."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    config = distributed_config(parallel, processes)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, distributed_config=config)
+    trained = model = model.to(device).train()
+    if parallel == "ddp":
+        trained = torch.nn.parallel.DistributedDataParallel(model)
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (ROWS * processes, LENGTH), generator=generator).to(device)
+    if parallel in ("ddp", "fsdp"):
+        ids = ids[rank * ROWS : (rank + 1) * ROWS]
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+    losses = []
+    for step in range(steps):
+        loss = trained(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / processes)
+        if rank == 0:
+            print(f"{parallel} step {step}: loss {losses[-1]:.4f}", flush=True)
+    if save:
+        model.save_pretrained(save)  # every process takes part, the first one writes whole weights
+    return losses
+
+
+def main() -> None:
+    """Read the arguments, join the group that torchrun describes, train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="examples/llamoe-tiny", help="folder of a checkpoint with experts")
+    parser.add_argument("--parallel", choices=("ddp", "fsdp", "tp", "ep"), default="fsdp")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--save", metavar="FOLDER", help="where to write the trained model")
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun: torchrun --nproc-per-node 2 examples/train_parallel.py")
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    train(arguments.model, arguments.parallel, arguments.steps, arguments.save)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
