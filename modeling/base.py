@@ -38,6 +38,7 @@ class LlamoePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
+    _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
@@ -96,9 +97,11 @@ class LlamoePreTrainedModel(PreTrainedModel):
         past_key_values: Any,
         position_ids: torch.Tensor | None = None,
         **_,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | torch.Tensor | None:
         """Prepare the masks outside of a compiled forward pass; `generate` calls this."""
         text_config = config.get_text_config(decoder=True)
+        if "flex" in text_config._attn_implementation:
+            return attention_mask  # `generate` makes all masks contiguous, which flex attention's cannot be
         return attention_masks(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
 
     @torch.no_grad()
