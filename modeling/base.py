@@ -80,6 +80,29 @@ class LlamoePreTrainedModel(PreTrainedModel):
     def _can_set_attn_implementation(cls) -> bool:
         return True
 
+    def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
+        """Switch the attention implementation, as `PreTrainedModel.set_attn_implementation` does.
+
+        Args:
+            attn_implementation: "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3" or another
+                of transformers' attention interface; or a dict of them by part, of `text_config`, `vision_config`
+                and "" (the model itself).
+            *args: of `PreTrainedModel.set_attn_implementation`.
+            **kwargs: likewise.
+
+        Raises:
+            ValueError: an unknown implementation or part.
+            ImportError: flash attention without its package.
+        """
+        if isinstance(attn_implementation, dict):
+            parts = ["", *getattr(self.config, "sub_configs", {})]
+            if unknown := sorted(set(attn_implementation) - set(parts)):
+                raise ValueError(
+                    f"set_attn_implementation({attn_implementation}): {type(self).__name__} has no part "
+                    f"{', '.join(map(repr, unknown))}; valid keys are {', '.join(map(repr, parts))}."
+                )
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return cls._has_experts
