@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.generic import is_flash_attention_requested
 
+from .ring_cache import RingLayer, make_rings
 from .sequences import Sequences, sequences_of_equal_rows, sequences_of_groups
 
 
@@ -95,6 +96,7 @@ def attention_masks(
     """
     if isinstance(attention_mask, dict):
         return attention_mask
+    make_rings(past_key_values)
     if is_flash_attention_requested(config):
         return _flash_sequences(
             config, inputs_embeds, attention_mask, past_key_values, position_ids, has_lengths
@@ -146,12 +148,11 @@ def _chunked_mask(
     batch_size, query_length = inputs_embeds.shape[:2]
     device = inputs_embeds.device
     padding_mask = attention_mask.to(device=device, dtype=torch.bool) if attention_mask is not None else None
-    query_offset, key_length, key_offset = _extent(
-        query_length,
-        padding_mask,
-        past_key_values if segments is None else None,
-        _first_layer(past_key_values, is_sliding=True),
-    )
+    layer_idx = _first_layer(past_key_values, is_sliding=True)
+    if segments is not None:
+        past_key_values = None
+    query_offset, key_length, key_offset = _extent(query_length, padding_mask, past_key_values, layer_idx)
+    ring_index = _ring_index(past_key_values, layer_idx, query_length, device)
 
     chunk_size = config.attention_chunk_size
     can_be_plain_causal = not (getattr(past_key_values, "is_compileable", False) and query_length == 1)
@@ -166,7 +167,11 @@ def _chunked_mask(
             padding_mask, position_ids, query_offset, query_length, batch_size, device
         )
         mask_function = _causal_chunks(chunk_size, offset_B)
-        if position_ids is not None:
+        if ring_index is not None:
+            mask_function = _in_ring(mask_function, ring_index)
+            padding_mask = _is_real(ring_index, padding_mask, batch_size)
+            can_be_plain_causal &= key_length == query_length
+        if position_ids is not None and can_be_plain_causal:
             # Rows that start past position 0 reach their first chunk border early.
             can_be_plain_causal &= not is_torchdynamo_compiling() and not bool((offset_B > 0).any())
     return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
@@ -223,6 +228,15 @@ def _extent(
     return 0, query_length if padding_mask is None else padding_mask.shape[-1], 0
 
 
+def _ring_index(
+    past_key_values: Cache | None, layer_idx: int, query_length: int, device: torch.device
+) -> torch.Tensor | None:
+    """Give `[K]`, the index of each key, where they do not stand in their order."""
+    layers = getattr(past_key_values, "layers", ())
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    return layer.key_index(query_length, device) if isinstance(layer, RingLayer) else None
+
+
 def _first_layer(past_key_values: Cache | None, is_sliding: bool) -> int:
     kinds = getattr(past_key_values, "is_sliding", [])
     return kinds.index(is_sliding) if is_sliding in kinds else 0
@@ -267,12 +281,10 @@ def _sequences_of_type(
     batch_size, query_length = inputs_embeds.shape[:2]
     device = inputs_embeds.device
     padding_mask = attention_mask.to(device=device, dtype=torch.bool) if attention_mask is not None else None
-    query_offset, key_length, key_offset = _extent(
-        query_length,
-        padding_mask,
-        past_key_values if segments is None else None,
-        _first_layer(past_key_values, is_sliding=chunk_size is not None),
-    )
+    layer_idx = _first_layer(past_key_values, is_sliding=chunk_size is not None)
+    if segments is not None:
+        past_key_values = None
+    query_offset, key_length, key_offset = _extent(query_length, padding_mask, past_key_values, layer_idx)
     positions_matter = segments is not None or (position_ids is not None and chunk_size is not None)
     if padding_mask is None and not positions_matter and not isinstance(query_offset, torch.Tensor):
         return sequences_of_equal_rows(
@@ -280,7 +292,9 @@ def _sequences_of_type(
         )
 
     query_index = torch.arange(query_length, device=device) + query_offset
-    key_index = torch.arange(key_length, device=device) + key_offset
+    key_index = _ring_index(past_key_values, layer_idx, query_length, device)
+    if key_index is None:
+        key_index = torch.arange(key_length, device=device) + key_offset
     real_queries = _is_real(query_index, padding_mask, batch_size)
     real_keys = _is_real(key_index, padding_mask, batch_size) & (key_index <= query_index[-1])
     if segments is not None:
@@ -303,11 +317,11 @@ def _sequences_of_type(
 
 
 def _is_real(index: torch.Tensor, padding_mask: torch.Tensor | None, batch_size: int) -> torch.Tensor:
-    """Give `[B, T]` bool for indices `[T]` along the rows; what lies behind the mask is not written yet."""
+    """Give `[B, T]` bool for indices `[T]` along the rows; behind the mask and below zero nothing is written."""
     if padding_mask is None:
-        return torch.ones(batch_size, len(index), dtype=torch.bool, device=index.device)
+        return (index >= 0).expand(batch_size, -1)
     width = padding_mask.shape[1]
-    return padding_mask[:, index.clamp(max=width - 1)] & (index < width)
+    return padding_mask[:, index.clamp(0, width - 1)] & (index >= 0) & (index < width)
 
 
 def _position_offset(
@@ -340,6 +354,13 @@ def _causal_chunks(chunk_size: int, offset_B: torch.Tensor) -> Callable:
         return same_chunk & (kv_idx <= q_idx)
 
     return visible
+
+
+def _in_ring(visible: Callable, ring_index: torch.Tensor) -> Callable:
+    def visible_in_ring(batch_idx, head_idx, q_idx, kv_idx):
+        return visible(batch_idx, head_idx, q_idx, ring_index[kv_idx])
+
+    return visible_in_ring
 
 
 def _packed_chunks(chunk_size: int, position_ids: torch.Tensor, segments: torch.Tensor) -> Callable:
