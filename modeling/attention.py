@@ -5,17 +5,19 @@ key/value head (Shazeer 2019; Ainslie et al. 2023, arXiv 2305.13245). Llama 4 ad
 by a weightless norm of every query and key head, or (each fourth layer) neither, but queries scaled by a
 temperature that grows with position (Nakanishi 2025, arXiv 2501.19399).
 
-Which keys a query sees is decided by the mask alone (see `masks`); the product itself is transformers'
-attention interface.
+Which keys a query sees is decided by the mask alone (see `masks`), or under flash attention by the `sequences` that
+stand in its place; the product itself is transformers' attention interface.
 """
 
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 
 from .normalization import L2Norm
 from .rotary import apply_rotary
+from .sequences import Sequences, attend_in_sequences
 
 
 def eager_attention_forward(
@@ -83,7 +85,7 @@ class Attention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | Sequences | None,
         position_ids: torch.Tensor,
         past_key_values: Cache | None = None,
         **kwargs,
@@ -121,17 +123,16 @@ class Attention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        output, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            position_ids=position_ids,
-            **kwargs,
-        )
+        kwargs["dropout"] = self.attention_dropout if self.training else 0.0
+        kwargs["scaling"] = self.scaling
+        if isinstance(attention_mask, Sequences):
+            output, weights = attend_in_sequences(attend, self, query, key, value, attention_mask, **kwargs)
+        else:
+            if is_flash_attention_requested(self.config):
+                position_ids = None  # read for packed rows again, in every layer; `masks` has done that
+            output, weights = attend(
+                self, query, key, value, attention_mask, position_ids=position_ids, **kwargs
+            )
         return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
 
     def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ class LlamoePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
+    _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
@@ -84,6 +85,29 @@ class LlamoePreTrainedModel(PreTrainedModel):
     def _can_set_attn_implementation(cls) -> bool:
         return True
 
+    def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
+        """Switch the attention implementation, as `PreTrainedModel.set_attn_implementation` does.
+
+        Args:
+            attn_implementation: "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3" or another
+                of transformers' attention interface; or a dict of them by part, of `text_config`, `vision_config`
+                and "" (the model itself).
+            *args: of `PreTrainedModel.set_attn_implementation`.
+            **kwargs: likewise.
+
+        Raises:
+            ValueError: an unknown implementation or part.
+            ImportError: flash attention without its package.
+        """
+        if isinstance(attn_implementation, dict):
+            parts = ["", *getattr(self.config, "sub_configs", {})]
+            if unknown := sorted(set(attn_implementation) - set(parts)):
+                raise ValueError(
+                    f"set_attn_implementation({attn_implementation}): {type(self).__name__} has no part "
+                    f"{', '.join(map(repr, unknown))}; valid keys are {', '.join(map(repr, parts))}."
+                )
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return cls._has_experts
@@ -101,9 +125,11 @@ class LlamoePreTrainedModel(PreTrainedModel):
         past_key_values: Any,
         position_ids: torch.Tensor | None = None,
         **_,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | torch.Tensor | None:
         """Prepare the masks outside of a compiled forward pass; `generate` calls this."""
         text_config = config.get_text_config(decoder=True)
+        if "flex" in text_config._attn_implementation:
+            return attention_mask  # `generate` makes all masks contiguous, which flex attention's cannot be
         return attention_masks(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
 
     @torch.no_grad()

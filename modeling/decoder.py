@@ -23,9 +23,9 @@ from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
 from .attention import Attention
 from .base import LlamoePreTrainedModel
 from .feed_forward import FeedForward
-from .inputs import check_labels, check_row_inputs, check_tokens
+from .inputs import check_labels, check_output_attentions, check_row_inputs, check_tokens
 from .losses import expert_load, load_balancing_loss, router_z_loss
-from .masks import attention_masks, cached_length, positions_from_padding
+from .masks import attention_masks, cached_length, positions_from_lengths, positions_from_padding
 from .moe import MixtureOfExperts, Router
 from .normalization import RMSNorm
 from .rotary import RotaryEmbedding
@@ -125,8 +125,10 @@ class DecoderModel(LlamoePreTrainedModel):
             mixture layer.
 
         Raises:
-            ValueError: both or none of `input_ids` and `inputs_embeds`, or anything of a wrong shape or dtype.
+            ValueError: both or none of `input_ids` and `inputs_embeds`, anything of a wrong shape or dtype, or
+                `output_attentions` with an implementation that forms no weights.
         """
+        check_output_attentions(self.config, kwargs)
         check_tokens(self.config, input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -134,8 +136,16 @@ class DecoderModel(LlamoePreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 
+        cu_seq_lens = kwargs.get("cu_seq_lens_q")
+        if position_ids is None and cu_seq_lens is not None:
+            position_ids = positions_from_lengths(cu_seq_lens, inputs_embeds.shape[1])
         mask_mapping = attention_masks(
-            self.config, inputs_embeds, attention_mask, past_key_values, position_ids
+            self.config,
+            inputs_embeds,
+            attention_mask,
+            past_key_values,
+            position_ids,
+            has_lengths=cu_seq_lens is not None,
         )
         if position_ids is None:
             past_length = cached_length(past_key_values)

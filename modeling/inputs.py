@@ -100,5 +100,25 @@ def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor) -> None:
         _fail("labels", labels, f"of shape {list(tokens.shape[:2])}, one for each token")
 
 
+def check_output_attentions(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
+    """Refuse to return attention weights that are never formed; transformers would return an empty tuple.
+
+    Args:
+        config: a decoder's or tower's config.
+        kwargs: of its forward pass.
+
+    Raises:
+        ValueError: `output_attentions` with an implementation that keeps no weights.
+    """
+    if not kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
+        return
+    implementation = config._attn_implementation or "eager"
+    if implementation in ("sdpa", "flex_attention") or "flash" in implementation:
+        raise ValueError(
+            f"output_attentions=True: {implementation} attention forms no weights to return. Use eager: "
+            'model.set_attn_implementation("eager"), or attn_implementation="eager" when loading.'
+        )
+
+
 def _fail(name: str, tensor: torch.Tensor, expected: str) -> NoReturn:
     raise ValueError(f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; expected: {expected}.")

@@ -3,7 +3,8 @@
 Left-padded, packed and single runs of the same tokens must give the same logits. Two things stand in the way
 in transformers' own helpers: chunk borders are counted along the cache's index, and packing is not seen when
 an (empty) cache is passed or, in older releases, inside chunked layers. Hence the chunked mask is built here,
-on transformers' mask interface, and the full one by transformers with the packed case pointed out to it.
+on transformers' mask interface, and the full one by transformers with the packed case pointed out to it. Flash
+attention takes no masks: for it the same facts become `sequences`, in all layers.
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new).
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -19,6 +21,10 @@ from transformers.masking_utils import (
     find_packed_sequence_indices,
 )
 from transformers.utils import is_torchdynamo_compiling
+from transformers.utils.generic import is_flash_attention_requested
+
+from .ring_cache import RingLayer, make_rings
+from .sequences import Sequences, sequences_of_equal_rows, sequences_of_groups
 
 
 def positions_from_padding(
@@ -42,6 +48,21 @@ def positions_from_padding(
     return positions
 
 
+def positions_from_lengths(cu_seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Number the tokens of packed sequences, each from zero.
+
+    Args:
+        cu_seq_lens: `[S + 1]` integers: where each sequence begins, and the number of all tokens.
+        num_tokens: T.
+
+    Returns:
+        `[1, T]` int64.
+    """
+    index = torch.arange(num_tokens, device=cu_seq_lens.device)
+    sequence = torch.searchsorted(cu_seq_lens, index.to(cu_seq_lens.dtype), right=True) - 1
+    return (index - cu_seq_lens[sequence])[None]
+
+
 def _left_padding(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.cumsum(-1) == 0).sum(-1)
 
@@ -52,6 +73,7 @@ def attention_masks(
     attention_mask: Any,
     past_key_values: Cache | None,
     position_ids: torch.Tensor | None,
+    has_lengths: bool = False,
 ) -> dict[str, Any]:
     """Build the mask of every attention type that the model has.
 
@@ -63,19 +85,29 @@ def attention_masks(
         past_key_values: the cache, before this pass is written to it.
         position_ids: `[B or 1, Q]` as the caller gave them, None where they follow from the padding. Rows in
             which they restart are packed rows if there is neither padding mask nor cached token.
+        has_lengths: the attention implementation is told the lengths of packed sequences (`cu_seq_lens_q`) besides;
+            under flash attention full layers then need nothing else.
 
     Returns:
         attention type to mask, in the form that the attention implementation wants (None: plain causal).
+
+    Raises:
+        ValueError: a 4-D mask for flash attention.
     """
     if isinstance(attention_mask, dict):
         return attention_mask
+    make_rings(past_key_values)
+    if is_flash_attention_requested(config):
+        return _flash_sequences(
+            config, inputs_embeds, attention_mask, past_key_values, position_ids, has_lengths
+        )
     segments = _packed_segments(attention_mask, past_key_values, position_ids)
     masks = {
         "full_attention": create_causal_mask(
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            past_key_values=past_key_values if segments is None else None,
+            past_key_values=_FixedLength.of(past_key_values, config) if segments is None else None,
             position_ids=position_ids,
             layer_idx=None if past_key_values is None else first_layer(past_key_values, is_sliding=False),
         )
@@ -117,13 +149,11 @@ def _chunked_mask(
     batch_size, query_length = inputs_embeds.shape[:2]
     device = inputs_embeds.device
     padding_mask = attention_mask.to(device=device, dtype=torch.bool) if attention_mask is not None else None
-    query_offset, key_length, key_offset = 0, query_length, 0
-    if past_key_values is not None and segments is None:
-        layer_idx = first_layer(past_key_values, is_sliding=True)
-        query_offset = past_key_values.get_query_offset(layer_idx)
-        key_length, key_offset = past_key_values.get_mask_sizes(query_length, layer_idx)
-    elif padding_mask is not None:
-        key_length = padding_mask.shape[-1]
+    layer_idx = first_layer(past_key_values, is_sliding=True)
+    if segments is not None:
+        past_key_values = None
+    query_offset, key_length, key_offset = _extent(query_length, padding_mask, past_key_values, layer_idx)
+    ring_index = _ring_index(past_key_values, layer_idx, query_length, device)
 
     chunk_size = config.attention_chunk_size
     can_be_plain_causal = not (getattr(past_key_values, "is_compileable", False) and query_length == 1)
@@ -138,7 +168,11 @@ def _chunked_mask(
             padding_mask, position_ids, query_offset, query_length, batch_size, device
         )
         mask_function = _causal_chunks(chunk_size, offset_B)
-        if position_ids is not None:
+        if ring_index is not None:
+            mask_function = _in_ring(mask_function, ring_index)
+            padding_mask = _is_real(ring_index, padding_mask, batch_size)
+            can_be_plain_causal &= key_length == query_length
+        if position_ids is not None and can_be_plain_causal:
             # Rows that start past position 0 reach their first chunk border early.
             can_be_plain_causal &= not is_torchdynamo_compiling() and not bool((offset_B > 0).any())
     return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
@@ -158,7 +192,7 @@ def _chunked_mask(
     )
 
 
-def first_layer(past_key_values: Cache, is_sliding: bool | None = None) -> int:
+def first_layer(past_key_values: Cache | None, is_sliding: bool | None = None) -> int:
     """Give the index of the first layer of a cache that is written to in this process.
 
     Under pipeline parallelism the layers of the stages before stay empty here and say nothing of the length.
@@ -180,6 +214,134 @@ def first_layer(past_key_values: Cache, is_sliding: bool | None = None) -> int:
 def cached_length(past_key_values: Cache | None) -> int | torch.Tensor:
     """Give the number of tokens in a cache, 0 without one."""
     return 0 if past_key_values is None else past_key_values.get_seq_length(first_layer(past_key_values))
+
+
+class _FixedLength:
+    """A static cache's sizes, as transformers asks for them, that do not change while the layers write to it.
+
+    The cache counts its tokens in place, and flex attention reads the count when a layer runs: by then the layer has
+    written its keys, and every query would stand too late.
+    """
+
+    is_compileable = True
+
+    def __init__(self, past_key_values: Cache):
+        self._past_key_values = past_key_values
+        self._layer_idx = first_layer(past_key_values, is_sliding=False)
+
+    @classmethod
+    def of(cls, past_key_values: Cache | None, config: PreTrainedConfig) -> Any:
+        is_static = getattr(past_key_values, "is_compileable", False)
+        return cls(past_key_values) if is_static and "flex" in config._attn_implementation else past_key_values
+
+    def get_query_offset(self, _: int) -> int | torch.Tensor:
+        return _extent(1, None, self._past_key_values, self._layer_idx)[0]
+
+    def get_mask_sizes(self, query_length: int, _: int) -> tuple[int, int]:
+        return self._past_key_values.get_mask_sizes(query_length, self._layer_idx)
+
+
+def _extent(
+    query_length: int, padding_mask: torch.Tensor | None, past_key_values: Cache | None, layer_idx: int
+) -> tuple[int | torch.Tensor, int, int]:
+    """Give the index of the first query, the number of keys, and the index of the first of them."""
+    if past_key_values is not None:
+        query_offset = past_key_values.get_query_offset(layer_idx)
+        if isinstance(query_offset, torch.Tensor):
+            query_offset = query_offset.clone()  # a static cache counts in place, flex attention reads it later
+        return query_offset, *past_key_values.get_mask_sizes(query_length, layer_idx)
+    return 0, query_length if padding_mask is None else padding_mask.shape[-1], 0
+
+
+def _ring_index(
+    past_key_values: Cache | None, layer_idx: int, query_length: int, device: torch.device
+) -> torch.Tensor | None:
+    """Give `[K]`, the index of each key, where they do not stand in their order."""
+    layers = getattr(past_key_values, "layers", ())
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    return layer.key_index(query_length, device) if isinstance(layer, RingLayer) else None
+
+
+def _flash_sequences(
+    config: PreTrainedConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+    position_ids: torch.Tensor | None,
+    has_lengths: bool,
+) -> dict[str, Sequences | None]:
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"{config._attn_implementation} takes an attention_mask of two axes, [batch, tokens] with zeros on "
+            f"padding; got {list(attention_mask.shape)}. For a mask of four axes set another implementation: "
+            'model.set_attn_implementation("sdpa").'
+        )
+    types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    sequences: dict[str, Sequences | None] = {}
+    if has_lengths:
+        sequences["full_attention"] = None
+        types.discard("full_attention")
+    segments = _packed_segments(attention_mask, past_key_values, position_ids) if types else None
+    for attention_type in types:
+        chunk_size = config.attention_chunk_size if attention_type == "chunked_attention" else None
+        sequences[attention_type] = _sequences_of_type(
+            chunk_size, inputs_embeds, attention_mask, past_key_values, position_ids, segments
+        )
+    return sequences
+
+
+def _sequences_of_type(
+    chunk_size: int | None,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+    position_ids: torch.Tensor | None,
+    segments: torch.Tensor | None,
+) -> Sequences | None:
+    batch_size, query_length = inputs_embeds.shape[:2]
+    device = inputs_embeds.device
+    padding_mask = attention_mask.to(device=device, dtype=torch.bool) if attention_mask is not None else None
+    layer_idx = first_layer(past_key_values, is_sliding=chunk_size is not None)
+    if segments is not None:
+        past_key_values = None
+    query_offset, key_length, key_offset = _extent(query_length, padding_mask, past_key_values, layer_idx)
+    positions_matter = segments is not None or (position_ids is not None and chunk_size is not None)
+    if padding_mask is None and not positions_matter and not isinstance(query_offset, torch.Tensor):
+        return sequences_of_equal_rows(
+            batch_size, query_offset, query_length, key_offset, key_length, chunk_size, device
+        )
+
+    query_index = torch.arange(query_length, device=device) + query_offset
+    key_index = _ring_index(past_key_values, layer_idx, query_length, device)
+    if key_index is None:
+        key_index = torch.arange(key_length, device=device) + key_offset
+    real_queries = _is_real(query_index, padding_mask, batch_size)
+    real_keys = _is_real(key_index, padding_mask, batch_size) & (key_index <= query_index[-1])
+    if segments is not None:
+        assert position_ids is not None
+        groups = segments
+        if chunk_size is not None:
+            begins = (segments.diff(dim=1) != 0) | ((position_ids // chunk_size).diff(dim=1) != 0)
+            groups = nn.functional.pad(begins.cumsum(1), (1, 0))
+        query_groups = key_groups = groups.expand(batch_size, -1)
+    elif chunk_size is not None:
+        offset_B1 = _position_offset(
+            padding_mask, position_ids, query_offset, query_length, batch_size, device
+        )[:, None]
+        # Padding counts as the first chunk: its own places are negative.
+        query_groups = (query_index + offset_B1).clamp(min=0) // chunk_size
+        key_groups = (key_index + offset_B1).clamp(min=0) // chunk_size
+    else:
+        query_groups, key_groups = torch.zeros_like(real_queries.long()), torch.zeros_like(real_keys.long())
+    return sequences_of_groups(real_queries, real_keys, query_groups, key_groups)
+
+
+def _is_real(index: torch.Tensor, padding_mask: torch.Tensor | None, batch_size: int) -> torch.Tensor:
+    """Give `[B, T]` bool for indices `[T]` along the rows; behind the mask and below zero nothing is written."""
+    if padding_mask is None:
+        return (index >= 0).expand(batch_size, -1)
+    width = padding_mask.shape[1]
+    return padding_mask[:, index.clamp(0, width - 1)] & (index >= 0) & (index < width)
 
 
 def _position_offset(
@@ -212,6 +374,13 @@ def _causal_chunks(chunk_size: int, offset_B: torch.Tensor) -> Callable:
         return same_chunk & (kv_idx <= q_idx)
 
     return visible
+
+
+def _in_ring(visible: Callable, ring_index: torch.Tensor) -> Callable:
+    def visible_in_ring(batch_idx, head_idx, q_idx, kv_idx):
+        return visible(batch_idx, head_idx, q_idx, ring_index[kv_idx])
+
+    return visible_in_ring
 
 
 def _packed_chunks(chunk_size: int, position_ids: torch.Tensor, segments: torch.Tensor) -> Callable:

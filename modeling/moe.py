@@ -23,9 +23,11 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
     use_experts_implementation,
 )
+from transformers.utils import is_torchdynamo_compiling
 
 from ._compat import grouped_mm_exists
 from .feed_forward import FeedForward, activation
+from .grouped_product import grouped_product
 
 
 class Router(nn.Module):
@@ -104,6 +106,8 @@ class Experts(nn.Module):
             return False
         if weight.device.type == "cpu" and weight.dtype == torch.float16:
             return False  # falls into a scalar loop for input-first weights
+        if is_torchdynamo_compiling() and weight.dtype != torch.bfloat16:
+            return False  # the compiler takes it in bfloat16 only
         # Rows must be multiples of 16 bytes.
         return all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
 
@@ -126,6 +130,8 @@ class Experts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Sort the rows by expert, then one product for each expert that was hit: the `eager` implementation."""
+        if is_torchdynamo_compiling():
+            return self._compiled_loop(hidden_states, top_k_index, top_k_weights)
         num_rows, top_k = top_k_index.shape
         expert_ids = top_k_index.reshape(-1)
         order = expert_ids.argsort(stable=True)
@@ -143,6 +149,22 @@ class Experts(nn.Module):
         weighted = torch.cat(outputs) * top_k_weights.reshape(-1)[order, None]
         result = torch.zeros_like(hidden_states)
         return result.index_add(0, rows, weighted.to(result.dtype))
+
+    def _compiled_loop(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        # The same with shapes that do not depend on the routing, so that it fits in one graph.
+        num_rows, top_k = top_k_index.shape
+        expert_ids = top_k_index.reshape(-1)
+        order = expert_ids.argsort(stable=True)
+        experts = torch.arange(self.num_experts, device=order.device)
+        ends = (expert_ids[:, None] <= experts).sum(0)  # rows of an expert and all before it
+        x = hidden_states[order // top_k].to(self.gate_up_proj.dtype)
+        hidden = self._apply_gate(grouped_product(x, self.gate_up_proj, ends))
+        outputs = grouped_product(hidden, self.down_proj, ends)
+        weighted = outputs * top_k_weights.reshape(-1)[order, None]
+        unsorted = torch.zeros_like(weighted).index_copy(0, order, weighted)
+        return unsorted.view(num_rows, top_k, -1).sum(1).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""

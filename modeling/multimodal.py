@@ -22,7 +22,7 @@ from ..configuration import LlamoeConfig
 from ..configuration.parallel import PROJECTOR_TP
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
-from .inputs import check_tokens
+from .inputs import check_output_attentions, check_tokens
 from .vision import LlamoeVisionModel
 
 
@@ -225,6 +225,7 @@ class LlamoeModel(MultimodalModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlamoeModelOutputWithPast:
         """Run tower and decoder; the arguments are those of `LlamoeForConditionalGeneration.forward`."""
+        check_output_attentions(self.config.text_config, kwargs)
         inputs_embeds, image_hidden_states = self._merge(
             input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, _is_first_pass(past_key_values)
         )
@@ -324,6 +325,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, GenerationMixin):
         Raises:
             ValueError: the numbers of image tokens and image features differ, or images of the wrong shape.
         """
+        check_output_attentions(self.config.text_config, kwargs)
         inputs_embeds, image_hidden_states = self._merge(
             input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, _is_first_pass(past_key_values)
         )

@@ -29,6 +29,7 @@ from ..configuration.vision import LlamoeVisionConfig
 from .attention import eager_attention_forward
 from .base import LlamoePreTrainedModel
 from .feed_forward import activation
+from .inputs import check_output_attentions
 from .rotary import apply_rotary
 from .rotary_2d import rotary_2d_cos_sin
 
@@ -292,7 +293,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
 
         Args:
             pixel_values: `[N, C, image_size, image_size]`, floating, normalized; cast to the weights' dtype.
-            **kwargs: `output_hidden_states`, `output_attentions`, `return_dict`; others are ignored, as a
+            **kwargs: `output_hidden_states`, `output_attentions` (needs `eager`), `return_dict`; others are ignored, as a
                 multimodal model's keywords (packed sequence lengths, say) describe its text.
 
         Returns:
@@ -304,8 +305,10 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
             `hidden_states`: the first layer's input and every layer's output, before `layernorm_post`.
 
         Raises:
-            ValueError: pixel_values has the wrong rank, channels or size, no tile, or an integer dtype.
+            ValueError: pixel_values has the wrong rank, channels or size, no tile, or an integer dtype; or
+                `output_attentions` with an implementation that forms no weights.
         """
+        check_output_attentions(self.config, kwargs)
         self.check_pixel_values(pixel_values)
         config = self.config
         patches_NTD = self.patch_embedding(pixel_values.to(self._pixel_dtype()))
