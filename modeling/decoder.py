@@ -22,7 +22,8 @@ from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
 from .attention import Attention
 from .base import LlamoePreTrainedModel
 from .feed_forward import FeedForward
-from .inputs import check_labels, check_row_inputs, check_tokens
+from .generation import ChunkedGeneration
+from .inputs import check_cache, check_labels, check_row_inputs, check_tokens
 from .losses import expert_load, load_balancing_loss, router_z_loss
 from .masks import attention_masks, positions_from_padding
 from .moe import MixtureOfExperts, Router
@@ -123,11 +124,13 @@ class DecoderModel(LlamoePreTrainedModel):
             mixture layer.
 
         Raises:
-            ValueError: both or none of `input_ids` and `inputs_embeds`, or anything of a wrong shape or dtype.
+            ValueError: both or none of `input_ids` and `inputs_embeds`, anything of a wrong shape or dtype, or a cache
+                of another model.
         """
         check_tokens(self.config, input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        check_cache(self.config, *inputs_embeds.shape[:2], past_key_values)
         check_row_inputs(*inputs_embeds.shape[:2], attention_mask, position_ids, past_key_values)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -142,7 +145,8 @@ class DecoderModel(LlamoePreTrainedModel):
             )
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer in self.layers:
+        # `generate(assistant_early_exit=...)` drafts with fewer layers: it lowers the number in the config meanwhile.
+        for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -327,7 +331,7 @@ class LlamoeDenseForCausalLM(CausalLM, GenerationMixin):
     _model_class = LlamoeDenseModel
 
 
-class LlamoeForCausalLM(CausalLM, GenerationMixin):
+class LlamoeForCausalLM(CausalLM, ChunkedGeneration, GenerationMixin):
     """Llama 4's decoder with its language model head.
 
     Reads folders of transformers' `Llama4ForCausalLM`, and multimodal folders (as Scout and Maverick are

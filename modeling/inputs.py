@@ -90,6 +90,102 @@ def check_row_inputs(
         _fail("position_ids", position_ids, f"of shape [{batch_size} or 1, {num_tokens}]")
 
 
+def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past_key_values: Any) -> None:
+    """Check that a cache can be one of this decoder's.
+
+    Only what Python knows is read: kinds of layers and shapes. The number of tokens in a static cache is a tensor; it
+    is looked into on the CPU alone.
+
+    Args:
+        config: a decoder's config.
+        batch_size: B.
+        num_tokens: T, the new tokens.
+        past_key_values: the cache. One whose layers all keep every token fits chunked layers too; their mask sees to
+            the chunks.
+
+    Raises:
+        ValueError: no cache, or one with another number of layers, with layers that forget tokens which ours still
+            need, of other key/value heads, head size or batch size, or without room for the new tokens.
+    """
+    if past_key_values is None or is_tracing():
+        return
+    cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+    if not hasattr(cache, "get_seq_length"):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}; expected a transformers Cache: "
+            "DynamicCache(config=model.config)."
+        )
+    layers = getattr(cache, "layers", None)
+    if not layers:
+        return  # its layers are made with the first pass
+    if len(layers) != config.num_hidden_layers:
+        _fail_cache(f"has {len(layers)} layers", f"num_hidden_layers = {config.num_hidden_layers}")
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    sliding = {
+        getattr(layer, "is_sliding", False)
+        for layer, kind in zip(layers, layer_types, strict=True)
+        if kind == "chunked_attention"
+    }
+    if len(sliding) > 1:
+        _fail_cache(
+            "slides in some of the chunked layers and not in others", "the same kind of layer for all of them"
+        )
+    for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=True)):
+        _check_cache_layer(config, index, layer, layer_type, batch_size, num_tokens)
+
+
+def _check_cache_layer(
+    config: PreTrainedConfig, index: int, layer: Any, layer_type: str, batch_size: int, num_tokens: int
+) -> None:
+    if not hasattr(layer, "update"):
+        _fail_cache(f"has a {type(layer).__name__} as layer {index}", "keys and values in every layer")
+    room = getattr(layer, "max_cache_len", None)  # of a static layer
+    if getattr(layer, "is_sliding", False):
+        window = getattr(layer, "sliding_window", None)
+        if layer_type != "chunked_attention":
+            _fail_cache(
+                f"forgets tokens in layer {index} ({type(layer).__name__})", "a full attention layer there"
+            )
+        if window is not None and window < config.attention_chunk_size:
+            _fail_cache(
+                f"keeps {window} tokens in layer {index}",
+                f"attention_chunk_size = {config.attention_chunk_size}",
+            )
+    elif room is not None:
+        length = getattr(layer, "cumulative_length", 0)
+        if not isinstance(length, torch.Tensor) or (length.device.type == "cpu" and not is_tracing(length)):
+            if int(length) + num_tokens > room:
+                raise ValueError(
+                    f"past_key_values holds at most {room} tokens: {int(length)} are in it and {num_tokens} are new. "
+                    "Make it with a larger max_cache_len, or empty it with reset()."
+                )
+    keys = getattr(layer, "keys", None)
+    if not isinstance(keys, torch.Tensor) or keys.ndim != 4:
+        return  # empty, or quantized
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    # With tensor parallelism each process holds a part of the heads.
+    is_part = (
+        torch.distributed.is_available() and torch.distributed.is_initialized() and heads % keys.shape[1] == 0
+    )
+    if (keys.shape[1] != heads and not is_part) or keys.shape[3] != head_dim:
+        _fail_cache(
+            f"has {keys.shape[1]} heads of size {keys.shape[3]} in layer {index}",
+            f"num_key_value_heads = {heads} and head_dim = {head_dim}",
+        )
+    if keys.shape[0] != batch_size:
+        raise ValueError(
+            f"past_key_values holds {keys.shape[0]} rows, but the batch has {batch_size}: start with an empty cache, "
+            "or use its batch_repeat_interleave or batch_select_indices."
+        )
+
+
+def _fail_cache(given: str, expected: str) -> NoReturn:
+    raise ValueError(
+        f"past_key_values is a cache of another model: it {given}; expected: {expected}. Make it with "
+        "DynamicCache(config=model.config)."
+    )
+
+
 def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor) -> None:
     """Check labels against `input_ids` `[B, T]` or `inputs_embeds` `[B, T, hidden_size]`.
 
