@@ -118,19 +118,15 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
     layers = getattr(cache, "layers", None)
     if not layers:
         return  # its layers are made with the first pass
-    if len(layers) != config.num_hidden_layers:
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    # While `generate(assistant_early_exit=...)` drafts, the config has fewer layers than the model and its lists.
+    if len(layers) not in (config.num_hidden_layers, len(layer_types)):
         _fail_cache(f"has {len(layers)} layers", f"num_hidden_layers = {config.num_hidden_layers}")
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
-    sliding = {
-        getattr(layer, "is_sliding", False)
-        for layer, kind in zip(layers, layer_types, strict=True)
-        if kind == "chunked_attention"
-    }
-    if len(sliding) > 1:
-        _fail_cache(
-            "slides in some of the chunked layers and not in others", "the same kind of layer for all of them"
-        )
-    for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=True)):
+    pairs = list(zip(layers, layer_types, strict=False))
+    slides = {getattr(layer, "is_sliding", False) for layer, kind in pairs if kind == "chunked_attention"}
+    if len(slides) > 1:
+        _fail_cache("slides in some chunked layers only", "layers of one kind for all of them")
+    for index, (layer, layer_type) in enumerate(pairs):
         _check_cache_layer(config, index, layer, layer_type, batch_size, num_tokens)
 
 

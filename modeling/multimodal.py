@@ -138,7 +138,8 @@ class MultimodalModel(LlamoePreTrainedModel):
         if images is not None and pixel_values is not None:
             raise ValueError("Give pixel_values or mm_encoder_outputs['image'], not both.")
         if images is None and pixel_values is None:
-            if is_first_pass and input_ids is not None and not is_torchdynamo_compiling():
+            is_told = encoder_outputs is not None  # that there are no images
+            if is_first_pass and not is_told and input_ids is not None and not is_torchdynamo_compiling():
                 self._check_no_image_tokens(input_ids)
             embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
             return embeds, None
@@ -402,6 +403,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
             )  # where both are given, the first pass takes the embeddings
             is_image = self._image_places(input_ids if embeds is None else None, embeds)
             if pixel_values is not None:
+                self.vision_model.check_pixel_values(pixel_values)
                 lengths = [self.config.vision_config.tokens_per_tile] * len(pixel_values)
             else:
                 lengths = [len(features) for features in images.pooler_output]
@@ -444,6 +446,22 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        if not is_first_iteration and kwargs.get("use_cache", True):
-            inputs.pop("pixel_values", None)
+        if is_first_iteration or not kwargs.get("use_cache", True):
+            return inputs
+        for name in (
+            "pixel_values",
+            "mm_encoder_outputs",
+        ):  # before 5.18 the latter would go in with every pass
+            inputs.pop(name, None)
+        if _is_first_pass(kwargs.get("past_key_values")):
+            # An assistant's first pass, which transformers counts as a later one. What it is given are the features
+            # of the model that it assists, from 5.18 on; of another size, they are of no use to it.
+            encoder_outputs = kwargs.get("mm_encoder_outputs")
+            images = (encoder_outputs or {}).get("image")
+            if (
+                images is not None
+                and images.pooler_output[0].shape[-1] != self.config.text_config.hidden_size
+            ):
+                encoder_outputs = {}
+            inputs |= {"pixel_values": pixel_values, "mm_encoder_outputs": encoder_outputs}
         return inputs
