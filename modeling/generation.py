@@ -24,13 +24,14 @@ class ChunkedGeneration(GenerationMixin):
         if generation_config.cache_implementation == "quantized" and _chunk_size(self.config) is not None:
             options = generation_config.cache_config or {}
             generation_config.cache_config = {"config": _fully_attending(self.config), **options}
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         # `assistant_early_exit` lowers the number of layers in the config, but not the lists of what each layer is,
         # and older releases make a cache as long as the lists.
         text_config = self.config.get_text_config(decoder=True)
         layers = getattr(model_kwargs.get("past_key_values"), "layers", [])
         if len(layers) == len(getattr(text_config, "layer_types", None) or ()):
             del layers[text_config.num_hidden_layers :]
+        return result
 
     def init_continuous_batching(self, *args, **kwargs):
         """Make a manager for continuous batching; the arguments are those of transformers.

@@ -118,60 +118,59 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
     layers = getattr(cache, "layers", None)
     if not layers:
         return  # its layers are made with the first pass
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    _check_cache_layers(config, layers)
+    with_limit = (layer for layer in layers if hasattr(layer, "max_cache_len"))
+    fixed = next((layer for layer in with_limit if not getattr(layer, "is_sliding", False)), None)
+    if fixed is not None:
+        written = getattr(fixed, "cumulative_length", 0)
+        is_known = not isinstance(written, torch.Tensor) or (written.is_cpu and not is_tracing(written))
+        if is_known and int(written) + num_tokens > fixed.max_cache_len:
+            raise ValueError(
+                f"past_key_values holds at most {fixed.max_cache_len} tokens: {int(written)} are in it and "
+                f"{num_tokens} are new. Make it with a larger max_cache_len, or empty it with reset()."
+            )
+    keys = getattr(layers[0], "keys", None)
+    if isinstance(keys, torch.Tensor) and keys.ndim == 4:  # else empty, or quantized
+        _check_cached_shape(config, keys.shape, batch_size)
+
+
+def _check_cache_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
+    count = config.num_hidden_layers
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * count
     # While `generate(assistant_early_exit=...)` drafts, the config has fewer layers than the model and its lists.
-    if len(layers) not in (config.num_hidden_layers, len(layer_types)):
-        _fail_cache(f"has {len(layers)} layers", f"num_hidden_layers = {config.num_hidden_layers}")
-    pairs = list(zip(layers, layer_types, strict=False))
-    slides = {getattr(layer, "is_sliding", False) for layer, kind in pairs if kind == "chunked_attention"}
+    if len(layers) not in (count, len(layer_types)):
+        _fail_cache(f"has {len(layers)} layers", f"num_hidden_layers = {count}")
+    slides = set()
+    for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=False)):
+        is_sliding = getattr(layer, "is_sliding", False)
+        if not hasattr(layer, "update"):
+            _fail_cache(f"has a {type(layer).__name__} as layer {index}", "keys and values in every layer")
+        if layer_type == "chunked_attention":
+            slides.add(is_sliding)
+        elif is_sliding:
+            _fail_cache(f"forgets tokens in layer {index} ({type(layer).__name__})", "a full attention layer")
     if len(slides) > 1:
         _fail_cache("slides in some chunked layers only", "layers of one kind for all of them")
-    for index, (layer, layer_type) in enumerate(pairs):
-        _check_cache_layer(config, index, layer, layer_type, batch_size, num_tokens)
-
-
-def _check_cache_layer(
-    config: PreTrainedConfig, index: int, layer: Any, layer_type: str, batch_size: int, num_tokens: int
-) -> None:
-    if not hasattr(layer, "update"):
-        _fail_cache(f"has a {type(layer).__name__} as layer {index}", "keys and values in every layer")
-    room = getattr(layer, "max_cache_len", None)  # of a static layer
-    if getattr(layer, "is_sliding", False):
-        window = getattr(layer, "sliding_window", None)
-        if layer_type != "chunked_attention":
-            _fail_cache(
-                f"forgets tokens in layer {index} ({type(layer).__name__})", "a full attention layer there"
-            )
+    if True in slides:
+        window = getattr(layers[layer_types.index("chunked_attention")], "sliding_window", None)
         if window is not None and window < config.attention_chunk_size:
-            _fail_cache(
-                f"keeps {window} tokens in layer {index}",
-                f"attention_chunk_size = {config.attention_chunk_size}",
-            )
-    elif room is not None:
-        length = getattr(layer, "cumulative_length", 0)
-        if not isinstance(length, torch.Tensor) or (length.device.type == "cpu" and not is_tracing(length)):
-            if int(length) + num_tokens > room:
-                raise ValueError(
-                    f"past_key_values holds at most {room} tokens: {int(length)} are in it and {num_tokens} are new. "
-                    "Make it with a larger max_cache_len, or empty it with reset()."
-                )
-    keys = getattr(layer, "keys", None)
-    if not isinstance(keys, torch.Tensor) or keys.ndim != 4:
-        return  # empty, or quantized
+            _fail_cache(f"keeps {window} tokens", f"attention_chunk_size = {config.attention_chunk_size}")
+
+
+def _check_cached_shape(config: PreTrainedConfig, shape: torch.Size, batch_size: int) -> None:
     heads, head_dim = config.num_key_value_heads, config.head_dim
-    # With tensor parallelism each process holds a part of the heads.
-    is_part = (
-        torch.distributed.is_available() and torch.distributed.is_initialized() and heads % keys.shape[1] == 0
-    )
-    if (keys.shape[1] != heads and not is_part) or keys.shape[3] != head_dim:
-        _fail_cache(
-            f"has {keys.shape[1]} heads of size {keys.shape[3]} in layer {index}",
-            f"num_key_value_heads = {heads} and head_dim = {head_dim}",
-        )
-    if keys.shape[0] != batch_size:
+    if shape[1] != heads or shape[3] != head_dim:
+        # With tensor parallelism each process holds a part of the heads.
+        is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if shape[3] != head_dim or not is_parallel or heads % shape[1] != 0:
+            _fail_cache(
+                f"has {shape[1]} heads of size {shape[3]}",
+                f"num_key_value_heads = {heads} and head_dim = {head_dim}",
+            )
+    if shape[0] != batch_size:
         raise ValueError(
-            f"past_key_values holds {keys.shape[0]} rows, but the batch has {batch_size}: start with an empty cache, "
-            "or use its batch_repeat_interleave or batch_select_indices."
+            f"past_key_values holds {shape[0]} rows, but the batch has {batch_size}: start with an empty cache, or "
+            "use its batch_repeat_interleave or batch_select_indices."
         )
 
 

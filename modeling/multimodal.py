@@ -138,7 +138,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         if images is not None and pixel_values is not None:
             raise ValueError("Give pixel_values or mm_encoder_outputs['image'], not both.")
         if images is None and pixel_values is None:
-            is_told = encoder_outputs is not None  # that there are no images
+            is_told = "image" in (encoder_outputs or {})  # that there are no images
             if is_first_pass and not is_told and input_ids is not None and not is_torchdynamo_compiling():
                 self._check_no_image_tokens(input_ids)
             embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
@@ -462,6 +462,6 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
                 images is not None
                 and images.pooler_output[0].shape[-1] != self.config.text_config.hidden_size
             ):
-                encoder_outputs = {}
+                encoder_outputs = {"image": None}
             inputs |= {"pixel_values": pixel_values, "mm_encoder_outputs": encoder_outputs}
         return inputs

@@ -239,7 +239,7 @@ BAD_CACHES = {
     ),
     "other_interval": (
         "text",
-        lambda: DynamicCache(config=text_config(no_rope_layers=[1, 1, 0, 1, 1])),
+        lambda: DynamicCache(config=text_config(no_rope_layers=[1, 0, 0, 0, 1])),
         "slides in some chunked layers only",
     ),
     "all_slide": (
@@ -251,12 +251,12 @@ BAD_CACHES = {
     "short_chunks": (
         "text",
         lambda: DynamicCache(config=text_config(attention_chunk_size=8)),
-        "keeps 8 tokens in layer 0; expected: attention_chunk_size = 16",
+        "keeps 8 tokens; expected: attention_chunk_size = 16",
     ),
     "heads": (
         "dense",
         lambda: filled(dense_config(num_key_value_heads=3)),
-        "has 3 heads of size 20 in layer 0; expected: num_key_value_heads = 2 and head_dim = 20",
+        "has 3 heads of size 20; expected: num_key_value_heads = 2 and head_dim = 20",
     ),
     "one_head": ("text", lambda: filled(text_config(num_key_value_heads=1)), "has 1 heads of size 20"),
     "head_dim": ("text", lambda: filled(text_config(head_dim=12)), "2 heads of size 12.* head_dim = 20"),
@@ -349,14 +349,3 @@ def test_caches_that_fit_are_taken(heads):
 
 def _without_chunks():
     return text_config(attention_chunk_size=None, layer_types=None)
-
-
-@torch.no_grad()
-def test_a_compiled_model_takes_its_cache():
-    """The check reads no tensor and breaks no graph."""
-    model = make_asymmetric(llamoe.LlamoeDenseForCausalLM(dense_config(num_hidden_layers=1)))
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    cache, mine = (StaticCache(config=model.config, max_cache_len=12) for _ in range(2))
-    for ids in (IDS, IDS[:, :1]):
-        expected = model(input_ids=ids, past_key_values=mine).logits
-        assert max_abs(compiled(input_ids=ids, past_key_values=cache).logits, expected) < 1e-5

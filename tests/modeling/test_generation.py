@@ -256,6 +256,14 @@ def test_features_that_do_not_fit_the_text_are_refused(num_beams):
         generate(model, inputs | {"mm_encoder_outputs": {"image": features}}, num_beams=num_beams)
 
 
+def test_forgotten_pictures_are_missed_by_generate_too():
+    model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs(length=PROMPT)
+    del inputs["pixel_values"]
+    for options in ({}, {"num_beams": 2}):
+        with pytest.raises(ValueError, match="image tokens .* 0 image features"):
+            generate(model, inputs, **options)
+
+
 def test_a_conversation_goes_on_with_another_picture():
     """The second message comes with its own picture; the first stays in the cache."""
     model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs(padding=(0, 0), length=PROMPT)
