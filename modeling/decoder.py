@@ -23,7 +23,8 @@ from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
 from .attention import Attention
 from .base import LlamoePreTrainedModel
 from .feed_forward import FeedForward
-from .inputs import check_labels, check_output_attentions, check_row_inputs, check_tokens
+from .generation import ChunkedGeneration
+from .inputs import check_cache, check_labels, check_output_attentions, check_row_inputs, check_tokens
 from .losses import expert_load, load_balancing_loss, router_z_loss
 from .masks import attention_masks, cached_length, positions_from_lengths, positions_from_padding
 from .moe import MixtureOfExperts, Router
@@ -125,13 +126,14 @@ class DecoderModel(LlamoePreTrainedModel):
             mixture layer.
 
         Raises:
-            ValueError: both or none of `input_ids` and `inputs_embeds`, anything of a wrong shape or dtype, or
-                `output_attentions` with an implementation that forms no weights.
+            ValueError: both or none of `input_ids` and `inputs_embeds`, anything of a wrong shape or dtype, a cache of
+                another model, or `output_attentions` with an implementation that forms no weights.
         """
         check_output_attentions(self.config, kwargs)
         check_tokens(self.config, input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        check_cache(self.config, *inputs_embeds.shape[:2], past_key_values)
         check_row_inputs(*inputs_embeds.shape[:2], attention_mask, position_ids, past_key_values)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -154,8 +156,10 @@ class DecoderModel(LlamoePreTrainedModel):
             )
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        # Not asked of the layer: under pipeline parallelism other stages' layers are placeholders.
-        for layer, attention_type in zip(self.layers, self.attention_types, strict=True):
+        # The types are not asked of the layers: under pipeline parallelism other stages' are placeholders. Nor is their
+        # number: `generate(assistant_early_exit=...)` drafts with fewer, and lowers it in the config meanwhile.
+        attention_types = self.attention_types[: self.config.num_hidden_layers]
+        for layer, attention_type in zip(self.layers, attention_types, strict=False):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -343,7 +347,7 @@ class LlamoeDenseForCausalLM(CausalLM, GenerationMixin):
     _model_class = LlamoeDenseModel
 
 
-class LlamoeForCausalLM(CausalLM, GenerationMixin):
+class LlamoeForCausalLM(CausalLM, ChunkedGeneration, GenerationMixin):
     """Llama 4's decoder with its language model head.
 
     Reads folders of transformers' `Llama4ForCausalLM`, and multimodal folders (as Scout and Maverick are

@@ -90,6 +90,97 @@ def check_row_inputs(
         _fail("position_ids", position_ids, f"of shape [{batch_size} or 1, {num_tokens}]")
 
 
+def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past_key_values: Any) -> None:
+    """Check that a cache can be one of this decoder's.
+
+    Only what Python knows is read: kinds of layers and shapes. The number of tokens in a static cache is a tensor; it
+    is looked into on the CPU alone.
+
+    Args:
+        config: a decoder's config.
+        batch_size: B.
+        num_tokens: T, the new tokens.
+        past_key_values: the cache. One whose layers all keep every token fits chunked layers too; their mask sees to
+            the chunks.
+
+    Raises:
+        ValueError: no cache, or one with another number of layers, with layers that forget tokens which ours still
+            need, of other key/value heads, head size or batch size, or without room for the new tokens.
+    """
+    if past_key_values is None or is_tracing():
+        return
+    cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+    if not hasattr(cache, "get_seq_length"):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}; expected a transformers Cache: "
+            "DynamicCache(config=model.config)."
+        )
+    layers = getattr(cache, "layers", None)
+    if not layers:
+        return  # its layers are made with the first pass
+    _check_cache_layers(config, layers)
+    with_limit = (layer for layer in layers if hasattr(layer, "max_cache_len"))
+    fixed = next((layer for layer in with_limit if not getattr(layer, "is_sliding", False)), None)
+    if fixed is not None:
+        written = getattr(fixed, "cumulative_length", 0)
+        is_known = not isinstance(written, torch.Tensor) or (written.is_cpu and not is_tracing(written))
+        if is_known and int(written) + num_tokens > fixed.max_cache_len:
+            raise ValueError(
+                f"past_key_values holds at most {fixed.max_cache_len} tokens: {int(written)} are in it and "
+                f"{num_tokens} are new. Make it with a larger max_cache_len, or empty it with reset()."
+            )
+    keys = getattr(layers[0], "keys", None)
+    if isinstance(keys, torch.Tensor) and keys.ndim == 4:  # else empty, or quantized
+        _check_cached_shape(config, keys.shape, batch_size)
+
+
+def _check_cache_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
+    count = config.num_hidden_layers
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * count
+    # While `generate(assistant_early_exit=...)` drafts, the config has fewer layers than the model and its lists.
+    if len(layers) not in (count, len(layer_types)):
+        _fail_cache(f"has {len(layers)} layers", f"num_hidden_layers = {count}")
+    slides = set()
+    for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=False)):
+        is_sliding = getattr(layer, "is_sliding", False)
+        if not hasattr(layer, "update"):
+            _fail_cache(f"has a {type(layer).__name__} as layer {index}", "keys and values in every layer")
+        if layer_type == "chunked_attention":
+            slides.add(is_sliding)
+        elif is_sliding:
+            _fail_cache(f"forgets tokens in layer {index} ({type(layer).__name__})", "a full attention layer")
+    if len(slides) > 1:
+        _fail_cache("slides in some chunked layers only", "layers of one kind for all of them")
+    if True in slides:
+        window = getattr(layers[layer_types.index("chunked_attention")], "sliding_window", None)
+        if window is not None and window < config.attention_chunk_size:
+            _fail_cache(f"keeps {window} tokens", f"attention_chunk_size = {config.attention_chunk_size}")
+
+
+def _check_cached_shape(config: PreTrainedConfig, shape: torch.Size, batch_size: int) -> None:
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    if shape[1] != heads or shape[3] != head_dim:
+        # With tensor parallelism each process holds a part of the heads.
+        is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if shape[3] != head_dim or not is_parallel or heads % shape[1] != 0:
+            _fail_cache(
+                f"has {shape[1]} heads of size {shape[3]}",
+                f"num_key_value_heads = {heads} and head_dim = {head_dim}",
+            )
+    if shape[0] != batch_size:
+        raise ValueError(
+            f"past_key_values holds {shape[0]} rows, but the batch has {batch_size}: start with an empty cache, or "
+            "use its batch_repeat_interleave or batch_select_indices."
+        )
+
+
+def _fail_cache(given: str, expected: str) -> NoReturn:
+    raise ValueError(
+        f"past_key_values is a cache of another model: it {given}; expected: {expected}. Make it with "
+        "DynamicCache(config=model.config)."
+    )
+
+
 def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor) -> None:
     """Check labels against `input_ids` `[B, T]` or `inputs_embeds` `[B, T, hidden_size]`.
 

@@ -22,7 +22,8 @@ from ..configuration import LlamoeConfig
 from ..configuration.parallel import PROJECTOR_TP
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
-from .inputs import check_output_attentions, check_tokens
+from .generation import ChunkedGeneration
+from .inputs import check_cache, check_output_attentions, check_row_inputs, check_tokens
 from .vision import LlamoeVisionModel
 
 
@@ -110,6 +111,21 @@ class MultimodalModel(LlamoePreTrainedModel):
         output.pooler_output = self.multi_modal_projector(output.last_hidden_state)
         return output
 
+    def _check_inputs(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        attention_mask: Any,
+        position_ids: torch.Tensor | None,
+        past_key_values: Cache | None,
+    ) -> None:
+        """Refuse what the text model would refuse, before the tower runs."""
+        config = self.config.text_config
+        check_tokens(config, input_ids, inputs_embeds)
+        shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
+        check_cache(config, *shape, past_key_values)
+        check_row_inputs(*shape, attention_mask, position_ids, past_key_values)
+
     def _merge(
         self,
         input_ids: torch.Tensor | None,
@@ -119,12 +135,12 @@ class MultimodalModel(LlamoePreTrainedModel):
         is_first_pass: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Give the embeddings with image features in their places, and the tower's output."""
-        check_tokens(self.config.text_config, input_ids, inputs_embeds)
         images = (encoder_outputs or {}).get("image")
         if images is not None and pixel_values is not None:
             raise ValueError("Give pixel_values or mm_encoder_outputs['image'], not both.")
         if images is None and pixel_values is None:
-            if is_first_pass and input_ids is not None and not is_torchdynamo_compiling():
+            is_told = "image" in (encoder_outputs or {})  # that there are no images
+            if is_first_pass and not is_told and input_ids is not None and not is_torchdynamo_compiling():
                 self._check_no_image_tokens(input_ids)
             embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
             return embeds, None
@@ -138,18 +154,40 @@ class MultimodalModel(LlamoePreTrainedModel):
             images = self.get_image_features(pixel_values, return_dict=True)
         features = images.pooler_output  # stacked [tiles, tokens, hidden], or a list of [tokens, hidden]
         features = features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
+        if features.shape[-1] != inputs_embeds.shape[-1]:
+            raise ValueError(
+                f"mm_encoder_outputs['image'] has features of size {features.shape[-1]}, but hidden_size = "
+                f"{inputs_embeds.shape[-1]}: they are another model's. Give pixel_values instead."
+            )
         self._check_counts(is_image, len(features))
         features = features.to(inputs_embeds.device, inputs_embeds.dtype)
         merged = inputs_embeds.masked_scatter(is_image[..., None].to(inputs_embeds.device), features)
         return merged, images.last_hidden_state
 
-    def _image_places(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor) -> torch.Tensor:
+    def _image_places(
+        self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
+    ) -> torch.Tensor:
         """Give `[B, T]`, true where an image feature belongs."""
         token_id = self.config.image_token_index
         if input_ids is not None:
             return input_ids == token_id
         token = torch.full((), token_id, dtype=torch.long, device=inputs_embeds.device)
         return (inputs_embeds == self.get_input_embeddings()(token)).all(-1)
+
+    def _tiles_by_row(self, is_image: torch.Tensor, lengths: list[int]) -> list[list[int]]:
+        """Give each row's tiles; they stand in the order of the text, tile i with `lengths[i]` features."""
+        rows, tile = [], 0
+        for num_tokens in is_image.sum(-1).tolist():
+            first = tile
+            while num_tokens > 0 and tile < len(lengths):
+                num_tokens -= lengths[tile]
+                tile += 1
+            rows.append(list(range(first, tile)))
+            if num_tokens:
+                break
+        if num_tokens or tile < len(lengths):
+            raise ValueError(self._mismatch(int(is_image.sum()), sum(lengths)))
+        return rows
 
     def _check_counts(self, is_image: torch.Tensor, num_features: int) -> None:
         if not is_torchdynamo_compiling() and (num_tokens := int(is_image.sum())) != num_features:
@@ -226,8 +264,10 @@ class LlamoeModel(MultimodalModel):
     ) -> LlamoeModelOutputWithPast:
         """Run tower and decoder; the arguments are those of `LlamoeForConditionalGeneration.forward`."""
         check_output_attentions(self.config.text_config, kwargs)
+        self._check_inputs(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
+        is_first_pass = _is_first_pass(past_key_values) and "cache" not in kwargs  # the latter is a paged one
         inputs_embeds, image_hidden_states = self._merge(
-            input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, _is_first_pass(past_key_values)
+            input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, is_first_pass
         )
         outputs = self.language_model(
             inputs_embeds=inputs_embeds,
@@ -241,7 +281,7 @@ class LlamoeModel(MultimodalModel):
         return LlamoeModelOutputWithPast(**outputs, image_hidden_states=image_hidden_states)
 
 
-class LlamoeForConditionalGeneration(MultimodalModel, GenerationMixin):
+class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, GenerationMixin):
     """Llama 4 with its language model head: images and text in, text out.
 
     Reads folders of transformers' `Llama4ForConditionalGeneration`.
@@ -326,8 +366,10 @@ class LlamoeForConditionalGeneration(MultimodalModel, GenerationMixin):
             ValueError: the numbers of image tokens and image features differ, or images of the wrong shape.
         """
         check_output_attentions(self.config.text_config, kwargs)
+        self._check_inputs(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
+        is_first_pass = _is_first_pass(past_key_values) and "cache" not in kwargs  # the latter is a paged one
         inputs_embeds, image_hidden_states = self._merge(
-            input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, _is_first_pass(past_key_values)
+            input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, is_first_pass
         )
         outputs = self.language_model(
             inputs_embeds=inputs_embeds,
@@ -342,18 +384,88 @@ class LlamoeForConditionalGeneration(MultimodalModel, GenerationMixin):
         )
         return LlamoeConditionalGenerationOutputWithPast(**outputs, image_hidden_states=image_hidden_states)
 
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: torch.LongTensor | None = None,
+        **model_kwargs,
+    ) -> tuple[torch.LongTensor | None, dict[str, Any]]:
+        """Repeat every row for beams and `num_return_sequences`, its tiles as a whole.
+
+        Tiles are not rows: a row has any number of them. transformers repeats them one by one, or, from 5.18 on,
+        repeats features in the object that the caller passed.
+        """
+        pixel_values, encoder_outputs = (
+            model_kwargs.get("pixel_values"),
+            model_kwargs.get("mm_encoder_outputs"),
+        )
+        images = (encoder_outputs or {}).get("image")
+        if expand_size > 1 and (images is not None or pixel_values is not None):
+            embeds = model_kwargs.get(
+                "inputs_embeds"
+            )  # where both are given, the first pass takes the embeddings
+            is_image = self._image_places(input_ids if embeds is None else None, embeds)
+            if pixel_values is not None:
+                self.vision_model.check_pixel_values(pixel_values)
+                lengths = [self.config.vision_config.tokens_per_tile] * len(pixel_values)
+            else:
+                lengths = [len(features) for features in images.pooler_output]
+            rows = self._tiles_by_row(is_image, lengths)
+            order = [tile for row in rows for _ in range(expand_size) for tile in row]
+            if pixel_values is not None:
+                pixel_values = pixel_values[order]
+            else:
+                features = images.pooler_output
+                features = (
+                    features[order] if isinstance(features, torch.Tensor) else [features[i] for i in order]
+                )
+                encoder_outputs = {
+                    **encoder_outputs,
+                    "image": type(images)(**{**images, "pooler_output": features}),
+                }
+        kept = {"pixel_values": pixel_values, "mm_encoder_outputs": encoder_outputs}
+        kept = {name: value for name, value in kept.items() if name in model_kwargs}
+        others = {name: value for name, value in model_kwargs.items() if name not in kept}
+        input_ids, others = super()._expand_inputs_for_generation(
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **others
+        )
+        return input_ids, {**others, **kept}
+
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.LongTensor,
         *args,
         pixel_values: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         is_first_iteration: bool | None = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """Prepare one step of `generate`: the images go in with the first pass only."""
-        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
-            input_ids, *args, pixel_values=pixel_values, is_first_iteration=is_first_iteration, **kwargs
+        """Prepare one step of `generate`: images and `inputs_embeds` go in with the first pass only."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            *args,
+            pixel_values=pixel_values,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
         )
-        if not is_first_iteration and kwargs.get("use_cache", True):
-            inputs.pop("pixel_values", None)
+        if is_first_iteration or not kwargs.get("use_cache", True):
+            return inputs
+        for name in (
+            "pixel_values",
+            "mm_encoder_outputs",
+        ):  # before 5.18 the latter would go in with every pass
+            inputs.pop(name, None)
+        if _is_first_pass(kwargs.get("past_key_values")):
+            # An assistant's first pass, which transformers counts as a later one. What it is given are the features
+            # of the model that it assists, from 5.18 on; of another size, they are of no use to it.
+            encoder_outputs = kwargs.get("mm_encoder_outputs")
+            images = (encoder_outputs or {}).get("image")
+            if (
+                images is not None
+                and images.pooler_output[0].shape[-1] != self.config.text_config.hidden_size
+            ):
+                encoder_outputs = {"image": None}
+            inputs |= {"pixel_values": pixel_values, "mm_encoder_outputs": encoder_outputs}
         return inputs

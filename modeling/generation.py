@@ -1,0 +1,125 @@
+"""What `generate` and `generate_batch` need for chunked layers, which transformers' caches know only in part.
+
+Two kinds of cache keep every token of every layer and refuse a config with chunked layers: the quantized one and the
+paged one of continuous batching. A quantized cache serves chunked layers as it is, since our masks know the chunks; it
+is given a config in which every layer is a full attention layer. A paged cache comes with masks of its own. They equal
+ours as long as a request fits into one chunk, so that is what is let in; longer requests are refused.
+"""
+
+import copy
+from typing import Any
+
+from transformers import GenerationMixin, PreTrainedConfig
+
+
+class ChunkedGeneration(GenerationMixin):
+    """Quantized caches and continuous batching for decoders with chunked layers.
+
+    Stands before `GenerationMixin` among the bases of a head; transformers wants that as a direct base too.
+    """
+
+    config: Any
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        if generation_config.cache_implementation == "quantized" and _chunk_size(self.config) is not None:
+            options = generation_config.cache_config or {}
+            generation_config.cache_config = {"config": _fully_attending(self.config), **options}
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        # `assistant_early_exit` lowers the number of layers in the config, but not the lists of what each layer is,
+        # and older releases make a cache as long as the lists.
+        text_config = self.config.get_text_config(decoder=True)
+        layers = getattr(model_kwargs.get("past_key_values"), "layers", [])
+        if len(layers) == len(getattr(text_config, "layer_types", None) or ()):
+            del layers[text_config.num_hidden_layers :]
+        return result
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Make a manager for continuous batching; the arguments are those of transformers.
+
+        With chunked layers its `add_request` raises a ValueError for requests that do not fit into one chunk.
+        """
+        if getattr(self, "_cached_continuous_batching_manager", None) is not None:
+            return super().init_continuous_batching(*args, **kwargs)
+        model: Any = self if _chunk_size(self.config) is None else _WithinOneChunk(self)
+        manager = GenerationMixin.init_continuous_batching(model, *args, **kwargs)
+        add_request = manager.add_request
+
+        def checked_add_request(input_ids, request_id=None, max_new_tokens=None, *args, **kwargs):
+            if max_new_tokens is None:
+                max_new_tokens = manager.generation_config.max_new_tokens
+            self._check_request(input_ids, max_new_tokens, request_id)
+            return add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
+
+        manager.add_request = checked_add_request
+        return manager
+
+    def generate_batch(self, inputs, generation_config=None, *args, **kwargs):
+        """Generate for prompts of any lengths by continuous batching; the arguments are those of transformers.
+
+        Raises:
+            ValueError: a model with chunked layers, and a request whose prompt and new tokens together exceed
+                `attention_chunk_size`; or a prompt with image tokens.
+        """
+        # Again here, and for all prompts before the first runs: transformers logs what a manager raises and goes on.
+        config = self.generation_config if generation_config is None else generation_config
+        max_new_tokens = kwargs.get("max_new_tokens")
+        max_new_tokens = config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        for index, input_ids in enumerate(inputs):
+            self._check_request(input_ids, max_new_tokens, index)
+        return super().generate_batch(inputs, generation_config, *args, **kwargs)
+
+    def _check_request(self, input_ids: Any, max_new_tokens: int | None, name: Any) -> None:
+        image_token = getattr(self.config, "image_token_index", None)
+        if image_token is not None and image_token in input_ids:
+            raise ValueError(
+                f"Continuous batching takes texts only; request {name} has image tokens (id {image_token}). "
+                "Use generate() for pictures."
+            )
+        chunk_size = _chunk_size(self.config)
+        if chunk_size is None:
+            return
+        request = f"request {name} has {len(input_ids)} prompt tokens"
+        advice = (
+            f"Continuous batching knows no chunk borders, so prompt and new tokens must fit into one chunk "
+            f"(attention_chunk_size = {chunk_size}): lower max_new_tokens, or use generate()."
+        )
+        if max_new_tokens is None:
+            raise ValueError(f"{request} and no max_new_tokens. {advice}")
+        if len(input_ids) + max_new_tokens > chunk_size:
+            raise ValueError(f"{request} and max_new_tokens = {max_new_tokens}. {advice}")
+
+
+class _WithinOneChunk:
+    """A model as continuous batching is to see it: its config has full attention layers only."""
+
+    def __init__(self, model: Any):
+        object.__setattr__(self, "_model", model)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return _fully_attending(self._model.config)
+
+    def eval(self) -> "_WithinOneChunk":
+        self._model.eval()
+        return self
+
+    def __call__(self, *args, **kwargs):
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
+
+
+def _chunk_size(config: PreTrainedConfig) -> int | None:
+    text_config = config.get_text_config(decoder=True)
+    is_chunked = "chunked_attention" in (getattr(text_config, "layer_types", None) or ())
+    return text_config.attention_chunk_size if is_chunked else None
+
+
+def _fully_attending(config: PreTrainedConfig) -> PreTrainedConfig:
+    text_config = copy.copy(config.get_text_config(decoder=True))
+    text_config.layer_types = ["full_attention"] * text_config.num_hidden_layers
+    return text_config
