@@ -320,18 +320,31 @@ def fit_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str) ->
 
     assert isinstance(model, PreTrainedModel)
     given = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
-    for adapter, config in model.peft_config.items():
-        tuner = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)
-        marks = re.compile(rf"\.{re.escape(adapter)}(\.|$)")
-        mine = [key for key in given if marks.search(key)]
-        if not mine or any(key not in mine and not _EMBEDDINGS.search(key) for key in given):
-            continue  # none of this adapter, or a checkpoint of the whole model
-        own = _shapes(model.state_dict())
-        added = {name: shape for name, shape in own.items() if marks.search(name)}
-        # Other methods share tensors between layers, which are saved once.
-        is_lora = tuner == "lora_"
-        expected = {name: shape for name, shape in added.items() if is_lora and ".lora_" in name}
-        fitted = fit(model, config, {key: state_dict[given[key]] for key in given}, expected, own)
-        for key in given.values():
-            del state_dict[key]
-        state_dict.update({prefix + name: tensor for name, tensor in fitted.items()})
+    own = _shapes(model.state_dict())
+    # Newer peft names the adapter only in the keys that the model has.
+    named = [name for name in model.peft_config if any(_is_named(key, name) for key in given)]
+    adapter = (named or list(model.peft_config))[-1]
+    config = model.peft_config[adapter]
+    tuner = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)
+    if tuner is None or not given:
+        return
+    if any(not (_is_named(key, adapter) or f".{tuner}" in key or _EMBEDDINGS.search(key)) for key in given):
+        return  # a checkpoint of the whole model
+    full_names = {_without_name(name, adapter): name for name in own if _is_named(name, adapter)}
+    added = {name: own[full] for name, full in full_names.items()}
+    # Other methods share tensors between layers, which are saved once.
+    expected = {name: shape for name, shape in added.items() if tuner == "lora_" and ".lora_" in name}
+    tensors = {_without_name(key, adapter): state_dict[full] for key, full in given.items()}
+    fitted = fit(model, config, tensors, expected, {**own, **added})
+    for key in given.values():
+        del state_dict[key]
+    state_dict.update({prefix + full_names.get(name, name): tensor for name, tensor in fitted.items()})
+
+
+def _is_named(key: str, adapter_name: str) -> bool:
+    return f".{adapter_name}." in key or key.endswith(f".{adapter_name}")
+
+
+def _without_name(key: str, adapter_name: str) -> str:
+    head, found, tail = key.rpartition(f".{adapter_name}")
+    return head + tail if found and tail[:1] in ("", ".") else key
