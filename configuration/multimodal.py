@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from transformers import PreTrainedConfig
 
-from ._base import LlamoeBaseConfig, as_dict, logger
+from ._base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig, as_dict, logger
 from ._checks import fail
 from .decoder import LlamoeTextConfig
 from .vision import LlamoeVisionConfig
@@ -31,6 +31,7 @@ class LlamoeConfig(LlamoeBaseConfig):
 
     model_type = "llamoe"
     stock_model_type: ClassVar[str] = "llama4"
+    keys_to_ignore_at_inference = KEYS_TO_IGNORE_AT_INFERENCE
     attribute_map: ClassVar[dict[str, str]] = {
         "image_token_id": "image_token_index",
         "boi_token_id": "boi_token_index",
