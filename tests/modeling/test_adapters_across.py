@@ -275,6 +275,32 @@ def test_auto_classes_follow_an_adapter_to_its_base(case, tmp_path):
 
 
 @both_ways
+def test_adapter_on_the_hub(how, tmp_path):
+    """From the local cache, as nothing else can be reached."""
+    ours, stock = pair(DENSE)
+    trained = adapted(stock, target_modules=LINEAR)
+    repository = tmp_path / "models--some--adapter"
+    trained.save_pretrained(repository / "snapshots/abc")
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    inputs = inputs_of(DENSE)
+    if how == "PeftModel":
+        ours = PeftModel.from_pretrained(ours, "some/adapter", cache_dir=str(tmp_path))
+    else:
+        ours.load_adapter("some/adapter", adapter_kwargs={"cache_dir": str(tmp_path), "revision": "main"})
+    assert max_abs(run(ours, **inputs), run(trained, **inputs)) < 1e-5
+
+
+def test_adapter_from_memory():
+    ours, stock = pair(TEXT)
+    trained = adapted(stock, target_modules=["q_proj"], target_parameters=EXPERTS)
+    tensors = peft.get_peft_model_state_dict(trained)
+    ours.load_adapter(peft_config=trained.peft_config["default"], adapter_state_dict=tensors, adapter_name="mine")
+    inputs = inputs_of(TEXT)
+    assert max_abs(run(ours, **inputs), run(trained, **inputs)) < 1e-5
+
+
+@both_ways
 def test_several_adapters_of_stock_and_ours(how, tmp_path):
     ours, stock = pair(TEXT)
     inputs = inputs_of(TEXT)
