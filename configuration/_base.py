@@ -55,6 +55,16 @@ ARCHITECTURES = {
 
 _COMPOSITE_TYPES = ("llama4", "llamoe")
 
+# Of an output, what is no prediction: `Trainer` gathers the rest over a whole evaluation, and gives the logits by
+# themselves where nothing else is left.
+KEYS_TO_IGNORE_AT_INFERENCE = [
+    "past_key_values",
+    "aux_loss",
+    "router_logits",
+    "expert_load",
+    "image_hidden_states",
+]
+
 # Rotary parameters that transformers has already checked without an error.
 _ROPE_SEEN: set[str] = set()
 

@@ -14,7 +14,7 @@ loss and the capacity factor, ST-MoE (Zoph et al., 2022, arXiv:2202.08906) for t
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ._base import LlamoeBaseConfig
+from ._base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig
 from ._checks import (
     LAYER_TYPES,
     check_heads,
@@ -55,7 +55,7 @@ class LayerPlan:
 class _DecoderConfig(LlamoeBaseConfig):
     """What the checks of both decoders share; the fields are declared by the subclasses."""
 
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = KEYS_TO_IGNORE_AT_INFERENCE
     base_model_pp_plan = DECODER_PP
     base_model_fsdp_plan = DECODER_FSDP
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from transformers import PreTrainedConfig
 
-from ._base import LlamoeBaseConfig, as_dict, logger
+from ._base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig, as_dict, logger
 from ._checks import fail
 from .decoder import LlamoeTextConfig
 from .parallel import PROJECTOR_TP
@@ -32,6 +32,7 @@ class LlamoeConfig(LlamoeBaseConfig):
 
     model_type = "llamoe"
     stock_model_type: ClassVar[str] = "llama4"
+    keys_to_ignore_at_inference = KEYS_TO_IGNORE_AT_INFERENCE
     base_model_tp_plan = PROJECTOR_TP
     base_model_fsdp_plan: ClassVar[dict[str, str]] = {}  # transformers' default names a decoder's children
     attribute_map: ClassVar[dict[str, str]] = {

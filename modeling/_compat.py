@@ -1,10 +1,17 @@
-"""Every branch on a library's version, and the few touches of transformers that are not public API.
+"""Every branch on a library's version, and the few touches of transformers and peft that are not public API.
 
 Supported: torch >= 2.11 and transformers >= 5.17, < 6. The rest of the library is written against what both
 ends of that range share.
 """
 
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from importlib.abc import MetaPathFinder
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -104,3 +111,72 @@ def gather(tensor: "torch.Tensor") -> "torch.Tensor":
         dist.all_gather(shards, local, group=mesh.get_group())
         pieces = [shard.chunk(placement.split_factor, placement.dim) for shard in shards]
         return torch.cat([shard[i] for i in range(placement.split_factor) for shard in pieces], placement.dim)
+
+
+def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
+    """Call `callback(module)` once the module is imported, at once if it is already.
+
+    The standard library has no such hook. The finder asks the others for this one module's spec and runs the callback
+    behind the module's own code; then it takes itself away. To ask whether the module could be found, as transformers
+    does, imports nothing and changes nothing.
+    """
+    if name in sys.modules:
+        callback(sys.modules[name])
+        return
+
+    class Finder(MetaPathFinder):
+        asking_others = False
+
+        def find_spec(self, fullname, path=None, target=None):
+            if fullname != name or self.asking_others:
+                return None
+            self.asking_others = True
+            try:
+                spec = importlib.util.find_spec(name)
+            finally:
+                self.asking_others = False
+            if spec is not None and spec.loader is not None:
+                execute = spec.loader.exec_module
+
+                def exec_module(module: ModuleType) -> None:
+                    execute(module)
+                    if self in sys.meta_path:
+                        sys.meta_path.remove(self)
+                        callback(module)
+
+                spec.loader.exec_module = exec_module  # of this loader only, which belongs to this one spec
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+
+
+def replace_all_linear(replacement: Callable) -> None:
+    """Put `replacement(original, peft_config, model)` in the place of peft's expansion of "all-linear".
+
+    peft asks no model which of its layers that means. The function is imported by name into several of its modules,
+    which all share one original.
+    """
+    tuners_utils = importlib.import_module("peft.tuners.tuners_utils")
+    original = tuners_utils._maybe_include_all_linear_layers
+
+    @functools.wraps(original)
+    def expand(peft_config, model):
+        return replacement(original, peft_config, model)
+
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("peft.") and (
+            vars(module).get("_maybe_include_all_linear_layers") is original
+        ):
+            module._maybe_include_all_linear_layers = expand
+
+
+def name_causal_models(names: Mapping[str, str]) -> None:
+    """Enter class names, by model type, among those that transformers knows for causal language models.
+
+    By these names `Trainer` decides whether label smoothing shifts the labels (it would train to repeat the token
+    that was read), and pipelines and the server whether a model generates text. `AutoModelForCausalLM.register` does
+    not write there.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(names)

@@ -203,7 +203,8 @@ class LlamoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     """Output of a language model head.
 
     Attributes:
-        loss: scalar, when `labels` were given; includes the router losses that the config asks for.
+        loss: scalar, when `labels` were given; includes the router losses that the config asks for. With
+            `num_items_in_batch` each of them counts by the part of those labels that this pass has.
         aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
         logits: `[B, T, vocab_size]`, or of the last tokens only (`logits_to_keep`).
         router_logits: one `[B * T, E]` a mixture layer, with `output_router_logits`.
@@ -302,10 +303,11 @@ class CausalLM(LlamoePreTrainedModel):
                 load = expert_load(router_logits, top_k, token_mask)
             if loss is not None and (z_loss_coef or (balance and self.config.router_aux_loss_coef)):
                 self._check_router_gradient(router_logits)
+            share = 1.0 if loss is None else _share_of_batch(labels, loss.device, **kwargs)
             if loss is not None and aux_loss is not None:
-                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+                loss = loss + share * self.config.router_aux_loss_coef * aux_loss.to(loss.device)
             if loss is not None and z_loss_coef:
-                loss = loss + z_loss_coef * router_z_loss(router_logits, token_mask).to(loss.device)
+                loss = loss + share * z_loss_coef * router_z_loss(router_logits, token_mask).to(loss.device)
         return LlamoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,
@@ -338,6 +340,27 @@ def _mask_of_new_tokens(attention_mask: object, num_tokens: int) -> torch.Tensor
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         return attention_mask[:, -num_tokens:]
     return None
+
+
+def _share_of_batch(
+    labels: torch.Tensor,
+    device: torch.device,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    shift_labels: torch.Tensor | None = None,
+    **_,
+) -> torch.Tensor | float:
+    """Give the part of a batch's labels that these are.
+
+    When gradients are accumulated, each piece's language modelling loss is divided by the number of labels in all the
+    pieces; the router losses, which are means over a piece, would else count once for each piece.
+    """
+    if num_items_in_batch is None:
+        return 1.0
+    counted = labels[..., 1:] if shift_labels is None else shift_labels
+    num_items = (counted != -100).sum().to(device)
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(device)
+    return num_items / num_items_in_batch
 
 
 class LlamoeDenseForCausalLM(CausalLM, GenerationMixin):

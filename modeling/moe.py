@@ -13,6 +13,7 @@ Shapes: T tokens, H hidden_size, E experts, K experts a token, N = T * K rows, I
 """
 
 import math
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -73,8 +74,27 @@ def _grouped_or_eager(
     experts: "Experts", hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Run `grouped_mm` where its kernels take these sizes and dtypes, else the loop over experts."""
-    forward = grouped_mm_experts_forward if experts.fits_grouped_mm() else Experts.loop_over_experts
-    return forward(experts, hidden_states, top_k_index, top_k_weights)
+    device_type = hidden_states.device.type
+    seen = experts
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        if dtype != experts.down_proj.dtype:
+            seen = cast("Experts", _ExpertsInDtype(experts, dtype))
+    if Experts.fits_grouped_mm(seen):
+        return grouped_mm_experts_forward(seen, hidden_states, top_k_index, top_k_weights)
+    return experts.loop_over_experts(hidden_states, top_k_index, top_k_weights)
+
+
+class _ExpertsInDtype:
+    """Experts with their weights in another dtype: autocast casts those of other products, not of `grouped_mm`."""
+
+    def __init__(self, experts: "Experts", dtype: torch.dtype):
+        self.experts = experts
+        self.gate_up_proj = experts.gate_up_proj.to(dtype)
+        self.down_proj = experts.down_proj.to(dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.experts, name)
 
 
 EXPERTS_INTERFACE = ExpertsInterface()

@@ -11,9 +11,10 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import WeightRenaming
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from ._compat import register_text_model_for_composite
+from ._compat import name_causal_models, register_text_model_for_composite
 from .decoder import LlamoeDenseForCausalLM, LlamoeDenseModel, LlamoeForCausalLM, LlamoeTextModel
 from .multimodal import LlamoeForConditionalGeneration, LlamoeModel
+from .peft_targets import register_with_peft
 from .processing import LlamoeProcessor
 from .vision import LlamoeVisionModel
 
@@ -37,6 +38,14 @@ def register() -> None:
     register_text_model_for_composite(AutoModelForCausalLM, LlamoeConfig, LlamoeForCausalLM)
     AutoModelForImageTextToText.register(LlamoeConfig, LlamoeForConditionalGeneration)
     AutoProcessor.register(LlamoeConfig, LlamoeProcessor)
+    name_causal_models(
+        {
+            LlamoeDenseConfig.model_type: LlamoeDenseForCausalLM.__name__,
+            LlamoeTextConfig.model_type: LlamoeForCausalLM.__name__,
+            LlamoeConfig.model_type: LlamoeForConditionalGeneration.__name__,
+        }
+    )
+    register_with_peft()
     for model_class in _READERS_OF_OTHER_CHECKPOINTS:
         # By class name, so that no other class and no adapter is touched.
         register_checkpoint_conversion_mapping(

@@ -1,0 +1,350 @@
+"""Do an adapter's weights belong to a model, and which way round are the factors of its experts?
+
+peft keys an adapter by the names of the modules that it changes, so that adapters of stock models fit ours by their
+names. Two things remain. peft and transformers drop what fits nowhere with a warning at most; here it is an error.
+And stock Llama 4 does not say that its experts are stored input-first: peft takes `[E, in, out]` for `[E, out, in]`
+and learns A on the output and B on the input side. The change of the weight is the same matrix product, so such a
+pair becomes one for our experts, which do say it, by exchanging its factors:
+
+* A `[E * r, in]`, where the expert runs slowest;
+* B `[out, r * E]`, where the expert runs fastest.
+"""
+
+import copy
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .moe import Experts
+from .weights import read_header
+
+logger = logging.getLogger("llamoe")
+
+_PEFT_PREFIX = "base_model.model."
+# Where peft looks for an adapter's weights, in this order.
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# Base weights that peft saves beside an adapter, when they were resized or trained.
+_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|lm_head)\.")
+_FACTOR = re.compile(r"^(?P<module>.+?)(?P<nested>(\.base_layer)*)\.lora_A(?P<rest>\..+)$")
+
+
+def exchange_factors(
+    lora_A: torch.Tensor, lora_B: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn a pair of factors round, from stock's layout to ours or back.
+
+    Args:
+        lora_A: `[E * r, X]`.
+        lora_B: `[Y, r * E]`.
+        num_experts: E.
+
+    Returns:
+        `[E * r, Y]` and `[X, r * E]`, of which each expert's product is the transpose of what it was.
+    """
+    a_ERX = lora_A.unflatten(0, (num_experts, -1))
+    b_YRE = lora_B.unflatten(1, (-1, num_experts))
+    return (
+        b_YRE.permute(2, 1, 0).flatten(0, 1).contiguous(),
+        a_ERX.permute(2, 1, 0).flatten(1, 2).contiguous(),
+    )
+
+
+def trained_on(config: Any) -> str | None:
+    """Give the class name of the model that an adapter's config says it was trained on, if it says so."""
+    mapping = getattr(config, "auto_mapping", None)
+    mapping = getattr(config, "_llamoe_auto_mapping", mapping)  # as it was in the file, see `mark`
+    return (mapping or {}).get("base_model_class")
+
+
+def mark(config: Any, model: PreTrainedModel) -> None:
+    """Note in an adapter's config, when it is injected, which class its experts' factors are laid out for.
+
+    peft itself writes that only for adapters without a task type. What the file said stays readable for `fit`.
+    """
+    if not getattr(config, "target_parameters", None):
+        return
+    if not hasattr(config, "_llamoe_auto_mapping"):
+        config._llamoe_auto_mapping = config.auto_mapping
+    config.auto_mapping = {
+        "base_model_class": type(model).__name__,
+        "parent_library": type(model).__module__,
+    }
+
+
+def read_adapter(name_or_path: str | os.PathLike, **download: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Read an adapter's config and weights, from a folder or the Hub, onto the CPU.
+
+    Raises:
+        CheckpointError: a damaged file in a local folder.
+    """
+    from peft import PeftConfig
+    from peft.utils import load_peft_weights
+
+    folder = os.path.join(name_or_path, download.get("subfolder") or "")
+    if os.path.isfile(path := os.path.join(folder, _WEIGHTS[0])):
+        read_header(path)
+    config = PeftConfig.from_pretrained(name_or_path, **download)
+    return config, load_peft_weights(os.fspath(name_or_path), device="cpu", **download)
+
+
+def skeleton_with(model: PreTrainedModel, config: Any, adapter_name: str) -> PreTrainedModel:
+    """Make a model of the same shapes, without weights, that has an adapter.
+
+    Args:
+        model: the model, with or without other adapters; it is not touched.
+        config: the adapter's config; it is not changed.
+        adapter_name: the adapter's name.
+
+    Raises:
+        ValueError: of peft, when the config's targets are not in the model.
+    """
+    from peft import inject_adapter_in_model
+
+    config = copy.deepcopy(config)
+    for field in ("init_lora_weights", "init_weights"):
+        if hasattr(config, field):
+            setattr(config, field, False)  # some ways to begin decompose the weights
+    with torch.device("meta"):
+        skeleton = type(model)(copy.deepcopy(model.config))
+    inject_adapter_in_model(config, skeleton, adapter_name, low_cpu_mem_usage=True)
+    return skeleton
+
+
+def fit(
+    model: PreTrainedModel,
+    config: Any,
+    tensors: Mapping[str, torch.Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
+    strict: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Bring an adapter's tensors under the model's names and the right way round.
+
+    Args:
+        model: the model; of another class than the adapter's own it may be, as a head and its base model are.
+        config: the adapter's config.
+        tensors: its weights, without peft's prefix.
+        expected: keys and shapes that the adapter has on this model, all of which must be there.
+        optional: further keys and shapes that may be there.
+        strict: raise on what does not fit; else leave it to the caller.
+
+    Returns:
+        the tensors, all of them expected or optional ones if strict.
+
+    Raises:
+        ValueError: an adapter of another model, or experts whose layout cannot be known.
+    """
+    fitted, passed_over, unknown = {}, [], []
+    for key, tensor in tensors.items():
+        name = next((name for name in _names(model, key) if name in expected or name in optional), None)
+        if name is not None:
+            fitted[name] = tensor
+        elif any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ()):
+            passed_over.append(key)
+        else:
+            unknown.append(key)
+            fitted[key] = tensor
+    _orient_experts(model, config, fitted, expected)
+    missing = [name for name in expected if name not in fitted]
+    shapes = {**optional, **expected}
+    differing = {
+        name: (list(tensor.shape), list(shapes[name]))
+        for name, tensor in fitted.items()
+        if name in shapes and tuple(tensor.shape) != shapes[name]
+    }
+    if strict and (unknown or missing or differing):
+        raise ValueError(_complaint(model, config, unknown, missing, differing))
+    if passed_over:
+        logger.warning(
+            "The adapter has %d tensors for parts that a %s does not have, such as %s; they are passed over.",
+            len(passed_over),
+            type(model).__name__,
+            passed_over[0],
+        )
+    return fitted
+
+
+def _names(model: PreTrainedModel, key: str) -> list[str]:
+    """Give what a key may be called in this model: as it is, or as the key of a model around or within it."""
+    renamed = (re.sub(f"^{old}", new, key) for old, new in model._checkpoint_prefixes.items())
+    base = model.base_model_prefix + "."
+    return [key, *renamed, key.removeprefix(base), base + key]
+
+
+def _orient_experts(
+    model: PreTrainedModel,
+    config: Any,
+    tensors: dict[str, torch.Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Exchange the factors of the experts, in place, if they were trained on stock's."""
+    experts = {
+        name.replace(".base_layer", ""): module.num_experts
+        for name, module in model.named_modules()
+        if isinstance(module, Experts)
+    }
+    pairs, layouts = {}, set()
+    for key in tensors:
+        match = _FACTOR.match(key)
+        if match is None or match["module"] not in experts or key not in expected:
+            continue
+        other = f"{match['module']}{match['nested']}.lora_B{match['rest']}"
+        if other not in tensors or other not in expected:
+            continue
+        (rank, size_in), (size_out, _) = expected[key], expected[other]
+        given = tuple(tensors[key].shape), tuple(tensors[other].shape)
+        as_ours = given == ((rank, size_in), (size_out, rank))
+        as_stock = given == ((rank, size_out), (size_in, rank))
+        if as_ours or as_stock:  # any other shape is complained about later
+            pairs[key] = (other, experts[match["module"]])
+            layouts.add("either" if as_ours and as_stock else "ours" if as_ours else "stock")
+    if layouts == {"either"}:
+        layouts.add(_recorded_layout(config))
+    if layouts >= {"ours", "stock"}:
+        raise ValueError(
+            "The adapter's experts do not agree: some pairs lora_A, lora_B have A on the input side, some on the "
+            "output side. It was not trained on one model."
+        )
+    if "stock" in layouts:
+        for key, (other, num_experts) in pairs.items():
+            tensors[key], tensors[other] = exchange_factors(tensors[key], tensors[other], num_experts)
+        logger.info("The adapter's experts were trained on stock Llama 4: lora_A and lora_B are exchanged.")
+
+
+def _recorded_layout(config: Any) -> str:
+    """Tell, of experts whose input and output have one size, by which class they were trained."""
+    name = trained_on(config) or ""
+    if name.startswith("Llamoe"):
+        return "ours"
+    if name.startswith("Llama4"):
+        return "stock"
+    raise ValueError(
+        "The adapter changes experts whose input and output have the same size, and its adapter_config.json does "
+        f"not say which model it was trained on (auto_mapping.base_model_class = {name or None!r}). Trained on "
+        "transformers' Llama 4 its lora_A and lora_B are exchanged, trained on llamoe they are not, and nothing else "
+        'tells. Add to adapter_config.json: "auto_mapping": {"base_model_class": "Llama4ForCausalLM", '
+        '"parent_library": "transformers"}, or {"base_model_class": "LlamoeForCausalLM", "parent_library": "llamoe"}.'
+    )
+
+
+def _complaint(
+    model: PreTrainedModel,
+    config: Any,
+    unknown: list[str],
+    missing: list[str],
+    differing: dict[str, tuple[list[int], list[int]]],
+) -> str:
+    problems = []
+    if differing:
+        name, (given, wanted) = next(iter(differing.items()))
+        problems.append(f"{name} has shape {given} where the model has {wanted} ({len(differing)} such)")
+    if unknown:
+        problems.append(f"{unknown[0]} belongs to nothing in the model ({len(unknown)} such)")
+    if missing:
+        problems.append(f"the model needs {missing[0]} and the adapter has no such tensor ({len(missing)} such)")
+    resized = [name for name in differing if _EMBEDDINGS.search(name)]
+    if resized and len(resized) == len(differing) and not unknown and not missing:
+        size = differing[resized[0]][0][0]
+        remedy = f"Its vocabulary was resized: call model.resize_token_embeddings({size}) before loading it."
+    else:
+        base = getattr(config, "base_model_name_or_path", None)
+        remedy = "Load it on the model that it was trained on" + (f": {base}." if base else ".")
+    return f"The adapter does not fit this {type(model).__name__}: {'; '.join(problems)}. {remedy}"
+
+
+def fit_folder(
+    model: PreTrainedModel,
+    config: Any,
+    adapter_name: str,
+    tensors: Mapping[str, torch.Tensor],
+    strict: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Fit the content of an adapter's folder to a model that it has not been added to yet.
+
+    Args:
+        model: the model; it is not changed.
+        config: the adapter's config.
+        adapter_name: what the adapter will be called.
+        tensors: its weights, by keys of the file.
+        strict: as in `fit`.
+
+    Returns:
+        the tensors by names that every supported `PreTrainedModel.load_adapter` understands.
+
+    Raises:
+        ValueError: as in `fit`.
+    """
+    from peft import get_peft_model_state_dict
+
+    skeleton = skeleton_with(model, config, adapter_name)
+    saved = get_peft_model_state_dict(skeleton, adapter_name=adapter_name, save_embedding_layers=False)
+    expected = _shapes(saved)
+    whole = _shapes(skeleton.state_dict())
+    embeddings = {name: shape for name, shape in whole.items() if _EMBEDDINGS.search(name)}
+    tensors = {key.removeprefix(_PEFT_PREFIX): tensor for key, tensor in tensors.items()}
+    fitted = fit(model, config, tensors, expected, embeddings, strict)
+    # transformers puts the adapter's name behind "lora_...", which leads to the parameter's name where peft saves
+    # that in full. DoRA's vectors are saved without their ".weight", trained base weights without their wrapper.
+    names = {}
+    for full in whole:
+        without = full.replace(f".{adapter_name}", "")
+        is_wrapped = ".modules_to_save." in full or ".token_adapter." in full
+        for name in (without.replace(".modules_to_save", ""), without.removesuffix(".weight")):
+            if name in expected and full != without and name not in whole:
+                names[name] = full if is_wrapped else without
+    return {names.get(name, name): tensor for name, tensor in fitted.items()}
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def fit_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Fit what peft loads into a model that has the adapter already, in place.
+
+    Args:
+        model: one of our models, inside of a `PeftModel`.
+        state_dict: what is being loaded.
+        prefix: what the model's keys begin with in it.
+
+    Raises:
+        ValueError: as in `fit`.
+    """
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    assert isinstance(model, PreTrainedModel)
+    given = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
+    own = _shapes(model.state_dict())
+    # Newer peft names the adapter only in the keys that the model has.
+    named = [name for name in model.peft_config if any(_is_named(key, name) for key in given)]
+    adapter = (named or list(model.peft_config))[-1]
+    config = model.peft_config[adapter]
+    tuner = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)
+    if tuner is None or not given:
+        return
+    if any(not (_is_named(key, adapter) or f".{tuner}" in key or _EMBEDDINGS.search(key)) for key in given):
+        return  # a checkpoint of the whole model
+    full_names = {_without_name(name, adapter): name for name in own if _is_named(name, adapter)}
+    added = {name: own[full] for name, full in full_names.items()}
+    # Other methods share tensors between layers, which are saved once.
+    expected = {name: shape for name, shape in added.items() if tuner == "lora_" and ".lora_" in name}
+    tensors = {_without_name(key, adapter): state_dict[full] for key, full in given.items()}
+    fitted = fit(model, config, tensors, expected, {**own, **added})
+    for key in given.values():
+        del state_dict[key]
+    state_dict.update({prefix + full_names.get(name, name): tensor for name, tensor in fitted.items()})
+
+
+def _is_named(key: str, adapter_name: str) -> bool:
+    return f".{adapter_name}." in key or key.endswith(f".{adapter_name}")
+
+
+def _without_name(key: str, adapter_name: str) -> str:
+    head, found, tail = key.rpartition(f".{adapter_name}")
+    return head + tail if found and tail[:1] in ("", ".") else key
