@@ -4,6 +4,7 @@ Supported: torch >= 2.11 and transformers >= 5.17, < 6. The rest of the library 
 ends of that range share.
 """
 
+import inspect
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -60,3 +61,24 @@ def register_text_model_for_composite(auto_class: type, config_class: type, mode
     `config.sub_configs["text_config"]`): transformers maps `llama4` to `Llama4ForCausalLM` in the same way.
     """
     auto_class._model_mapping.register(config_class, model_class)
+
+
+def dispatches_whole_models_to_disk() -> bool:
+    """Whether accelerate takes a device map in which everything is on disk; up to 1.12 it pointed to `disk_offload`.
+
+    That function cannot be used in its place: it writes the weights to disk once more.
+    """
+    from accelerate import dispatch_model
+
+    return "trying to offload the whole model" not in inspect.getsource(dispatch_model)
+
+
+def reads_tied_weights_from_disk() -> bool:
+    """Whether accelerate reads tied weights that are on disk.
+
+    Up to 1.12 it knew a tied tensor by the address of its data, which for everything that is on disk is zero, and
+    so gave one weight for another.
+    """
+    from accelerate import dispatch_model
+
+    return 'device.type != "meta"' in inspect.getsource(dispatch_model)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._compat import dispatches_whole_models_to_disk, reads_tied_weights_from_disk
+
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -89,7 +91,9 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
 
     Returns:
         the same places, without a name below another. Parameters that stand beside submodules (a tower's class
-        token) are no module that could be read from disk: where the map has them there they stay on the CPU.
+        token) are no module that could be read from disk: where the map has them there they stay on the CPU. So
+        do, with an accelerate that cannot read them from disk, tied weights, and of a model that is on disk as a
+        whole one module without weights.
 
     Raises:
         ValueError: a name that the model does not have, a module without a device, tensors of one module in
@@ -114,7 +118,24 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
             f"device_map gives no device for {_enumerate(missing)} of {type(model).__name__}. Add {named}"
             f"{'..., ' if len(missing) > 3 else ''}or '': 'cpu' for everything that it does not name."
         )
-    return settled
+    stays = [name for name in _tied_modules(model) if _place(name, settled) == "disk"]
+    if stays and reads_tied_weights_from_disk():
+        stays = []
+    if set(settled.values()) == {"disk"} and not dispatches_whole_models_to_disk():
+        stays.append(_least(model))
+    return settle_device_map(model, settled | dict.fromkeys(stays, "cpu")) if stays else settled
+
+
+def _tied_modules(model: nn.Module) -> list[str]:
+    pairs = getattr(model, "all_tied_weights_keys", {}).items()
+    return [name.rpartition(".")[0] for pair in pairs for name in pair]
+
+
+def _least(model: nn.Module) -> str:
+    """Name what costs next to nothing in memory: a parameter of the model's own, or else the rotary embedding."""
+    own = [name for name, _ in model.named_parameters(recurse=False)]
+    modules = model.named_modules()
+    return (own + [name for name, part in modules if _has_tensors(part) and not part.state_dict()])[0]
 
 
 def _children(model: nn.Module) -> list[str]:

@@ -24,9 +24,7 @@ from support import (
     stock_text_config,
 )
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     Llama4ForCausalLM,
     Llama4ForConditionalGeneration,
 )
@@ -52,7 +50,7 @@ def layers_of(model):
 
 def in_turns(model):
     """Every second layer on disk, everything else in memory."""
-    return {"": "cpu", **{name: "disk" for name in layers_of(model)[::2]}}
+    return {"": "cpu", **dict.fromkeys(layers_of(model)[::2], "disk")}
 
 
 def generate(model, inputs, **options):
@@ -118,7 +116,8 @@ def test_device_maps_change_no_bit(case, way, saved, tmp_path):
         options["offload_folder"] = tmp_path
     placed = case.model_class.from_pretrained(folder / files, **options)
     assert (num_offloaded(placed) > 0) == (way != "cpu")
-    assert num_offloaded(placed) == len(list(placed.parameters())) or way != "disk"
+    in_memory = len(list(placed.parameters(recurse=False)))  # the class token, where accelerate insists
+    assert num_offloaded(placed) >= len(list(placed.parameters())) - in_memory or way != "disk"
     assert way == "cpu" or settle_device_map(model, placed.hf_device_map) == placed.hf_device_map
     assert given == before, "the caller's dict is his own"
     assert_equal(case, placed, inputs, expected)
@@ -267,7 +266,8 @@ def test_tied_head(case, device_map, tmp_path):
     options = {}
     if device_map == "embeddings":
         prefix = "language_model." if case.has_images else ""
-        device_map = {"": "cpu", f"{prefix}model.embed_tokens": "disk", f"{prefix}lm_head": "disk"}
+        on_disk = ("model.embed_tokens", "lm_head", "model.layers.1")
+        device_map = {"": "cpu", **{prefix + name: "disk" for name in on_disk}}
     elif device_map == "auto":
         options["max_memory"] = {"cpu": int(0.6 * bytes_of(model))}
     placed = case.model_class.from_pretrained(tmp_path, device_map=device_map, **options)
@@ -470,7 +470,7 @@ def test_disk_without_a_place_on_it(text_folder, tmp_path, no_weights_are_read):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"'lm_head' on disk, but only safetensors .* give offload_folder"):
         model_class.from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "disk"})
-    with pytest.raises(ValueError, match=r"the whole model on disk, .* give offload_folder"):
+    with pytest.raises(ValueError, match=r"on disk, but only safetensors .* give offload_folder"):
         model_class.from_pretrained(
             None, config=model.config, state_dict=model.state_dict(), device_map={"": "disk"}
         )
@@ -533,9 +533,11 @@ def measure(load):
             time.sleep(0.001)
     thread = threading.Thread(target=poll)
     thread.start()
-    model = load()
-    done.set()
-    thread.join()
+    try:
+        model = load()
+    finally:
+        done.set()
+        thread.join()
     loading = status()["VmHWM"] - base["VmRSS"]
     checksum = sum(parameter.sum().item() for parameter in model.parameters() if not parameter.is_meta)
     return {"own": peak[0] - base["RssAnon"], "loading": loading, "used": status()["VmHWM"] - base["VmRSS"],
@@ -624,7 +626,7 @@ def test_peak_memory_of_loading_more(tmp_path, capsys):
 def test_gpu_with_layers_elsewhere(case, rest, saved):
     model, folder, inputs, expected = saved(case)
     plain = case.model_class.from_pretrained(folder / "one", device_map=0)
-    device_map = {"": 0, **{name: rest for name in layers_of(model)[::2]}}
+    device_map = {"": 0, **dict.fromkeys(layers_of(model)[::2], rest)}
     placed = case.model_class.from_pretrained(folder / "one", device_map=device_map)
     on_gpu = {name: tensor.to("cuda") for name, tensor in inputs.items()}
     assert torch.equal(run(placed, **on_gpu), run(plain, **on_gpu))
