@@ -7,6 +7,7 @@ ends of that range share.
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from importlib.abc import MetaPathFinder
@@ -180,3 +181,24 @@ def name_causal_models(names: Mapping[str, str]) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(names)
+
+
+def dispatches_whole_models_to_disk() -> bool:
+    """Whether accelerate takes a device map in which everything is on disk; up to 1.12 it pointed to `disk_offload`.
+
+    That function cannot be used in its place: it writes the weights to disk once more.
+    """
+    from accelerate import dispatch_model
+
+    return "trying to offload the whole model" not in inspect.getsource(dispatch_model)
+
+
+def reads_tied_weights_from_disk() -> bool:
+    """Whether accelerate reads tied weights that are on disk.
+
+    Up to 1.12 it knew a tied tensor by the address of its data, which for everything that is on disk is zero, and
+    so gave one weight for another.
+    """
+    from accelerate import dispatch_model
+
+    return 'device.type != "meta"' in inspect.getsource(dispatch_model)

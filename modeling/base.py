@@ -23,6 +23,7 @@ from .adapters import fit_folder, fit_state_dict, read_adapter
 from .expert_parallel import DispatchExperts
 from .masks import attention_masks
 from .moe import Experts, Router
+from .placement import check_devices, check_offload, check_on_disk, settle_device_map
 from .weights import check_fit, check_folder, check_place
 
 logger = logging.getLogger("llamoe")
@@ -147,12 +148,18 @@ class LlamoePreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         """Load a checkpoint, ours or stock, as `PreTrainedModel.from_pretrained` does.
 
-        A local folder's files are checked first, from their headers.
+        A local folder's files are checked first, from their headers. A `device_map` may name a module and parts of
+        it: the longer name holds, and "" stands for the rest. `model.hf_device_map` then names every module once.
 
         Raises:
             ValueError: a config of another model type, a damaged or missing file (`CheckpointError`, also an
-                `OSError`), weights that do not fit the config, or a quantization that the model cannot take.
+                `OSError`), weights that do not fit the config, a quantization that the model cannot take, or a
+                device map that cannot be followed.
         """
+        device_map = kwargs.get("device_map")
+        check_devices(device_map, kwargs.get("max_memory"), kwargs.get("offload_folder"))
+        if isinstance(device_map, dict):
+            kwargs["device_map"] = dict(device_map)  # settled in place once the model is known
         config = kwargs.get("config")
         if config is None and pretrained_model_name_or_path is not None:
             check_place(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
@@ -183,14 +190,28 @@ class LlamoePreTrainedModel(PreTrainedModel):
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
         # Here the empty model and the list of its files, downloaded or local, are known for the first time.
+        is_whole = not (args or kwargs.get("expected_keys"))  # else an adapter for a model that has its place
+        device_map = load_config.device_map
+        if device_map is not None and is_whole:
+            settled = settle_device_map(model, device_map)
+            check_devices(settled)  # what a strategy made of max_memory
+            check_offload(
+                settled, checkpoint_files if state_dict is None else None, load_config.disk_offload_folder
+            )
+            # The caller dispatches by the same dict.
+            device_map.clear()
+            device_map.update(settled)
         if state_dict is None and checkpoint_files:
             expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
             quantized = getattr(load_config, "hf_quantizer", None) is not None
             if not getattr(load_config, "ignore_mismatched_sizes", False):
                 check_fit(checkpoint_files, expected, model._checkpoint_prefixes, quantized)
-        return PreTrainedModel._load_pretrained_model(
+        loading_info, offload_index = PreTrainedModel._load_pretrained_model(
             model, state_dict, checkpoint_files, load_config, *args, **kwargs
         )
+        if device_map is not None and is_whole:
+            check_on_disk(device_map, loading_info.missing_keys, offload_index)
+        return loading_info, offload_index
 
     def init_parallel_plans(self) -> None:
         """Join the plans of configuration, heads and parts, without rules for what this model does not have."""

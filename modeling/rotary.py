@@ -56,14 +56,14 @@ class RotaryEmbedding(nn.Module):
         super()._apply(fn, recurse)
         # A cast would round the frequencies; `to_empty` on a model made on the meta device leaves them to chance.
         if self.inv_freq.dtype != torch.float32 or (was_meta and not self.inv_freq.is_meta):
-            device = self.inv_freq.device
-            inv_freq = self._initial_frequencies()[0].to(device)
-            self.inv_freq, self.original_inv_freq = inv_freq, inv_freq.clone()
-            self.max_seq_len_cached = self.original_max_seq_len
+            self._reset(self.inv_freq.device)
         return self
 
-    @torch.no_grad()
-    @dynamic_rope_update
+    def _reset(self, device: torch.device) -> None:
+        inv_freq = self._initial_frequencies()[0].to(device)
+        self.inv_freq, self.original_inv_freq = inv_freq, inv_freq.clone()
+        self.max_seq_len_cached = self.original_max_seq_len
+
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the angles' cosines and sines.
 
@@ -74,6 +74,15 @@ class RotaryEmbedding(nn.Module):
         Returns:
             cos and sin, each `[B or 1, T, R]` float32, times the scaling type's attention factor.
         """
+        if self.inv_freq.is_meta and not x.is_meta:
+            self._reset(
+                x.device
+            )  # made on the meta device, then filled by a loader that knows of checkpoints only
+        return self._cos_sin(x, position_ids)
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def _cos_sin(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = position_ids[..., None].float() * self.inv_freq.to(x.device)
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 

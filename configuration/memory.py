@@ -1,0 +1,56 @@
+"""How many bytes the cache of keys and values takes, from a configuration's fields alone.
+
+transformers' caches keep, in a chunked layer, the last `attention_chunk_size - 1` tokens and what the latest pass
+has brought; in every other layer, all tokens. A prompt that is read in one pass is therefore held whole by every
+layer until the next pass, which is what a plan has to leave room for.
+"""
+
+from ._base import LlamoeBaseConfig
+
+
+def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list[int]:
+    """Count the tokens that each layer's cache holds at its fullest.
+
+    Args:
+        config: A decoder's configuration, or a multimodal one.
+        context: Tokens of the prompt and the answer together.
+        piece: Tokens of the prompt that one pass reads: all of them, or `prefill_chunk_size` of `generate`.
+
+    Returns:
+        One number a layer.
+    """
+    text = config.get_text_config()
+    for name, value, most in (
+        ("context", context, text.max_position_embeddings),
+        ("piece", piece, context),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ValueError(f"{name} = {value!r}: should be tokens, from 1 to {most}")
+    chunk = getattr(text, "attention_chunk_size", None)
+    plans = [text.layer_plan(layer_idx) for layer_idx in range(text.num_hidden_layers)]
+    return [
+        min(context - piece, chunk - 1) + piece if plan.attention_type == "chunked_attention" else context
+        for plan in plans
+    ]
+
+
+def cache_bytes(
+    config: LlamoeBaseConfig, context: int, batch_size: int = 1, element_size: int = 2, piece: int = 1
+) -> list[int]:
+    """Count the bytes of each layer's cache at its fullest.
+
+    Args:
+        config: A decoder's configuration, or a multimodal one.
+        context: Tokens of the prompt and the answer together.
+        batch_size: Rows.
+        element_size: Bytes of a number: 2 in bfloat16.
+        piece: See `cache_tokens`.
+
+    Returns:
+        One number a layer: keys and values, for every key-value head, token and row.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size = {batch_size!r}: should be rows, 1 or more")
+    text = config.get_text_config()
+    of_a_token = 2 * text.num_key_value_heads * text.head_dim * element_size * batch_size
+    return [of_a_token * tokens for tokens in cache_tokens(config, context, piece)]

@@ -1,0 +1,76 @@
+"""Bytes of the cache, compared with the tensors that transformers' own cache holds."""
+
+import pytest
+import torch
+from support import MODELS, for_models, stock_text_config
+from transformers import DynamicCache, Llama4ForCausalLM
+
+import llamoe
+from llamoe.configuration import cache_bytes, cache_tokens, preset
+
+TEXT = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
+
+
+def held(cache):
+    """Bytes of each layer, of the storage behind what may be a view."""
+    return [
+        layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
+        for layer in cache.layers
+    ]
+
+
+@torch.no_grad()
+def fullest(model, config, context, piece, batch_size):
+    """Read a prompt of `context` tokens in pieces, the odd one first, and note each layer's most."""
+    cache, most = DynamicCache(config=config), [0] * config.num_hidden_layers
+    ids = torch.randint(3, 90, (batch_size, context))
+    sizes = [context % piece] * bool(context % piece) + [piece] * (context // piece)
+    for part in ids.split(sizes, dim=1):
+        model(input_ids=part, past_key_values=cache, use_cache=True)
+        most = [max(pair) for pair in zip(most, held(cache), strict=True)]
+    return most
+
+
+@for_models("is_text", "is_head")
+@pytest.mark.parametrize(
+    ("context", "piece"), [(12, 12), (16, 16), (50, 50), (50, 20), (50, 9), (33, 1), (40, 15)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_are_those_of_the_cache(case, context, piece, dtype):
+    model = case.make().to(dtype)
+    expected = fullest(model, model.config.get_text_config(), context, piece, batch_size=3)
+    given = cache_bytes(model.config, context, batch_size=3, element_size=dtype.itemsize, piece=piece)
+    assert given == expected
+
+
+def test_bytes_of_stock():
+    """The chunks of 16 are stock's as well."""
+    config = stock_text_config()
+    expected = fullest(Llama4ForCausalLM(config), config, 50, 20, batch_size=2)
+    assert cache_bytes(llamoe.from_stock(config), 50, batch_size=2, element_size=4, piece=20) == expected
+    assert len(set(expected)) == 2, "full and chunked layers differ"
+
+
+def test_published_sizes():
+    """By hand: keys and values, 8 heads of 128, 2 bytes; every fourth of 48 layers sees everything."""
+    of_a_token = 2 * 8 * 128 * 2
+    tokens = cache_tokens(preset("llama-4-scout"), 131072, piece=4096)
+    assert sorted(set(tokens)) == [8191 + 4096, 131072] and tokens.count(131072) == 12
+    assert sum(cache_bytes(preset("llama-4-maverick"), 8192)) == 48 * 8192 * of_a_token
+    assert sum(cache_bytes(preset("llama-2-7b"), 4096)) == 32 * 4096 * 2 * 32 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(context=0), "context = 0: should be tokens, from 1 to 256"),
+        (dict(context=257), "context = 257: should be tokens, from 1 to 256"),
+        (dict(context=1.5), "context = 1.5"),
+        (dict(context=20, piece=21), "piece = 21: should be tokens, from 1 to 20"),
+        (dict(context=20, batch_size=0), "batch_size = 0: should be rows, 1 or more"),
+    ],
+    ids=str,
+)
+def test_bad_sizes(options, says):
+    with pytest.raises(ValueError, match=says):
+        cache_bytes(TEXT.make_config(), **options)

@@ -1,0 +1,224 @@
+"""The planner's sums are those of real models, and its maps load."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import (
+    MODELS,
+    for_models,
+    make_asymmetric,
+    run,
+    stock_multimodal_config,
+)
+from torch import nn
+from transformers import Llama4ForConditionalGeneration
+from transformers.quantizers.base import get_keys_to_not_convert
+
+import llamoe
+from llamoe.configuration import cache_bytes, preset
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GB = 10**9
+HEAD = next(case for case in MODELS if case.name == "LlamoeForConditionalGeneration")
+
+
+@pytest.fixture(scope="module")
+def planner():
+    sys.path.insert(0, str(EXAMPLES))
+    import plan_placement
+
+    yield plan_placement
+    sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture
+def command(planner, monkeypatch, capsys):
+    """Run the script's `main` with arguments, and give what it prints."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["plan_placement.py", *map(str, arguments)])
+        planner.main()
+        return capsys.readouterr().out
+
+    return call
+
+
+def table(output):
+    """Device to weights, cache, sum and room in GB, and what it holds."""
+    rows = re.findall(r"^(\w+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+|-)   (.*)$", output, re.MULTILINE)
+    return {row[0]: (*map(float, row[1:4]), row[5]) for row in rows}
+
+
+@for_models("is_head")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gpus", [0, 1, 3])
+def test_every_byte_is_somewhere(case, dtype, gpus, planner):
+    """At many capacities: weights by counting a real model's tensors, cache by layer, and no device over its room."""
+    config = case.make_config()
+    model = case.make().to(getattr(torch, dtype))
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    size = getattr(torch, dtype).itemsize
+    per_layer = cache_bytes(config, 40, batch_size=2, element_size=size, piece=20)
+    stem = next(name for name, module in model.named_modules() if module is model.get_decoder().layers)
+    seen = set()
+    for step in range(6, 26, 2):
+        devices = list(range(gpus)) or ["cpu"]
+        room = dict.fromkeys(devices, total * step // 20)
+        if gpus:
+            room["cpu"] = total // 3
+        result = planner.plan(config, room, dtype, 40, batch_size=2, piece=20)
+        weights = dict.fromkeys(result.weights, 0)
+        for name, parameter in model.named_parameters():
+            weights[planner.place_of(name, result.device_map)] += parameter.nbytes
+        assert result.weights == weights
+        assert sum(size for _, size in result.parts.values()) == total
+        assert sum(count for count, _ in result.parts.values()) == model.num_parameters()
+        cache: dict = {}
+        for layer, bytes_of_layer in enumerate(per_layer):
+            place = planner.place_of(f"{stem}.{layer}.self_attn.q_proj.weight", result.device_map)
+            place = devices[0] if place in ("cpu", "disk") else place
+            cache[place] = cache.get(place, 0) + bytes_of_layer
+        assert result.cache == cache
+        for device in room:
+            assert result.weights.get(device, 0) + result.cache.get(device, 0) <= room[device]
+        seen |= set(result.device_map.values())
+    assert {*devices, "disk"} <= seen
+
+
+@pytest.mark.parametrize("name", ["LlamoeForCausalLM", "LlamoeForConditionalGeneration", "LlamoeVisionModel"])
+def test_a_saved_map_loads_and_changes_no_bit(name, command, tmp_path):
+    """The folder is stock's; what is saved goes into `from_pretrained` as it is."""
+    case = next(case for case in MODELS if case.name == name)
+    model, inputs = case.make(), case.inputs()
+    model.save_pretrained(tmp_path, layout="stock")
+    room = sum(parameter.nbytes for parameter in model.parameters()) * 0.7 / GB
+    arguments = ["--gpus", 0, "--cpu-memory", room, "--headroom", 0, "--dtype", "float32", "--context", 20]
+    output = command(tmp_path, *arguments, "--save", tmp_path / "map.json")
+    device_map = json.loads((tmp_path / "map.json").read_text())
+    assert set(device_map.values()) == {"cpu", "disk"} and str(tmp_path / "map.json") in output
+    placed = case.model_class.from_pretrained(tmp_path, device_map=device_map)
+    on_disk = sum(parameter.nbytes for parameter in placed.parameters() if parameter.is_meta)
+    assert 0 < on_disk < sum(parameter.nbytes for parameter in placed.parameters())
+    assert torch.equal(run(placed, **inputs), run(model, **inputs))
+    assert command(tmp_path / "config.json", *arguments).splitlines()[1:-1] == output.splitlines()[1:-1]
+
+
+def test_published_sizes(command):
+    scout = table(command("llama-4-scout", "--gpus", 4))
+    assert sum(row[0] for row in scout.values()) == pytest.approx(2 * 108.641793536, abs=0.05)
+    assert sum(row[1] for row in scout.values()) == pytest.approx(48 * 8192 * 4096 / GB, abs=0.05)
+    assert scout["0"][3].endswith("language_model.model.embed_tokens, language_model.model.layers.0-14")
+    assert scout["cpu"][0] == scout["disk"][0] == 0 and scout["3"][3] == "nothing"
+    one = command("llama-4-scout", "--gpus", 1, "--context", 131072, "--prefill", 4096)
+    assert (
+        "(12 layers x 131,072 tokens, 36 layers x 12,287 tokens) x 2 x 8 heads x 128 x 2 bytes x 1 rows"
+        in one
+    )
+    assert table(one)["0"][1] == pytest.approx(8.25, abs=0.01) and table(one)["cpu"][0] > 100
+    assert "are on no accelerator: every pass moves them to device 0." in one
+    maverick = table(command("llama-4-maverick", "--gpus", 8))
+    assert maverick["disk"][0] > 0 and sum(row[0] for row in maverick.values()) == pytest.approx(
+        803.17, abs=0.1
+    )
+    dense = command("llama-2-7b", "--dtype", "float16")
+    assert "x 4,096 tokens" in dense, "the default context is no longer than the model's"
+
+
+def test_large_models_take_seconds_and_little_memory():
+    """As a user runs it; most of both is the import of torch and transformers."""
+    script = (
+        "import resource, runpy, sys\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", script, str(EXAMPLES / "plan_placement.py"), "llama-4-maverick"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "401,583,781,376 parameters, 803.17 GB in bfloat16" in result.stdout
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert unit * int(result.stderr.splitlines()[-1]) < 2 * GB
+
+
+@for_models("is_head")
+def test_quantized_sizes(case, planner, monkeypatch):
+    """What is quantized is what transformers' bitsandbytes integration replaces: linear layers, the head excepted."""
+    config = case.make_config()
+    model = case.make()
+    kept = get_keys_to_not_convert(model)
+    linear = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not any(re.match(rf"{key}(\.|$)", name) for key in kept)
+    }
+    assert not [name for name in linear if "router" in name or "lm_head" in name]
+    for dtype, size in (
+        ("int8", lambda weight: weight.numel() + 4 * weight.shape[0]),
+        ("int4", lambda weight: (weight.numel() + 1) // 2 + 4 * ((weight.numel() + 63) // 64)),
+    ):
+        result = planner.plan(config, {0: GB}, dtype, 20)
+        expected = sum(
+            size(weight) if name in linear else 2 * weight.numel()
+            for name, weight in model.named_parameters()
+        )
+        assert result.device_map == {"": 0} and result.weights == {0: expected}
+
+
+def test_quantized_mixtures_are_told_the_truth(command):
+    output = command("llama-4-scout", "--dtype", "int4")
+    assert re.search(r"feed_forward\.experts +96,636,764,160 x 2 +bytes", output)
+    assert "experts are stacked tensors, which it leaves in bfloat16" in output
+    assert "and bitsandbytes refuses that" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["llama-4-scut"], "no preset is called 'llama-4-scut': did you mean 'llama-4-scout'"),
+        (["no/such/folder"], "no such folder or file: no/such/folder"),
+        ([EXAMPLES], "no such file: .*config.json"),
+        (["llama-2-7b", "--context", 8192], "context = 8192: should be tokens, from 1 to 4096"),
+        (["llama-2-7b", "--context", 0], "context = 0: should be tokens"),
+        (["llama-2-7b", "--prefill", 9000], "piece = 9000: should be tokens, from 1 to 4096"),
+        (["llama-2-7b", "--gpus", -1], "--gpus must be at least 0, not -1"),
+        (["llama-2-7b", "--batch", 0], "--batch must be at least 1, not 0"),
+        (["llama-2-7b", "--gpu-memory", 4], "a device of 4 GB has no room beside a headroom of 4 GB"),
+        (
+            ["llama-2-7b", "--batch", 99],
+            "the cache of 4096 tokens in 99 rows takes 212.6 GB, and device 0 has 76.0",
+        ),
+        (["llama-2-7b", "--save", "/no/such/folder/map.json"], "No such file or directory"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments, says, command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        command(*arguments)
+    message = capsys.readouterr().err
+    assert caught.value.code == 2 and re.search(says, message) and message.count("\n") == 1, message
+
+
+def test_config_that_is_none(tmp_path, command, capsys):
+    for content, says in (
+        ("{", "config.json|Expecting"),
+        ('{"model_type": "gpt2"}', "'gpt2'"),
+        ("[]", "plan_pl"),
+    ):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(SystemExit):
+            command(tmp_path)
+        assert re.search(says, capsys.readouterr().err)
+
+
+def test_stock_presets_and_folders_agree(planner, tmp_path):
+    """A stock folder is planned as what it is read as."""
+    make_asymmetric(Llama4ForConditionalGeneration(stock_multimodal_config())).save_pretrained(tmp_path)
+    config = planner.read_config(str(tmp_path))
+    assert type(config) is llamoe.LlamoeConfig
+    assert llamoe.count_parameters(config).total == HEAD.make().num_parameters()
+    assert planner.read_config("llama-2-7b").to_dict() == preset("llama-2-7b").to_dict()

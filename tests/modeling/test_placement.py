@@ -1,0 +1,634 @@
+"""Placed on CPU and disk by transformers or accelerate, every model computes the very same bits; bad maps are refused.
+
+Several devices are what this suite cannot have: one test runs on a GPU where there is one.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+import accelerate
+import pytest
+import torch
+from support import (
+    MODELS,
+    MULTIMODAL,
+    ROPES,
+    for_models,
+    make_asymmetric,
+    max_abs,
+    run,
+    scaled_rope,
+    stock_multimodal_config,
+    stock_text_config,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+)
+
+import llamoe
+from llamoe.modeling.placement import settle_device_map
+
+CPU = torch.device("cpu")
+HEADS = {case.name: case for case in MODELS if case.is_head}
+# 29 tokens and 6 more cross a border of the attention's chunks of 16.
+LENGTH = 29
+
+
+def bytes_of(model):
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def layers_of(model):
+    return [
+        name for name, module in model.named_modules() if type(module).__name__ in model._no_split_modules
+    ]
+
+
+def in_turns(model):
+    """Every second layer on disk, everything else in memory."""
+    return {"": "cpu", **dict.fromkeys(layers_of(model)[::2], "disk")}
+
+
+def generate(model, inputs, **options):
+    return model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=-1, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Each class once: the model, its folders (one file and shards), and what it gives."""
+    made = {}
+
+    def get(case):
+        if case not in made:
+            folder = tmp_path_factory.mktemp(case.name)
+            model, inputs = case.make(), case.inputs(length=LENGTH)
+            model.save_pretrained(folder / "one")
+            model.save_pretrained(folder / "shards", max_shard_size="400KB")
+            expected = run(model, **inputs), generate(model, inputs) if case.is_head else None
+            made[case] = model, folder, inputs, expected
+        return made[case]
+
+    return get
+
+
+def assert_equal(case, model, inputs, expected):
+    logits, tokens = expected
+    assert torch.equal(run(model, **inputs), logits)
+    assert not case.is_head or torch.equal(generate(model, inputs), tokens)
+
+
+def num_offloaded(model):
+    return sum(parameter.is_meta for parameter in model.parameters())
+
+
+# transformers
+
+
+WAYS = {
+    "cpu": lambda model: {"device_map": "cpu"},
+    "disk": lambda model: {"device_map": {"": "disk"}},
+    "layers_in_turns": lambda model: {"device_map": in_turns(model)},
+    "parts_in_turns": lambda model: {
+        "device_map": {
+            name: ("cpu", "disk")[place % 2] for place, (name, _) in enumerate(model.named_children())
+        }
+        | {name: "cpu" for name, _ in model.named_parameters(recurse=False)},
+    },
+    "max_memory": lambda model: {"device_map": "auto", "max_memory": {"cpu": int(0.6 * bytes_of(model))}},
+    "buffers_too": lambda model: {"device_map": in_turns(model), "offload_buffers": True},
+}
+
+
+@for_models()
+@pytest.mark.parametrize("way", WAYS)
+def test_device_maps_change_no_bit(case, way, saved, tmp_path):
+    model, folder, inputs, expected = saved(case)
+    files = "one" if way in ("parts_in_turns", "buffers_too") else "shards"
+    options = WAYS[way](model)
+    given = options["device_map"]
+    before = dict(given) if isinstance(given, dict) else given
+    # Our files are read where they lie; the folder is for those that cannot be.
+    if way == "max_memory":
+        options["offload_folder"] = tmp_path
+    placed = case.model_class.from_pretrained(folder / files, **options)
+    assert (num_offloaded(placed) > 0) == (way != "cpu")
+    in_memory = len(list(placed.parameters(recurse=False)))  # the class token, where accelerate insists
+    assert num_offloaded(placed) >= len(list(placed.parameters())) - in_memory or way != "disk"
+    assert way == "cpu" or settle_device_map(model, placed.hf_device_map) == placed.hf_device_map
+    assert given == before, "the caller's dict is his own"
+    assert_equal(case, placed, inputs, expected)
+
+
+@for_models()
+def test_auto_classes_take_device_maps(case, saved):
+    model, folder, inputs, expected = saved(case)
+    placed = case.auto_class.from_pretrained(folder / "shards", device_map=in_turns(model))
+    if type(placed) is case.model_class:  # of a folder with a head AutoModel makes the model below it
+        assert_equal(case, placed, inputs, expected)
+    assert 0 < num_offloaded(placed) < len(list(placed.parameters()))
+
+
+@pytest.mark.parametrize("place", [("disk", "cpu"), ("cpu", "disk")], ids=["tower_on_disk", "text_on_disk"])
+def test_tower_and_text_apart(place, saved):
+    """The head's `model` is a view without hooks of its own; images are encoded through it before generation."""
+    model, folder, inputs, expected = saved(MULTIMODAL)
+    device_map = {"vision_model": place[0], "multi_modal_projector": place[0], "language_model": place[1]}
+    placed = llamoe.LlamoeForConditionalGeneration.from_pretrained(folder / "shards", device_map=device_map)
+    assert placed.hf_device_map == device_map
+    assert_equal(MULTIMODAL, placed, inputs, expected)
+    assert torch.equal(run(placed.model, **inputs), run(model.model, **inputs))
+    beams = dict(num_beams=3, num_return_sequences=2)
+    assert torch.equal(generate(placed, inputs, **beams), generate(model, inputs, **beams))
+    with torch.no_grad():
+        images = [m.get_image_features(inputs["pixel_values"]) for m in (model, placed)]
+        embeds = [m.get_input_embeddings()(inputs["input_ids"]) for m in (model, placed)]
+    assert torch.equal(images[0].pooler_output, images[1].pooler_output)
+    rest = {**inputs, "input_ids": None}
+    assert torch.equal(
+        run(placed, **rest, inputs_embeds=embeds[1]), run(model, **rest, inputs_embeds=embeds[0])
+    )
+
+
+@for_models("is_head")
+@pytest.mark.parametrize("cache", ["static", "none"])
+def test_ways_to_generate_on_placed_models(case, cache, saved):
+    model, folder, inputs, _ = saved(case)
+    placed = case.model_class.from_pretrained(folder / "one", device_map=in_turns(model))
+    options = {"cache_implementation": "static"} if cache == "static" else {"use_cache": False}
+    assert torch.equal(generate(placed, inputs, **options), generate(model, inputs, **options))
+
+
+@for_models()
+def test_everything_that_is_returned_is_equal(case, saved):
+    model, folder, inputs, _ = saved(case)
+    placed = case.model_class.from_pretrained(folder / "one", device_map={"": "disk"})
+    options = {"output_hidden_states": True, "output_attentions": True}
+    if case.is_head:
+        options["labels"] = inputs["input_ids"]
+        if case.has_experts:
+            options.update(output_router_logits=True)
+    outputs = []
+    for each in (model, placed):
+        implementation = each.config._attn_implementation
+        each.set_attn_implementation("eager")
+        with torch.no_grad():
+            outputs.append(each(**inputs, **options))
+        each.set_attn_implementation(implementation)
+    expected, given = outputs
+    assert given.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, tuple | torch.Tensor):
+            pairs = (
+                zip(value, given[name], strict=True) if isinstance(value, tuple) else [(value, given[name])]
+            )
+            assert all(torch.equal(mine, its) for mine, its in pairs), name
+
+
+@for_models()
+def test_weights_on_disk_are_cast(case, saved):
+    model, folder, inputs, _ = saved(case)
+    plain, placed = (
+        case.model_class.from_pretrained(folder / "one", dtype=torch.bfloat16, **options)
+        for options in ({}, {"device_map": in_turns(model)})
+    )
+    assert num_offloaded(placed) and placed.dtype == torch.bfloat16
+    assert torch.equal(run(placed, **inputs), run(plain, **inputs))
+
+
+@for_models()
+@pytest.mark.parametrize("layout", ["llamoe", "stock"])
+def test_a_placed_model_saves_whole(case, layout, saved, tmp_path):
+    model, folder, inputs, expected = saved(case)
+    if layout == "stock" and not model._has_stock_layout:
+        pytest.skip("stock has no such class")
+    placed = case.model_class.from_pretrained(folder / "shards", device_map=in_turns(model))
+    placed.save_pretrained(tmp_path, layout=layout)
+    assert_equal(case, case.model_class.from_pretrained(tmp_path), inputs, expected)
+
+
+@pytest.mark.parametrize(
+    ("stock_class", "make_config", "names"),
+    [
+        (Llama4ForCausalLM, stock_text_config, ["LlamoeForCausalLM", "LlamoeTextModel"]),
+        (
+            Llama4ForConditionalGeneration,
+            stock_multimodal_config,
+            [
+                "LlamoeForConditionalGeneration",
+                "LlamoeModel",
+                "LlamoeForCausalLM",
+                "LlamoeTextModel",
+                "LlamoeVisionModel",
+            ],
+        ),
+    ],
+    ids=["text", "multimodal"],
+)
+def test_stock_folders_and_their_parts(stock_class, make_config, names, tmp_path):
+    """Keys that are renamed on the way in are found on disk by their old names."""
+    make_asymmetric(stock_class(make_config())).save_pretrained(tmp_path, max_shard_size="400KB")
+    for name in names:
+        case = next(case for case in MODELS if case.name == name)
+        inputs = case.inputs(length=LENGTH)
+        plain = case.model_class.from_pretrained(tmp_path)
+        expected = run(plain, **inputs), generate(plain, inputs) if case.is_head else None
+        for device_map in [{"": "disk"}] + [in_turns(plain)] * case.is_head:
+            placed = case.model_class.from_pretrained(tmp_path, device_map=device_map)
+            assert num_offloaded(placed), name
+            assert_equal(case, placed, inputs, expected)
+
+
+@for_models("is_head")
+def test_files_that_are_no_safetensors_are_written_to_the_offload_folder(case, saved, tmp_path):
+    model, _, inputs, expected = saved(case)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    device_map = in_turns(model)
+    placed = case.model_class.from_pretrained(
+        tmp_path, device_map=device_map, offload_folder=tmp_path / "offload"
+    )
+    assert num_offloaded(placed) == len(list((tmp_path / "offload").glob("*.safetensors")))
+    assert_equal(case, placed, inputs, expected)
+
+
+@for_models("is_head")
+@pytest.mark.parametrize(
+    "device_map", [{"": "disk"}, "embeddings", "auto"], ids=["disk", "embeddings", "auto"]
+)
+def test_tied_head(case, device_map, tmp_path):
+    model, inputs = case.make(tie_word_embeddings=True), case.inputs(length=LENGTH)
+    model.save_pretrained(tmp_path)
+    expected = run(model, **inputs), generate(model, inputs)
+    options = {}
+    if device_map == "embeddings":
+        prefix = "language_model." if case.has_images else ""
+        on_disk = ("model.embed_tokens", "lm_head", "model.layers.1")
+        device_map = {"": "cpu", **{prefix + name: "disk" for name in on_disk}}
+    elif device_map == "auto":
+        options["max_memory"] = {"cpu": int(0.6 * bytes_of(model))}
+    placed = case.model_class.from_pretrained(tmp_path, device_map=device_map, **options)
+    assert num_offloaded(placed)
+    assert_equal(case, placed, inputs, expected)
+
+
+# accelerate
+
+
+OFFLOADS = {
+    "cpu_offload": lambda model, folder: accelerate.cpu_offload(model, execution_device=CPU),
+    "cpu_offload_buffers": lambda model, folder: accelerate.cpu_offload(
+        model, execution_device=CPU, offload_buffers=True
+    ),
+    "disk_offload": lambda model, folder: accelerate.disk_offload(model, folder, execution_device=CPU),
+    "dispatch_model": lambda model, folder: accelerate.dispatch_model(
+        model,
+        accelerate.infer_auto_device_map(
+            model,
+            max_memory={"cpu": int(0.6 * bytes_of(model))},
+            no_split_module_classes=list(model._no_split_modules),
+        ),
+        offload_dir=folder,
+    ),
+}
+
+
+@for_models()
+@pytest.mark.parametrize("how", OFFLOADS)
+def test_offload_of_a_model_in_memory(case, how, saved, tmp_path):
+    """Stock Llama 4 fails in all of these: it asks its embedding, which is not in memory, for a device."""
+    _, _, inputs, expected = saved(case)
+    placed = OFFLOADS[how](case.make(), tmp_path)
+    assert num_offloaded(placed)
+    assert_equal(case, placed, inputs, expected)
+
+
+@for_models()
+def test_load_checkpoint_and_dispatch(case, saved, tmp_path):
+    model, folder, inputs, expected = saved(case)
+    with accelerate.init_empty_weights():
+        empty = case.model_class(case.make_config())
+    placed = accelerate.load_checkpoint_and_dispatch(
+        empty,
+        folder / "one",
+        device_map="auto",
+        max_memory={"cpu": int(0.6 * bytes_of(model))},
+        no_split_module_classes=list(empty._no_split_modules),
+        offload_folder=tmp_path,
+    ).eval()
+    assert 0 < num_offloaded(placed) < len(list(placed.parameters()))
+    assert_equal(case, placed, inputs, expected)
+
+
+@for_models()
+def test_no_layer_is_split(case):
+    """At thirty capacities; a layer's parts would otherwise send the residual stream back and forth."""
+    with torch.device("meta"):
+        model = case.model_class(case.make_config())
+    total = bytes_of(model)
+    names = list(dict(model.named_parameters()))
+    for step in range(1, 31):
+        capacity = int(total * step / 20)
+        device_map = accelerate.infer_auto_device_map(
+            model,
+            max_memory={"cpu": capacity},
+            no_split_module_classes=list(model._no_split_modules),
+        )
+        assert settle_device_map(model, device_map)
+        for layer in layers_of(model):
+            assert not [name for name in device_map if name.startswith(f"{layer}.")]
+        in_memory = [name for name in names if place_of(name, device_map) == "cpu"]
+        assert sum(model.get_parameter(name).nbytes for name in in_memory) <= capacity
+    assert set(device_map.values()) == {"cpu"}
+
+
+def place_of(name, device_map):
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map[name]
+
+
+# Construction on the meta device
+
+
+@pytest.mark.parametrize("name", ["LlamoeDenseModel", "LlamoeTextModel"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_loaders_leave_no_frequency_wrong(name, rope, tmp_path):
+    """Short and long passes in turn: `dynamic` and `longrope` write to their buffers."""
+    case = next(case for case in MODELS if case.name == name)
+    model = case.make(num_hidden_layers=2, **scaled_rope(rope))
+    model.save_pretrained(tmp_path)
+    others = [case.model_class.from_pretrained(tmp_path, device_map={"": "disk"}, offload_buffers=True)]
+    for include_buffers in (False, True):
+        with accelerate.init_empty_weights(include_buffers=include_buffers):
+            empty = case.model_class(model.config)
+        accelerate.load_checkpoint_in_model(empty, tmp_path, device_map={"": "cpu"})
+        others.append(empty.eval())
+    for length in (29, 50, 29):
+        inputs = case.inputs(length=length)
+        expected = run(model, **inputs)
+        for other in others:
+            assert torch.equal(run(other, **inputs), expected), length
+    for other in others:
+        for (buffer_name, buffer), (_, expected) in zip(
+            other.named_buffers(), model.named_buffers(), strict=True
+        ):
+            assert buffer.dtype == torch.float32 and torch.equal(buffer, expected), buffer_name
+
+
+# What cannot be followed
+
+
+@pytest.fixture
+def no_weights_are_read(monkeypatch):
+    monkeypatch.setattr(
+        "transformers.PreTrainedModel._load_pretrained_model",
+        lambda *_, **__: pytest.fail("weights were read"),
+    )
+
+
+BAD_MAPS = {
+    "misses_the_rest": (
+        {"model.layers": "cpu"},
+        r"no device for 'model.embed_tokens', 'model.norm', 'lm_head'",
+    ),
+    "misses_the_head": (
+        {"model": "cpu"},
+        r"no device for 'lm_head' of LlamoeForCausalLM\. Add 'lm_head': 'cpu', or '': 'cpu'",
+    ),
+    "misses_a_layer": (
+        {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+        | {f"model.layers.{layer}": "disk" for layer in range(4)},
+        r"no device for 'model.layers.4'",
+    ),
+    "misses_a_part": (
+        {"": "cpu"} | {"model.layers.1.feed_forward.experts.gate_up_proj": "disk"},
+        r"one module in different places .* give 'model.layers.1.feed_forward.experts' one device",
+    ),
+    "empty": ({}, r"no device for the whole model"),
+    "typo": (
+        {"": "cpu", "model.layer.1": "disk"},
+        r"'model.layer.1', which .* Did you mean 'model.layers.1'",
+    ),
+    "begins_alike": ({"model": "cpu", "lm_hea": "disk"}, r"'lm_hea', which .* Did you mean 'lm_head'"),
+    "of_the_multimodal_model": (
+        {"": "cpu", "vision_model": "disk"},
+        r"'vision_model', which LlamoeForCausalLM",
+    ),
+    "no_such_gpu": (
+        {"": "cpu", "lm_head": "cuda:73"},
+        r"device_map\['lm_head'\] = 'cuda:73': there is no such",
+    ),
+    "no_such_index": (73, r"device_map = 73: there is no such device\. This machine has 'cpu', 'disk'"),
+    "negative": (-1, r"device_map = -1: there is no such device"),
+    "no_such_kind": ({"": "dsk"}, r"device_map\[''\] = 'dsk': there is no such device"),
+    "no_such_strategy": ("auot", r"device_map = 'auot': there .* strategy: 'auto', 'balanced'"),
+    "none": ({"": None}, r"device_map\[''\] = None"),
+    "list": (["cpu"], r"device_map = \['cpu'\]"),
+    "index_for_a_name": ({0: "cpu"}, r"0 is no module's name, but of type int"),
+}
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    HEADS["LlamoeForCausalLM"].make().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("what", BAD_MAPS)
+@pytest.mark.parametrize("auto", [False, True], ids=["class", "auto"])
+def test_bad_device_map(what, auto, text_folder, no_weights_are_read):
+    device_map, says = BAD_MAPS[what]
+    loader = AutoModelForCausalLM if auto else llamoe.LlamoeForCausalLM
+    with pytest.raises(ValueError, match=says) as caught:
+        loader.from_pretrained(text_folder, device_map=device_map)
+    assert len(str(caught.value)) < 500, "a message, not a dump"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_memory": {"cpu": -5}}, r"max_memory\['cpu'\] = -5: a size in bytes"),
+        ({"max_memory": {73: "10GB"}}, r"max_memory\[73\]: there is no such device"),
+        ({"max_memory": {"cpu": "10 gigs"}}, r"10 gigs"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_bad_memory(options, says, text_folder, no_weights_are_read):
+    with pytest.raises(ValueError, match=says):
+        llamoe.LlamoeForCausalLM.from_pretrained(text_folder, device_map="auto", **options)
+
+
+def test_disk_without_a_place_on_it(text_folder, tmp_path, no_weights_are_read):
+    model_class = llamoe.LlamoeForCausalLM
+    model = model_class(HEADS["LlamoeForCausalLM"].make_config())
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"'lm_head' on disk, but only safetensors .* give offload_folder"):
+        model_class.from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "disk"})
+    with pytest.raises(ValueError, match=r"on disk, but only safetensors .* give offload_folder"):
+        model_class.from_pretrained(
+            None, config=model.config, state_dict=model.state_dict(), device_map={"": "disk"}
+        )
+    file = tmp_path / "pytorch_model.bin"
+    with pytest.raises(ValueError, match=rf"offload_folder = '{re.escape(str(file))}' is a file"):
+        model_class.from_pretrained(text_folder, device_map={"": "disk"}, offload_folder=file)
+
+
+@for_models("is_head")
+def test_new_weights_and_half_of_a_tied_pair_are_not_put_on_disk(case, tmp_path):
+    case.make().model.save_pretrained(tmp_path / "base")
+    prefix = "language_model." if case.has_images else ""
+    with pytest.raises(ValueError, match=rf"'{prefix}lm_head.weight' on disk, but the checkpoint does not"):
+        case.model_class.from_pretrained(tmp_path / "base", device_map={"": "disk"})
+    case.model_class.from_pretrained(tmp_path / "base", device_map={"": "disk", f"{prefix}lm_head": "cpu"})
+    case.make(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    with pytest.raises(ValueError, match=r"lm_head.weight on 'disk' and .*embed_tokens.weight on 'cpu', but"):
+        case.model_class.from_pretrained(
+            tmp_path / "tied", device_map={"": "cpu", f"{prefix}lm_head": "disk"}
+        )
+
+
+def test_settled_maps_name_every_module_once():
+    with torch.device("meta"):
+        model = MULTIMODAL.model_class(MULTIMODAL.make_config())
+    place = "language_model.model.layers.1.feed_forward.experts"
+    settled = settle_device_map(model, {"": "disk", "vision_model.model.layers.0": "cpu", place: "cpu"})
+    assert settled["vision_model.class_embedding"] == "cpu", "no module, so nothing that is read from disk"
+    assert (
+        settled["vision_model.model.layers.0"] == "cpu" and settled["vision_model.model.layers.1"] == "disk"
+    )
+    assert settled[place] == "cpu" and settled[place.replace("experts", "router")] == "disk"
+    assert not [name for name in settled for other in settled if name.startswith(f"{other}.")]
+    covered = [name for name in model.state_dict() if place_of(name, settled)]
+    assert len(covered) == len(model.state_dict())
+    assert settle_device_map(model, settled) == settled
+    assert settle_device_map(model, {"": torch.device("cpu")}) == {"": torch.device("cpu")}
+
+
+# Memory
+
+
+MEASURE = """
+import gc, json, sys, threading, time
+import torch, transformers, llamoe
+from pathlib import Path
+
+def status():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    pairs = (line.split(":") for line in lines if line.startswith(("VmHWM", "VmRSS", "RssAnon")))
+    return {name: 1024 * int(value.split()[0]) for name, value in pairs}
+
+def measure(load):
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+    base, peak, done = status(), [0], threading.Event()
+    def poll():
+        while not done.is_set():
+            peak[0] = max(peak[0], status()["RssAnon"])
+            time.sleep(0.001)
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        model = load()
+    finally:
+        done.set()
+        thread.join()
+    loading = status()["VmHWM"] - base["VmRSS"]
+    checksum = sum(parameter.sum().item() for parameter in model.parameters() if not parameter.is_meta)
+    return {"own": peak[0] - base["RssAnon"], "loading": loading, "used": status()["VmHWM"] - base["VmRSS"],
+            "model": sum(parameter.nbytes for parameter in model.parameters())}
+
+folder, name, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+model_class = getattr(llamoe, name, None) or getattr(transformers, name)
+model_class.from_pretrained(folder, device_map="meta")  # what is imported late
+print(json.dumps([measure(lambda: model_class.from_pretrained(folder, **options)) for options in cases]))
+"""
+# float32 from a bfloat16 file is twice the file.
+LOADS = [{}, {"device_map": "cpu"}, {"dtype": "float32"}, {"device_map": {"": "disk"}}]
+
+
+def save_large(folder, num_layers, shard):
+    """Experts of 6 MB in bfloat16, sixteen a layer."""
+    config = llamoe.LlamoeTextConfig(
+        vocab_size=8001,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=16,
+        interleave_moe_layer_step=1,
+        pad_token_id=0,
+    )
+    with torch.device("meta"):
+        model = llamoe.LlamoeForCausalLM(config)
+    model = model.bfloat16().to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model.save_pretrained(folder, layout="stock", max_shard_size=shard)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def measured(folder, name):
+    command = [sys.executable, "-c", MEASURE, str(folder), name, json.dumps(LOADS)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def check_peaks(folder, size):
+    """A file that needs no cast is mapped, not copied: its pages come when they are used, and may go again."""
+    plain, on_cpu, cast, on_disk = measured(folder, "LlamoeForCausalLM")
+    for peak in (plain, on_cpu):
+        assert peak["loading"] < 0.1 * size < 0.9 * size < peak["used"] < 1.1 * size, peak
+    assert cast["model"] > 1.9 * size
+    assert 0.9 * cast["model"] < cast["own"] < 1.1 * cast["model"], cast
+    assert cast["loading"] < 1.1 * (cast["model"] + size), cast
+    assert on_disk["own"] < 0.1 * size and on_disk["used"] < 0.1 * size, on_disk
+    return plain, on_cpu, cast, on_disk
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@linux_only
+def test_peak_memory_of_loading(tmp_path):
+    check_peaks(tmp_path, save_large(tmp_path, 2, "60MB"))
+
+
+@linux_only
+@pytest.mark.slow
+def test_peak_memory_of_loading_more(tmp_path, capsys):
+    size = save_large(tmp_path, 14, "300MB")
+    ours = check_peaks(tmp_path, size)
+    theirs = measured(tmp_path, "Llama4ForCausalLM")
+    with capsys.disabled():
+        for options, *peaks in zip(LOADS, ours, theirs, strict=True):
+            for name, peak in zip(("ours", "stock"), peaks, strict=True):
+                shares = {key: round(peak[key] / size, 3) for key in ("own", "loading", "used")}
+                print(f"\n{name} {options}: times the checkpoint of {size >> 20} MiB: {shares}", end="")
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine["own"] < its["own"] + 0.05 * size and mine["loading"] < its["loading"] + 0.05 * size
+
+
+# One accelerator
+
+
+@pytest.mark.gpu
+@for_models()
+@pytest.mark.parametrize("rest", ["cuda:0", "cpu", "disk"])
+def test_gpu_with_layers_elsewhere(case, rest, saved):
+    model, folder, inputs, expected = saved(case)
+    plain = case.model_class.from_pretrained(folder / "one", device_map=0)
+    device_map = {"": 0, **dict.fromkeys(layers_of(model)[::2], rest)}
+    placed = case.model_class.from_pretrained(folder / "one", device_map=device_map)
+    on_gpu = {name: tensor.to("cuda") for name, tensor in inputs.items()}
+    assert torch.equal(run(placed, **on_gpu), run(plain, **on_gpu))
+    assert max_abs(run(placed, **on_gpu).cpu(), expected[0]) < 1e-3
+    assert not case.is_head or torch.equal(generate(placed, on_gpu), generate(plain, on_gpu))
