@@ -1,6 +1,6 @@
 """What a model is: pure data, no tensors.
 
-A file imports only files that stand above it in this order: `_checks`, `_base`, `decoder`, `vision`,
+A file imports only files that stand above it in this order: `_checks`, `_hub`, `_base`, `decoder`, `vision`,
 `multimodal`, `stock`, `presets`, `parameter_count`.
 """
 

@@ -4,8 +4,9 @@ Supported: torch >= 2.11 and transformers >= 5.17, < 6. The rest of the library 
 ends of that range share.
 """
 
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -52,11 +53,49 @@ def grouped_mm_exists(device: "torch.device") -> bool:
     return device.type in ("cpu", "meta")
 
 
-def register_text_model_for_composite(auto_class: type, config_class: type, model_class: type) -> None:
-    """Make `auto_class` give a text-only model for a multimodal config.
+def register_model(auto_class: type, config_class: type, model_class: type) -> None:
+    """Make `auto_class` give `model_class` for a config of ours.
 
-    `auto_class.register` insists that the model's own config class is the key, yet `from_pretrained` of the
-    auto classes knows the case (it swaps in the text config when the model's config class is
-    `config.sub_configs["text_config"]`): transformers maps `llama4` to `Llama4ForCausalLM` in the same way.
+    Past `auto_class.register`, for two reasons. It insists that the model's own config class is the key, yet the auto
+    classes know text models of multimodal configs (transformers maps `llama4` to `Llama4ForCausalLM`). And it leaves
+    out the table of names by model type, in which `transformers serve`, Trainer's label smoothing and lm-eval look up
+    what a language model is.
     """
-    auto_class._model_mapping.register(config_class, model_class)
+    mapping = auto_class._model_mapping
+    mapping.register(config_class, model_class)
+    mapping._model_mapping[config_class.model_type] = model_class.__name__
+
+
+def publish(model_class: type) -> None:
+    """Make a class an attribute of `transformers`, where nothing else has its name.
+
+    `transformers serve` and vLLM look there, and nowhere else, for what config.json calls the architecture.
+    """
+    import transformers
+
+    if not hasattr(transformers, model_class.__name__):
+        setattr(transformers, model_class.__name__, model_class)
+
+
+_ABSENT = object()
+
+
+def point_at(auto_class: type, config_class: type, model_class: type) -> Callable[[], None]:
+    """Make `auto_class` give `model_class` for a stock config; transformers offers no public way.
+
+    Returns:
+        what undoes it. It leaves an entry alone that somebody else has made since.
+    """
+    entries = auto_class._model_mapping._extra_content
+    before = entries.get(config_class, _ABSENT)
+    entries[config_class] = model_class
+
+    def undo() -> None:
+        if entries.get(config_class) is not model_class:
+            return
+        if before is _ABSENT:
+            del entries[config_class]
+        else:
+            entries[config_class] = before
+
+    return undo
