@@ -212,7 +212,8 @@ class LlamoePreTrainedModel(PreTrainedModel):
         if layout == "stock":
             if not self._has_stock_layout:
                 raise ValueError(
-                    f"{type(self).__name__} has no counterpart in transformers: save the model with a head."
+                    f"{type(self).__name__} has no counterpart in transformers: save the model with its language "
+                    "model head."
                 )
             to_stock(self.config)  # raises before anything is written
         kwargs.setdefault("save_original_format", False)

@@ -203,6 +203,7 @@ class LlamoeForSequenceClassification(SequenceClassifier):
 
     config: LlamoeTextConfig
     _has_experts = True
+    _has_stock_layout = False
     _checkpoint_prefixes = {r"language_model\.": ""}
     _keys_to_ignore_on_load_unexpected = [
         r"^vision_model\.",
