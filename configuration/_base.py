@@ -16,7 +16,10 @@ Python evaluates the annotations of these modules on purpose: `strict` skips ann
 
 import copy
 import functools
+import json
+from contextvars import ContextVar
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin
 
 from huggingface_hub.dataclasses import strict
@@ -25,6 +28,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ._checks import ConfigurationError, check_rope_parameters, enumerate_words, fail
+from ._hub import write_config
 
 logger = logging.get_logger(__name__)
 
@@ -52,6 +56,9 @@ ARCHITECTURES = {
     "Llama4VisionModel": "LlamoeVisionModel",
     "Llama4ForConditionalGeneration": "LlamoeForConditionalGeneration",
 }
+
+# Whether the JSON being written is a folder's config.json.
+_is_saving: ContextVar[bool] = ContextVar("llamoe_is_saving", default=False)
 
 _COMPOSITE_TYPES = ("llama4", "llamoe")
 
@@ -193,6 +200,34 @@ class LlamoeBaseConfig(PreTrainedConfig):
             valid += f" ({READERS[model_type]} reads {model_type!r})"
         fail(cls, "model_type", model_type, f"{cls.__name__} does not read this model type", valid)
 
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+        """Save as `PreTrainedConfig.save_pretrained` does, with what loads the folder where llamoe is not imported.
+
+        That is `auto_map` in config.json and the file llamoe_hub.py, which imports the installed llamoe.
+        """
+        token = _is_saving.set(True)
+        try:
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        finally:
+            _is_saving.reset(token)
+
+    def to_json_file(self, json_file_path, use_diff: bool = True):
+        """Write the configuration as JSON."""
+        if not _is_saving.get():
+            super().to_json_file(json_file_path, use_diff=use_diff)
+            return
+        content = json.loads(self.to_json_string(use_diff=use_diff))
+        write_config(self, Path(json_file_path), content, is_ours=_is_ours(type(self)))
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Do nothing for llamoe's own classes, whose folders say already how they are loaded.
+
+        transformers would copy our sources into each saved folder. A subclass of yours is registered as usual.
+        """
+        if not _is_ours(cls):
+            super().register_for_auto_class(auto_class)
+
     def _rotary_multiple(self) -> int:
         """Say what the head's width must be a multiple of to be rotated; 0 where no layer is."""
         return 0
@@ -219,9 +254,14 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if type(self) is not type(other):
             return NotImplemented
         mine, theirs = self.to_dict(), other.to_dict()
-        mine.pop("_name_or_path", None)
-        theirs.pop("_name_or_path", None)
+        for data in (mine, theirs):
+            for name in ("_name_or_path", "auto_map"):
+                data.pop(name, None)
         return mine == theirs
+
+
+def _is_ours(config_class: type) -> bool:
+    return config_class.__module__.partition(".")[0] == "llamoe"
 
 
 def _report_as_value_errors(cls: Any) -> None:

@@ -15,6 +15,8 @@ from .decoder import LlamoeTextConfig
 from .parallel import PROJECTOR_TP
 from .vision import LlamoeVisionConfig
 
+_LABELS = ("id2label", "label2id", "problem_type")
+
 
 class LlamoeConfig(LlamoeBaseConfig):
     """Llama 4 as a whole.
@@ -28,6 +30,9 @@ class LlamoeConfig(LlamoeBaseConfig):
         image_token_index: The token that a picture's features replace (also readable as `image_token_id`).
         tie_word_embeddings: As in stock, where the text configuration's field of the same name decides for
             its head.
+
+    Labels (`num_labels`, `id2label`, `label2id`, `problem_type`) given for the whole are handed to the text
+    configuration, whose classifier they describe.
     """
 
     model_type = "llamoe"
@@ -61,10 +66,20 @@ class LlamoeConfig(LlamoeBaseConfig):
         for name in self.sub_configs:
             if getattr(self, name) is None:
                 setattr(self, name, {})
-        super().__post_init__(**kwargs)
+        text = self.text_config
+        labels = {name: getattr(text, name) for name in _LABELS}
+        super().__post_init__(**kwargs)  # fills in labels where none were given, and hands them on
+        if self.id2label == PreTrainedConfig().id2label:
+            labels["problem_type"] = self.problem_type or labels["problem_type"]
+        else:
+            labels = {name: getattr(self, name) for name in _LABELS}
+        for name, value in labels.items():
+            setattr(text, name, value)
 
     def __setattr__(self, name, value):
         """Set an attribute; what makes a nested configuration becomes one."""
+        if name in _LABELS and isinstance(text := self.__dict__.get("text_config"), LlamoeTextConfig):
+            setattr(text, name, value)
         config_class = self.sub_configs.get(name)
         if config_class is not None and value is not None and not isinstance(value, config_class):
             value = config_class(**(as_dict(value) if isinstance(value, PreTrainedConfig) else value))

@@ -103,7 +103,7 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
                 repr(needed),
             )
     unchanged = PreTrainedConfig().to_dict()
-    dropped = {"_name_or_path", *_REQUIRED[config_class]} - set(STOCK_CONSTANTS)
+    dropped = {"_name_or_path", "auto_map", *_REQUIRED[config_class]} - set(STOCK_CONSTANTS)
     dropped.update(_DROPPED[config_class])
     data = {
         name: value

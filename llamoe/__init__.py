@@ -1,7 +1,7 @@
 """LLaMA 1, LLaMA 2 and Llama-4-style multimodal mixtures of experts for Hugging Face transformers.
 
 Importing this package registers its model types (`llamoe_dense`, `llamoe_text`, `llamoe_vision`, `llamoe`) with the
-Auto classes; transformers' own types stay as they are.
+Auto classes; transformers' own types stay as they are, until `adopt` is called.
 """
 
 import os as _os
@@ -27,11 +27,18 @@ from llamoe.configuration import (  # noqa: E402
     preset,
     to_stock,
 )
+from llamoe.modeling.adoption import adopt, release  # noqa: E402
 from llamoe.modeling.decoder import (  # noqa: E402
     LlamoeDenseForCausalLM,
     LlamoeDenseModel,
     LlamoeForCausalLM,
     LlamoeTextModel,
+)
+from llamoe.modeling.heads import (  # noqa: E402
+    LlamoeDenseForQuestionAnswering,
+    LlamoeDenseForSequenceClassification,
+    LlamoeDenseForTokenClassification,
+    LlamoeForSequenceClassification,
 )
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
 from llamoe.modeling.processing import LlamoeProcessor  # noqa: E402
@@ -47,17 +54,23 @@ __all__ = [
     "LlamoeConfig",
     "LlamoeDenseConfig",
     "LlamoeDenseForCausalLM",
+    "LlamoeDenseForQuestionAnswering",
+    "LlamoeDenseForSequenceClassification",
+    "LlamoeDenseForTokenClassification",
     "LlamoeDenseModel",
     "LlamoeForCausalLM",
     "LlamoeForConditionalGeneration",
+    "LlamoeForSequenceClassification",
     "LlamoeModel",
     "LlamoeProcessor",
     "LlamoeTextConfig",
     "LlamoeTextModel",
     "LlamoeVisionConfig",
     "LlamoeVisionModel",
+    "adopt",
     "count_parameters",
     "from_stock",
     "preset",
+    "release",
     "to_stock",
 ]

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -60,14 +60,52 @@ def grouped_mm_exists(device: "torch.device") -> bool:
     return device.type in ("cpu", "meta")
 
 
-def register_text_model_for_composite(auto_class: type, config_class: type, model_class: type) -> None:
-    """Make `auto_class` give a text-only model for a multimodal config.
+def register_model(auto_class: type, config_class: type, model_class: type) -> None:
+    """Make `auto_class` give `model_class` for a config of ours.
 
-    `auto_class.register` insists that the model's own config class is the key, yet `from_pretrained` of the
-    auto classes knows the case (it swaps in the text config when the model's config class is
-    `config.sub_configs["text_config"]`): transformers maps `llama4` to `Llama4ForCausalLM` in the same way.
+    Past `auto_class.register`, for two reasons. It insists that the model's own config class is the key, yet the auto
+    classes know text models of multimodal configs (transformers maps `llama4` to `Llama4ForCausalLM`). And it leaves
+    out the table of names by model type, in which `transformers serve`, Trainer's label smoothing and lm-eval look up
+    what a language model is.
     """
-    auto_class._model_mapping.register(config_class, model_class)
+    mapping = auto_class._model_mapping
+    mapping.register(config_class, model_class)
+    mapping._model_mapping[config_class.model_type] = model_class.__name__
+
+
+def publish(model_class: type) -> None:
+    """Make a class an attribute of `transformers`, where nothing else has its name.
+
+    `transformers serve` and vLLM look there, and nowhere else, for what config.json calls the architecture.
+    """
+    import transformers
+
+    if not hasattr(transformers, model_class.__name__):
+        setattr(transformers, model_class.__name__, model_class)
+
+
+_ABSENT = object()
+
+
+def point_at(auto_class: type, config_class: type, model_class: type) -> Callable[[], None]:
+    """Make `auto_class` give `model_class` for a stock config; transformers offers no public way.
+
+    Returns:
+        what undoes it. It leaves an entry alone that somebody else has made since.
+    """
+    entries = auto_class._model_mapping._extra_content
+    before = entries.get(config_class, _ABSENT)
+    entries[config_class] = model_class
+
+    def undo() -> None:
+        if entries.get(config_class) is not model_class:
+            return
+        if before is _ABSENT:
+            del entries[config_class]
+        else:
+            entries[config_class] = before
+
+    return undo
 
 
 def register_parallel_style(name: str, style: object) -> None:
@@ -171,16 +209,15 @@ def replace_all_linear(replacement: Callable) -> None:
             module._maybe_include_all_linear_layers = expand
 
 
-def name_causal_models(names: Mapping[str, str]) -> None:
-    """Enter class names, by model type, among those that transformers knows for causal language models.
+def name_causal_model(model_type: str, class_name: str) -> None:
+    """Enter a class among those that transformers knows for causal language models by their names.
 
-    By these names `Trainer` decides whether label smoothing shifts the labels (it would train to repeat the token
-    that was read), and pipelines and the server whether a model generates text. `AutoModelForCausalLM.register` does
-    not write there.
+    By these names `Trainer` decides whether label smoothing shifts the labels; else it would train to repeat the
+    token that was read. A multimodal model is a language model in this, although its Auto class is another.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(names)
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = class_name
 
 
 def dispatches_whole_models_to_disk() -> bool:

@@ -5,10 +5,8 @@ transformers decides some features by looking for literal text in the file of a 
 so the two checks are answered here.
 """
 
-import json
 import logging
 import os
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..configuration import LlamoeConfig, from_stock
+from ..configuration._hub import written_by
 from ..configuration.parallel import check_parallel, wildcard
 from ..configuration.stock import to_stock
 from ._compat import gather, register_parallel_style, shards_unevenly
@@ -354,8 +353,10 @@ class LlamoePreTrainedModel(PreTrainedModel):
         Args:
             save_directory: the folder.
             *args: of `PreTrainedModel.save_pretrained`.
-            layout: "llamoe" writes our model type to config.json. "stock" writes transformers' (`llama`,
-                `llama4`, `llama4_text`), so that transformers, vLLM or llama.cpp read the folder without llamoe.
+            layout: "llamoe" writes our model type to config.json, and llamoe_hub.py beside it, with which the folder
+                loads by `trust_remote_code=True` where nobody has imported llamoe. "stock" writes transformers'
+                type (`llama`, `llama4`, `llama4_text`), so that transformers, vLLM or llama.cpp read the folder
+                without llamoe.
             **kwargs: of `PreTrainedModel.save_pretrained`.
 
         Raises:
@@ -368,14 +369,19 @@ class LlamoePreTrainedModel(PreTrainedModel):
         if layout == "stock":
             if not self._has_stock_layout:
                 raise ValueError(
-                    f"{type(self).__name__} has no counterpart in transformers: save the model with a head."
+                    f"{type(self).__name__} has no counterpart in transformers: save the model with its language "
+                    "model head."
                 )
             to_stock(self.config)  # raises before anything is written
         kwargs.setdefault("save_original_format", False)
-        super().save_pretrained(save_directory, *args, **kwargs)
-        config_file = Path(save_directory) / "config.json"
-        if layout == "stock" and config_file.exists():
-            content = json.dumps(to_stock(self.config), indent=2, sort_keys=True) + "\n"
-            unfinished = config_file.with_suffix(".json.tmp")
-            unfinished.write_text(content, encoding="utf-8")
-            unfinished.replace(config_file)
+        with written_by(to_stock if layout == "stock" else None):
+            super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Do nothing for llamoe's own classes, whose folders say already how they are loaded.
+
+        transformers would copy our sources into each saved folder. A subclass of yours is registered as usual.
+        """
+        if cls.__module__.partition(".")[0] != "llamoe":
+            super().register_for_auto_class(auto_class)

@@ -177,6 +177,8 @@ class LlamoeDenseModel(DecoderModel):
     """LLaMA 1 or 2 without a head."""
 
     config: LlamoeDenseConfig
+    # Stock's question answering calls its base model `transformer`.
+    _checkpoint_prefixes = {r"transformer\.": ""}
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": Attention}
 
 
@@ -368,6 +370,7 @@ class LlamoeDenseForCausalLM(CausalLM, GenerationMixin):
 
     config: LlamoeDenseConfig
     _model_class = LlamoeDenseModel
+    _checkpoint_prefixes = {r"transformer\.": "model."}
 
 
 class LlamoeForCausalLM(CausalLM, ChunkedGeneration, GenerationMixin):

@@ -181,14 +181,93 @@ def _fail_cache(given: str, expected: str) -> NoReturn:
     )
 
 
-def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor) -> None:
+def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor, num_labels: int | None = None) -> None:
     """Check labels against `input_ids` `[B, T]` or `inputs_embeds` `[B, T, hidden_size]`.
 
+    Args:
+        labels: should be `[B, T]`.
+        tokens: what they belong to.
+        num_labels: where the labels are classes, how many there are.
+
     Raises:
-        ValueError: another shape than `[B, T]`.
+        ValueError: another shape than `[B, T]`, or a class that there is not.
     """
-    if labels is not None and labels.shape != tokens.shape[:2]:
+    if labels is None:
+        return
+    if labels.shape != tokens.shape[:2]:
         _fail("labels", labels, f"of shape {list(tokens.shape[:2])}, one for each token")
+    if num_labels is not None:
+        _check_classes(labels, num_labels)
+
+
+def check_padding_token(config: PreTrainedConfig, batch_size: int) -> None:
+    """Check that the ends of several sequences can be found.
+
+    Raises:
+        ValueError: more than one sequence, and a config without `pad_token_id`.
+    """
+    if config.pad_token_id is None and batch_size != 1:
+        raise ValueError(
+            "Cannot handle batch sizes > 1 if no padding token is defined: the class of a sequence is read at its last "
+            f"token that is not config.pad_token_id, which is None, and there are {batch_size} sequences. Set "
+            "model.config.pad_token_id = tokenizer.pad_token_id (where the tokenizer has none: tokenizer.pad_token = "
+            "tokenizer.eos_token first), or give one sequence at a time."
+        )
+
+
+def check_class_labels(config: PreTrainedConfig, labels: torch.Tensor | None, batch_size: int) -> None:
+    """Check the labels of whole sequences.
+
+    Args:
+        config: with `num_labels` and `problem_type`; where that is None, transformers guesses it from the labels.
+        labels: should be `[B]` or `[B, 1]`; for several labels at once or several numbers `[B, num_labels]`.
+        batch_size: B.
+
+    Raises:
+        ValueError: another shape or dtype, or a class that there is not.
+    """
+    if labels is None:
+        return
+    num_labels, problem = config.num_labels, config.problem_type
+    is_integer = labels.dtype in _INTEGERS
+    if problem is None and num_labels > 1:
+        problem = "single_label_classification" if is_integer else "multi_label_classification"
+    if problem == "single_label_classification":
+        if labels.shape not in ((batch_size,), (batch_size, 1)) or not is_integer:
+            _fail("labels", labels, f"int64 of shape [{batch_size}], one class for each sequence")
+        _check_classes(labels, num_labels)
+    elif num_labels == 1:
+        if labels.shape not in ((batch_size,), (batch_size, 1)):
+            _fail("labels", labels, f"floating of shape [{batch_size}], one number for each sequence")
+    elif labels.shape != (batch_size, num_labels) or not labels.is_floating_point():
+        _fail(
+            "labels", labels, f"floating of shape [{batch_size}, {num_labels}] for problem_type {problem!r}"
+        )
+
+
+def check_answers(start: torch.Tensor | None, end: torch.Tensor | None, batch_size: int) -> None:
+    """Check where answers begin and end.
+
+    Raises:
+        ValueError: only one of the two, or another shape than `[B]` or `[B, 1]`.
+    """
+    if (start is None) != (end is None):
+        missing = "start_positions" if start is None else "end_positions"
+        raise ValueError(f"Give start_positions and end_positions, or neither; got no {missing}.")
+    for name, positions in (("start_positions", start), ("end_positions", end)):
+        if positions is not None and positions.shape not in ((batch_size,), (batch_size, 1)):
+            _fail(name, positions, f"of shape [{batch_size}], one for each row")
+
+
+def _check_classes(labels: torch.Tensor, num_labels: int) -> None:
+    if labels.device.type != "cpu" or not labels.numel() or is_tracing(labels):
+        return
+    wrong = labels[(labels != -100) & ((labels < 0) | (labels >= num_labels))]
+    if wrong.numel():
+        raise ValueError(
+            f"labels contain {wrong[0].item()}, but the model has num_labels = {num_labels}: load it with "
+            "num_labels=, or number the classes from 0 (-100: no loss)."
+        )
 
 
 def check_output_attentions(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:

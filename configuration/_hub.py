@@ -1,0 +1,145 @@
+"""What a saved folder says of itself, so that it loads where nobody has imported llamoe.
+
+transformers reads `auto_map` in config.json when it is told `trust_remote_code=True`: which class of which file in the
+folder serves which Auto class. Our file holds no model: it imports the installed llamoe, which registers everything.
+`register_for_auto_class`, transformers' own way, would copy our sources into the folder, file by file.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+# Auto classes and the class that each gives, by model type. A folder's `auto_map` and the registration follow it.
+AUTO_CLASSES = {
+    "llamoe_dense": {
+        "AutoModel": "LlamoeDenseModel",
+        "AutoModelForCausalLM": "LlamoeDenseForCausalLM",
+        "AutoModelForSequenceClassification": "LlamoeDenseForSequenceClassification",
+        "AutoModelForTokenClassification": "LlamoeDenseForTokenClassification",
+        "AutoModelForQuestionAnswering": "LlamoeDenseForQuestionAnswering",
+    },
+    "llamoe_text": {
+        "AutoModel": "LlamoeTextModel",
+        "AutoModelForCausalLM": "LlamoeForCausalLM",
+        "AutoModelForSequenceClassification": "LlamoeForSequenceClassification",
+    },
+    "llamoe_vision": {"AutoModel": "LlamoeVisionModel"},
+    "llamoe": {
+        "AutoModel": "LlamoeModel",
+        "AutoModelForCausalLM": "LlamoeForCausalLM",
+        "AutoModelForImageTextToText": "LlamoeForConditionalGeneration",
+        "AutoModelForMultimodalLM": "LlamoeForConditionalGeneration",
+        "AutoModelForSequenceClassification": "LlamoeForSequenceClassification",
+        "AutoModelForTextEncoding": "LlamoeTextModel",
+    },
+}
+
+MODULE_NAME = "llamoe_hub"
+_FIRST_LINE = '"""Lets transformers load this folder with `trust_remote_code=True`.'
+# transformers looks for missing packages in a file's imports and words the error itself, but passes over `try`.
+MODULE = (
+    _FIRST_LINE
+    + '''
+
+The model's code is not here: it is the installed package llamoe.
+"""
+
+try:
+    import llamoe
+except ModuleNotFoundError as error:
+    if error.name != "llamoe":
+        raise
+    raise ImportError(
+        "This folder holds a llamoe model, and the package llamoe is not installed: pip install llamoe"
+    ) from error
+
+
+def __getattr__(name):
+    try:
+        return getattr(llamoe, name)
+    except AttributeError:
+        raise ImportError(
+            f"This folder needs {name}, which llamoe {llamoe.__version__} does not have: pip install -U llamoe"
+        ) from None
+'''
+)
+
+# How the `save_pretrained` in progress wants the config written: None for our layout.
+_converter: ContextVar[Callable[[Any], dict[str, Any]] | None] = ContextVar("llamoe_converter", default=None)
+
+
+@contextmanager
+def written_by(converter: Callable[[Any], dict[str, Any]] | None) -> Iterator[None]:
+    """Have the configurations that are saved inside written as `converter` says, without our module.
+
+    Args:
+        converter: from a configuration to the content of config.json; None for our layout.
+    """
+    token = _converter.set(converter)
+    try:
+        yield
+    finally:
+        _converter.reset(token)
+
+
+def auto_map(config: Any, is_ours: bool) -> dict[str, str]:
+    """Say which Auto class finds what in the folder of a configuration.
+
+    Args:
+        config: one of our configurations; `architectures[0]` names the model class in the folder.
+        is_ours: the class of the configuration is llamoe's own, not a user's subclass.
+
+    Returns:
+        Auto class to `file.class`. What a user's own class has entered stays.
+    """
+    served = AUTO_CLASSES[config.model_type]
+    architecture = (config.architectures or [None])[0]
+    entries = {name: model for name, model in served.items() if model == architecture}
+    # Loading on a hub puts `owner/name--` before each entry.
+    others = {
+        name: entry
+        for name, entry in (getattr(config, "auto_map", None) or {}).items()
+        if f"{MODULE_NAME}." not in str(entry)
+    }
+    entries["AutoModel"] = served["AutoModel"]
+    if is_ours:
+        entries["AutoConfig"] = type(config).__name__
+    ours = {name: f"{MODULE_NAME}.{entry}" for name, entry in entries.items()}
+    if architecture is None or architecture in served.values():
+        return ours
+    return ours | others
+
+
+def write_config(config: Any, path: Path, content: Mapping[str, Any], is_ours: bool) -> None:
+    """Write config.json and, in our layout, the module beside it; in stock's layout remove that.
+
+    Args:
+        config: the configuration.
+        path: of config.json.
+        content: what it writes in our layout, but for `auto_map`.
+        is_ours: see `auto_map`.
+    """
+    converter = _converter.get()
+    module = path.with_name(f"{MODULE_NAME}.py")
+    if converter is not None:
+        _write(path, _as_json(converter(config)))
+        if module.is_file() and module.read_text(encoding="utf-8").startswith(_FIRST_LINE):
+            module.unlink()
+        return
+    if config.model_type in AUTO_CLASSES:
+        _write(module, MODULE)
+        content = {**content, "auto_map": auto_map(config, is_ours)}
+    _write(path, _as_json(content))
+
+
+def _as_json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
