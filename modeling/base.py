@@ -273,8 +273,12 @@ class LlamoePreTrainedModel(PreTrainedModel):
         kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, *args, **kwargs)
         config_file = Path(save_directory) / "config.json"
-        if layout == "stock" and config_file.exists():
+        is_main_process = kwargs.get("is_main_process", args[0] if args else True)
+        # Of several processes that hold shards one writes, and the others wait for it.
+        if layout == "stock" and config_file.exists() and self.should_save_on_this_rank(is_main_process):
             content = json.dumps(to_stock(self.config), indent=2, sort_keys=True) + "\n"
             unfinished = config_file.with_suffix(".json.tmp")
             unfinished.write_text(content, encoding="utf-8")
             unfinished.replace(config_file)
+        if layout == "stock":
+            self.barrier_after_gathered_checkpoint_save(getattr(self.config, "distributed_config", None))
