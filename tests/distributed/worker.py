@@ -252,12 +252,17 @@ def train(name, kind, inputs):
         model = load(name, distributed_config=DistributedConfig(fsdp_size=2, **extra))
         loss = step(model, mine)
     dist.all_reduce(loss)
-    figures = {"loss": abs(loss / 2 - expected_loss).item(), "gradients": relative_gradient_difference(unwrapped(model), reference)}
+    figures = {
+        "loss": abs(loss / 2 - expected_loss).item(),
+        "gradients": relative_gradient_difference(unwrapped(model), reference),
+    }
     figures["trained"] = weight_difference(model, reference)
     if kind.startswith("fsdp"):
         folder = FOLDER / f"saved-{kind}-{name}"
         model.save_pretrained(folder)
-        figures["trained and reloaded"] = weight_difference(type(reference).from_pretrained(folder), reference)
+        figures["trained and reloaded"] = weight_difference(
+            type(reference).from_pretrained(folder), reference
+        )
     return figures
 
 
@@ -270,7 +275,14 @@ if "ep_size" in DistributedConfig.__dataclass_fields__:
     KINDS.append("fsdp+expert")
 
 
-@check(*[f"{name} {kind}" for name in ("dense", "text", "multimodal") for kind in KINDS if (name, kind) != ("dense", "fsdp+expert")])
+@check(
+    *[
+        f"{name} {kind}"
+        for name in ("dense", "text", "multimodal")
+        for kind in KINDS
+        if (name, kind) != ("dense", "fsdp+expert")
+    ]
+)
 def training(name):
     name, kind = name.split()
     return train(name, kind, even_rows(name))
@@ -294,7 +306,10 @@ def shards(name):
     folder = FOLDER / f"shards-{name}"
     model.save_pretrained(folder, distributed_checkpoint=True)
     again = type(model).from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
-    return {"files": len(list(folder.rglob("*.safetensors"))), "weights": weight_difference(again, load(name))}
+    return {
+        "files": len(list(folder.rglob("*.safetensors"))),
+        "weights": weight_difference(again, load(name)),
+    }
 
 
 @check("ddp", "fsdp", "tp", "ep")
