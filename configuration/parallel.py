@@ -102,7 +102,7 @@ def check_parallel(config: PreTrainedConfig, tp_size: int, ep_size: int) -> None
         ValueError: attention heads that `tp_size`, or experts that `ep_size` does not divide.
     """
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        sizes = {name: tp_size for name in ("num_attention_heads", "num_key_value_heads")}
+        sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), tp_size)
         if getattr(part, "moe_layers", None):
             sizes["num_local_experts"] = ep_size
         for name, devices in sizes.items():

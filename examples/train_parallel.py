@@ -72,7 +72,9 @@ def train(model_folder: str, parallel: str, steps: int, save: str | None = None)
 
 def main() -> None:
     """Read the arguments, join the group that torchrun describes, train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="examples/llamoe-tiny", help="folder of a checkpoint with experts")
     parser.add_argument("--parallel", choices=("ddp", "fsdp", "tp", "ep"), default="fsdp")
     parser.add_argument("--steps", type=int, default=4)
