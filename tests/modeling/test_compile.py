@@ -1,0 +1,364 @@
+"""`torch.compile` in one graph, compiled generation that compiles once, and `torch.export`.
+
+The backends are those that generate no code (`eager`, `aot_eager`): what is tested is that one graph holds the model and
+computes the same. `test_inductor` lets torch generate it.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+from support import MODELS, TOKENS_PER_TILE, for_models, main_output, max_abs, run
+from torch.export import Dim
+from transformers import CompileConfig, StaticCache
+from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
+
+import llamoe
+from llamoe.modeling.grouped_product import grouped_product
+from llamoe.modeling.moe import MixtureOfExperts
+from llamoe.modeling.sequences import sequences_of_equal_rows
+
+CASES = {case.name: case for case in MODELS}
+DECODERS = pytest.mark.parametrize("name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM"])
+# Sums in another order.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def small(case, **text):
+    """Two layers, of which the mixture has one of each kind: chunked and dense, position-free and routed."""
+    if case.is_text:
+        text = {"num_hidden_layers": 2, **text}
+        if case.has_experts:
+            text = {"no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"], **text}
+    model = case.make(**text)
+    tower = getattr(model, "vision_model", model)
+    if case.has_images:
+        del tower.model.layers[1:]
+        tower.config.num_hidden_layers = 1
+    return model
+
+
+class Counting:
+    """A backend that runs what it is given as it is, and counts graphs and calls."""
+
+    def __init__(self):
+        self.graphs = self.calls = 0
+
+    def __call__(self, module, example_inputs, **_):
+        self.graphs += 1
+
+        def counted(*args):
+            self.calls += 1
+            return module(*args)
+
+        return counted
+
+
+def loss_of(model, inputs, **options):
+    output = model(**inputs, **options)
+    return output.loss if options.get("labels") is not None else main_output(output).float().square().mean()
+
+
+def gradients(model, call, inputs, **options):
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = loss_of(call, inputs, **options)
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(given, expected):
+    assert given[0].item() == pytest.approx(expected[0].item(), rel=1e-6)
+    assert given[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert max_abs(given[1][name], gradient) <= TOLERANCE * gradient.abs().max(), name
+
+
+# The forward and backward passes
+
+
+@for_models()
+def test_every_class_is_one_graph(case):
+    model, inputs = small(case), case.inputs()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert max_abs(run(compiled, **inputs), run(model, **inputs)) < TOLERANCE
+
+
+@for_models()
+def test_training_is_one_graph(case):
+    model, inputs = small(case).train(), case.inputs()
+    options = {"labels": inputs["input_ids"]} if case.is_head else {}
+    expected = gradients(model, model, inputs, **options)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same_gradients(gradients(model, compiled, inputs, **options), expected)
+
+
+def test_router_training_is_one_graph():
+    """Jitter, capacity, both router losses and the counted load; the same seed draws the same jitter."""
+    case = CASES["LlamoeForCausalLM"]
+    model, inputs = small(case).train(), case.inputs()
+    config = model.config
+    config.router_aux_loss_coef, config.router_z_loss_coef = 0.5, 0.1
+    mixture = next(module for module in model.modules() if isinstance(module, MixtureOfExperts))
+    mixture.capacity_factor, mixture.router.jitter_noise = 0.8, 0.2
+    options = {"labels": inputs["input_ids"], "output_router_logits": True, "output_expert_load": True}
+    expected = gradients(model, model, inputs, **options)
+    plain = gradients(model, model, inputs, labels=inputs["input_ids"])
+    assert abs(expected[0] - plain[0]) > 0.1
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same_gradients(gradients(model, compiled, inputs, **options), expected)
+    with torch.no_grad():
+        given, expected = compiled(**inputs, **options), model(**inputs, **options)
+    assert torch.equal(given.expert_load.sum(-1), expected.expert_load.sum(-1))
+
+
+@DECODERS
+def test_gradient_checkpointing_is_one_graph(name):
+    case = CASES[name]
+    model, inputs = small(case).train(), case.inputs()
+    options = {"labels": inputs["input_ids"]}
+    expected = gradients(model, model, inputs, **options)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same_gradients(gradients(model, compiled, inputs, **options), expected)
+
+
+def test_images_inside_the_graph_are_in_their_places():
+    """Other pictures give other logits, from the same graph, in their own rows only."""
+    case = CASES["LlamoeForConditionalGeneration"]
+    model, inputs = small(case), case.inputs()
+    backend = Counting()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    before = run(compiled, **inputs)
+    inputs["pixel_values"][2] += 1.0  # the tile of row 2
+    after = run(compiled, **inputs)
+    changed = [(after[row] - before[row]).abs().max().item() > 1e-3 for row in range(3)]
+    assert changed == [False, False, True] and backend.graphs == 1 and TOKENS_PER_TILE > 1
+    assert max_abs(after, run(model, **inputs)) < TOLERANCE
+
+
+@DECODERS
+def test_lengths_become_one_dynamic_graph(name):
+    """The first length is compiled as it is, the second for all lengths: over and under a chunk of 16."""
+    case = CASES[name]
+    model, backend = small(case), Counting()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    graphs = []
+    for length in (29, 41, 12, 70, 35):
+        inputs = case.inputs(padding=(0, 3), length=length)
+        assert max_abs(run(compiled, **inputs), run(model, **inputs)) < TOLERANCE
+        graphs.append(backend.graphs)
+    assert graphs[0] == 1 and graphs[-1] <= 2, graphs
+
+
+# The experts, for every size and dtype
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [52, 48], ids=["odd", "aligned"])
+def test_experts_are_one_graph(width, dtype, implementation):
+    """A width of 52 in bfloat16 is no multiple of 16 bytes, which torch's grouped product asks for."""
+    config = CASES["LlamoeForCausalLM"].make_config(intermediate_size=width)
+    config._experts_implementation = implementation
+    mixture = MixtureOfExperts(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in mixture.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    mixture.to(dtype)
+    states = torch.randn(2, 11, config.hidden_size, generator=generator).to(dtype).requires_grad_()
+
+    def outputs_and_gradients(call):
+        mixture.zero_grad()
+        states.grad = None
+        output = call(states)
+        output.float().square().mean().backward()
+        return [output.detach(), states.grad, *(parameter.grad for parameter in mixture.parameters())]
+
+    expected = [tensor.clone() for tensor in outputs_and_gradients(mixture)]
+    given = outputs_and_gradients(torch.compile(mixture, fullgraph=True, backend="aot_eager"))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for mine, theirs in zip(given, expected, strict=True):
+        assert theirs.abs().max() > 0
+        assert max_abs(mine, theirs) <= tolerance * theirs.abs().max()
+
+
+def test_grouped_product():
+    """Against a product for each row; some groups are empty and some rows belong to none, as in expert parallelism."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 6, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    ends = torch.tensor([3, 3, 7, 7])
+    groups = [0, 0, 0, 2, 2, 2, 2]
+    expected = torch.cat([torch.stack([x[i] @ weight[g] for i, g in enumerate(groups)]), torch.zeros(2, 5)])
+    given = grouped_product(x, weight, ends)
+    assert max_abs(given, expected) < 1e-12
+    assert torch.autograd.gradcheck(lambda x, weight: grouped_product(x, weight, ends), (x, weight))
+    torch.library.opcheck(grouped_product, (x.detach(), weight.detach(), ends))
+
+
+# Generation with a static cache
+
+
+@for_models("is_head")
+@pytest.mark.parametrize("length", [24, 11])
+def test_generate_compiles_once(case, length):
+    """Eleven tokens and nine new ones fill the window of a chunk while they are generated; 24 have filled it before."""
+    model, inputs = small(case), case.inputs(padding=(3, 0, 1), length=length)
+    options = dict(max_new_tokens=9, min_new_tokens=9, do_sample=False, cache_implementation="static")
+    expected = model.generate(**inputs, **options, disable_compile=True)
+    backend = Counting()
+    options["compile_config"] = CompileConfig(fullgraph=True, backend=backend)
+    options["compile_config"]._compile_all_devices = True  # else on accelerators only
+    for repetition in (1, 2):
+        assert torch.equal(model.generate(**inputs, **options), expected)
+        # The prefill is not compiled; each of the eight steps behind it ran the one graph.
+        assert (backend.graphs, backend.calls) == (1, 8 * repetition)
+    assert model.get_compiled_call(options["compile_config"]) != model.__call__
+
+
+@DECODERS
+def test_steps_with_a_static_cache_compile_once(name):
+    """Without `generate`: the masks are made inside the graph, too."""
+    case = CASES[name]
+    model, inputs, backend = small(case), case.inputs(length=30), Counting()
+    expected = run(model, **inputs)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    past = StaticCache(config=model.config, max_cache_len=40)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 10))
+    parts = [run(model, input_ids=inputs["input_ids"][:, :9], attention_mask=mask, past_key_values=past)]
+    for i in range(9, 30):
+        parts.append(
+            run(compiled, input_ids=inputs["input_ids"][:, i : i + 1], attention_mask=mask, past_key_values=past)
+        )
+        assert backend.graphs == 1
+    difference = (torch.cat(parts, 1) - expected).abs()[inputs["attention_mask"].bool()]
+    assert difference.max() < TOLERANCE
+
+
+def test_rings_leave_other_caches_alone():
+    """Only the empty static windows of a cache that one of our models is given become rings."""
+    case = CASES["LlamoeForCausalLM"]
+    config = case.make_config()
+    past = StaticCache(config=config, max_cache_len=40)
+    kinds = [type(layer).__name__ for layer in past.layers]
+    untouched = copy.deepcopy(past)
+    run(case.make(), input_ids=case.inputs()["input_ids"][:, :20], past_key_values=past)
+    changed = ["RingLayer" if kind == "StaticSlidingWindowLayer" else kind for kind in kinds]
+    assert [type(layer).__name__ for layer in past.layers] == changed != kinds
+    assert [type(layer).__name__ for layer in untouched.layers] == kinds
+    assert past.get_seq_length() == 20 and past.get_max_length() == untouched.get_max_length()
+
+
+def test_a_ring_can_be_used_again():
+    case = CASES["LlamoeForCausalLM"]
+    model, ids = small(case), case.inputs(padding=(0, 0), length=40)["input_ids"]
+    past = StaticCache(config=model.config, max_cache_len=40)
+    for _ in range(2):
+        parts = [run(model, input_ids=piece, past_key_values=past) for piece in ids.split((21, 1, 9, 9), 1)]
+        assert max_abs(torch.cat(parts, 1), run(model, input_ids=ids)) < TOLERANCE
+        past.reset()
+        ids = ids.flip(1)
+
+
+def test_sequences_of_equal_rows_are_one_graph():
+    """What flash attention is given in training without padding waits for no value."""
+
+    def cut(tokens):
+        sequences = sequences_of_equal_rows(2, 0, tokens.shape[1], 0, tokens.shape[1], 16, tokens.device)
+        return sequences.cu_seq_lens_q, sequences.cu_seq_lens_k
+
+    backend = Counting()
+    compiled = torch.compile(cut, fullgraph=True, backend=backend, dynamic=True)
+    for length in (33, 40, 64):
+        tokens = torch.zeros(2, length)
+        assert [ends.tolist() for ends in compiled(tokens)] == [ends.tolist() for ends in cut(tokens)]
+    assert backend.graphs <= 2
+
+
+# Export
+
+
+@DECODERS
+@pytest.mark.parametrize("with_mask", [True, False], ids=["mask", "no_mask"])
+def test_export_with_dynamic_sizes(name, with_mask):
+    """One program for every batch and length, saved and loaded.
+
+    Traced by dynamo (`strict`): without it torch 2.11 cannot prove that repeated heads stay in order, in transformers'
+    Llama either.
+    """
+    case = CASES[name]
+    model = small(case)
+
+    def inputs_of(padding, length):
+        inputs = case.inputs(padding, length)
+        return inputs if with_mask else {"input_ids": inputs["input_ids"]}
+
+    inputs = inputs_of((5, 0, 17), 53)
+    sizes = {0: Dim("batch", max=64), 1: Dim("tokens", min=2, max=256)}
+    program = torch.export.export(
+        model,
+        (),
+        {**inputs, "use_cache": False},
+        dynamic_shapes={**dict.fromkeys(inputs, sizes), "use_cache": None},
+        strict=True,
+    )
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    program = torch.export.load(file).module()
+    for padding, length in (((5, 0, 17), 53), ((0, 3), 17), ((0,), 80), ((0, 40, 3, 70), 100)):
+        inputs = inputs_of(padding, length)
+        expected = run(model, **inputs)
+        assert 0.3 < expected.std() < 3
+        assert max_abs(main_output(program(**inputs, use_cache=False)), expected) < TOLERANCE
+
+
+@DECODERS
+def test_export_of_one_size(name):
+    """As `torch.export.export` traces by default."""
+    case = CASES[name]
+    model, inputs = small(case), case.inputs()
+    program = torch.export.export(model, (), {**inputs, "use_cache": False}, strict=False)
+    assert max_abs(main_output(program.module()(**inputs, use_cache=False)), run(model, **inputs)) < TOLERANCE
+
+
+@DECODERS
+def test_export_of_a_decoding_step(name):
+    """transformers' wrapper for ExecuTorch: the cache is in the program, one token goes in; over a chunk's border."""
+    case = CASES[name]
+    model = small(case)
+    model.generation_config.update(use_cache=True, cache_implementation="static")
+    ids = case.inputs(padding=(0,), length=24)["input_ids"]
+    wrapped = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=40)
+    program = wrapped.export(input_ids=ids[:, :1], cache_position=torch.tensor([0])).module()
+    steps = [program(input_ids=ids[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(24)]
+    assert max_abs(torch.cat(steps, 1), run(model, input_ids=ids)) < TOLERANCE
+
+
+@pytest.mark.slow
+@DECODERS
+def test_inductor(name):
+    """With generated code, forward and backward, in float32."""
+    case = CASES[name]
+    model, inputs = small(case).train(), case.inputs()
+    options = {"labels": inputs["input_ids"]}
+    expected = gradients(model, model, inputs, **options)
+    compiled = torch.compile(model, fullgraph=True)
+    assert_same_gradients(gradients(model, compiled, inputs, **options), expected)
+
+
+def test_no_model_type_is_kept_from_compiling():
+    """transformers gives the uncompiled model to `generate` for every type with this in its name."""
+    for case in MODELS:
+        assert "llama4" not in case.make_config().model_type, case.name
+    assert llamoe.LlamoeForCausalLM._can_compile_fullgraph
