@@ -24,7 +24,8 @@ class ChunkedGeneration(GenerationMixin):
         if generation_config.cache_implementation == "quantized" and _chunk_size(self.config) is not None:
             options = generation_config.cache_config or {}
             generation_config.cache_config = {"config": _fully_attending(self.config), **options}
-        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        result = prepare(generation_config, model_kwargs, *args, **kwargs)
         # `assistant_early_exit` lowers the number of layers in the config, but not the lists of what each layer is,
         # and older releases make a cache as long as the lists.
         text_config = self.config.get_text_config(decoder=True)

@@ -427,7 +427,8 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
         kept = {"pixel_values": pixel_values, "mm_encoder_outputs": encoder_outputs}
         kept = {name: value for name, value in kept.items() if name in model_kwargs}
         others = {name: value for name, value in model_kwargs.items() if name not in kept}
-        input_ids, others = super()._expand_inputs_for_generation(
+        expand = super()._expand_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        input_ids, others = expand(
             expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **others
         )
         return input_ids, {**others, **kept}
@@ -442,7 +443,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
         **kwargs,
     ) -> dict[str, Any]:
         """Prepare one step of `generate`: images and `inputs_embeds` go in with the first pass only."""
-        inputs = super().prepare_inputs_for_generation(
+        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids,
             *args,
             pixel_values=pixel_values,

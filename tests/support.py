@@ -354,3 +354,16 @@ def main_output(output):
 @torch.no_grad()
 def run(model, **inputs):
     return main_output(model(**inputs))
+
+
+def generate(model, inputs, **options):
+    """What `generate` returns for the same seed every time; eight tokens by greedy search if not told otherwise."""
+    torch.manual_seed(0)
+    return model.generate(
+        **inputs, **{"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1, **options}
+    )
+
+
+def new_tokens(model, inputs, **options):
+    """The part of it that was not in `input_ids`."""
+    return generate(model, inputs, **options)[:, inputs["input_ids"].shape[1] :]

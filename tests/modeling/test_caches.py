@@ -11,20 +11,16 @@ from support import (
     make_asymmetric,
     max_abs,
     multimodal_config,
+    new_tokens,
     text_config,
 )
 from transformers import Cache, DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache, cache_utils
+from transformers.generation import utils as generation_utils
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import llamoe
 
 PROMPT, NEW = 29, 20  # over the chunk borders at 32 and 48
-
-
-def generate(model, inputs, **options):
-    torch.manual_seed(0)
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, **options}
-    return model.generate(**inputs, **options)[:, PROMPT:]
 
 
 class NoStream(contextlib.nullcontext):
@@ -63,19 +59,13 @@ KINDS = {
 @pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
 def test_kinds_of_cache_give_the_same_tokens(case, kind, beams, streams):
     """On a padded batch, of which each row begins its chunks elsewhere."""
-    if case.has_images and "pieces" in kind and not hasattr(_generation_utils(), "_slice_mm_encoder_output"):
+    if case.has_images and "pieces" in kind and not hasattr(generation_utils, "_slice_mm_encoder_output"):
         pytest.skip("this transformers prefills in pieces for texts only")
     model, inputs = case.make(), case.inputs(length=PROMPT)
     options = {"num_beams": beams, "max_new_tokens": NEW if beams == 1 else 6}
-    expected = generate(model, inputs, **options)
+    expected = new_tokens(model, inputs, **options)
     kind = KINDS[kind](model.config.get_text_config()) if callable(KINDS[kind]) else KINDS[kind]
-    assert torch.equal(generate(model, inputs, **kind, **options), expected)
-
-
-def _generation_utils():
-    from transformers.generation import utils
-
-    return utils
+    assert torch.equal(new_tokens(model, inputs, **kind, **options), expected)
 
 
 @for_models("is_head")
@@ -131,10 +121,11 @@ def test_fp8_caches(case, beams, monkeypatch):
     if layer is None:
         pytest.skip("this transformers has no fp8 cache")
     model, inputs = case.make(), case.inputs(length=PROMPT)
-    expected = generate(model, inputs, num_beams=beams)
+    options = {"num_beams": beams, "max_new_tokens": NEW}
+    expected = new_tokens(model, inputs, **options)
     monkeypatch.setattr(layer, "fp8_dtype", torch.float64)
     monkeypatch.setattr(layer, "fp8_max", 1.0)
-    assert torch.equal(generate(model, inputs, num_beams=beams, **quantized("fp8")), expected)
+    assert torch.equal(new_tokens(model, inputs, **options, **quantized("fp8")), expected)
     monkeypatch.undo()
     options = {
         "return_dict_in_generate": True,

@@ -1,12 +1,22 @@
-"""`generate` and `generate_batch` of every head: against stock, against each row by itself, in every way to decode."""
+"""`generate` of every head: against stock, against each row by itself, in every way to decode."""
 
 import copy
-from dataclasses import fields
 
 import pytest
 import torch
 import transformers
-from support import IMAGE_TOKEN, MODELS, MULTIMODAL, PADDING, for_models, make_asymmetric, max_abs, run
+from support import (
+    IMAGE_TOKEN,
+    MODELS,
+    MULTIMODAL,
+    PADDING,
+    for_models,
+    generate,
+    make_asymmetric,
+    max_abs,
+    new_tokens,
+    run,
+)
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -14,20 +24,13 @@ from transformers import (
     TextIteratorStreamer,
     TextStreamer,
 )
-from transformers.generation import ContinuousBatchingConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import llamoe
 
-CHUNK = 16  # attention_chunk_size of the tiny configs
-PROMPT = 29  # with eight new tokens or more, the chunk border at 32 lies among them
-
-
-def generate(model, inputs, **options):
-    """The new tokens; the same seed for every call."""
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1, **options}
-    torch.manual_seed(0)
-    return model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+# With eight new tokens or more, a chunk border lies among them: attention_chunk_size is 16 in the tiny configs.
+PROMPT = 29
 
 
 def stock_of(case, model):
@@ -80,7 +83,7 @@ def test_tokens_and_scores_are_those_of_stock(case, way):
         repeated = inputs["input_ids"][:1, -10:].repeat(1, 3)  # so that there is something to find
         inputs = {"input_ids": repeated, "attention_mask": torch.ones_like(repeated)}
     options = {"return_dict_in_generate": True, "output_scores": True, **WAYS[way]}
-    given, expected = (_generate_whole(one, inputs, **options) for one in (model, stock_of(case, model)))
+    given, expected = (generate(one, inputs, **options) for one in (model, stock_of(case, model)))
     assert torch.equal(given.sequences, expected.sequences)
     assert given.sequences.shape[1] > inputs["input_ids"].shape[1] + 3
     for mine, theirs in zip(given.scores, expected.scores, strict=True):
@@ -89,19 +92,12 @@ def test_tokens_and_scores_are_those_of_stock(case, way):
         assert max_abs(mine[finite], theirs[finite]) < 1e-4
 
 
-def _generate_whole(model, inputs, **options):
-    torch.manual_seed(0)
-    return model.generate(
-        **inputs, **{"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1, **options}
-    )
-
-
 @pytest.mark.parametrize("way", ["greedy", "sampling", "processors", "sampled_lookup"])
 def test_with_images_tokens_are_those_of_stock(way):
     model = MULTIMODAL.make()
     inputs = MULTIMODAL.row(MULTIMODAL.inputs(length=PROMPT), 1)
-    expected = generate(stock_of(MULTIMODAL, model), inputs, **WAYS[way])
-    assert torch.equal(generate(model, inputs, **WAYS[way]), expected)
+    expected = new_tokens(stock_of(MULTIMODAL, model), inputs, **WAYS[way])
+    assert torch.equal(new_tokens(model, inputs, **WAYS[way]), expected)
 
 
 @pytest.mark.parametrize("way", ["several", "beams", "sampled_beams", "prompt_lookup"])
@@ -123,7 +119,7 @@ def test_with_images_tokens_are_those_of_stocks_text_model(way, row):
     if way == "prompt_lookup":
         options.pop("prompt_lookup_num_tokens")  # wants ids; what it gives is what greedy search gives
     expected = stock.language_model.generate(inputs_embeds=embeds, **options)
-    assert torch.equal(generate(model, inputs, **WAYS[way]), expected)
+    assert torch.equal(new_tokens(model, inputs, **WAYS[way]), expected)
 
 
 # Against each row by itself
@@ -133,10 +129,10 @@ def test_with_images_tokens_are_those_of_stocks_text_model(way, row):
 def test_generate_on_a_padded_batch_equals_each_row_alone(case):
     """Twenty tokens, over more than one chunk border; the reference is the argmax of passes without a cache."""
     model, inputs = case.make(), case.inputs(length=PROMPT)
-    together = generate(model, inputs, max_new_tokens=20)
+    together = new_tokens(model, inputs, max_new_tokens=20)
     for row in range(len(PADDING)):
         alone = case.row(inputs, row)
-        assert torch.equal(generate(model, alone, max_new_tokens=20)[0], together[row])
+        assert torch.equal(new_tokens(model, alone, max_new_tokens=20)[0], together[row])
         for _ in range(20):
             token = run(model, **alone, use_cache=False)[:, -1].argmax(-1, keepdim=True)
             alone["input_ids"] = torch.cat([alone["input_ids"], token], 1)
@@ -158,7 +154,7 @@ def test_beams_of_a_batch_are_those_of_each_row(case, by, use_cache):
     together = model.generate(**given, **options)[:, -8:]
     assert together.shape == (6, 8)
     for row in range(len(PADDING)):
-        alone = generate(model, case.row(inputs, row), **options)
+        alone = new_tokens(model, case.row(inputs, row), **options)
         assert torch.equal(together[2 * row : 2 * row + 2], alone)
 
 
@@ -170,7 +166,7 @@ def test_samples_of_a_batch_stand_beside_their_row(case, by):
     given = inputs if by == "ids" else with_embeddings(model, inputs)
     options = {"do_sample": True, "num_return_sequences": 2, "output_logits": True}
     options["suppress_tokens"] = [IMAGE_TOKEN]  # run again as a prompt, one would ask for a picture
-    result = _generate_whole(model, given, return_dict_in_generate=True, **options)
+    result = generate(model, given, return_dict_in_generate=True, **options)
     tokens, logits = result.sequences[:, -8:], torch.stack(result.logits, 1)
     assert len({tuple(row.tolist()) for row in tokens}) == 6
     for index in range(6):
@@ -191,7 +187,7 @@ def test_beams_find_no_worse_than_greedy(case):
         scores = run(model, **whole)[:, -9:-1].log_softmax(-1)
         return scores.gather(2, tokens[..., None]).sum().item()
 
-    greedy, beams = generate(model, inputs), generate(model, inputs, num_beams=4)
+    greedy, beams = new_tokens(model, inputs), new_tokens(model, inputs, num_beams=4)
     assert beams.shape == greedy.shape and not torch.equal(beams, greedy)
     assert log_probability(beams) > log_probability(greedy)
 
@@ -217,12 +213,12 @@ def test_sampling_follows_the_seed(case):
 def test_embeddings_give_the_tokens_of_their_ids(case, way):
     model, inputs = case.make(), case.inputs(length=PROMPT)
     given = with_embeddings(model, inputs)
-    expected = generate(model, inputs, **WAYS.get(way, {}))
+    expected = new_tokens(model, inputs, **WAYS.get(way, {}))
     if way == "prefill_with_ids":  # given both, the ids only stand before what is returned
         given["input_ids"] = inputs["input_ids"]
-        assert torch.equal(generate(model, given), expected)
+        assert torch.equal(new_tokens(model, given), expected)
     else:
-        assert torch.equal(_generate_whole(model, given, **WAYS[way]), expected)
+        assert torch.equal(generate(model, given, **WAYS[way]), expected)
 
 
 def test_features_computed_before_can_be_given_and_stay_as_they_are():
@@ -232,12 +228,12 @@ def test_features_computed_before_can_be_given_and_stay_as_they_are():
         features = model.get_image_features(inputs["pixel_values"])
     pixels, before = inputs.pop("pixel_values"), features.pooler_output.clone()
     for options in ({}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}):
-        given = generate(model, inputs | {"mm_encoder_outputs": {"image": features}}, **options)
-        assert torch.equal(given, generate(model, inputs | {"pixel_values": pixels}, **options))
+        given = new_tokens(model, inputs | {"mm_encoder_outputs": {"image": features}}, **options)
+        assert torch.equal(given, new_tokens(model, inputs | {"pixel_values": pixels}, **options))
         assert features.pooler_output.shape == before.shape and torch.equal(features.pooler_output, before)
     features.pooler_output = list(features.pooler_output)  # one entry a tile is also allowed
-    given = generate(model, inputs | {"mm_encoder_outputs": {"image": features}}, num_beams=3)
-    assert torch.equal(given, generate(model, inputs | {"pixel_values": pixels}, num_beams=3))
+    given = new_tokens(model, inputs | {"mm_encoder_outputs": {"image": features}}, num_beams=3)
+    assert torch.equal(given, new_tokens(model, inputs | {"pixel_values": pixels}, num_beams=3))
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -245,15 +241,15 @@ def test_features_that_do_not_fit_the_text_are_refused(num_beams):
     model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs(length=PROMPT)
     more = inputs | {"pixel_values": inputs["pixel_values"][[0, 1, 2, 2]]}
     with pytest.raises(ValueError, match="12 image tokens.* 16 image features"):
-        generate(model, more, num_beams=num_beams)
+        new_tokens(model, more, num_beams=num_beams)
     fewer = inputs | {"pixel_values": inputs["pixel_values"][:2]}
     with pytest.raises(ValueError, match="12 image tokens.* 8 image features"):
-        generate(model, fewer, num_beams=num_beams)
+        new_tokens(model, fewer, num_beams=num_beams)
     with torch.no_grad():
         features = model.get_image_features(inputs.pop("pixel_values"))
     features.pooler_output = features.pooler_output[..., :60]
     with pytest.raises(ValueError, match="size 60, but hidden_size = 72"):
-        generate(model, inputs | {"mm_encoder_outputs": {"image": features}}, num_beams=num_beams)
+        new_tokens(model, inputs | {"mm_encoder_outputs": {"image": features}}, num_beams=num_beams)
 
 
 def test_forgotten_pictures_are_missed_by_generate_too():
@@ -261,7 +257,7 @@ def test_forgotten_pictures_are_missed_by_generate_too():
     del inputs["pixel_values"]
     for options in ({}, {"num_beams": 2}):
         with pytest.raises(ValueError, match="image tokens .* 0 image features"):
-            generate(model, inputs, **options)
+            new_tokens(model, inputs, **options)
 
 
 def test_a_conversation_goes_on_with_another_picture():
@@ -269,14 +265,14 @@ def test_a_conversation_goes_on_with_another_picture():
     model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs(padding=(0, 0), length=PROMPT)
     first = {**MULTIMODAL.row(inputs, 1), "pixel_values": inputs["pixel_values"][:2]}
     ids = first["input_ids"]
-    result = _generate_whole(model, first, return_dict_in_generate=True)
+    result = generate(model, first, return_dict_in_generate=True)
     tail = torch.tensor([[41, 42, *[IMAGE_TOKEN] * 4, 43, 44]])
     ids = torch.cat([result.sequences, tail], 1)
     whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     second = torch.randn(1, *inputs["pixel_values"].shape[1:])
-    expected = generate(model, {**whole, "pixel_values": torch.cat([first["pixel_values"], second])})
+    expected = new_tokens(model, {**whole, "pixel_values": torch.cat([first["pixel_values"], second])})
     past = result.past_key_values
-    given = generate(model, {**whole, "pixel_values": second}, past_key_values=past)
+    given = new_tokens(model, {**whole, "pixel_values": second}, past_key_values=past)
     assert torch.equal(given, expected)
 
 
@@ -293,9 +289,9 @@ def test_assisted_tokens_are_those_of_stock(case, do_sample):
     model, assistant = case.make(), smaller(case)
     inputs = without_images(case.row(case.inputs(length=PROMPT), 1))
     options = {"do_sample": do_sample, "max_new_tokens": 12}
-    given = generate(model, inputs, assistant_model=assistant, **options)
+    given = new_tokens(model, inputs, assistant_model=assistant, **options)
     stock, stock_assistant = stock_of(case, model), stock_of(case, assistant)
-    assert torch.equal(given, generate(stock, inputs, assistant_model=stock_assistant, **options))
+    assert torch.equal(given, new_tokens(stock, inputs, assistant_model=stock_assistant, **options))
 
 
 def assistants(case, model):
@@ -309,17 +305,17 @@ def assistants(case, model):
 def test_assisted_tokens_are_those_without_an_assistant(case):
     """Over the chunk borders at 32 and 48, with many a draft taken back; with images too."""
     model, inputs = case.make(), case.row(case.inputs(length=PROMPT), 1)
-    expected = generate(model, inputs, max_new_tokens=24)
+    expected = new_tokens(model, inputs, max_new_tokens=24)
     helpers = dict(assistants(case, model))
     passes = []
     model.register_forward_hook(lambda *_: passes.append(1))
     for name, assistant in helpers.items():
         passes.clear()
-        assert torch.equal(generate(model, inputs, assistant_model=assistant, max_new_tokens=24), expected), (
-            name
-        )
+        assert torch.equal(
+            new_tokens(model, inputs, assistant_model=assistant, max_new_tokens=24), expected
+        ), name
         assert len(passes) <= (12 if name == "itself" else 24)
-    assert torch.equal(generate(model, inputs, prompt_lookup_num_tokens=4, max_new_tokens=24), expected)
+    assert torch.equal(new_tokens(model, inputs, prompt_lookup_num_tokens=4, max_new_tokens=24), expected)
 
 
 @pytest.mark.parametrize("name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM"])
@@ -328,13 +324,13 @@ def test_drafting_with_the_first_layers(name):
     model, inputs = case.make(), case.row(case.inputs(length=PROMPT), 1)
     layers = []
     model.model.layers[3 if case.has_experts else 2].register_forward_hook(lambda *_: layers.append(1))
-    expected = generate(model, inputs, max_new_tokens=24)
+    expected = new_tokens(model, inputs, max_new_tokens=24)
     plain = len(layers)
-    assert torch.equal(generate(model, inputs, assistant_early_exit=2, max_new_tokens=24), expected)
+    assert torch.equal(new_tokens(model, inputs, assistant_early_exit=2, max_new_tokens=24), expected)
     # Drafts leave the later layers out: they run in the model's own passes only, of which there are no more.
     assert 0 < len(layers) - plain <= plain
     assert model.config.num_hidden_layers == len(model.model.layers)
-    assert torch.equal(generate(model, inputs, max_new_tokens=24), expected)
+    assert torch.equal(new_tokens(model, inputs, max_new_tokens=24), expected)
 
 
 # What comes out, and when it ends
@@ -344,12 +340,12 @@ def test_drafting_with_the_first_layers(name):
 def test_everything_that_can_be_asked_for_comes_with_the_tokens(case):
     model, inputs = case.make(), case.inputs(length=PROMPT)
     model.set_attn_implementation("eager")
-    expected = generate(model, inputs, max_new_tokens=6)
+    expected = new_tokens(model, inputs, max_new_tokens=6)
     names = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
     options = dict.fromkeys(names, True) | {"return_dict_in_generate": True, "max_new_tokens": 6}
     if case.has_experts:
         options["output_router_logits"] = True
-    result = _generate_whole(model, inputs, **options)
+    result = generate(model, inputs, **options)
     assert torch.equal(result.sequences[:, PROMPT:], expected)
     config = model.config.get_text_config()
     assert (
@@ -399,16 +395,16 @@ def tokenizer():
 @for_models("is_head")
 def test_streamers_see_each_token_as_it_comes(case, tokenizer, capsys):
     model, inputs = case.make(), case.row(case.inputs(length=PROMPT), 1)
-    expected = generate(model, inputs)[0].tolist()
+    expected = new_tokens(model, inputs)[0].tolist()
     collector = Collector()
-    generate(model, inputs, streamer=collector)
+    new_tokens(model, inputs, streamer=collector)
     assert collector.parts == [inputs["input_ids"][0].tolist(), *[[token] for token in expected]]
     assert collector.ended
     words = " ".join(f"w{token}" for token in expected)
-    generate(model, inputs, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    new_tokens(model, inputs, streamer=TextStreamer(tokenizer, skip_prompt=True))
     assert capsys.readouterr().out.strip() == words
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=10)
-    generate(model, inputs, streamer=streamer)
+    new_tokens(model, inputs, streamer=streamer)
     assert "".join(streamer).strip() == words
 
 
@@ -416,7 +412,7 @@ def test_streamers_see_each_token_as_it_comes(case, tokenizer, capsys):
 def test_each_row_ends_where_it_is_told_to(case, tokenizer):
     """After it has ended, a row is padded while the others go on."""
     model, inputs = case.make(), case.inputs(length=PROMPT)
-    plain = generate(model, inputs, max_new_tokens=10)
+    plain = new_tokens(model, inputs, max_new_tokens=10)
     stops = plain[torch.arange(3), torch.tensor([2, 5, 7])]
 
     def ended(tokens):
@@ -428,12 +424,14 @@ def test_each_row_ends_where_it_is_told_to(case, tokenizer):
         rows = torch.stack(rows)
         return rows[:, : int((rows != 0).any(0).nonzero().max()) + 1]
 
-    by_criteria = generate(model, inputs, max_new_tokens=10, stopping_criteria=[StopAt(stops)])
+    by_criteria = new_tokens(model, inputs, max_new_tokens=10, stopping_criteria=[StopAt(stops)])
     assert torch.equal(by_criteria, ended([[int(stop)] for stop in stops]))
     every = [stops.tolist()] * 3
-    assert torch.equal(generate(model, inputs, max_new_tokens=10, eos_token_id=stops.tolist()), ended(every))
+    assert torch.equal(
+        new_tokens(model, inputs, max_new_tokens=10, eos_token_id=stops.tolist()), ended(every)
+    )
     words = [f"w{int(stop)}" for stop in stops]
-    by_words = generate(model, inputs, max_new_tokens=10, stop_strings=words, tokenizer=tokenizer)
+    by_words = new_tokens(model, inputs, max_new_tokens=10, stop_strings=words, tokenizer=tokenizer)
     for row, tokens in zip(by_words.tolist(), plain.tolist(), strict=True):
         text = "".join(f" w{token}" for token in tokens)
         ends = [
@@ -453,12 +451,12 @@ def test_settings_come_from_a_generation_config_and_processors_are_called(case):
     model, inputs = case.make(), case.inputs(length=PROMPT)
     config = GenerationConfig(max_new_tokens=5, num_beams=3, eos_token_id=-1, pad_token_id=0)
     given = model.generate(**inputs, generation_config=config)[:, PROMPT:]
-    assert torch.equal(given, generate(model, inputs, max_new_tokens=5, num_beams=3))
+    assert torch.equal(given, new_tokens(model, inputs, max_new_tokens=5, num_beams=3))
     model.generation_config = config
     assert torch.equal(model.generate(**inputs)[:, PROMPT:], given)
-    first = generate(model, inputs, num_beams=1, max_new_tokens=1)
+    first = new_tokens(model, inputs, num_beams=1, max_new_tokens=1)
     processors = LogitsProcessorList([Shift()])
-    shifted = generate(model, inputs, num_beams=1, max_new_tokens=1, logits_processor=processors)
+    shifted = new_tokens(model, inputs, num_beams=1, max_new_tokens=1, logits_processor=processors)
     assert torch.equal(shifted, (first + 1) % 101)
 
 
@@ -472,115 +470,4 @@ def test_logits_to_keep(case):
         wanted = expected[:, -kept:] if isinstance(kept, int) else expected[:, kept]
         assert logits.shape == wanted.shape and max_abs(logits, wanted) < 1e-5
     short = case.inputs(length=PROMPT)
-    assert torch.equal(generate(model, short, logits_to_keep=0), generate(model, short))
-
-
-# Continuous batching
-
-
-def batching(page_size=4, **options):
-    # The field's name before 5.18 or so was another.
-    name = (
-        "page_size"
-        if "page_size" in {field.name for field in fields(ContinuousBatchingConfig)}
-        else "block_size"
-    )
-    sizes = {name: page_size, "num_blocks": 24, "max_batch_tokens": 24}
-    return ContinuousBatchingConfig(**sizes, **options)
-
-
-def prompts(*lengths):
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
-
-
-def settings(new_tokens, **options):
-    return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, **options)
-
-
-def batch(model, inputs, new_tokens, **options):
-    options = {"continuous_batching_config": batching(), "warmup": False, **options}
-    results = model.generate_batch(inputs, generation_config=settings(new_tokens), **options)
-    assert [result.prompt_ids for result in results.values()] == inputs
-    return [result.generated_tokens for result in results.values()]
-
-
-def each_alone(model, inputs, new_tokens):
-    return [
-        generate(model, {"input_ids": torch.tensor([ids])}, max_new_tokens=new_tokens)[0].tolist()
-        for ids in inputs
-    ]
-
-
-@for_models("is_head")
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_continuous_batching_equals_each_prompt_alone(case, attention):
-    """More prompts than fit at once, up to the last token of a chunk; dense models know no such limit."""
-    model = case.make()
-    model.set_attn_implementation(attention)
-    lengths, new_tokens = ((11, 1, 4, 9, 7), 5) if case.has_experts else ((40, 1, 4, 9, 25), 7)
-    inputs = prompts(*lengths)
-    expected = each_alone(model, inputs, new_tokens)
-    assert batch(model, inputs, new_tokens) == expected
-    assert model.config._attn_implementation == attention
-    assert (
-        model.config.get_text_config().layer_types.count("chunked_attention") == 4
-        if case.has_experts
-        else True
-    )
-    assert each_alone(model, inputs[:1], new_tokens) == expected[:1]
-
-
-@for_models("is_head", "has_experts")
-def test_continuous_batching_refuses_more_than_a_chunk(case):
-    """Behind the border it would be wrong without a word: stock's paged masks know nothing of chunks."""
-    model = case.make()
-    inputs = prompts(4, 12)
-    with pytest.raises(
-        ValueError, match=r"request 1 has 12 .* = 5\..*one chunk \(attention_chunk_size = 16\).*lower"
-    ):
-        batch(model, inputs, 5)
-    with pytest.raises(ValueError, match="request 1 has 12"):
-        batch(model, inputs, 3, max_new_tokens=5)
-    with pytest.raises(ValueError, match="request 0 has 4 prompt tokens and no max_new_tokens"):
-        batch(model, inputs, None)
-    with pytest.raises(ValueError, match="request 0 has 12"):
-        model.generate(torch.tensor(inputs[1:]), cache_implementation="paged", max_new_tokens=5)
-    assert batch(model, inputs, 4) == each_alone(model, inputs, 4)
-    manager = model.init_continuous_batching(settings(4), batching())
-    try:
-        with pytest.raises(ValueError, match="request late has 12 prompt tokens and max_new_tokens = 5"):
-            manager.add_request(inputs[1], request_id="late", max_new_tokens=5)
-        with pytest.raises(ValueError, match="13 prompt tokens and max_new_tokens = 4"):
-            manager.add_requests(prompts(13))
-    finally:
-        manager.stop() if manager.is_running() else None
-        model.set_attn_implementation("sdpa")
-
-
-def test_without_chunks_continuous_batching_knows_no_limit():
-    model = MODELS[3].make(attention_chunk_size=None, layer_types=None)
-    inputs = prompts(12, 30)
-    assert batch(model, inputs, 6) == each_alone(model, inputs, 6)
-
-
-def test_continuous_batching_takes_no_images():
-    model = MULTIMODAL.make()
-    with pytest.raises(ValueError, match=r"request 1 has image tokens \(id 99\).*generate\(\)"):
-        batch(model, [[3, 4], [5, IMAGE_TOKEN, 6]], 3)
-
-
-@pytest.mark.parametrize("name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM"])
-def test_a_manager_serves_requests_one_after_another_and_is_kept(name):
-    case = next(case for case in MODELS if case.name == name)
-    model, inputs = case.make(), prompts(11, 3, 8)
-    expected = each_alone(model, inputs, 5)
-    assert batch(model, inputs, 5, persistent_manager=True) == expected
-    assert batch(model, inputs[::-1], 5, persistent_manager=True) == expected[::-1]
-    model.destroy_cached_continuous_batching_manager()
-    options = {"generation_config": settings(5), "continuous_batching_config": batching(), "warmup": False}
-    with model.continuous_batching_context_manager(**options) as manager:
-        for ids, tokens in zip(inputs, expected, strict=True):
-            request = manager.add_request(ids)
-            result = next(result for result in manager.request_id_iter(request) if result.is_finished())
-            assert result.generated_tokens == tokens
+    assert torch.equal(new_tokens(model, short, logits_to_keep=0), new_tokens(model, short))
