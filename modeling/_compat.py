@@ -123,7 +123,7 @@ def replace_all_linear(replacement: Callable) -> None:
         if module_name.startswith("peft.") and (
             vars(module).get("_maybe_include_all_linear_layers") is original
         ):
-            module._maybe_include_all_linear_layers = expand
+            vars(module)["_maybe_include_all_linear_layers"] = expand
 
 
 def name_causal_models(names: Mapping[str, str]) -> None:
