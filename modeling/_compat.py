@@ -206,7 +206,7 @@ def replace_all_linear(replacement: Callable) -> None:
         if module_name.startswith("peft.") and (
             vars(module).get("_maybe_include_all_linear_layers") is original
         ):
-            module._maybe_include_all_linear_layers = expand
+            vars(module)["_maybe_include_all_linear_layers"] = expand
 
 
 def name_causal_model(model_type: str, class_name: str) -> None:

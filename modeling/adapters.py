@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from .moe import Experts
@@ -172,7 +171,8 @@ def fit(
 
 def _names(model: PreTrainedModel, key: str) -> list[str]:
     """Give what a key may be called in this model: as it is, or as the key of a model around or within it."""
-    renamed = (re.sub(f"^{old}", new, key) for old, new in model._checkpoint_prefixes.items())
+    prefixes: dict[str, str] = getattr(model, "_checkpoint_prefixes", {})
+    renamed = (re.sub(f"^{old}", new, key) for old, new in prefixes.items())
     base = model.base_model_prefix + "."
     return [key, *renamed, key.removeprefix(base), base + key]
 
@@ -247,7 +247,9 @@ def _complaint(
     if unknown:
         problems.append(f"{unknown[0]} belongs to nothing in the model ({len(unknown)} such)")
     if missing:
-        problems.append(f"the model needs {missing[0]} and the adapter has no such tensor ({len(missing)} such)")
+        problems.append(
+            f"the model needs {missing[0]} and the adapter has no such tensor ({len(missing)} such)"
+        )
     resized = [name for name in differing if _EMBEDDINGS.search(name)]
     if resized and len(resized) == len(differing) and not unknown and not missing:
         size = differing[resized[0]][0][0]
@@ -278,17 +280,24 @@ def fit_folder(
         the tensors by names that every supported `PreTrainedModel.load_adapter` understands.
 
     Raises:
-        ValueError: as in `fit`.
+        ValueError: as in `fit`, or a method whose layers share tensors outside of the model.
     """
     from peft import get_peft_model_state_dict
 
+    shared = [key for key in tensors if key.startswith("base_model.") and not key.startswith(_PEFT_PREFIX)]
+    # RandLora draws its own anew, from a seed in its config.
+    if shared and config.peft_type != "RANDLORA":
+        raise ValueError(
+            f"This {getattr(config.peft_type, 'value', config.peft_type)} adapter has tensors that its layers share, "
+            f"such as {shared[0]}, for which only a PeftModel has a place: use PeftModel.from_pretrained."
+        )
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in shared}
     skeleton = skeleton_with(model, config, adapter_name)
     saved = get_peft_model_state_dict(skeleton, adapter_name=adapter_name, save_embedding_layers=False)
     expected = _shapes(saved)
     whole = _shapes(skeleton.state_dict())
-    embeddings = {name: shape for name, shape in whole.items() if _EMBEDDINGS.search(name)}
     tensors = {key.removeprefix(_PEFT_PREFIX): tensor for key, tensor in tensors.items()}
-    fitted = fit(model, config, tensors, expected, embeddings, strict)
+    fitted = fit(model, config, tensors, expected, whole, strict)
     # transformers puts the adapter's name behind "lora_...", which leads to the parameter's name where peft saves
     # that in full. DoRA's vectors are saved without their ".weight", trained base weights without their wrapper.
     names = {}
@@ -305,7 +314,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def fit_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+def fit_state_dict(model: PreTrainedModel, state_dict: dict[str, Any], prefix: str) -> None:
     """Fit what peft loads into a model that has the adapter already, in place.
 
     Args:
@@ -318,7 +327,6 @@ def fit_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str) ->
     """
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
-    assert isinstance(model, PreTrainedModel)
     given = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
     own = _shapes(model.state_dict())
     # Newer peft names the adapter only in the keys that the model has.
@@ -326,10 +334,11 @@ def fit_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str) ->
     adapter = (named or list(model.peft_config))[-1]
     config = model.peft_config[adapter]
     tuner = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)
-    if tuner is None or not given:
-        return
-    if any(not (_is_named(key, adapter) or f".{tuner}" in key or _EMBEDDINGS.search(key)) for key in given):
-        return  # a checkpoint of the whole model
+    if tuner is None or not any(_is_named(key, adapter) or f".{tuner}" in key for key in given):
+        return  # no adapter
+    base = [name for name, shape in own.items() if len(shape) > 1 and not _is_named(name, adapter)]
+    if sum(name in given for name in base) > len(base) / 2:
+        return  # a checkpoint of the whole model; adapters come with embeddings or biases at most
     full_names = {_without_name(name, adapter): name for name in own if _is_named(name, adapter)}
     added = {name: own[full] for name, full in full_names.items()}
     # Other methods share tensors between layers, which are saved once.

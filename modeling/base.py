@@ -283,7 +283,9 @@ class LlamoePreTrainedModel(PreTrainedModel):
             download = dict(getattr(kwargs.get("load_config"), "download_kwargs", None) or {})
             download |= {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
             download = {name: download[name] for name in _HUB_ARGUMENTS if download.get(name) is not None}
-            if "revision" in download:  # may carry the commit that it stands for in the base model's repository
+            if (
+                "revision" in download
+            ):  # may carry the commit that it stands for in the base model's repository
                 download["revision"] = str(download["revision"])
             read_config, read_tensors = read_adapter(peft_model_id, **download)
             config = read_config if config is None else config

@@ -5,6 +5,7 @@ chunks. One `DecoderLayer` serves both; what differs is data (`config.layer_plan
 why the feed-forward has the family's stock name, `mlp` or `feed_forward`.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -296,6 +297,12 @@ class CausalLM(LlamoePreTrainedModel):
             # Of the config: resizing the embeddings of a multimodal model updates no attribute in here.
             vocab_size = self.config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+        elif "num_items_in_batch" in kwargs and self._has_router_losses(balance):
+            warnings.warn(
+                "A loss is computed from the logits alone, as Trainer does with label_smoothing_factor or "
+                "compute_loss_func: router_aux_loss_coef and router_z_loss_coef have no effect.",
+                stacklevel=2,
+            )
         if router_logits := outputs.get("router_logits"):
             top_k = self.config.num_experts_per_tok
             token_mask = _mask_of_new_tokens(attention_mask, hidden_states.shape[1])
@@ -303,7 +310,7 @@ class CausalLM(LlamoePreTrainedModel):
                 aux_loss = load_balancing_loss(router_logits, top_k, token_mask)
             if count:
                 load = expert_load(router_logits, top_k, token_mask)
-            if loss is not None and (z_loss_coef or (balance and self.config.router_aux_loss_coef)):
+            if loss is not None and self._has_router_losses(balance):
                 self._check_router_gradient(router_logits)
             share = 1.0 if loss is None else _share_of_batch(labels, loss.device, **kwargs)
             if loss is not None and aux_loss is not None:
@@ -333,6 +340,10 @@ class CausalLM(LlamoePreTrainedModel):
                 "The router losses (output_router_logits, router_z_loss_coef) have no gradient under reentrant "
                 "gradient checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})."
             )
+
+    def _has_router_losses(self, balance: bool) -> bool:
+        aux_coef, z_coef = (getattr(self.config, f"router_{name}_loss_coef", 0.0) for name in ("aux", "z"))
+        return bool(z_coef or (balance and aux_coef))
 
     def _option(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name, False) if given is None else given)

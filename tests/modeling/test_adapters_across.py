@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 
 import peft
 import pytest
@@ -21,7 +22,12 @@ DENSE = CASES["LlamoeDenseForCausalLM"]
 for_heads = pytest.mark.parametrize("case", HEADS, ids=lambda case: case.name)
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TOWER = ["fc1", "fc2", "linear", "linear_1"]  # of which `linear` embeds patches and `linear_1` is the projector
+TOWER = [
+    "fc1",
+    "fc2",
+    "linear",
+    "linear_1",
+]  # of which `linear` embeds patches and `linear_1` is the projector
 # Written for stock's names: one projection of each attention, shared experts and dense feed-forwards.
 REGEX = r".*layers\.\d+\.(self_attn\.[qk]_proj|(feed_forward|mlp)\.(shared_expert\.)?up_proj)"
 ADAPTERS = {
@@ -29,7 +35,10 @@ ADAPTERS = {
     "regex": dict(target_modules=REGEX),
     "dora": dict(target_modules=["q_proj", "up_proj"], use_dora=True),
     "patterns": dict(
-        target_modules=["q_proj", "up_proj"], use_rslora=True, rank_pattern={"q_proj": 5}, alpha_pattern={"up_proj": 3}
+        target_modules=["q_proj", "up_proj"],
+        use_rslora=True,
+        rank_pattern={"q_proj": 5},
+        alpha_pattern={"up_proj": 3},
     ),
     "saved": dict(target_modules=["v_proj"], modules_to_save=["lm_head", "embed_tokens"]),
     "tokens": dict(target_modules=["v_proj"], trainable_token_indices=[3, 5, 7]),
@@ -139,7 +148,9 @@ def test_experts_trained_on_stock_are_turned_round(targets, how, tmp_path):
 @pytest.mark.parametrize(
     ("targets", "intermediate_size"), [(EXPERTS[1:], 72), (EXPERTS[:1], 36)], ids=["down", "gate_up"]
 )
-def test_square_experts_are_read_by_what_the_adapter_says_of_its_base(targets, intermediate_size, how, tmp_path):
+def test_square_experts_are_read_by_what_the_adapter_says_of_its_base(
+    targets, intermediate_size, how, tmp_path
+):
     """With as many inputs as outputs the shapes tell nothing: taken the wrong way round they load all the same."""
     ours, stock, trained = expert_pair(targets, intermediate_size=intermediate_size, task_type=None)
     inputs = inputs_of(TEXT)
@@ -229,9 +240,13 @@ def test_adapter_of_a_resized_vocabulary(how, tmp_path):
         load(ours, tmp_path / "adapter", how)
     base = llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path / "base")
     base.resize_token_embeddings(120)
-    weights = {name: weight for name, weight in resized.state_dict().items() if "layers" in name or "norm" in name}
+    weights = {
+        name: weight for name, weight in resized.state_dict().items() if "layers" in name or "norm" in name
+    }
     base.load_state_dict(weights, strict=False)
-    assert max_abs(run(load(base, tmp_path / "adapter", how), input_ids=ids), run(trained, input_ids=ids)) < 1e-5
+    assert (
+        max_abs(run(load(base, tmp_path / "adapter", how), input_ids=ids), run(trained, input_ids=ids)) < 1e-5
+    )
 
 
 # What is around an adapter
@@ -295,7 +310,9 @@ def test_adapter_from_memory():
     ours, stock = pair(TEXT)
     trained = adapted(stock, target_modules=["q_proj"], target_parameters=EXPERTS)
     tensors = peft.get_peft_model_state_dict(trained)
-    ours.load_adapter(peft_config=trained.peft_config["default"], adapter_state_dict=tensors, adapter_name="mine")
+    ours.load_adapter(
+        peft_config=trained.peft_config["default"], adapter_state_dict=tensors, adapter_name="mine"
+    )
     inputs = inputs_of(TEXT)
     assert max_abs(run(ours, **inputs), run(trained, **inputs)) < 1e-5
 
@@ -340,7 +357,10 @@ WRONG = {
     "narrower": (dict(hidden_size=66), r"has shape \[66, 4\] where the model has \[72, 4\] \(35 such\)"),
     "longer": (dict(num_hidden_layers=7), r"layers\.5.*belongs to nothing in the model"),
     "shorter": (dict(num_hidden_layers=4), r"needs .*layers\.4.* and the adapter has no such tensor"),
-    "fewer experts": (dict(num_local_experts=4), r"experts.*has shape \[16, 52\] where the model has \[20, 52\]"),
+    "fewer experts": (
+        dict(num_local_experts=4),
+        r"experts.*has shape \[16, 52\] where the model has \[20, 52\]",
+    ),
 }
 
 
@@ -349,18 +369,18 @@ WRONG = {
 def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
     overrides, message = WRONG[kind]
     options = {"target_parameters": EXPERTS[1:]} if "experts" in kind else {}
-    other = make_asymmetric(transformers.Llama4ForCausalLM(stock_text_config(num_experts_per_tok=2, **overrides)))
+    other = make_asymmetric(
+        transformers.Llama4ForCausalLM(stock_text_config(num_experts_per_tok=2, **overrides))
+    )
     other.config.name_or_path = other.name_or_path = "some/other-model"
     if "experts" in kind:  # trained on ours, so that its layout is ours
         other = TEXT.make(**overrides)
     folder = adapter_of(tmp_path, other, **options)
     model, inputs = TEXT.make(), inputs_of(TEXT)
     before = run(model, **inputs)
+    loader = model.load_adapter if how == "load_adapter" else partial(PeftModel.from_pretrained, model)
     with pytest.raises(ValueError, match=message) as error:
-        if how == "PeftModel":
-            PeftModel.from_pretrained(model, folder)
-        else:
-            model.load_adapter(folder)
+        loader(folder)
     assert "does not fit this LlamoeForCausalLM" in str(error.value)
     if "experts" not in kind:
         assert "some/other-model" in str(error.value)
@@ -375,10 +395,63 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
 
 @both_ways
 def test_adapter_for_other_module_names_is_refused(how, tmp_path):
-    other = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=72, n_head=6, vocab_size=101))
+    other = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=2, n_embd=72, n_head=6, vocab_size=101)
+    )
     adapter_of(tmp_path, other, target_modules=["c_attn"])
     with pytest.raises(ValueError, match="c_attn.*not found"):
         load(TEXT.make(), tmp_path / "other", how)
+
+
+METHODS = {
+    "IA3Config": {},
+    "LoHaConfig": {},
+    "LoKrConfig": {},
+    "BOFTConfig": {"boft_block_size": 4},
+    "LNTuningConfig": {"target_modules": ["input_layernorm", "post_attention_layernorm"]},
+    "RandLoraConfig": {},
+    "LoraConfig": {"bias": "all"},
+    "VeraConfig": {},
+}
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_other_methods_of_stock_give_the_same_logits(method, tmp_path):
+    ours, stock = pair(MULTIMODAL)
+    trained = get_peft_model(copy.deepcopy(stock), getattr(peft, method)(**METHODS[method]))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+    trained.eval().save_pretrained(tmp_path)
+    inputs = inputs_of(MULTIMODAL)
+    expected = run(trained, **inputs)
+    assert max_abs(expected, run(stock, **inputs)) > 0.05
+    assert max_abs(run(load(ours, tmp_path, "PeftModel"), **inputs), expected) < 2e-5
+    if method == "VeraConfig":
+        with pytest.raises(ValueError, match="PeftModel.from_pretrained"):
+            load(ours, tmp_path, "load_adapter")
+    else:
+        assert max_abs(run(load(ours, tmp_path, "load_adapter"), **inputs), expected) < 2e-5
+
+
+def test_all_linear_of_ours_on_stock(tmp_path):
+    """Where stock itself fails: its router is a linear layer that returns a pair."""
+    ours, stock = pair(MULTIMODAL)
+    trained = adapted(ours, target_modules="all-linear")
+    trained.save_pretrained(tmp_path)
+    inputs = inputs_of(MULTIMODAL)
+    assert max_abs(run(load(stock, tmp_path, "PeftModel"), **inputs), run(trained, **inputs)) < 1e-5
+
+
+def test_whole_checkpoint_of_an_adapted_model_is_left_to_torch():
+    model = adapted(TEXT.make(), target_modules=["q_proj"], target_parameters=EXPERTS)
+    other = adapted(TEXT.make(seed=1), seed=9, target_modules=["q_proj"], target_parameters=EXPERTS)
+    other.load_state_dict(model.state_dict())
+    inputs = inputs_of(TEXT)
+    assert torch.equal(run(other, **inputs), run(model, **inputs))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict({name: t for name, t in model.state_dict().items() if "layers.2." not in name})
 
 
 def test_damaged_adapter_is_refused(tmp_path):

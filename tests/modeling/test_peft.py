@@ -104,7 +104,16 @@ def test_callbacks_come_once_behind_the_module(tmp_path, monkeypatch):
 @for_models()
 @pytest.mark.parametrize(
     "config_class",
-    ["LoraConfig", "IA3Config", "AdaLoraConfig", "VeraConfig", "LoHaConfig", "LoKrConfig", "OFTConfig", "BOFTConfig"]
+    [
+        "LoraConfig",
+        "IA3Config",
+        "AdaLoraConfig",
+        "VeraConfig",
+        "LoHaConfig",
+        "LoKrConfig",
+        "OFTConfig",
+        "BOFTConfig",
+    ]
     + ["FourierFTConfig", "HRAConfig", "LNTuningConfig", "VBLoRAConfig", "RandLoraConfig"],
 )
 def test_default_targets_are_those_of_stock(case, config_class):
@@ -146,9 +155,14 @@ def test_all_linear_leaves_the_tower_alone_unless_asked(case):
     def targeted(**options):
         config = LoraConfig(target_modules="all-linear", **options)
         wrapped = get_peft_model(copy.deepcopy(model), config).base_model
-        assert set(wrapped.targeted_module_names) == {
-            name.removeprefix("base_model.model.").removeprefix("model.") for name in adapted_names(wrapped)
-        } or not case.is_head
+        assert (
+            set(wrapped.targeted_module_names)
+            == {
+                name.removeprefix("base_model.model.").removeprefix("model.")
+                for name in adapted_names(wrapped)
+            }
+            or not case.is_head
+        )
         return set(wrapped.targeted_module_names)
 
     assert targeted() == linear - tower - head
@@ -177,7 +191,9 @@ def test_all_linear_on_a_tower_by_itself_and_on_other_models():
 @pytest.mark.parametrize("config_class", ["LoraConfig", "VeraConfig", "LoKrConfig"])
 def test_all_linear_trains(config_class):
     model = MULTIMODAL.make()
-    model = get_peft_model(model, getattr(peft, config_class)(target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        model, getattr(peft, config_class)(target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     assert not any("vision_model" in name for name, p in model.named_parameters() if p.requires_grad)
     inputs = MULTIMODAL.inputs()
     inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -192,7 +208,9 @@ def test_all_linear_trains(config_class):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0], losses
-    assert all(torch.equal(parameter, frozen.get(name, parameter)) for name, parameter in model.named_parameters())
+    assert all(
+        torch.equal(parameter, frozen.get(name, parameter)) for name, parameter in model.named_parameters()
+    )
 
 
 # The experts' parameters
