@@ -148,7 +148,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         if input_ids is not None:
             return input_ids == token_id
         token = torch.full((), token_id, dtype=torch.long, device=inputs_embeds.device)
-        return (inputs_embeds == self.get_input_embeddings()(token)).all(-1)
+        return (inputs_embeds == self.get_input_embeddings()(token).to(inputs_embeds.device)).all(-1)
 
     def _check_counts(self, is_image: torch.Tensor, num_features: int) -> None:
         if not is_torchdynamo_compiling() and (num_tokens := int(is_image.sum())) != num_features:
