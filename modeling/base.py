@@ -336,7 +336,10 @@ class LlamoePreTrainedModel(PreTrainedModel):
         experts = next((module for module in self.modules() if isinstance(module, Experts)), None)
         if experts is not None:
             implementation = text_config._experts_implementation
-            if implementation == "grouped_mm" and not experts.fits_grouped_mm():
+            # Weights that are offloaded come to the hook's device for their turn.
+            device = getattr(getattr(experts, "_hf_hook", None), "execution_device", None)
+            device = None if device is None else torch.device(device)
+            if implementation == "grouped_mm" and not experts.fits_grouped_mm(device):
                 implementation = "eager (grouped_mm does not take these sizes and dtype)"
             message += f", experts {implementation}"
         logger.info(message)

@@ -119,12 +119,17 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, intermediate_size, hidden_size))
         self.act_fn = activation(config.hidden_act)
 
-    def fits_grouped_mm(self) -> bool:
-        """Whether torch's grouped product exists on this device and takes weights of these sizes and dtype."""
+    def fits_grouped_mm(self, device: torch.device | None = None) -> bool:
+        """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.
+
+        Args:
+            device: by default where the weights are.
+        """
         weight = self.down_proj
-        if not grouped_mm_exists(weight.device):
+        device = weight.device if device is None else device
+        if not grouped_mm_exists(device):
             return False
-        if weight.device.type == "cpu" and weight.dtype == torch.float16:
+        if device.type == "cpu" and weight.dtype == torch.float16:
             return False  # falls into a scalar loop for input-first weights
         if is_torchdynamo_compiling() and weight.dtype != torch.bfloat16:
             return False  # the compiler takes it in bfloat16 only

@@ -172,7 +172,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         if input_ids is not None:
             return input_ids == token_id
         token = torch.full((), token_id, dtype=torch.long, device=inputs_embeds.device)
-        return (inputs_embeds == self.get_input_embeddings()(token)).all(-1)
+        return (inputs_embeds == self.get_input_embeddings()(token).to(inputs_embeds.device)).all(-1)
 
     def _tiles_by_row(self, is_image: torch.Tensor, lengths: list[int]) -> list[list[int]]:
         """Give each row's tiles; they stand in the order of the text, tile i with `lengths[i]` features."""
