@@ -35,8 +35,8 @@ def register() -> None:
     for model_type, served in AUTO_CLASSES.items():
         for auto_name, name in served.items():
             register_model(getattr(transformers, auto_name), CONFIGS[model_type], MODELS[name])
+    publish(MODELS.values())
     for name, model_class in MODELS.items():
-        publish(model_class)
         if model_class._checkpoint_prefixes:
             # By class name, so that no other class and no adapter is touched.
             renamings = [
