@@ -58,12 +58,13 @@ except ModuleNotFoundError as error:
 
 
 def __getattr__(name):
-    try:
-        return getattr(llamoe, name)
-    except AttributeError:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    if not hasattr(llamoe, name):
         raise ImportError(
             f"This folder needs {name}, which llamoe {llamoe.__version__} does not have: pip install -U llamoe"
-        ) from None
+        )
+    return getattr(llamoe, name)
 '''
 )
 

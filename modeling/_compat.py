@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.abc import MetaPathFinder
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -73,15 +73,18 @@ def register_model(auto_class: type, config_class: type, model_class: type) -> N
     mapping._model_mapping[config_class.model_type] = model_class.__name__
 
 
-def publish(model_class: type) -> None:
-    """Make a class an attribute of `transformers`, where nothing else has its name.
+def publish(model_classes: Iterable[type]) -> None:
+    """Make classes attributes of the module `transformers`.
 
-    `transformers serve` and vLLM look there, and nowhere else, for what config.json calls the architecture.
+    `transformers serve` and vLLM look there, and nowhere else, for what config.json calls the architecture. The module
+    is two: transformers puts a second one into `sys.modules` while it is being imported, and who came earlier keeps
+    the first.
     """
-    import transformers
-
-    if not hasattr(transformers, model_class.__name__):
-        setattr(transformers, model_class.__name__, model_class)
+    bound = [getattr(module, "__dict__", {}).get("transformers") for module in list(sys.modules.values())]
+    for module in [sys.modules["transformers"], *bound]:
+        if isinstance(module, ModuleType) and module.__name__ == "transformers":
+            for model_class in model_classes:
+                setattr(module, model_class.__name__, model_class)
 
 
 _ABSENT = object()

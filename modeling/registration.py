@@ -36,8 +36,8 @@ def register() -> None:
     name_causal_model(LlamoeConfig.model_type, "LlamoeForConditionalGeneration")
     AutoProcessor.register(LlamoeConfig, LlamoeProcessor)
     register_with_peft()
+    publish(MODELS.values())
     for name, model_class in MODELS.items():
-        publish(model_class)
         if model_class._checkpoint_prefixes:
             # By class name, so that no other class and no adapter is touched.
             renamings = [
