@@ -212,6 +212,7 @@ def show(config, result: Plan, room: dict[Any, int], arguments: argparse.Namespa
             f"cache: ({held}) x 2 x {text.num_key_value_heads} heads x {text.head_dim} x {size} bytes x "
             f"{arguments.batch} rows = {sum(result.cache.values()) / GB:.3f} GB"
         )
+    print(f"room: the device's memory less {arguments.headroom:g} GB for what a pass computes with")
     print(f"\n{'device':<8}{'weights':>10}{'cache':>10}{'together':>10}{'room':>10}   holds")
     for device in [*room, "disk"]:
         weights, cache = result.weights.get(device, 0), result.cache.get(device, 0)
@@ -240,7 +241,7 @@ def main() -> None:
         type=float,
         default=4,
         metavar="GB",
-        help="kept free of each device; default: %(default)s",
+        help="kept free of each; default: %(default)s",
     )
     parser.add_argument("--dtype", choices=[*DTYPES, *QUANTIZED], default="bfloat16")
     parser.add_argument("--context", type=int, help="tokens in all; default: 8192, or what the model has")
@@ -262,7 +263,7 @@ def main() -> None:
     devices = list(range(arguments.gpus)) or ["cpu"]
     room: dict[Any, int] = dict.fromkeys(devices, int((own - arguments.headroom) * GB))
     if arguments.gpus:
-        room["cpu"] = int(arguments.cpu_memory * GB)
+        room["cpu"] = int(max(0, arguments.cpu_memory - arguments.headroom) * GB)
     transformers.logging.set_verbosity_error()
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it misses the devices that are planned for
     try:

@@ -189,7 +189,9 @@ class LlamoePreTrainedModel(PreTrainedModel):
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
         # Here the empty model and the list of its files, downloaded or local, are known for the first time.
-        is_whole = not (args or kwargs.get("expected_keys"))  # else an adapter for a model that has its place
+        is_whole = (
+            not args and "expected_keys" not in kwargs
+        )  # else an adapter for a model that has its place
         device_map = load_config.device_map
         if device_map is not None and is_whole:
             settled = settle_device_map(model, device_map)

@@ -1,0 +1,113 @@
+"""Peak memory of loading, measured in a process of its own and compared with the size of the checkpoint."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import llamoe
+
+MEASURE = """
+import gc, json, sys, threading, time
+import torch, transformers, llamoe
+from pathlib import Path
+
+def status():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    pairs = (line.split(":") for line in lines if line.startswith(("VmHWM", "VmRSS", "RssAnon")))
+    return {name: 1024 * int(value.split()[0]) for name, value in pairs}
+
+def measure(load):
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+    base, peak, done = status(), [0], threading.Event()
+    def poll():
+        while not done.is_set():
+            peak[0] = max(peak[0], status()["RssAnon"])
+            time.sleep(0.001)
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        model = load()
+    finally:
+        done.set()
+        thread.join()
+    loading = status()["VmHWM"] - base["VmRSS"]
+    checksum = sum(parameter.sum().item() for parameter in model.parameters() if not parameter.is_meta)
+    return {"own": peak[0] - base["RssAnon"], "loading": loading, "used": status()["VmHWM"] - base["VmRSS"],
+            "model": sum(parameter.nbytes for parameter in model.parameters())}
+
+folder, name, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+model_class = getattr(llamoe, name, None) or getattr(transformers, name)
+model_class.from_pretrained(folder, device_map="meta")  # what is imported late
+print(json.dumps([measure(lambda: model_class.from_pretrained(folder, **options)) for options in cases]))
+"""
+# float32 from a bfloat16 file is twice the file.
+LOADS = [{}, {"device_map": "cpu"}, {"dtype": "float32"}, {"device_map": {"": "disk"}}]
+
+
+def save_large(folder, num_layers, shard):
+    """Experts of 6 MB in bfloat16, sixteen a layer."""
+    config = llamoe.LlamoeTextConfig(
+        vocab_size=8001,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=16,
+        interleave_moe_layer_step=1,
+        pad_token_id=0,
+    )
+    with torch.device("meta"):
+        model = llamoe.LlamoeForCausalLM(config)
+    model = model.bfloat16().to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model.save_pretrained(folder, layout="stock", max_shard_size=shard)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def measured(folder, name):
+    command = [sys.executable, "-c", MEASURE, str(folder), name, json.dumps(LOADS)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def check_peaks(folder, size):
+    """A file that needs no cast is mapped, not copied: its pages come when they are used, and may go again."""
+    plain, on_cpu, cast, on_disk = measured(folder, "LlamoeForCausalLM")
+    for peak in (plain, on_cpu):
+        assert peak["loading"] < 0.1 * size < 0.9 * size < peak["used"] < 1.1 * size, peak
+    assert cast["model"] > 1.9 * size
+    assert 0.9 * cast["model"] < cast["own"] < 1.1 * cast["model"], cast
+    assert cast["loading"] < 1.1 * (cast["model"] + size), cast
+    assert on_disk["own"] < 0.1 * size and on_disk["used"] < 0.1 * size, on_disk
+    return plain, on_cpu, cast, on_disk
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@linux_only
+def test_peak_memory_of_loading(tmp_path):
+    check_peaks(tmp_path, save_large(tmp_path, 2, "60MB"))
+
+
+@linux_only
+@pytest.mark.slow
+def test_peak_memory_of_loading_more(tmp_path, capsys):
+    size = save_large(tmp_path, 14, "300MB")
+    ours = check_peaks(tmp_path, size)
+    theirs = measured(tmp_path, "Llama4ForCausalLM")
+    with capsys.disabled():
+        for options, *peaks in zip(LOADS, ours, theirs, strict=True):
+            for name, peak in zip(("ours", "stock"), peaks, strict=True):
+                shares = {key: round(peak[key] / size, 3) for key in ("own", "loading", "used")}
+                print(f"\n{name} {options}: times the checkpoint of {size >> 20} MiB: {shares}", end="")
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine["own"] < its["own"] + 0.05 * size and mine["loading"] < its["loading"] + 0.05 * size
