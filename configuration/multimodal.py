@@ -69,7 +69,7 @@ class LlamoeConfig(LlamoeBaseConfig):
         text = self.text_config
         labels = {name: getattr(text, name) for name in _LABELS}
         super().__post_init__(**kwargs)  # fills in labels where none were given, and hands them on
-        if self.id2label == PreTrainedConfig().id2label:
+        if "num_labels" not in kwargs and self.id2label == PreTrainedConfig().id2label:
             labels["problem_type"] = self.problem_type or labels["problem_type"]
         else:
             labels = {name: getattr(self, name) for name in _LABELS}

@@ -28,7 +28,7 @@ from .losses import load_balancing_loss, router_z_loss
 class Head:
     """What all heads add to a generic one, before which it stands among the bases: our reading of configs."""
 
-    def __init__(self, config: PreTrainedConfig):
+    def __init__(self: Any, config: PreTrainedConfig):
         super().__init__(self.resolve_config(config))
         # The generic heads build the base in `config.dtype`, and the head itself in torch's default.
         for parameter in self.parameters():

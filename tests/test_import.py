@@ -91,12 +91,22 @@ print(json.dumps([before, answers()]))
         (
             "llamoe_dense",
             "LlamoeDenseConfig",
-            {"AutoModel": "LlamoeDenseModel", "AutoModelForCausalLM": "LlamoeDenseForCausalLM"},
+            {
+                "AutoModel": "LlamoeDenseModel",
+                "AutoModelForCausalLM": "LlamoeDenseForCausalLM",
+                "AutoModelForSequenceClassification": "LlamoeDenseForSequenceClassification",
+                "AutoModelForTokenClassification": "LlamoeDenseForTokenClassification",
+                "AutoModelForQuestionAnswering": "LlamoeDenseForQuestionAnswering",
+            },
         ),
         (
             "llamoe_text",
             "LlamoeTextConfig",
-            {"AutoModel": "LlamoeTextModel", "AutoModelForCausalLM": "LlamoeForCausalLM"},
+            {
+                "AutoModel": "LlamoeTextModel",
+                "AutoModelForCausalLM": "LlamoeForCausalLM",
+                "AutoModelForSequenceClassification": "LlamoeForSequenceClassification",
+            },
         ),
         ("llamoe_vision", "LlamoeVisionConfig", {"AutoModel": "LlamoeVisionModel"}),
         (
@@ -106,6 +116,9 @@ print(json.dumps([before, answers()]))
                 "AutoModel": "LlamoeModel",
                 "AutoModelForCausalLM": "LlamoeForCausalLM",
                 "AutoModelForImageTextToText": "LlamoeForConditionalGeneration",
+                "AutoModelForMultimodalLM": "LlamoeForConditionalGeneration",
+                "AutoModelForSequenceClassification": "LlamoeForSequenceClassification",
+                "AutoModelForTextEncoding": "LlamoeTextModel",
             },
         ),
     ],

@@ -490,3 +490,18 @@ def test_composite_of_another_library_runs_on_our_language_model():
         assert max_abs(ours(**inputs).logits, expected) < 2e-5 * expected.std()
     options = dict(max_new_tokens=8, do_sample=False)
     assert torch.equal(ours.generate(**inputs, **options), stock.generate(**inputs, **options))
+
+
+def test_stock_head_that_is_named_itself_stays_stock(folders, tmp_path):
+    """Its base model comes from AutoModel and is ours meanwhile; numbers and saved folder do not tell."""
+    ids = torch.arange(2, 20)[None]
+    stock = LlamaForSequenceClassification.from_pretrained(folders / "sequences")
+    with llamoe.adopt(), torch.no_grad():
+        model = LlamaForSequenceClassification.from_pretrained(folders / "sequences")
+        expected = stock(ids).logits
+        assert max_abs(model(ids).logits, expected) < 2e-5 * expected.std()
+        model.save_pretrained(tmp_path)
+    again = LlamaForSequenceClassification.from_pretrained(tmp_path)
+    assert type(again.model) is transformers.LlamaModel and type(again.config) is LlamaConfig
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, expected)

@@ -314,6 +314,7 @@ def test_labels_of_a_multimodal_config_are_those_of_its_text_part():
     assert MIXTURE(config).num_labels == 7
     given = stock_multimodal_config({"num_labels": 4})
     assert MIXTURE(given).num_labels == 4  # said for the text part, and not again for the whole
+    assert llamoe.LlamoeConfig(text_config=given.text_config, num_labels=2).text_config.num_labels == 2
     names = {0: "red", 1: "green", 2: "blue"}
     whole = llamoe.LlamoeConfig(text_config=given.text_config, id2label=names)
     assert whole.text_config.id2label == names and MIXTURE(whole).num_labels == 3
