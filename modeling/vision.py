@@ -293,8 +293,8 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
 
         Args:
             pixel_values: `[N, C, image_size, image_size]`, floating, normalized; cast to the weights' dtype.
-            **kwargs: `output_hidden_states`, `output_attentions` (needs `eager`), `return_dict`; others are ignored, as a
-                multimodal model's keywords (packed sequence lengths, say) describe its text.
+            **kwargs: `output_hidden_states`, `output_attentions` (needs `eager`), `return_dict`; others are ignored, as
+                a multimodal model's keywords (packed sequence lengths, say) describe its text.
 
         Returns:
             `last_hidden_state`: with the adapter `[N, tokens_per_tile, projector_output_dim]`; without it the

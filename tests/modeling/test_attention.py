@@ -5,13 +5,12 @@ version of its two functions that stands where transformers loads the package; `
 the real kernels where there are any.
 """
 
-import logging
 from collections import Counter
 from dataclasses import dataclass
 
 import pytest
 import torch
-from support import MODELS, PADDING, for_models, main_output, make_asymmetric, max_abs, run, text_config
+from support import MODELS, PADDING, for_models, main_output, max_abs, run
 from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel, StaticCache
 from transformers import modeling_flash_attention_utils as flash_utils
 
@@ -112,7 +111,10 @@ def pair(case, implementation, **overrides):
     truth, model = case.make(**overrides), case.make(**overrides)
     truth.set_attn_implementation("eager")
     model.set_attn_implementation(implementation)
-    assert implementation in (model.config._attn_implementation, model.config.get_text_config()._attn_implementation)
+    assert implementation in (
+        model.config._attn_implementation,
+        model.config.get_text_config()._attn_implementation,
+    )
     return truth, model
 
 
@@ -263,7 +265,9 @@ def test_flash_in_one_chunk_is_plain(flash):
 def test_flash_refuses_a_mask_of_four_axes(flash):
     _, model = pair(TEXT, "flash_attention_2")
     mask = torch.ones(3, 1, 53, 53).tril().log()
-    with pytest.raises(ValueError, match=r"flash_attention_2 takes an attention_mask of two axes.*\[3, 1, 53, 53\]"):
+    with pytest.raises(
+        ValueError, match=r"flash_attention_2 takes an attention_mask of two axes.*\[3, 1, 53, 53\]"
+    ):
         model(TEXT.inputs()["input_ids"], attention_mask=mask)
 
 
@@ -349,7 +353,10 @@ def test_switching_parts_at_run_time(monkeypatch, flash):
     case = CASES["LlamoeForConditionalGeneration"]
     model, inputs = case.make(), case.inputs()
     expected = run(model, **inputs)
-    layers = {"text": model.config.text_config.num_hidden_layers, "vision": model.config.vision_config.num_hidden_layers}
+    layers = {
+        "text": model.config.text_config.num_hidden_layers,
+        "vision": model.config.vision_config.num_hidden_layers,
+    }
     for text, vision in (("eager", "sdpa"), ("sdpa", "eager"), ("flash_attention_2", "sdpa")):
         model.set_attn_implementation({"text_config": text, "vision_config": vision})
         used = implementations_used(model, inputs, monkeypatch)
