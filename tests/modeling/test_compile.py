@@ -339,14 +339,6 @@ def test_export_with_dynamic_sizes(name, with_mask):
         assert max_abs(main_output(program(**inputs, use_cache=False)), expected) < TOLERANCE
 
 
-def test_export_of_one_size():
-    """As `torch.export.export` traces by default."""
-    case = CASES["LlamoeForCausalLM"]
-    model, inputs = small(case), case.inputs()
-    program = torch.export.export(model, (), {**inputs, "use_cache": False}, strict=False)
-    assert max_abs(main_output(program.module()(**inputs, use_cache=False)), run(model, **inputs)) < TOLERANCE
-
-
 @DECODERS
 def test_export_of_a_decoding_step(name):
     """transformers' wrapper for ExecuTorch: the cache is in the program, one token goes in; over a chunk's border."""
