@@ -232,7 +232,9 @@ class _FixedLength:
     @classmethod
     def of(cls, past_key_values: Cache | None, config: PreTrainedConfig) -> Any:
         is_static = getattr(past_key_values, "is_compileable", False)
-        return cls(past_key_values) if is_static and "flex" in config._attn_implementation else past_key_values
+        return (
+            cls(past_key_values) if is_static and "flex" in config._attn_implementation else past_key_values
+        )
 
     def get_query_offset(self, _: int) -> int | torch.Tensor:
         return _extent(1, None, self._past_key_values, self._layer_idx)[0]
@@ -248,7 +250,9 @@ def _extent(
     if past_key_values is not None:
         query_offset = past_key_values.get_query_offset(layer_idx)
         if isinstance(query_offset, torch.Tensor):
-            query_offset = query_offset.clone()  # a static cache counts in place, flex attention reads it later
+            query_offset = (
+                query_offset.clone()
+            )  # a static cache counts in place, flex attention reads it later
         return query_offset, *past_key_values.get_mask_sizes(query_length, layer_idx)
     return 0, query_length if padding_mask is None else padding_mask.shape[-1], 0
 

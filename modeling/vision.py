@@ -29,7 +29,6 @@ from ..configuration.vision import LlamoeVisionConfig
 from .attention import eager_attention_forward
 from .base import LlamoePreTrainedModel
 from .feed_forward import activation
-from .inputs import check_output_attentions
 from .rotary import apply_rotary
 from .rotary_2d import rotary_2d_cos_sin
 
@@ -74,13 +73,17 @@ class VisionAttention(nn.Module):
         self.o_proj = nn.Linear(inner, hidden, bias=bias)
 
     def forward(
-        self, hidden_states: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        hidden_states: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+        with_weights: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend.
 
         Args:
             hidden_states: `[N, T, D]`.
             cos_sin: each `[1, T, K / 2]` float32, or None for no rotation.
+            with_weights: run `eager`, which alone forms weights, whatever the config says.
 
         Returns:
             `[N, T, D]`, and the weights `[N, H, T, T]` where the implementation gives them ("eager").
@@ -94,7 +97,7 @@ class VisionAttention(nn.Module):
             q_NHTK = apply_rotary(q_NHTK, *cos_sin, interleave=True)
             k_NHTK = apply_rotary(k_NHTK, *cos_sin, interleave=True)
 
-        implementation = self.config._attn_implementation or "eager"
+        implementation = "eager" if with_weights else self.config._attn_implementation or "eager"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         out_NTHK, weights = attend(
             self,
@@ -133,10 +136,14 @@ class VisionEncoderLayer(GradientCheckpointingLayer):
         self.mlp = VisionFeedForward(config)
 
     def forward(
-        self, hidden_states: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        hidden_states: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+        with_weights: bool = False,
     ) -> torch.Tensor:
-        """Map `[N, T, D]` to the same shape; `cos_sin` as in `VisionAttention`."""
-        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), cos_sin)[0]
+        """Map `[N, T, D]` to the same shape; `cos_sin` and `with_weights` as in `VisionAttention`."""
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), cos_sin, with_weights)
+        hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -153,6 +160,7 @@ class VisionEncoder(nn.Module):
         cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
         depth: int,
         run_all: bool,
+        with_weights: bool = False,
     ) -> torch.Tensor:
         """Run the layers and give the output of one.
 
@@ -161,6 +169,7 @@ class VisionEncoder(nn.Module):
             cos_sin: as in `VisionAttention`.
             depth: how many layers the returned states have passed; 0 returns the input.
             run_all: also run the layers behind (for whoever records every layer's output).
+            with_weights: as in `VisionAttention`.
 
         Returns:
             `[N, T, D]`.
@@ -169,7 +178,7 @@ class VisionEncoder(nn.Module):
         for number, layer in enumerate(self.layers, start=1):
             if number > depth and not run_all:
                 break
-            hidden_states = layer(hidden_states, cos_sin)
+            hidden_states = layer(hidden_states, cos_sin, with_weights)
             if number == depth:
                 selected = hidden_states
         return selected
@@ -293,8 +302,8 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
 
         Args:
             pixel_values: `[N, C, image_size, image_size]`, floating, normalized; cast to the weights' dtype.
-            **kwargs: `output_hidden_states`, `output_attentions` (needs `eager`), `return_dict`; others are ignored, as a
-                multimodal model's keywords (packed sequence lengths, say) describe its text.
+            **kwargs: `output_hidden_states`, `output_attentions` (that pass then runs `eager`), `return_dict`; others
+                are ignored, as a multimodal model's keywords (packed sequence lengths, say) describe its text.
 
         Returns:
             `last_hidden_state`: with the adapter `[N, tokens_per_tile, projector_output_dim]`; without it the
@@ -305,10 +314,8 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
             `hidden_states`: the first layer's input and every layer's output, before `layernorm_post`.
 
         Raises:
-            ValueError: pixel_values has the wrong rank, channels or size, no tile, or an integer dtype; or
-                `output_attentions` with an implementation that forms no weights.
+            ValueError: pixel_values has the wrong rank, channels or size, no tile, or an integer dtype.
         """
-        check_output_attentions(self.config, kwargs)
         self.check_pixel_values(pixel_values)
         config = self.config
         patches_NTD = self.patch_embedding(pixel_values.to(self._pixel_dtype()))
@@ -322,11 +329,12 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
             cos_sin = rotary_2d_cos_sin(config.grid_size, config.head_dim, theta, x_NTD.device)
         # As an index into `hidden_states`: 0 is the first layer's input, -1 the last layer's output.
         depth = range(config.num_hidden_layers + 1)[config.vision_feature_layer]
-        run_all = any(
+        with_states, with_weights = (
             kwargs.get(name, getattr(config, name, False)) not in (None, False)
             for name in ("output_hidden_states", "output_attentions")
         )
-        x_NTD = self.layernorm_post(self.model(x_NTD, cos_sin, depth, run_all))
+        x_NTD = self.model(x_NTD, cos_sin, depth, with_states or with_weights, with_weights)
+        x_NTD = self.layernorm_post(x_NTD)
 
         patches, class_token = x_NTD[:, :-1], x_NTD[:, -1]
         if config.use_adapter:
