@@ -18,7 +18,13 @@ from transformers import initialization as init
 from ..configuration import LlamoeConfig, from_stock
 from ..configuration.parallel import check_parallel, wildcard
 from ..configuration.stock import to_stock
-from ._compat import gather, register_parallel_style, shards_unevenly
+from ._compat import (
+    gather,
+    is_tensor_parallel_only,
+    parallel_sizes,
+    register_parallel_style,
+    shards_unevenly,
+)
 from .expert_parallel import DispatchExperts
 from .masks import attention_masks
 from .moe import Experts, Router
@@ -182,13 +188,9 @@ class LlamoePreTrainedModel(PreTrainedModel):
             ValueError: the devices do not divide the attention heads, or the experts.
         """
         if mesh is not None:
-            tp_size = distributed_config.tp_size or 1
-            ep_size = getattr(distributed_config, "ep_size", None)
-            if ep_size is None:  # the older releases share the experts among the tensor-parallel devices
-                ep_size = tp_size if distributed_config.enable_expert_parallel else 1
-            check_parallel(model.config, tp_size, ep_size)
+            check_parallel(model.config, *parallel_sizes(distributed_config))
             if not shards_unevenly():
-                model._drop_uneven_rules(tp_size)
+                model._drop_uneven_rules(distributed_config.tp_size or 1)
         return super().maybe_distribute_model(model, distributed_config, mesh)
 
     def _drop_uneven_rules(self, tp_size: int) -> None:
@@ -241,8 +243,11 @@ class LlamoePreTrainedModel(PreTrainedModel):
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
         """Join the shards of tensor parallelism; `save_pretrained` calls this in every process."""
-        if (getattr(distributed_config, "tp_size", None) or 1) > 1:
-            state_dict = {name: gather(tensor) for name, tensor in state_dict.items()}
+        if is_tensor_parallel_only(distributed_config):
+            state_dict = {
+                name: gather(value).detach().cpu() if isinstance(value, torch.Tensor) else value
+                for name, value in state_dict.items()
+            }
         return super().gather_sharded_state_dict_for_save(
             model_to_save, state_dict, distributed_config, **kwargs
         )
