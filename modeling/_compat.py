@@ -121,7 +121,8 @@ def gather(tensor: "torch.Tensor") -> "torch.Tensor":
     try:
         return tensor.full_tensor()
     except ValueError:
-        (placement,), mesh = tensor.placements, tensor.device_mesh
+        placement: Any = tensor.placements[0]
+        mesh = tensor.device_mesh
         if tensor.shape[placement.dim] % (mesh.size() * placement.split_factor):
             raise
         local = tensor.to_local().contiguous()

@@ -176,7 +176,7 @@ class LlamoePreTrainedModel(PreTrainedModel):
         super().init_parallel_plans()
         parts = [*self.named_modules(), *self.named_parameters()]
         names = {wildcard(name) for name, _ in parts}
-        for plan in (self._tp_plan, self._ep_plan, self._fsdp_plan):
+        for plan in filter(None, (self._tp_plan, self._ep_plan, self._fsdp_plan)):
             for name in plan.keys() - names:
                 del plan[name]
 
@@ -195,9 +195,10 @@ class LlamoePreTrainedModel(PreTrainedModel):
 
     def _drop_uneven_rules(self, tp_size: int) -> None:
         """Keep whole on each device what the release cannot split: an odd vocabulary, for one."""
+        plan = self._tp_plan or {}
         for name, module in self.named_modules():
             rule = wildcard(name)
-            style = self._tp_plan.get(rule)
+            style = plan.get(rule)
             if style is None:
                 continue
             if isinstance(module, Experts):
@@ -207,8 +208,8 @@ class LlamoePreTrainedModel(PreTrainedModel):
             else:
                 size = module.in_features if style == "rowwise" else module.out_features
             if size % tp_size:
-                for key in [key for key in self._tp_plan if f"{key}.".startswith(f"{rule}.")]:
-                    del self._tp_plan[key]
+                for key in [key for key in plan if f"{key}.".startswith(f"{rule}.")]:
+                    del plan[key]
 
     @classmethod
     def _check_quantization(cls, config: Any, requested: Any = None) -> None:
