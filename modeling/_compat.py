@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from importlib.abc import MetaPathFinder
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -122,6 +122,29 @@ def register_parallel_style(name: str, style: object) -> None:
         ALL_PARALLEL_STYLES.register(name, style)
 
 
+def parallel_sizes(distributed_config: Any) -> tuple[int, int]:
+    """Give the devices that share attention heads, and those that share experts; 1 where they are not shared.
+
+    Releases before `ep_size` have a flag instead; with it the tensor-parallel devices share the experts only. Later
+    ones set that flag, too, but share what both plans name, unless the tensor-parallel plan is given as empty.
+    """
+    tp_size = distributed_config.tp_size or 1
+    if hasattr(distributed_config, "ep_size"):
+        return 1 if distributed_config.tp_plan == {} else tp_size, distributed_config.ep_size or 1
+    return (1, tp_size) if distributed_config.enable_expert_parallel else (tp_size, 1)
+
+
+def is_tensor_parallel_only(distributed_config: Any) -> bool:
+    """Whether a model is sharded by tensor or expert parallelism and not by FSDP2 besides.
+
+    A model that was not loaded into shards has no such configuration; sizes that are not asked for are None or 1.
+    """
+    tp_size, *others = (
+        getattr(distributed_config, name, None) or 1 for name in ("tp_size", "fsdp_size", "dp_replicate_size")
+    )
+    return tp_size > 1 and others == [1, 1]
+
+
 def shards_unevenly() -> bool:
     """Whether a layer may be split into parts that differ in size.
 
@@ -147,7 +170,10 @@ def gather(tensor: "torch.Tensor") -> "torch.Tensor":
     try:
         return tensor.full_tensor()
     except ValueError:
-        (placement,), mesh = tensor.placements, tensor.device_mesh
+        placement: Any = tensor.placements[0]
+        mesh = tensor.device_mesh
+        if tensor.shape[placement.dim] % (mesh.size() * placement.split_factor):
+            raise
         local = tensor.to_local().contiguous()
         shards = [local.new_empty(local.shape) for _ in range(mesh.size())]
         dist.all_gather(shards, local, group=mesh.get_group())

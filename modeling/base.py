@@ -17,7 +17,13 @@ from ..configuration import LlamoeConfig, from_stock
 from ..configuration._hub import written_by
 from ..configuration.parallel import check_parallel, wildcard
 from ..configuration.stock import to_stock
-from ._compat import gather, register_parallel_style, shards_unevenly
+from ._compat import (
+    gather,
+    is_tensor_parallel_only,
+    parallel_sizes,
+    register_parallel_style,
+    shards_unevenly,
+)
 from .adapters import fit_folder, fit_state_dict, read_adapter
 from .expert_parallel import DispatchExperts
 from .masks import attention_masks
@@ -219,7 +225,7 @@ class LlamoePreTrainedModel(PreTrainedModel):
         super().init_parallel_plans()
         parts = [*self.named_modules(), *self.named_parameters()]
         names = {wildcard(name) for name, _ in parts}
-        for plan in (self._tp_plan, self._ep_plan, self._fsdp_plan):
+        for plan in filter(None, (self._tp_plan, self._ep_plan, self._fsdp_plan)):
             for name in plan.keys() - names:
                 del plan[name]
 
@@ -231,20 +237,17 @@ class LlamoePreTrainedModel(PreTrainedModel):
             ValueError: the devices do not divide the attention heads, or the experts.
         """
         if mesh is not None:
-            tp_size = distributed_config.tp_size or 1
-            ep_size = getattr(distributed_config, "ep_size", None)
-            if ep_size is None:  # the older releases share the experts among the tensor-parallel devices
-                ep_size = tp_size if distributed_config.enable_expert_parallel else 1
-            check_parallel(model.config, tp_size, ep_size)
+            check_parallel(model.config, *parallel_sizes(distributed_config))
             if not shards_unevenly():
-                model._drop_uneven_rules(tp_size)
+                model._drop_uneven_rules(distributed_config.tp_size or 1)
         return super().maybe_distribute_model(model, distributed_config, mesh)
 
     def _drop_uneven_rules(self, tp_size: int) -> None:
         """Keep whole on each device what the release cannot split: an odd vocabulary, for one."""
+        plan = self._tp_plan or {}
         for name, module in self.named_modules():
             rule = wildcard(name)
-            style = self._tp_plan.get(rule)
+            style = plan.get(rule)
             if style is None:
                 continue
             if isinstance(module, Experts):
@@ -254,8 +257,8 @@ class LlamoePreTrainedModel(PreTrainedModel):
             else:
                 size = module.in_features if style == "rowwise" else module.out_features
             if size % tp_size:
-                for key in [key for key in self._tp_plan if f"{key}.".startswith(f"{rule}.")]:
-                    del self._tp_plan[key]
+                for key in [key for key in plan if f"{key}.".startswith(f"{rule}.")]:
+                    del plan[key]
 
     def load_adapter(
         self,
@@ -348,8 +351,11 @@ class LlamoePreTrainedModel(PreTrainedModel):
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
         """Join the shards of tensor parallelism; `save_pretrained` calls this in every process."""
-        if (getattr(distributed_config, "tp_size", None) or 1) > 1:
-            state_dict = {name: gather(tensor) for name, tensor in state_dict.items()}
+        if is_tensor_parallel_only(distributed_config):
+            state_dict = {
+                name: gather(value).detach().cpu() if isinstance(value, torch.Tensor) else value
+                for name, value in state_dict.items()
+            }
         return super().gather_sharded_state_dict_for_save(
             model_to_save, state_dict, distributed_config, **kwargs
         )

@@ -80,7 +80,7 @@ class DispatchExperts:
             is_elsewhere = top_k_index // num_here != rank
             ids_here = torch.where(is_elsewhere, num_here, top_k_index % num_here)
             weights_here = _SumBackward.apply(top_k_weights, group).masked_fill(is_elsewhere, 0)
-            stacks = dict(module.named_parameters(recurse=False))
+            stacks: dict[str, Any] = dict(module.named_parameters(recurse=False))
             try:
                 module._parameters.update({name: stack.to_local() for name, stack in stacks.items()})
                 output = run_experts(_SumBackward.apply(hidden_states, group), ids_here, weights_here)

@@ -11,6 +11,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DeepSpeedPlugin, prepare_multi_gpu_env
 from support import MODELS, for_models, multimodal_config, text_config, vision_config
 from transformers import Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
+from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import llamoe
@@ -127,6 +128,17 @@ def test_published_models_are_shared_by_up_to_eight_devices(name, devices):
 def test_what_cannot_be_shared_is_named(config, tp_size, ep_size, message):
     with pytest.raises(ValueError, match=message):
         check_parallel(config, tp_size, ep_size)
+
+
+def test_heads_are_checked_only_where_they_are_shared():
+    if "ep_size" in DistributedConfig.__dataclass_fields__:
+        assert _compat.parallel_sizes(DistributedConfig(tp_size=4, ep_size=4)) == (4, 4)
+        assert _compat.parallel_sizes(DistributedConfig(fsdp_size=4, ep_size=2)) == (1, 2)
+        assert _compat.parallel_sizes(DistributedConfig(tp_size=4, tp_plan={}, ep_size=4)) == (1, 4)
+    else:
+        assert _compat.parallel_sizes(DistributedConfig(tp_size=4, enable_expert_parallel=True)) == (1, 4)
+    assert _compat.parallel_sizes(DistributedConfig(tp_size=4)) == (4, 1)
+    assert _compat.parallel_sizes(DistributedConfig(fsdp_size=4)) == (1, 1)
 
 
 def test_a_style_that_transformers_has_is_not_replaced():
