@@ -238,6 +238,23 @@ def replace_all_linear(replacement: Callable) -> None:
             vars(module)["_maybe_include_all_linear_layers"] = expand
 
 
+def watch_adapter_files(watcher: Callable) -> None:
+    """Call `watcher(tensors, model_id, **kwargs)` for each adapter file that a `PeftModel` reads.
+
+    Where an adapter of that name exists already, peft reads the file's weights without its config.
+    """
+    peft_model = importlib.import_module("peft.peft_model")
+    original = peft_model.load_peft_weights
+
+    @functools.wraps(original)
+    def read(model_id, *args, **kwargs):
+        tensors = original(model_id, *args, **kwargs)
+        watcher(tensors, model_id, **kwargs)
+        return tensors
+
+    vars(peft_model)["load_peft_weights"] = read
+
+
 def name_causal_model(model_type: str, class_name: str) -> None:
     """Enter a class among those that transformers knows for causal language models by their names.
 

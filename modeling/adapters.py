@@ -14,7 +14,9 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -56,24 +58,43 @@ def exchange_factors(
 
 def trained_on(config: Any) -> str | None:
     """Give the class name of the model that an adapter's config says it was trained on, if it says so."""
-    mapping = getattr(config, "auto_mapping", None)
-    mapping = getattr(config, "_llamoe_auto_mapping", mapping)  # as it was in the file, see `mark`
-    return (mapping or {}).get("base_model_class")
+    return (getattr(config, "auto_mapping", None) or {}).get("base_model_class")
 
 
 def mark(config: Any, model: PreTrainedModel) -> None:
     """Note in an adapter's config, when it is injected, which class its experts' factors are laid out for.
 
-    peft itself writes that only for adapters without a task type. What the file said stays readable for `fit`.
+    It is what the adapter will be saved with. peft itself writes that only for adapters without a task type.
     """
-    if not getattr(config, "target_parameters", None):
-        return
-    if not hasattr(config, "_llamoe_auto_mapping"):
-        config._llamoe_auto_mapping = config.auto_mapping
-    config.auto_mapping = {
-        "base_model_class": type(model).__name__,
-        "parent_library": type(model).__module__,
-    }
+    if getattr(config, "target_parameters", None):
+        config.auto_mapping = {
+            "base_model_class": type(model).__name__,
+            "parent_library": type(model).__module__,
+        }
+
+
+# Of the latest adapter file that a PeftModel has read: one of its tensors, and from where.
+_latest_file: ContextVar[tuple[weakref.ref, Any, dict[str, Any]] | None] = ContextVar(
+    "_latest_file", default=None
+)
+
+
+def remember_file(tensors: Mapping[str, torch.Tensor], name_or_path: Any, **kwargs: Any) -> None:
+    """Remember from where tensors were read, for as long as they live."""
+    if tensors:
+        _latest_file.set((weakref.ref(next(iter(tensors.values()))), name_or_path, kwargs))
+
+
+def _config_in_memory_or_file(config: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """Give the config that was saved with these tensors: the file's, if they come from one."""
+    from peft import PeftConfig
+
+    reference, name_or_path, kwargs = _latest_file.get() or (lambda: None, None, {})
+    first = reference()
+    if first is None or not any(tensor is first for tensor in tensors):
+        return config
+    download = {name: value for name, value in kwargs.items() if name not in ("device", "key_mapping")}
+    return PeftConfig.from_pretrained(name_or_path, **download)
 
 
 def read_adapter(name_or_path: str | os.PathLike, **download: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -149,7 +170,7 @@ def fit(
         else:
             unknown.append(key)
             fitted[key] = tensor
-    _orient_experts(model, config, fitted, expected)
+    _orient_experts(model, config, fitted, expected, tensors)
     missing = [name for name in expected if name not in fitted]
     shapes = {**optional, **expected}
     differing = {
@@ -182,8 +203,9 @@ def _orient_experts(
     config: Any,
     tensors: dict[str, torch.Tensor],
     expected: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, torch.Tensor],
 ) -> None:
-    """Exchange the factors of the experts, in place, if they were trained on stock's."""
+    """Exchange the factors of the experts, in place, if they were trained on stock's; `given` is the whole adapter."""
     experts = {
         name.replace(".base_layer", ""): module.num_experts
         for name, module in model.named_modules()
@@ -198,14 +220,14 @@ def _orient_experts(
         if other not in tensors or other not in expected:
             continue
         (rank, size_in), (size_out, _) = expected[key], expected[other]
-        given = tuple(tensors[key].shape), tuple(tensors[other].shape)
-        as_ours = given == ((rank, size_in), (size_out, rank))
-        as_stock = given == ((rank, size_out), (size_in, rank))
+        shapes = tuple(tensors[key].shape), tuple(tensors[other].shape)
+        as_ours = shapes == ((rank, size_in), (size_out, rank))
+        as_stock = shapes == ((rank, size_out), (size_in, rank))
         if as_ours or as_stock:  # any other shape is complained about later
             pairs[key] = (other, experts[match["module"]])
             layouts.add("either" if as_ours and as_stock else "ours" if as_ours else "stock")
     if layouts == {"either"}:
-        layouts.add(_recorded_layout(config))
+        layouts.add(_recorded_layout(_config_in_memory_or_file(config, given.values())))
     if layouts >= {"ours", "stock"}:
         raise ValueError(
             "The adapter's experts do not agree: some pairs lora_A, lora_B have A on the input side, some on the "
@@ -302,7 +324,7 @@ def fit_folder(
     # that in full. DoRA's vectors are saved without their ".weight", trained base weights without their wrapper.
     names = {}
     for full in whole:
-        without = full.replace(f".{adapter_name}", "")
+        without = _without_name(full, adapter_name)
         is_wrapped = ".modules_to_save." in full or ".token_adapter." in full
         for name in (without.replace(".modules_to_save", ""), without.removesuffix(".weight")):
             if name in expected and full != without and name not in whole:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from ._compat import replace_all_linear, when_imported
-from .adapters import mark
+from ._compat import replace_all_linear, watch_adapter_files, when_imported
+from .adapters import mark, remember_file
 from .base import LlamoePreTrainedModel
 from .vision import LlamoeVisionModel
 
@@ -72,6 +72,7 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
 def _register(peft: ModuleType) -> None:
     _fill_tables(peft)
     replace_all_linear(_expand_all_linear)
+    watch_adapter_files(remember_file)
 
 
 def register_with_peft() -> None:

@@ -181,6 +181,31 @@ def test_square_experts_of_an_unknown_base_are_refused(how, tmp_path):
     assert max_abs(run(load(ours, tmp_path / "both", how), **inputs), run(both, **inputs)) < 1e-5
 
 
+def test_square_experts_are_read_into_an_adapter_that_exists(tmp_path):
+    """As `Trainer` does when it resumes: peft then reads the weights alone, without their config."""
+    ours, stock, trained = expert_pair(EXPERTS[1:], intermediate_size=72, task_type=None)
+    trained.save_pretrained(tmp_path / "stock")
+    mine = adapted(
+        ours, seed=5, target_modules=["v_proj"], target_parameters=EXPERTS[1:], rank_pattern={"v_proj": 3}
+    )
+    mine.save_pretrained(tmp_path / "ours")
+    inputs = inputs_of(TEXT)
+    expected = {"stock": run(trained, **inputs), "ours": run(mine, **inputs)}
+    for first in ("stock", "ours"):
+        model = load(ours, tmp_path / first, "PeftModel")
+        for name in ("ours", "stock", "stock", "ours"):
+            model.load_adapter(tmp_path / name, "default")
+            assert max_abs(run(model, **inputs), expected[name]) < 1e-5
+        model.save_pretrained(tmp_path / "again")
+        assert max_abs(run(load(ours, tmp_path / "again", "load_adapter"), **inputs), expected["ours"]) < 1e-5
+    # In memory the layout is that of the model.
+    other = adapted(
+        ours, seed=6, target_modules=["v_proj"], target_parameters=EXPERTS[1:], rank_pattern={"v_proj": 3}
+    )
+    peft.set_peft_model_state_dict(other, peft.get_peft_model_state_dict(mine))
+    assert torch.equal(run(other, **inputs), expected["ours"])
+
+
 def test_multimodal_experts_trained_on_stock(tmp_path):
     ours, stock = pair(MULTIMODAL)
     trained = adapted(stock, target_modules=["q_proj"], target_parameters=EXPERTS)
