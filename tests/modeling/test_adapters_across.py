@@ -92,7 +92,10 @@ both_ways = pytest.mark.parametrize("how", ["PeftModel", "load_adapter"])
 @for_heads
 @pytest.mark.parametrize("kind", list(ADAPTERS))
 def test_adapters_of_stock_give_the_same_logits_on_ours_and_back(case, kind, tmp_path):
-    """2.4e-6 at most between logits of deviation 1 to 2, of which the adapters change several whole units."""
+    """0 for the dense family, 9.3e-6 at most for the mixtures, which differ by 6e-6 without an adapter too.
+
+    The logits have a deviation of 1; the adapters change them by whole units.
+    """
     ours, stock = pair(case)
     inputs = inputs_of(case)
     before = run(ours, **inputs)
@@ -104,7 +107,7 @@ def test_adapters_of_stock_give_the_same_logits_on_ours_and_back(case, kind, tmp
         # Loading on stock is a matter of its own: there its `load_adapter` drops DoRA's vectors and, before
         # transformers 5.23, trained embeddings and every adapter of a multimodal model.
         for how in ("PeftModel", "load_adapter") if target is ours else ("PeftModel",):
-            assert max_abs(run(load(target, tmp_path / name, how), **inputs), expected) < 1e-5, (name, how)
+            assert max_abs(run(load(target, tmp_path / name, how), **inputs), expected) < 2e-5, (name, how)
     assert set(load_file(tmp_path / "from_stock/adapter_model.safetensors")) == set(
         load_file(tmp_path / "from_ours/adapter_model.safetensors")
     )
@@ -212,7 +215,7 @@ def test_multimodal_experts_trained_on_stock(tmp_path):
     trained.save_pretrained(tmp_path)
     inputs = inputs_of(MULTIMODAL)
     for how in ("PeftModel", "load_adapter"):
-        assert max_abs(run(load(ours, tmp_path, how), **inputs), run(trained, **inputs)) < 1e-5
+        assert max_abs(run(load(ours, tmp_path, how), **inputs), run(trained, **inputs)) < 2e-5
 
 
 # Parts and wholes
@@ -230,7 +233,7 @@ def test_multimodal_adapter_on_the_text_model(targets, how, tmp_path, caplog):
     ids = torch.randint(3, 90, (2, 33))
     expected = run(trained, input_ids=ids)
     assert max_abs(run(text, input_ids=ids), expected) > 0.5
-    assert max_abs(run(load(text, tmp_path / "adapter", how), input_ids=ids), expected) < 1e-5
+    assert max_abs(run(load(text, tmp_path / "adapter", how), input_ids=ids), expected) < 2e-5
     assert "vision_model" in caplog.text and "passed over" in caplog.text
 
 
@@ -466,7 +469,7 @@ def test_all_linear_of_ours_on_stock(tmp_path):
     trained = adapted(ours, target_modules="all-linear")
     trained.save_pretrained(tmp_path)
     inputs = inputs_of(MULTIMODAL)
-    assert max_abs(run(load(stock, tmp_path, "PeftModel"), **inputs), run(trained, **inputs)) < 1e-5
+    assert max_abs(run(load(stock, tmp_path, "PeftModel"), **inputs), run(trained, **inputs)) < 2e-5
 
 
 def test_whole_checkpoint_of_an_adapted_model_is_left_to_torch():
