@@ -27,6 +27,9 @@ from .weights import read_header
 
 logger = logging.getLogger("llamoe")
 
+# What says from where a file is read.
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
 _PEFT_PREFIX = "base_model.model."
 # Where peft looks for an adapter's weights, in this order.
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -379,3 +382,61 @@ def _is_named(key: str, adapter_name: str) -> bool:
 def _without_name(key: str, adapter_name: str) -> str:
     head, found, tail = key.rpartition(f".{adapter_name}")
     return head + tail if found and tail[:1] in ("", ".") else key
+
+
+class LoadsAdapters(PreTrainedModel):
+    """Adapters of peft's for a model class, before `PreTrainedModel` among its bases."""
+
+    def load_adapter(
+        self,
+        peft_model_id: str | os.PathLike | None = None,
+        adapter_name: str | None = None,
+        peft_config: Any = None,
+        adapter_state_dict: dict[str, torch.Tensor] | None = None,
+        **kwargs,
+    ):
+        """Load an adapter of peft's, as `PreTrainedModel.load_adapter` does.
+
+        It is compared with the model first, so that one of another base is refused before anything is changed.
+        Adapters of stock Llama and Llama 4 fit; factors of experts that were trained on stock are exchanged.
+
+        Args:
+            peft_model_id: a folder, or `owner/name` on the Hub.
+            adapter_name: "default" where left out.
+            peft_config: the adapter's config, instead of the folder's.
+            adapter_state_dict: its weights, instead of the folder's.
+            **kwargs: of `PreTrainedModel.load_adapter`.
+
+        Raises:
+            ValueError: an adapter of another model, or a damaged file.
+        """
+        config, tensors = peft_config, adapter_state_dict
+        if peft_model_id is not None and (config is None or tensors is None):
+            download = dict(getattr(kwargs.get("load_config"), "download_kwargs", None) or {})
+            download |= {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
+            download = {name: download[name] for name in HUB_ARGUMENTS if download.get(name) is not None}
+            if "revision" in download:
+                # May carry the commit that it stands for in the base model's repository.
+                download["revision"] = str(download["revision"])
+            read_config, read_tensors = read_adapter(peft_model_id, **download)
+            config = read_config if config is None else config
+            tensors = read_tensors if tensors is None else tensors
+        if isinstance(config, dict):
+            from peft import get_peft_config
+
+            config = get_peft_config(config)
+        if config is not None and tensors is not None:
+            strict = not kwargs.get("ignore_mismatched_sizes")
+            tensors = fit_folder(self, config, adapter_name or "default", tensors, strict)
+        return super().load_adapter(
+            peft_model_id,
+            adapter_name=adapter_name,
+            peft_config=config,
+            adapter_state_dict=tensors,
+            **kwargs,
+        )
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        if self.__dict__.get("peft_config"):  # peft's own classes load an adapter's weights in this way
+            fit_state_dict(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)

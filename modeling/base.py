@@ -15,17 +15,9 @@ from transformers import initialization as init
 
 from ..configuration import LlamoeConfig, from_stock
 from ..configuration._hub import written_by
-from ..configuration.parallel import check_parallel, wildcard
 from ..configuration.stock import to_stock
-from ._compat import (
-    gather,
-    is_tensor_parallel_only,
-    parallel_sizes,
-    register_parallel_style,
-    shards_unevenly,
-)
-from .adapters import fit_folder, fit_state_dict, read_adapter
-from .expert_parallel import DispatchExperts
+from .adapters import HUB_ARGUMENTS, LoadsAdapters
+from .distribution import Distributed
 from .masks import attention_masks
 from .moe import Experts, Router
 from .placement import check_devices, check_offload, check_on_disk, settle_device_map
@@ -37,13 +29,8 @@ logger = logging.getLogger("llamoe")
 # experts of another layout or replace stock's class by its name.
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "quanto", "torchao")
 
-register_parallel_style("ep_dispatch_experts", DispatchExperts())
 
-# What says from where a config is read.
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-
-
-class LlamoePreTrainedModel(PreTrainedModel):
+class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
     """What every llamoe model shares."""
 
     base_model_prefix = "model"
@@ -171,7 +158,7 @@ class LlamoePreTrainedModel(PreTrainedModel):
         if isinstance(config, PreTrainedConfig):
             kwargs["config"] = config = cls.resolve_config(config)
         elif pretrained_model_name_or_path is not None and not kwargs.get("gguf_file"):
-            where = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+            where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
             try:
                 config = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **where)
             except OSError:
@@ -220,101 +207,6 @@ class LlamoePreTrainedModel(PreTrainedModel):
             check_on_disk(device_map, loading_info.missing_keys, offload_index)
         return loading_info, offload_index
 
-    def init_parallel_plans(self) -> None:
-        """Join the plans of configuration, heads and parts, without rules for what this model does not have."""
-        super().init_parallel_plans()
-        parts = [*self.named_modules(), *self.named_parameters()]
-        names = {wildcard(name) for name, _ in parts}
-        for plan in filter(None, (self._tp_plan, self._ep_plan, self._fsdp_plan)):
-            for name in plan.keys() - names:
-                del plan[name]
-
-    @classmethod
-    def maybe_distribute_model(cls, model, distributed_config, mesh):
-        """Spread the empty model over the devices; `from_pretrained` calls this before it reads a weight.
-
-        Raises:
-            ValueError: the devices do not divide the attention heads, or the experts.
-        """
-        if mesh is not None:
-            check_parallel(model.config, *parallel_sizes(distributed_config))
-            if not shards_unevenly():
-                model._drop_uneven_rules(distributed_config.tp_size or 1)
-        return super().maybe_distribute_model(model, distributed_config, mesh)
-
-    def _drop_uneven_rules(self, tp_size: int) -> None:
-        """Keep whole on each device what the release cannot split: an odd vocabulary, for one."""
-        plan = self._tp_plan or {}
-        for name, module in self.named_modules():
-            rule = wildcard(name)
-            style = plan.get(rule)
-            if style is None:
-                continue
-            if isinstance(module, Experts):
-                size = module.down_proj.shape[1]
-            elif isinstance(module, torch.nn.Embedding):
-                size = module.num_embeddings
-            else:
-                size = module.in_features if style == "rowwise" else module.out_features
-            if size % tp_size:
-                for key in [key for key in plan if f"{key}.".startswith(f"{rule}.")]:
-                    del plan[key]
-
-    def load_adapter(
-        self,
-        peft_model_id: str | os.PathLike | None = None,
-        adapter_name: str | None = None,
-        peft_config: Any = None,
-        adapter_state_dict: dict[str, torch.Tensor] | None = None,
-        **kwargs,
-    ):
-        """Load an adapter of peft's, as `PreTrainedModel.load_adapter` does.
-
-        It is compared with the model first, so that one of another base is refused before anything is changed.
-        Adapters of stock Llama and Llama 4 fit; factors of experts that were trained on stock are exchanged.
-
-        Args:
-            peft_model_id: a folder, or `owner/name` on the Hub.
-            adapter_name: "default" where left out.
-            peft_config: the adapter's config, instead of the folder's.
-            adapter_state_dict: its weights, instead of the folder's.
-            **kwargs: of `PreTrainedModel.load_adapter`.
-
-        Raises:
-            ValueError: an adapter of another model, or a damaged file.
-        """
-        config, tensors = peft_config, adapter_state_dict
-        if peft_model_id is not None and (config is None or tensors is None):
-            download = dict(getattr(kwargs.get("load_config"), "download_kwargs", None) or {})
-            download |= {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
-            download = {name: download[name] for name in _HUB_ARGUMENTS if download.get(name) is not None}
-            if (
-                "revision" in download
-            ):  # may carry the commit that it stands for in the base model's repository
-                download["revision"] = str(download["revision"])
-            read_config, read_tensors = read_adapter(peft_model_id, **download)
-            config = read_config if config is None else config
-            tensors = read_tensors if tensors is None else tensors
-        if isinstance(config, dict):
-            from peft import get_peft_config
-
-            config = get_peft_config(config)
-        if config is not None and tensors is not None:
-            strict = not kwargs.get("ignore_mismatched_sizes")
-            tensors = fit_folder(self, config, adapter_name or "default", tensors, strict)
-        return super().load_adapter(
-            peft_model_id,
-            adapter_name=adapter_name,
-            peft_config=config,
-            adapter_state_dict=tensors,
-            **kwargs,
-        )
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        if self.__dict__.get("peft_config"):  # peft's own classes load an adapter's weights in this way
-            fit_state_dict(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     @classmethod
     def _check_quantization(cls, config: Any, requested: Any = None) -> None:
         quantization = requested or getattr(config, "quantization_config", None)
@@ -348,17 +240,6 @@ class LlamoePreTrainedModel(PreTrainedModel):
                 implementation = "eager (grouped_mm does not take these sizes and dtype)"
             message += f", experts {implementation}"
         logger.info(message)
-
-    def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
-        """Join the shards of tensor parallelism; `save_pretrained` calls this in every process."""
-        if is_tensor_parallel_only(distributed_config):
-            state_dict = {
-                name: gather(value).detach().cpu() if isinstance(value, torch.Tensor) else value
-                for name, value in state_dict.items()
-            }
-        return super().gather_sharded_state_dict_for_save(
-            model_to_save, state_dict, distributed_config, **kwargs
-        )
 
     def save_pretrained(self, save_directory, *args, layout: str = "llamoe", **kwargs):
         """Save as `PreTrainedModel.save_pretrained` does; the weights' keys are stock keys in either layout.

@@ -164,17 +164,19 @@ def _chunked_mask(
         )
         can_be_plain_causal = False
     else:
-        offset_B = _position_offset(
+        position_at = _positions_along(
             padding_mask, position_ids, query_offset, query_length, batch_size, device
         )
-        mask_function = _causal_chunks(chunk_size, offset_B)
+        mask_function = _causal_chunks(chunk_size, position_at)
         if ring_index is not None:
             mask_function = _in_ring(mask_function, ring_index)
             padding_mask = _is_real(ring_index, padding_mask, batch_size)
             can_be_plain_causal &= key_length == query_length
         if position_ids is not None and can_be_plain_causal:
             # Rows that start past position 0 reach their first chunk border early.
-            can_be_plain_causal &= not is_torchdynamo_compiling() and not bool((offset_B > 0).any())
+            can_be_plain_causal &= not is_torchdynamo_compiling() and not _starts_late(
+                position_at, query_offset, batch_size, device
+            )
     return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
         batch_size=batch_size,
         q_length=query_length,
@@ -250,9 +252,7 @@ def _extent(
     if past_key_values is not None:
         query_offset = past_key_values.get_query_offset(layer_idx)
         if isinstance(query_offset, torch.Tensor):
-            query_offset = (
-                query_offset.clone()
-            )  # a static cache counts in place, flex attention reads it later
+            query_offset = query_offset.clone()  # counted in place, and flex attention reads it later
         return query_offset, *past_key_values.get_mask_sizes(query_length, layer_idx)
     return 0, query_length if padding_mask is None else padding_mask.shape[-1], 0
 
@@ -329,12 +329,13 @@ def _sequences_of_type(
             groups = nn.functional.pad(begins.cumsum(1), (1, 0))
         query_groups = key_groups = groups.expand(batch_size, -1)
     elif chunk_size is not None:
-        offset_B1 = _position_offset(
+        position_at = _positions_along(
             padding_mask, position_ids, query_offset, query_length, batch_size, device
-        )[:, None]
+        )
+        rows = torch.arange(batch_size, device=device)[:, None]
         # Padding counts as the first chunk: its own places are negative.
-        query_groups = (query_index + offset_B1).clamp(min=0) // chunk_size
-        key_groups = (key_index + offset_B1).clamp(min=0) // chunk_size
+        query_groups = position_at(rows, query_index).clamp(min=0) // chunk_size
+        key_groups = position_at(rows, key_index).clamp(min=0) // chunk_size
     else:
         query_groups, key_groups = torch.zeros_like(real_queries.long()), torch.zeros_like(real_keys.long())
     return sequences_of_groups(real_queries, real_keys, query_groups, key_groups)
@@ -348,33 +349,62 @@ def _is_real(index: torch.Tensor, padding_mask: torch.Tensor | None, batch_size:
     return padding_mask[:, index.clamp(0, width - 1)] & (index >= 0) & (index < width)
 
 
-def _position_offset(
+def _positions_along(
     padding_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     query_offset: int | torch.Tensor,
     query_length: int,
     batch_size: int,
     device: torch.device,
-) -> torch.Tensor:
-    """Give `[B]`: what turns an index along the keys into a position (minus the left padding, as a rule)."""
-    if padding_mask is None:
-        first_index_B = torch.zeros(batch_size, dtype=torch.long, device=device) + query_offset
-    else:
-        left_padding_B = _left_padding(padding_mask)
-        if position_ids is None:
-            return -left_padding_B
-        first_index_B = torch.maximum(left_padding_B, torch.zeros_like(left_padding_B) + query_offset)
+) -> Callable[[Any, Any], torch.Tensor]:
+    """Give a function from row and index along the keys, tensors that broadcast, to the token's position.
+
+    Of cached tokens no positions are known, only which are padding: they are counted back from the first new token.
+    """
     if position_ids is None:
-        return torch.zeros_like(first_index_B)
-    column_B = (first_index_B - query_offset).clamp(max=query_length - 1)
-    positions = position_ids.expand(batch_size, -1).to(device)
-    return positions.gather(1, column_B[:, None])[:, 0] - first_index_B
+        if padding_mask is None:
+            return lambda row, index: index + torch.zeros_like(row)
+        padding_B = _left_padding(padding_mask)
+        return lambda row, index: index - padding_B[row]
+    positions_BQ = position_ids.expand(batch_size, -1).to(device)
+    if padding_mask is None:
+        offset_B = positions_BQ[:, 0] - query_offset
+
+        def cached_position_at(row, index):
+            return index + offset_B[row]
+
+    else:
+        # Real tokens are counted, not indices: behind a cached prefix a row's padding is a hole in its middle.
+        last = padding_mask.shape[1] - 1
+        query_index = torch.arange(query_length, device=device) + query_offset
+        column_B1 = _is_real(query_index, padding_mask, batch_size).int().argmax(1, keepdim=True)
+        counts_BK = padding_mask.cumsum(-1)
+        counts_BK = counts_BK - counts_BK.gather(1, (column_B1 + query_offset).clamp(max=last))
+        positions_BK = counts_BK + positions_BQ.gather(1, column_B1)
+
+        def cached_position_at(row, index):
+            return positions_BK[row, index.clamp(0, last)]
+
+    def position_at(row, index):
+        column = (index - query_offset).clamp(0, query_length - 1)
+        return torch.where(index < query_offset, cached_position_at(row, index), positions_BQ[row, column])
+
+    return position_at
 
 
-def _causal_chunks(chunk_size: int, offset_B: torch.Tensor) -> Callable:
+def _starts_late(
+    position_at: Callable, query_offset: int | torch.Tensor, batch_size: int, device: torch.device
+) -> bool:
+    rows = torch.arange(batch_size, device=device)
+    index = torch.zeros_like(rows) + query_offset
+    return bool((position_at(rows, index) > index).any())
+
+
+def _causal_chunks(chunk_size: int, position_at: Callable) -> Callable:
     def visible(batch_idx, head_idx, q_idx, kv_idx):
-        offset = offset_B[batch_idx]
-        same_chunk = (q_idx + offset) // chunk_size == (kv_idx + offset) // chunk_size
+        same_chunk = (
+            position_at(batch_idx, q_idx) // chunk_size == position_at(batch_idx, kv_idx) // chunk_size
+        )
         return same_chunk & (kv_idx <= q_idx)
 
     return visible

@@ -6,7 +6,7 @@ The truth is each row by itself, without padding and without a cache: transforme
 
 import pytest
 import torch
-from support import make_asymmetric, max_abs, stock_dense_config, stock_text_config
+from support import make_asymmetric, max_abs, run, stock_dense_config, stock_text_config, text_config
 from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
@@ -171,3 +171,39 @@ def test_stock_differs_where_it_is_wrong():
     row = rows()[0]
     in_batch = stock(ids, attention_mask=mask).logits[0][mask[0].bool()]
     assert max_abs(in_batch, stock(row).logits[0]) > 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_padding_behind_a_cached_prefix(implementation):
+    """A prefix that all rows share, as prefix tuning makes it, and then left-padded rows.
+
+    In a cache that keeps all tokens: a window of one chunk counts the padding, and loses the prefix to it.
+    """
+    model = make_asymmetric(llamoe.LlamoeForCausalLM(text_config()))
+    model.set_attn_implementation(implementation)
+    generator = torch.Generator().manual_seed(3)
+    prefix = torch.randint(3, 90, (1, 7), generator=generator)
+    rows = [torch.randint(3, 90, (1, length), generator=generator) for length in (35, 30, 18)]
+    past, longest = DynamicCache(), max(row.shape[1] for row in rows)
+    run(model, input_ids=prefix.expand(len(rows), -1), past_key_values=past, use_cache=True)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.ones(len(rows), 7 + longest, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, longest - row.shape[1] :] = row
+        mask[i, 7 : 7 + longest - row.shape[1]] = 0
+    positions = (mask.cumsum(1) - 1)[:, 7:]
+    given = [
+        run(
+            model,
+            input_ids=ids[:, begin:end],
+            attention_mask=mask[:, : 7 + end],
+            position_ids=positions[:, begin:end],
+            past_key_values=past,
+            use_cache=True,
+        )
+        for begin, end in ((0, 20), (20, 34), (34, 35))
+    ]
+    given = torch.cat(given, 1)
+    for i, row in enumerate(rows):
+        alone = run(model, input_ids=torch.cat([prefix, row], 1), use_cache=False)[0, 7:]
+        assert max_abs(given[i, longest - row.shape[1] :], alone) < 1e-5 * alone.std()

@@ -1,0 +1,76 @@
+"""A model over several devices: what transformers asks of a model class when it loads and saves shards.
+
+The plans themselves are data (`configuration.parallel`); here they are joined for a model, checked against the number
+of devices, and undone when a checkpoint is written.
+"""
+
+import torch
+from transformers import PreTrainedModel
+
+from ..configuration.parallel import check_parallel, wildcard
+from ._compat import (
+    gather,
+    is_tensor_parallel_only,
+    parallel_sizes,
+    register_parallel_style,
+    shards_unevenly,
+)
+from .expert_parallel import DispatchExperts
+from .moe import Experts
+
+register_parallel_style("ep_dispatch_experts", DispatchExperts())
+
+
+class Distributed(PreTrainedModel):
+    """Tensor, expert, pipeline and FSDP2 parallelism for a model class, before `PreTrainedModel` among its bases."""
+
+    def init_parallel_plans(self) -> None:
+        """Join the plans of configuration, heads and parts, without rules for what this model does not have."""
+        super().init_parallel_plans()
+        parts = [*self.named_modules(), *self.named_parameters()]
+        names = {wildcard(name) for name, _ in parts}
+        for plan in filter(None, (self._tp_plan, self._ep_plan, self._fsdp_plan)):
+            for name in plan.keys() - names:
+                del plan[name]
+
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh):
+        """Spread the empty model over the devices; `from_pretrained` calls this before it reads a weight.
+
+        Raises:
+            ValueError: the devices do not divide the attention heads, or the experts.
+        """
+        if mesh is not None:
+            check_parallel(model.config, *parallel_sizes(distributed_config))
+            if not shards_unevenly():
+                model._drop_uneven_rules(distributed_config.tp_size or 1)
+        return super().maybe_distribute_model(model, distributed_config, mesh)
+
+    def _drop_uneven_rules(self, tp_size: int) -> None:
+        """Keep whole on each device what the release cannot split: an odd vocabulary, for one."""
+        plan = self._tp_plan or {}
+        for name, module in self.named_modules():
+            rule = wildcard(name)
+            style = plan.get(rule)
+            if style is None:
+                continue
+            if isinstance(module, Experts):
+                size = module.down_proj.shape[1]
+            elif isinstance(module, torch.nn.Embedding):
+                size = module.num_embeddings
+            else:
+                size = module.in_features if style == "rowwise" else module.out_features
+            if size % tp_size:
+                for key in [key for key in plan if f"{key}.".startswith(f"{rule}.")]:
+                    del plan[key]
+
+    def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
+        """Join the shards of tensor parallelism; `save_pretrained` calls this in every process."""
+        if is_tensor_parallel_only(distributed_config):
+            state_dict = {
+                name: gather(value).detach().cpu() if isinstance(value, torch.Tensor) else value
+                for name, value in state_dict.items()
+            }
+        return super().gather_sharded_state_dict_for_save(
+            model_to_save, state_dict, distributed_config, **kwargs
+        )
