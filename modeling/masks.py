@@ -362,34 +362,37 @@ def _positions_along(
     Of cached tokens no positions are known, only which are padding: they are counted back from the first new token.
     """
     if position_ids is None:
-        if padding_mask is None:
-            return lambda row, index: index + torch.zeros_like(row)
-        padding_B = _left_padding(padding_mask)
-        return lambda row, index: index - padding_B[row]
+        offset_B = torch.zeros(batch_size, dtype=torch.long, device=device)
+        return _shifted(offset_B if padding_mask is None else -_left_padding(padding_mask))
     positions_BQ = position_ids.expand(batch_size, -1).to(device)
     if padding_mask is None:
-        offset_B = positions_BQ[:, 0] - query_offset
-
-        def cached_position_at(row, index):
-            return index + offset_B[row]
-
+        cached_position_at = _shifted(positions_BQ[:, 0] - query_offset)
     else:
         # Real tokens are counted, not indices: behind a cached prefix a row's padding is a hole in its middle.
-        last = padding_mask.shape[1] - 1
         query_index = torch.arange(query_length, device=device) + query_offset
         column_B1 = _is_real(query_index, padding_mask, batch_size).int().argmax(1, keepdim=True)
+        index_B1 = (column_B1 + query_offset).clamp(max=padding_mask.shape[1] - 1)
         counts_BK = padding_mask.cumsum(-1)
-        counts_BK = counts_BK - counts_BK.gather(1, (column_B1 + query_offset).clamp(max=last))
-        positions_BK = counts_BK + positions_BQ.gather(1, column_B1)
-
-        def cached_position_at(row, index):
-            return positions_BK[row, index.clamp(0, last)]
+        cached_position_at = _looked_up(
+            counts_BK - counts_BK.gather(1, index_B1) + positions_BQ.gather(1, column_B1)
+        )
+    new_position_at = _looked_up(positions_BQ)
 
     def position_at(row, index):
-        column = (index - query_offset).clamp(0, query_length - 1)
-        return torch.where(index < query_offset, cached_position_at(row, index), positions_BQ[row, column])
+        is_cached = index < query_offset
+        return torch.where(
+            is_cached, cached_position_at(row, index), new_position_at(row, index - query_offset)
+        )
 
     return position_at
+
+
+def _shifted(offset_B: torch.Tensor) -> Callable[[Any, Any], torch.Tensor]:
+    return lambda row, index: index + offset_B[row]
+
+
+def _looked_up(positions_BT: torch.Tensor) -> Callable[[Any, Any], torch.Tensor]:
+    return lambda row, index: positions_BT[row, index.clamp(0, positions_BT.shape[1] - 1)]
 
 
 def _starts_late(

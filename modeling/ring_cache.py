@@ -35,19 +35,18 @@ class RingLayer(StaticSlidingWindowLayer):
         is_first = not self.is_initialized
         if is_first:
             self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
         num_new = key_states.shape[-2]
         num_kept = min(num_new, self.max_cache_len)
         places = torch.arange(num_new - num_kept, num_new, device=self.device) + self.cumulative_length
         places = places % self.max_cache_len
-        returned = (key_states, value_states)
+        keys, values = key_states, value_states
         if not is_first and num_new > 1:
-            returned = tuple(
-                torch.cat(pair, -2) for pair in ((self.keys, key_states), (self.values, value_states))
-            )
+            keys, values = torch.cat((self.keys, keys), -2), torch.cat((self.values, values), -2)
         self.keys.index_copy_(2, places, key_states[..., -num_kept:, :])
         self.values.index_copy_(2, places, value_states[..., -num_kept:, :])
         self.cumulative_length.add_(num_new)
-        return (self.keys, self.values) if not is_first and num_new == 1 else returned
+        return (self.keys, self.values) if not is_first and num_new == 1 else (keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Give K for that many new tokens, and zero."""
