@@ -26,8 +26,14 @@ from .base import LlamoePreTrainedModel
 from .feed_forward import FeedForward
 from .generation import ChunkedGeneration
 from .inputs import check_cache, check_labels, check_output_attentions, check_row_inputs, check_tokens
-from .losses import expert_load, load_balancing_loss, router_z_loss
-from .masks import attention_masks, cached_length, positions_from_lengths, positions_from_padding
+from .losses import TrainsRouters, expert_load, load_balancing_loss
+from .masks import (
+    attention_masks,
+    cached_length,
+    mask_of_new_tokens,
+    positions_from_lengths,
+    positions_from_padding,
+)
 from .moe import MixtureOfExperts, Router
 from .normalization import RMSNorm
 from .rotary import RotaryEmbedding
@@ -217,7 +223,7 @@ class LlamoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     expert_load: torch.LongTensor | None = None
 
 
-class CausalLM(LlamoePreTrainedModel):
+class CausalLM(TrainsRouters, LlamoePreTrainedModel):
     """A decoder with a language model head: what the two families' classes have in common."""
 
     config: LlamoeDenseConfig | LlamoeTextConfig
@@ -305,18 +311,14 @@ class CausalLM(LlamoePreTrainedModel):
             )
         if router_logits := outputs.get("router_logits"):
             top_k = self.config.num_experts_per_tok
-            token_mask = _mask_of_new_tokens(attention_mask, hidden_states.shape[1])
+            token_mask = mask_of_new_tokens(attention_mask, hidden_states.shape[1])
             if balance:
                 aux_loss = load_balancing_loss(router_logits, top_k, token_mask)
             if count:
                 load = expert_load(router_logits, top_k, token_mask)
-            if loss is not None and self._has_router_losses(balance):
-                self._check_router_gradient(router_logits)
-            share = 1.0 if loss is None else _share_of_batch(labels, loss.device, **kwargs)
-            if loss is not None and aux_loss is not None:
-                loss = loss + share * self.config.router_aux_loss_coef * aux_loss.to(loss.device)
-            if loss is not None and z_loss_coef:
-                loss = loss + share * z_loss_coef * router_z_loss(router_logits, token_mask).to(loss.device)
+            if loss is not None:
+                share = _share_of_batch(labels, loss.device, **kwargs)
+                loss = self._add_router_losses(loss, aux_loss, router_logits, token_mask, share)
         return LlamoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,
@@ -327,32 +329,6 @@ class CausalLM(LlamoePreTrainedModel):
             router_logits=router_logits if balance else None,
             expert_load=load,
         )
-
-    def _check_router_gradient(self, router_logits: tuple[torch.Tensor, ...]) -> None:
-        """Refuse to train on router losses that would reach no router.
-
-        Reentrant checkpointing runs the layers without a graph first; what is recorded then leads nowhere.
-        """
-        if not (self.training and torch.is_grad_enabled()) or router_logits[0].requires_grad:
-            return
-        if any(router.weight.requires_grad for router in self.modules() if isinstance(router, Router)):
-            raise ValueError(
-                "The router losses (output_router_logits, router_z_loss_coef) have no gradient under reentrant "
-                "gradient checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})."
-            )
-
-    def _has_router_losses(self, balance: bool) -> bool:
-        aux_coef, z_coef = (getattr(self.config, f"router_{name}_loss_coef", 0.0) for name in ("aux", "z"))
-        return bool(z_coef or (balance and aux_coef))
-
-    def _option(self, name: str, given: bool | None) -> bool:
-        return bool(getattr(self.config, name, False) if given is None else given)
-
-
-def _mask_of_new_tokens(attention_mask: object, num_tokens: int) -> torch.Tensor | None:
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        return attention_mask[:, -num_tokens:]
-    return None
 
 
 def _share_of_batch(

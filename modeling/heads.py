@@ -20,9 +20,9 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
 from .base import LlamoePreTrainedModel
-from .decoder import CausalLM, _mask_of_new_tokens
 from .inputs import check_answers, check_class_labels, check_labels, check_padding_token
-from .losses import load_balancing_loss, router_z_loss
+from .losses import TrainsRouters, load_balancing_loss
+from .masks import mask_of_new_tokens
 
 
 class Head:
@@ -194,7 +194,7 @@ class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
     router_logits: tuple[torch.FloatTensor, ...] | None = None
 
 
-class LlamoeForSequenceClassification(SequenceClassifier):
+class LlamoeForSequenceClassification(TrainsRouters, SequenceClassifier):
     """Llama 4's decoder with a head for sequences; reads text and multimodal folders, stock's and ours.
 
     The router losses work as they do under the language model head: the generic head would drop what they need, so
@@ -210,8 +210,6 @@ class LlamoeForSequenceClassification(SequenceClassifier):
         r"^multi_modal_projector\.",
         r"^language_model\.lm_head\.",
     ]
-    _option = CausalLM._option
-    _check_router_gradient = CausalLM._check_router_gradient
 
     @can_return_tuple
     def forward(
@@ -265,15 +263,11 @@ class LlamoeForSequenceClassification(SequenceClassifier):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         if router_logits := outputs.get("router_logits"):
-            token_mask = _mask_of_new_tokens(attention_mask, hidden_states.shape[1])
+            token_mask = mask_of_new_tokens(attention_mask, hidden_states.shape[1])
             if balance:
                 aux_loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, token_mask)
-            if loss is not None and (z_loss_coef or (balance and self.config.router_aux_loss_coef)):
-                self._check_router_gradient(router_logits)
-            if loss is not None and aux_loss is not None:
-                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
-            if loss is not None and z_loss_coef:
-                loss = loss + z_loss_coef * router_z_loss(router_logits, token_mask).to(loss.device)
+            if loss is not None:
+                loss = self._add_router_losses(loss, aux_loss, router_logits, token_mask)
         return LlamoeSequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,

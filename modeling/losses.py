@@ -8,6 +8,9 @@ the overload of one layer hide that of another.
 from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedModel
+
+from .moe import Router
 
 
 def load_balancing_loss(
@@ -99,3 +102,53 @@ def _token_weights(logits_NE: torch.Tensor, attention_mask: torch.Tensor | None)
 def _mean_over_layers(losses: list[torch.Tensor]) -> torch.Tensor:
     device = losses[0].device  # layers may stand on different devices
     return torch.stack([loss.to(device) for loss in losses]).mean()
+
+
+class TrainsRouters(PreTrainedModel):
+    """What a head adds to its loss for the routers below it, as the config asks."""
+
+    def _option(self, name: str, given: bool | None) -> bool:
+        return bool(getattr(self.config, name, False) if given is None else given)
+
+    def _has_router_losses(self, balance: bool) -> bool:
+        aux_coef, z_coef = (getattr(self.config, f"router_{name}_loss_coef", 0.0) for name in ("aux", "z"))
+        return bool(z_coef or (balance and aux_coef))
+
+    def _add_router_losses(
+        self,
+        loss: torch.Tensor,
+        aux_loss: torch.Tensor | None,
+        router_logits: tuple[torch.Tensor, ...],
+        token_mask: torch.Tensor | None,
+        share: torch.Tensor | float = 1.0,
+    ) -> torch.Tensor:
+        """Give the loss with the load-balancing loss, if there is one, and the z-loss, times their coefficients.
+
+        Args:
+            loss: the head's own.
+            aux_loss: the load-balancing loss; None where it is not wanted.
+            router_logits: one `[B * T, E]` a mixture layer.
+            token_mask: `[B, T]`, zeros on padding.
+            share: what both are multiplied by besides.
+        """
+        if self._has_router_losses(aux_loss is not None):
+            self._check_router_gradient(router_logits)
+        if aux_loss is not None:
+            loss = loss + share * self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+        if self.config.router_z_loss_coef:
+            z_loss = router_z_loss(router_logits, token_mask).to(loss.device)
+            loss = loss + share * self.config.router_z_loss_coef * z_loss
+        return loss
+
+    def _check_router_gradient(self, router_logits: tuple[torch.Tensor, ...]) -> None:
+        """Refuse to train on router losses that would reach no router.
+
+        Reentrant checkpointing runs the layers without a graph first; what is recorded then leads nowhere.
+        """
+        if not (self.training and torch.is_grad_enabled()) or router_logits[0].requires_grad:
+            return
+        if any(router.weight.requires_grad for router in self.modules() if isinstance(router, Router)):
+            raise ValueError(
+                "The router losses (output_router_logits, router_z_loss_coef) have no gradient under reentrant "
+                "gradient checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})."
+            )

@@ -67,6 +67,13 @@ def _left_padding(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.cumsum(-1) == 0).sum(-1)
 
 
+def mask_of_new_tokens(attention_mask: object, num_tokens: int) -> torch.Tensor | None:
+    """Give `[B, T]` with zeros on padding for the last T tokens; None where nothing tells."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        return attention_mask[:, -num_tokens:]
+    return None
+
+
 def attention_masks(
     config: PreTrainedConfig,
     inputs_embeds: torch.Tensor,

@@ -35,7 +35,8 @@ class RingLayer(StaticSlidingWindowLayer):
         is_first = not self.is_initialized
         if is_first:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         num_new = key_states.shape[-2]
         num_kept = min(num_new, self.max_cache_len)
         places = torch.arange(num_new - num_kept, num_new, device=self.device) + self.cumulative_length
