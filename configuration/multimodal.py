@@ -5,7 +5,7 @@ Field names and defaults are those of transformers' `Llama4Config`, so that a pu
 changed within the range of releases that this package supports.
 """
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -15,6 +15,7 @@ from .decoder import LlamoeTextConfig
 from .parallel import PROJECTOR_TP
 from .vision import LlamoeVisionConfig
 
+_ROUTER_FIELDS = ("output_router_logits", "output_expert_load", "router_aux_loss_coef", "router_z_loss_coef")
 _LABELS = ("id2label", "label2id", "problem_type")
 
 
@@ -60,6 +61,14 @@ class LlamoeConfig(LlamoeBaseConfig):
     eoi_token_index: int = 200081
     image_token_index: int = 200092
     tie_word_embeddings: bool = False
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """Build a configuration as `LlamoeBaseConfig.from_dict` does; what concerns the routers goes to the text."""
+        passed_on = {name: kwargs.pop(name) for name in _ROUTER_FIELDS if name in kwargs}
+        if passed_on and isinstance(kwargs.get("text_config", {}), dict):
+            kwargs["text_config"] = {**passed_on, **kwargs.get("text_config", {})}
+        return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs):
         """Fill in the nested configurations that were not given."""

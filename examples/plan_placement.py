@@ -11,6 +11,7 @@ in GB of 10^9 bytes, of which a card sold with 80 GB has a little more.
 import argparse
 import json
 import logging
+import math
 import re
 import sys
 from collections import defaultdict
@@ -249,9 +250,13 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, help="tokens of the prompt read in one pass; default: all")
     parser.add_argument("--save", metavar="FILE", help="write the device map as JSON")
     arguments = parser.parse_args()
-    for name, least in (("gpus", 0), ("batch", 1), ("headroom", 0), ("cpu_memory", 0)):
-        if not getattr(arguments, name) >= least:
-            fail(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(arguments, name)}")
+    limits = {"gpus": 0, "batch": 1, "headroom": 0, "gpu_memory": 0, "cpu_memory": 0, "prefill": 1}
+    for name, least in limits.items():
+        value = getattr(arguments, name)
+        if value is not None and not least <= value < math.inf:
+            fail(f"--{name.replace('_', '-')} must be at least {least} and finite, not {value}")
+    if arguments.save and not Path(arguments.save).absolute().parent.is_dir():
+        fail(f"--save {arguments.save}: there is no such folder")
     own = arguments.gpu_memory if arguments.gpus else arguments.cpu_memory
     if not own > arguments.headroom:
         fail(f"a device of {own:g} GB has no room beside a headroom of {arguments.headroom:g} GB")

@@ -255,6 +255,20 @@ def watch_adapter_files(watcher: Callable) -> None:
     vars(peft_model)["load_peft_weights"] = read
 
 
+def before_hotswap(prepare: Callable) -> None:
+    """Have `prepare(model, tensors, adapter_name, config)` give the tensors that peft swaps into a `PeftModel`."""
+    hotswap = importlib.import_module("peft.utils.hotswap")
+    original = hotswap.hotswap_adapter_from_state_dict
+
+    @functools.wraps(original)
+    def swap(model, state_dict, adapter_name, config, *args, **kwargs):
+        return original(
+            model, prepare(model, state_dict, adapter_name, config), adapter_name, config, *args, **kwargs
+        )
+
+    vars(hotswap)["hotswap_adapter_from_state_dict"] = swap
+
+
 def name_causal_model(model_type: str, class_name: str) -> None:
     """Enter a class among those that transformers knows for causal language models by their names.
 

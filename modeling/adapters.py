@@ -72,7 +72,7 @@ def mark(config: Any, model: PreTrainedModel) -> None:
     if getattr(config, "target_parameters", None):
         config.auto_mapping = {
             "base_model_class": type(model).__name__,
-            "parent_library": type(model).__module__,
+            "parent_library": "transformers",  # where our classes are published, and peft imports from nowhere else
         }
 
 
@@ -222,11 +222,10 @@ def _orient_experts(
         other = f"{match['module']}{match['nested']}.lora_B{match['rest']}"
         if other not in tensors or other not in expected:
             continue
-        (rank, size_in), (size_out, _) = expected[key], expected[other]
-        shapes = tuple(tensors[key].shape), tuple(tensors[other].shape)
-        as_ours = shapes == ((rank, size_in), (size_out, rank))
-        as_stock = shapes == ((rank, size_out), (size_in, rank))
-        if as_ours or as_stock:  # any other shape is complained about later
+        size_in, size_out = expected[key][1], expected[other][0]
+        sizes = tensors[key].shape[-1], tensors[other].shape[0]
+        as_ours, as_stock = sizes == (size_in, size_out), sizes == (size_out, size_in)
+        if as_ours or as_stock:  # any other shape, and another rank, is complained about later
             pairs[key] = (other, experts[match["module"]])
             layouts.add("either" if as_ours and as_stock else "ours" if as_ours else "stock")
     if layouts == {"either"}:
@@ -254,7 +253,7 @@ def _recorded_layout(config: Any) -> str:
         f"not say which model it was trained on (auto_mapping.base_model_class = {name or None!r}). Trained on "
         "transformers' Llama 4 its lora_A and lora_B are exchanged, trained on llamoe they are not, and nothing else "
         'tells. Add to adapter_config.json: "auto_mapping": {"base_model_class": "Llama4ForCausalLM", '
-        '"parent_library": "transformers"}, or {"base_model_class": "LlamoeForCausalLM", "parent_library": "llamoe"}.'
+        '"parent_library": "transformers"}, or the same with "LlamoeForCausalLM".'
     )
 
 
@@ -375,6 +374,35 @@ def fit_state_dict(model: PreTrainedModel, state_dict: dict[str, Any], prefix: s
     state_dict.update({prefix + full_names.get(name, name): tensor for name, tensor in fitted.items()})
 
 
+def orient_swapped(
+    model: PreTrainedModel, config: Any, adapter_name: str, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Turn the experts' factors of an adapter that is about to take another's place the right way round.
+
+    Args:
+        model: one of our models, inside of a `PeftModel`.
+        config: of the adapter that comes.
+        adapter_name: what the one that goes is called.
+        tensors: those that come, by keys of the `PeftModel`.
+
+    Returns:
+        the tensors by the same keys.
+
+    Raises:
+        ValueError: experts whose layout cannot be known.
+    """
+    own = _shapes(model.state_dict())
+    expected = {
+        _without_name(name, adapter_name): shape
+        for name, shape in own.items()
+        if _is_named(name, adapter_name)
+    }
+    names = {_without_name(key.removeprefix(_PEFT_PREFIX), adapter_name): key for key in tensors}
+    turned = {name: tensors[key] for name, key in names.items()}
+    _orient_experts(model, config, turned, expected, dict(turned))
+    return {names[name]: tensor for name, tensor in turned.items()}
+
+
 def _is_named(key: str, adapter_name: str) -> bool:
     return f".{adapter_name}." in key or key.endswith(f".{adapter_name}")
 
@@ -410,6 +438,11 @@ class LoadsAdapters(PreTrainedModel):
         Raises:
             ValueError: an adapter of another model, or a damaged file.
         """
+        if "disk" in (getattr(self, "hf_device_map", None) or {}).values():
+            raise ValueError(
+                "load_adapter: a part of the model is on disk, where no adapter can be added to it. Give the layers "
+                "that the adapter changes another place in device_map, or merge the adapter into the checkpoint first."
+            )
         config, tensors = peft_config, adapter_state_dict
         if peft_model_id is not None and (config is None or tensors is None):
             download = dict(getattr(kwargs.get("load_config"), "download_kwargs", None) or {})

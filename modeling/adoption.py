@@ -42,8 +42,11 @@ class Adoption:
         self._depth = 0
 
     def _hold(self) -> None:
-        self._held = {model_type: _releases[model_type] for model_type in self.model_types}
+        self._held = self._held or {}
         for model_type in self.model_types:
+            if self._held.get(model_type) == _releases[model_type]:
+                continue  # held since, and not released
+            self._held[model_type] = _releases[model_type]
             _holders[model_type] += 1
             if model_type not in _undo:
                 _undo[model_type] = _point_auto_classes(model_type)
@@ -59,7 +62,7 @@ class Adoption:
 
     def __enter__(self) -> "Adoption":
         with _lock:
-            if self._held is None:
+            if self._depth == 0:
                 self._hold()
             self._depth += 1
         return self

@@ -149,6 +149,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
                 device map that cannot be followed.
         """
         device_map = kwargs.get("device_map")
+        if device_map == "disk":  # as every other device's name stands for the whole model
+            device_map = kwargs["device_map"] = {"": "disk"}
         check_devices(device_map, kwargs.get("max_memory"), kwargs.get("offload_folder"))
         if isinstance(device_map, dict):
             kwargs["device_map"] = dict(device_map)  # settled in place once the model is known

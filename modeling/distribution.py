@@ -38,9 +38,16 @@ class Distributed(PreTrainedModel):
         """Spread the empty model over the devices; `from_pretrained` calls this before it reads a weight.
 
         Raises:
-            ValueError: the devices do not divide the attention heads, or the experts.
+            ValueError: the devices do not divide the attention heads, or the experts; or pipeline stages of a model
+                whose layers do not stand in one line.
         """
         if mesh is not None:
+            stages = getattr(distributed_config, "pp_size", None) or 1
+            if stages > 1 and not hasattr(model.base_model, "layers"):
+                raise ValueError(
+                    f"pp_size = {stages}: a {type(model).__name__} has no pipeline stages, which are for text models. "
+                    "LlamoeForCausalLM loads the text model of a multimodal folder; tp_size and fsdp_size are for all."
+                )
             check_parallel(model.config, *parallel_sizes(distributed_config))
             if not shards_unevenly():
                 model._drop_uneven_rules(distributed_config.tp_size or 1)

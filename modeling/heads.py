@@ -202,6 +202,9 @@ class LlamoeForSequenceClassification(TrainsRouters, SequenceClassifier):
     """
 
     config: LlamoeTextConfig
+    accepts_loss_kwargs = (
+        False  # a mean over rows: Trainer is to divide it by the number of accumulation steps
+    )
     _has_experts = True
     _has_stock_layout = False
     _checkpoint_prefixes = {r"language_model\.": ""}

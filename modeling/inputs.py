@@ -82,12 +82,20 @@ def check_row_inputs(
                 attention_mask,
                 f"of shape {list(expected)}: batch, and {cached} cached + {num_tokens} new tokens (or a 4-D mask)",
             )
-    if position_ids is not None and (
-        position_ids.ndim != 2
+    if position_ids is None:
+        return
+    if not isinstance(position_ids, torch.Tensor):
+        raise ValueError(
+            f"position_ids is a {type(position_ids).__name__}; expected: integers in a tensor of shape "
+            f"[{batch_size} or 1, {num_tokens}]."
+        )
+    if (
+        position_ids.dtype not in _INTEGERS
+        or position_ids.ndim != 2
         or position_ids.shape[1] != num_tokens
         or position_ids.shape[0] not in (1, batch_size)
     ):
-        _fail("position_ids", position_ids, f"of shape [{batch_size} or 1, {num_tokens}]")
+        _fail("position_ids", position_ids, f"int64 or int32 of shape [{batch_size} or 1, {num_tokens}]")
 
 
 def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past_key_values: Any) -> None:
@@ -119,8 +127,11 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
     if not layers:
         return  # its layers are made with the first pass
     _check_cache_layers(config, layers)
-    with_limit = (layer for layer in layers if hasattr(layer, "max_cache_len"))
-    fixed = next((layer for layer in with_limit if not getattr(layer, "is_sliding", False)), None)
+    fixed = next((layer for layer in layers if _is_static(layer, is_sliding=False)), None)
+    if fixed is None:  # windows only: one that is shorter than a chunk has to hold everything
+        windows = (layer for layer in layers if _is_static(layer, is_sliding=True))
+        chunk_size = getattr(config, "attention_chunk_size", None) or 0
+        fixed = next((layer for layer in windows if layer.max_cache_len < chunk_size), None)
     if fixed is not None:
         written = getattr(fixed, "cumulative_length", 0)
         is_known = not isinstance(written, torch.Tensor) or (written.is_cpu and not is_tracing(written))
@@ -152,9 +163,19 @@ def _check_cache_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
     if len(slides) > 1:
         _fail_cache("slides in some chunked layers only", "layers of one kind for all of them")
     if True in slides:
-        window = getattr(layers[layer_types.index("chunked_attention")], "sliding_window", None)
-        if window is not None and window < config.attention_chunk_size:
-            _fail_cache(f"keeps {window} tokens", f"attention_chunk_size = {config.attention_chunk_size}")
+        chunk_size = config.attention_chunk_size
+        # A static cache that is shorter than a chunk has windows as short as itself.
+        lengths = [layer.max_cache_len for layer in layers if _is_static(layer, is_sliding=False)]
+        for layer in layers:
+            window = getattr(layer, "sliding_window", None)
+            if window is None and _is_static(layer, is_sliding=True) and lengths:
+                window = chunk_size if layer.max_cache_len >= max(lengths) else layer.max_cache_len
+            if window is not None and window < chunk_size:
+                _fail_cache(f"keeps {window} tokens", f"attention_chunk_size = {chunk_size}")
+
+
+def _is_static(layer: Any, is_sliding: bool) -> bool:
+    return hasattr(layer, "max_cache_len") and getattr(layer, "is_sliding", False) == is_sliding
 
 
 def _check_cached_shape(config: PreTrainedConfig, shape: torch.Size, batch_size: int) -> None:

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
     create_causal_mask,
     find_packed_sequence_indices,
 )
-from transformers.utils import is_torchdynamo_compiling
+from transformers.utils import is_torchdynamo_compiling, is_tracing
 from transformers.utils.generic import is_flash_attention_requested
 
 from .ring_cache import RingLayer, make_rings
@@ -175,6 +175,9 @@ def _chunked_mask(
             padding_mask, position_ids, query_offset, query_length, batch_size, device
         )
         mask_function = _causal_chunks(chunk_size, position_at)
+        if padding_mask is not None and past_key_values is not None:
+            first_kept = key_offset if ring_index is None else ring_index
+            _check_window(position_at, padding_mask, first_kept, query_offset, chunk_size)
         if ring_index is not None:
             mask_function = _in_ring(mask_function, ring_index)
             padding_mask = _is_real(ring_index, padding_mask, batch_size)
@@ -339,6 +342,8 @@ def _sequences_of_type(
         position_at = _positions_along(
             padding_mask, position_ids, query_offset, query_length, batch_size, device
         )
+        if padding_mask is not None and past_key_values is not None:
+            _check_window(position_at, padding_mask, key_index, query_offset, chunk_size)
         rows = torch.arange(batch_size, device=device)[:, None]
         # Padding counts as the first chunk: its own places are negative.
         query_groups = position_at(rows, query_index).clamp(min=0) // chunk_size
@@ -400,6 +405,40 @@ def _shifted(offset_B: torch.Tensor) -> Callable[[Any, Any], torch.Tensor]:
 
 def _looked_up(positions_BT: torch.Tensor) -> Callable[[Any, Any], torch.Tensor]:
     return lambda row, index: positions_BT[row, index.clamp(0, positions_BT.shape[1] - 1)]
+
+
+def _check_window(
+    position_at: Callable,
+    padding_mask: torch.Tensor,
+    key_index: int | torch.Tensor,
+    query_offset: int | torch.Tensor,
+    chunk_size: int,
+) -> None:
+    """Refuse a window, counted in indices, from which padding in the middle of a row has pushed a chunk's tokens.
+
+    On the CPU only: elsewhere one would have to wait for the values.
+
+    Raises:
+        ValueError: a token that is in no window any more belongs to the chunk of the first new one.
+    """
+    if is_torchdynamo_compiling() or is_tracing(padding_mask) or not padding_mask.is_cpu:
+        return
+    key_index = torch.as_tensor(key_index)
+    first_kept = int(key_index[key_index >= 0].min()) if key_index.ndim else int(key_index)
+    begin = int(query_offset)
+    if not 0 < first_kept <= padding_mask.shape[1] or begin >= padding_mask.shape[1]:
+        return
+    is_new = padding_mask[:, begin:]
+    rows = torch.arange(len(padding_mask))[:, None]
+    first_new = is_new.int().argmax(1, keepdim=True) + begin
+    chunks = position_at(rows, torch.arange(first_kept)) // chunk_size
+    lost = padding_mask[:, :first_kept] & (chunks == position_at(rows, first_new) // chunk_size)
+    if bool((lost & is_new.any(1, keepdim=True)).any()):
+        raise ValueError(
+            "past_key_values has forgotten tokens that are still needed: it keeps the last tokens of each chunked "
+            "layer, padding included, and a row has padding behind cached tokens. Use a cache that keeps every token, "
+            "DynamicCache() without a config."
+        )
 
 
 def _starts_late(

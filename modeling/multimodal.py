@@ -210,7 +210,12 @@ class MultimodalModel(LlamoePreTrainedModel):
 
     def _with_config_defaults(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         # The parts look into their own configs; what the multimodal config says holds for all of them.
-        for name in ("output_hidden_states", "output_attentions"):
+        for name in (
+            "output_hidden_states",
+            "output_attentions",
+            "output_router_logits",
+            "output_expert_load",
+        ):
             if kwargs.get(name) is None:
                 kwargs.pop(name, None)
                 if getattr(self.config, name, False):
@@ -383,6 +388,16 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
             **self._with_config_defaults(kwargs),
         )
         return LlamoeConditionalGenerationOutputWithPast(**outputs, image_hidden_states=image_hidden_states)
+
+    def _get_candidate_generator(self, generation_config, *args, **kwargs):
+        if generation_config.assistant_early_exit is not None:
+            raise ValueError(
+                "assistant_early_exit is for text models: for texts use model.language_model.generate(...), for "
+                "pictures an assistant_model."
+            )
+        # A mixin that transformers does not type.
+        get_candidate_generator = super()._get_candidate_generator  # pyright: ignore[reportAttributeAccessIssue]
+        return get_candidate_generator(generation_config, *args, **kwargs)
 
     def _expand_inputs_for_generation(
         self,

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from ._compat import replace_all_linear, watch_adapter_files, when_imported
-from .adapters import mark, remember_file
+from ._compat import before_hotswap, replace_all_linear, watch_adapter_files, when_imported
+from .adapters import mark, orient_swapped, remember_file
 from .base import LlamoePreTrainedModel
 from .vision import LlamoeVisionModel
 
@@ -69,8 +69,17 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
     return config
 
 
+def _orient_before_hotswap(model: nn.Module, tensors: dict[str, Any], adapter_name: str, config: Any) -> Any:
+    # Only under peft's own classes: `PreTrainedModel.load_adapter(hotswap=True)` has brought them in order before.
+    base = model.get_base_model() if hasattr(model, "get_base_model") else None
+    if not isinstance(base, LlamoePreTrainedModel):
+        return tensors
+    return orient_swapped(base, config, adapter_name, tensors)
+
+
 def _register(peft: ModuleType) -> None:
     _fill_tables(peft)
+    before_hotswap(_orient_before_hotswap)
     replace_all_linear(_expand_all_linear)
     watch_adapter_files(remember_file)
 

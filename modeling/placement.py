@@ -44,11 +44,13 @@ def check_devices(device_map: Any, max_memory: Any = None, offload_folder: Any =
             f"device_map = {device_map!r}: {_devices_here()} Give one of them for the whole model, a dict of module "
             f"names to devices, or a strategy: {_enumerate(_STRATEGIES)}."
         )
+    if not isinstance(max_memory, Mapping | None):
+        raise ValueError(f'max_memory = {max_memory!r}: give a dict of devices to sizes, {{"cpu": "10GB"}}.')
     for device, size in (max_memory or {}).items():
         if not _exists(device):
             raise ValueError(f"max_memory[{device!r}]: {_devices_here()}")
-        if isinstance(size, int | float) and size < 0:
-            raise ValueError(f"max_memory[{device!r}] = {size}: a size in bytes is not negative.")
+        if not _is_size(size):
+            raise ValueError(f'max_memory[{device!r}] = {size!r}: give bytes, from 0, or a text like "10GB".')
     if offload_folder is not None and os.path.isfile(offload_folder):
         raise ValueError(f"offload_folder = {str(offload_folder)!r} is a file; give a folder.")
 
@@ -71,6 +73,17 @@ def _exists(device: Any) -> bool:
         return 0 <= (index or 0) < torch.accelerator.device_count()
     # Kinds that torch does not count here come with packages of their own, which know what there is.
     return kind not in (None, "cuda", "mps", "xpu")
+
+
+def _is_size(size: Any) -> bool:
+    if isinstance(size, str):
+        from accelerate.utils import convert_file_size_to_int
+
+        try:
+            size = convert_file_size_to_int(size)
+        except ValueError:
+            return False
+    return isinstance(size, int) and not isinstance(size, bool) and size >= 0
 
 
 def _devices_here() -> str:
@@ -114,9 +127,10 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
     _follow_ties(model, settled, missing)
     if missing:
         named = "".join(f"{name!r}: 'cpu', " for name in missing[:3] if name)
+        named += "..., " if len(missing) > 3 else ""
         raise ValueError(
             f"device_map gives no device for {_enumerate(missing)} of {type(model).__name__}. Add {named}"
-            f"{'..., ' if len(missing) > 3 else ''}or '': 'cpu' for everything that it does not name."
+            f"{'or ' if named else ''}'': 'cpu' for everything that it does not name."
         )
     stays = [name for name in _tied_modules(model) if _place(name, settled) == "disk"]
     if stays and reads_tied_weights_from_disk():

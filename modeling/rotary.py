@@ -53,7 +53,12 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn, recurse=True):
         was_meta = self.inv_freq.is_meta
-        super()._apply(fn, recurse)
+        try:
+            super()._apply(fn, recurse)
+        except NotImplementedError:
+            if not was_meta:
+                raise
+            return self  # `to` has nothing to copy; the first pass fills them, where it is wanted
         # A cast would round the frequencies; `to_empty` on a model made on the meta device leaves them to chance.
         if self.inv_freq.dtype != torch.float32 or (was_meta and not self.inv_freq.is_meta):
             self._reset(self.inv_freq.device)
@@ -75,9 +80,8 @@ class RotaryEmbedding(nn.Module):
             cos and sin, each `[B or 1, T, R]` float32, times the scaling type's attention factor.
         """
         if self.inv_freq.is_meta and not x.is_meta:
-            self._reset(
-                x.device
-            )  # made on the meta device, then filled by a loader that knows of checkpoints only
+            # Made on the meta device, then filled by a loader that knows of checkpoints only.
+            self._reset(x.device)
         return self._cos_sin(x, position_ids)
 
     @torch.no_grad()

@@ -185,14 +185,19 @@ def test_quantized_mixtures_are_told_the_truth(command):
         (["llama-2-7b", "--context", 8192], "context = 8192: should be tokens, from 1 to 4096"),
         (["llama-2-7b", "--context", 0], "context = 0: should be tokens"),
         (["llama-2-7b", "--prefill", 9000], "piece = 9000: should be tokens, from 1 to 4096"),
-        (["llama-2-7b", "--gpus", -1], "--gpus must be at least 0, not -1"),
-        (["llama-2-7b", "--batch", 0], "--batch must be at least 1, not 0"),
+        (["llama-2-7b", "--gpus", -1], "--gpus must be at least 0 and finite, not -1"),
+        (["llama-2-7b", "--batch", 0], "--batch must be at least 1 and finite, not 0"),
         (["llama-2-7b", "--gpu-memory", 4], "a device of 4 GB has no room beside a headroom of 4 GB"),
         (
             ["llama-2-7b", "--batch", 99],
             "the cache of 4096 tokens in 99 rows takes 212.6 GB, and device 0 has 76.0",
         ),
-        (["llama-2-7b", "--save", "/no/such/folder/map.json"], "No such file or directory"),
+        (
+            ["llama-2-7b", "--save", "/no/such/folder/map.json"],
+            "--save /no/such/folder/map.json: there is no such folder",
+        ),
+        (["llama-2-7b", "--gpu-memory", "inf"], "--gpu-memory must be at least 0 and finite, not inf"),
+        (["llama-2-7b", "--prefill", 0], "--prefill must be at least 1 and finite, not 0"),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
 from support import MODELS, MULTIMODAL, main_output, make_asymmetric, max_abs, run, stock_text_config
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -207,6 +208,35 @@ def test_square_experts_are_read_into_an_adapter_that_exists(tmp_path):
     )
     peft.set_peft_model_state_dict(other, peft.get_peft_model_state_dict(mine))
     assert torch.equal(run(other, **inputs), expected["ours"])
+
+
+@pytest.mark.parametrize("size", [72, 52], ids=["square", "not_square"])
+def test_experts_are_read_the_right_way_when_adapters_swap(size, tmp_path):
+    """peft's hotswap, by its own function and by transformers'."""
+    ours, stock = pair(TEXT, hidden_size=72, intermediate_size=size)
+    # No `rank_pattern`: of two ranks the function gives all layers one scale, on stock models too.
+    options = dict(target_modules=["v_proj"], target_parameters=EXPERTS[1:], task_type=None)
+    trained, mine = adapted(stock, **options), adapted(ours, seed=5, **options)
+    trained.save_pretrained(tmp_path / "stock")
+    mine.save_pretrained(tmp_path / "ours")
+    inputs = inputs_of(TEXT)
+    expected = {"stock": run(trained, **inputs), "ours": run(mine, **inputs)}
+    swapped = load(ours, tmp_path / "ours", "PeftModel")
+    loaded = load(ours, tmp_path / "ours", "load_adapter")
+    for name in ("stock", "ours", "stock"):
+        hotswap_adapter(swapped, tmp_path / name, "default", torch_device="cpu")
+        assert max_abs(run(swapped, **inputs), expected[name]) < 1e-5
+        loaded.load_adapter(tmp_path / name, "default", hotswap=True)
+        assert max_abs(run(loaded, **inputs), expected[name]) < 1e-5
+
+
+def test_adapter_for_a_model_on_disk_is_refused(tmp_path):
+    ours, _ = pair(TEXT)
+    ours.save_pretrained(tmp_path / "model")
+    adapted(ours, target_modules=["v_proj"]).save_pretrained(tmp_path / "adapter")
+    model = type(ours).from_pretrained(tmp_path / "model", device_map={"": "cpu", "model.layers.2": "disk"})
+    with pytest.raises(ValueError, match="a part of the model is on disk"):
+        model.load_adapter(tmp_path / "adapter")
 
 
 def test_multimodal_experts_trained_on_stock(tmp_path):

@@ -220,6 +220,18 @@ def test_release_inside_a_block_is_final():
     assert answers() == before
 
 
+def test_an_adoption_that_was_released_adopts_again():
+    before = answers()
+    adoption = llamoe.adopt("llama", "llama4")
+    llamoe.release("llama")
+    with adoption:
+        assert "llama" in adopted()
+    assert answers() == before
+    with adoption:
+        assert "llama" in adopted()
+    assert answers() == before
+
+
 def test_blocks_of_two_threads_overlap():
     entered, leave = threading.Event(), threading.Event()
 

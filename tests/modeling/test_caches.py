@@ -244,6 +244,11 @@ BAD_CACHES = {
         lambda: DynamicCache(config=text_config(attention_chunk_size=8)),
         "keeps 8 tokens; expected: attention_chunk_size = 16",
     ),
+    "short_static_chunks": (
+        "text",
+        lambda: StaticCache(config=text_config(attention_chunk_size=8), max_cache_len=30),
+        "keeps 8 tokens; expected: attention_chunk_size = 16",
+    ),
     "heads": (
         "dense",
         lambda: filled(dense_config(num_key_value_heads=3)),
@@ -309,6 +314,10 @@ def test_bad_caches_and_positions_are_refused_before_the_tower_runs(heads):
         length = inputs["input_ids"].shape[1]
         with pytest.raises(ValueError, match=rf"position_ids .*\[1, {length - 1}\]"):
             model(**inputs, position_ids=torch.arange(length - 1)[None])
+        with pytest.raises(ValueError, match=r"position_ids is torch.float32 .* expected: int64"):
+            model(**inputs, position_ids=torch.arange(float(length))[None])
+        with pytest.raises(ValueError, match="position_ids is a list; expected: integers in a tensor"):
+            model(**inputs, position_ids=list(range(length)))
         with pytest.raises(ValueError, match="attention_mask .*"):
             model(**{**inputs, "attention_mask": inputs["attention_mask"][:, 1:]})
     finally:
@@ -340,3 +349,18 @@ def test_caches_that_fit_are_taken(heads):
 
 def _without_chunks():
     return text_config(attention_chunk_size=None, layer_types=None)
+
+
+@torch.no_grad()
+def test_a_static_cache_of_windows_only_has_room_for_a_chunk(heads):
+    """Where no layer keeps everything, one that is shorter than a chunk must not go round."""
+    model = make_asymmetric(llamoe.LlamoeForCausalLM(text_config(no_rope_layers=[1] * 5)))
+    expected = model(input_ids=IDS).logits
+    past = StaticCache(config=model.config, max_cache_len=12)
+    assert max_abs(model(input_ids=IDS, past_key_values=past).logits, expected) < 1e-5
+    with pytest.raises(ValueError, match="at most 12 tokens: 10 are in it and 10 are new"):
+        model(input_ids=IDS, past_key_values=past)
+    long = IDS.repeat(1, 3)
+    past = StaticCache(config=model.config, max_cache_len=20)
+    parts = [model(input_ids=piece, past_key_values=past).logits for piece in long.split([14, 1, 15], 1)]
+    assert max_abs(torch.cat(parts, 1), model(input_ids=long).logits) < 2e-5

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support import MODELS, MULTIMODAL, for_models
+from support import MODELS, MULTIMODAL, for_models, run
 from transformers import AutoModelForCausalLM
 
 import llamoe
@@ -83,7 +83,10 @@ def test_bad_device_map(what, auto, text_folder, no_weights_are_read):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"max_memory": {"cpu": -5}}, r"max_memory\['cpu'\] = -5: a size in bytes"),
+        ({"max_memory": {"cpu": -5}}, r"max_memory\['cpu'\] = -5: give bytes"),
+        ({"max_memory": {"cpu": None}}, r"max_memory\['cpu'\] = None: give bytes"),
+        ({"max_memory": {"cpu": 1.5}}, r"max_memory\['cpu'\] = 1.5: give bytes"),
+        ({"max_memory": 5}, r"max_memory = 5: give a dict"),
         ({"max_memory": {73: "10GB"}}, r"max_memory\[73\]: there is no such device"),
         ({"max_memory": {"cpu": "10 gigs"}}, r"10 gigs"),
     ],
@@ -139,3 +142,11 @@ def test_settled_maps_name_every_module_once():
     assert all(name in settled or name.startswith(below) for name in model.state_dict())
     assert settle_device_map(model, settled) == settled
     assert settle_device_map(model, {"": torch.device("cpu")}) == {"": torch.device("cpu")}
+
+
+def test_disk_is_a_place_for_a_whole_model(text_folder):
+    model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder, device_map="disk")
+    plain = llamoe.LlamoeForCausalLM.from_pretrained(text_folder)
+    inputs = HEADS["LlamoeForCausalLM"].inputs()
+    assert "disk" in model.hf_device_map.values()
+    assert torch.equal(run(model, **inputs), run(plain, **inputs))

@@ -333,6 +333,12 @@ def test_drafting_with_the_first_layers(name):
     assert torch.equal(new_tokens(model, inputs, max_new_tokens=24), expected)
 
 
+def test_drafting_with_the_first_layers_is_for_text_models():
+    model, inputs = MULTIMODAL.make(), MULTIMODAL.row(MULTIMODAL.inputs(length=PROMPT), 1)
+    with pytest.raises(ValueError, match="assistant_early_exit is for text models"):
+        new_tokens(model, inputs, assistant_early_exit=2)
+
+
 # What comes out, and when it ends
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support import make_asymmetric, stock_text_config
+from support import MULTIMODAL, make_asymmetric, stock_text_config
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import llamoe
@@ -127,3 +127,16 @@ def test_a_cached_step_counts_its_own_tokens():
         output_router_logits=True,
     )
     assert out.expert_load.sum(-1).tolist() == [int(MASK[:, 4:].sum())] * 2
+
+
+def test_what_a_multimodal_config_says_of_the_routers_holds(tmp_path):
+    """As an attribute of the whole, and as an argument of `from_pretrained`."""
+    model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs()
+    assert model(**inputs).aux_loss is None
+    model.save_pretrained(tmp_path)
+    options = dict(output_router_logits=True, router_aux_loss_coef=0.25)
+    loaded = MULTIMODAL.model_class.from_pretrained(tmp_path, **options)
+    assert loaded.config.text_config.router_aux_loss_coef == 0.25
+    model.config.output_router_logits = True
+    outputs = [each(**inputs).aux_loss for each in (model, loaded)]
+    assert torch.equal(*outputs)

@@ -207,3 +207,35 @@ def test_padding_behind_a_cached_prefix(implementation):
     for i, row in enumerate(rows):
         alone = run(model, input_ids=torch.cat([prefix, row], 1), use_cache=False)[0, 7:]
         assert max_abs(given[i, longest - row.shape[1] :], alone) < 1e-5 * alone.std()
+
+
+@pytest.mark.parametrize("cache", ["windows", "static"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_window_that_padding_has_pushed_tokens_out_of_is_refused(cache, implementation):
+    """Tokens 10 to 24 are padding: the chunk that began before them goes on behind them."""
+    config = text_config()
+    model = make_asymmetric(llamoe.LlamoeForCausalLM(config))
+    model.set_attn_implementation(implementation)
+    ids = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[0, 10:25] = 0
+    positions = mask.cumsum(1) - 1
+    expected = run(model, input_ids=ids[:, mask[0] == 1])[0, 10:]
+
+    def continued(past, begin):
+        first = dict(
+            input_ids=ids[:, :begin], attention_mask=mask[:, :begin], position_ids=positions[:, :begin]
+        )
+        run(model, **first, past_key_values=past)
+        rest = dict(input_ids=ids[:, begin:], attention_mask=mask, position_ids=positions[:, begin:])
+        return run(model, **rest, past_key_values=past)[0, 25 - begin :]
+
+    assert max_abs(continued(DynamicCache(), 22), expected) < 1e-5 * expected.std()
+    make = {
+        "windows": lambda: DynamicCache(config=config),
+        "static": lambda: StaticCache(config=config, max_cache_len=48),
+    }[cache]
+    with pytest.raises(ValueError, match=r"forgotten tokens that are still needed.*DynamicCache\(\)"):
+        continued(make(), 22)
+    # Nothing was lost yet: the window still begins within the first tokens.
+    assert max_abs(continued(make(), 12), expected) < 1e-5 * expected.std()

@@ -16,6 +16,7 @@ from support import (
     MULTIMODAL,
     for_models,
     main_output,
+    make_asymmetric,
     max_abs,
     run,
 )
@@ -270,6 +271,17 @@ def test_router_losses_do_not_grow_with_the_number_of_pieces(case, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     model.config.get_text_config().output_router_logits = False
     model.config.get_text_config().router_z_loss_coef = 0.0
+
+
+def test_a_classifiers_losses_do_not_grow_with_the_number_of_pieces(tmp_path):
+    examples = [dict(rows(MIXTURES[0], count=1)[0], labels=torch.tensor(2))] * 4
+    losses = []
+    for size, steps in ((4, 1), (1, 4)):
+        config = MIXTURES[0].make_config(num_labels=5, output_router_logits=True, router_aux_loss_coef=0.7)
+        model = make_asymmetric(llamoe.LlamoeForSequenceClassification(config))
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        losses += losses_of(trainer_of(model, tmp_path, examples, **options))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("case", MIXTURES, **ids)
