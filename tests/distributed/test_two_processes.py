@@ -176,6 +176,10 @@ def test_the_text_part_of_a_multimodal_folder_loads_into_shards(measured):
     ("what", "message"),
     [
         ("heads", r"LlamoeDenseConfig.num_attention_heads = 3: cannot be shared evenly by 2 devices; valid:"),
+        (
+            "stages",
+            "pp_size = 2: a LlamoeForConditionalGeneration has no pipeline stages, which are for text",
+        ),
         ("experts", r"LlamoeTextConfig.num_local_experts = 5: cannot be shared evenly by 2 devices; valid:"),
     ],
 )
