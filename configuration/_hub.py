@@ -131,9 +131,14 @@ def write_config(config: Any, path: Path, content: Mapping[str, Any], is_ours: b
             module.unlink()
         return
     if config.model_type in AUTO_CLASSES:
-        _write(module, MODULE)
+        write_module(path.parent)
         content = {**content, "auto_map": auto_map(config, is_ours)}
     _write(path, _as_json(content))
+
+
+def write_module(folder: Path) -> None:
+    """Write the module into a folder, which exists."""
+    _write(folder / f"{MODULE_NAME}.py", MODULE)
 
 
 def _as_json(content: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ ours as long as a request fits into one chunk, so that is what is let in; longer
 import copy
 from typing import Any
 
-from transformers import GenerationMixin, PreTrainedConfig
+from transformers import Cache, GenerationMixin, PreTrainedConfig
 
 
 class ChunkedGeneration(GenerationMixin):
@@ -33,6 +33,16 @@ class ChunkedGeneration(GenerationMixin):
         if len(layers) == len(getattr(text_config, "layer_types", None) or ()):
             del layers[text_config.num_hidden_layers :]
         return result
+
+    def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
+        # Where no mask is given, transformers takes every pad token for padding. Behind cached tokens, as in the second
+        # draft of an assistant, only those on the left are: the others were generated or written.
+        prepare = super()._prepare_attention_mask_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        mask = prepare(inputs_tensor, generation_config, model_kwargs)
+        past_key_values = model_kwargs.get("past_key_values")
+        if isinstance(past_key_values, Cache) and past_key_values.get_seq_length() > 0:
+            mask = (mask.cumsum(-1) > 0).to(mask.dtype)
+        return mask
 
     def init_continuous_batching(self, *args, **kwargs):
         """Make a manager for continuous batching; the arguments are those of transformers.

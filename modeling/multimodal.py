@@ -466,12 +466,14 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        if is_first_iteration or not kwargs.get("use_cache", True):
+        if is_first_iteration:
             return inputs
-        for name in (
-            "pixel_values",
-            "mm_encoder_outputs",
-        ):  # before 5.18 the latter would go in with every pass
+        if not kwargs.get("use_cache", True):
+            if inputs.get("pixel_values") is None and not inputs.get("mm_encoder_outputs"):
+                inputs["mm_encoder_outputs"] = {"image": None}  # image tokens in a text were generated
+            return inputs
+        # Before 5.18 the encoder's outputs would go in with every pass.
+        for name in ("pixel_values", "mm_encoder_outputs"):
             inputs.pop(name, None)
         if _is_first_pass(kwargs.get("past_key_values")):
             # An assistant's first pass, which transformers counts as a later one. What it is given are the features

@@ -5,7 +5,10 @@ Cutting pictures into tiles and writing their tokens into the prompt is stock's 
 before they see one.
 """
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.image_utils import SizeDict
@@ -13,9 +16,35 @@ from transformers.models.llama4.image_processing_llama4 import find_supported_re
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.processing_utils import MultiModalData
 
+from ..configuration._hub import MODULE_NAME, write_module
+
 
 class LlamoeProcessor(Llama4Processor):
     """Pictures and prompts to model inputs; reads folders of `Llama4Processor` and takes the same arguments."""
+
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+        """Save as `ProcessorMixin.save_pretrained` does, with what loads the folder where llamoe is not imported."""
+        if self._is_ours() and not os.path.isfile(save_directory):
+            os.makedirs(save_directory, exist_ok=True)
+            write_module(Path(save_directory))
+        return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def to_dict(self, *args, **kwargs) -> dict[str, Any]:
+        """Give the content of processor_config.json."""
+        content = super().to_dict(*args, **kwargs)
+        if self._is_ours():
+            content["auto_map"] = {"AutoProcessor": f"{MODULE_NAME}.{type(self).__name__}"}
+        return content
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoProcessor"):
+        """Do nothing for llamoe's own class, whose folders say already how they are loaded."""
+        if not cls._is_ours():
+            super().register_for_auto_class(auto_class)
+
+    @classmethod
+    def _is_ours(cls) -> bool:
+        return cls.__module__.partition(".")[0] == "llamoe"
 
     @property
     def image_token_ids(self) -> list[int]:

@@ -10,6 +10,7 @@ from support import (
     MODELS,
     MULTIMODAL,
     PADDING,
+    TOKENS_PER_TILE,
     for_models,
     generate,
     make_asymmetric,
@@ -331,6 +332,51 @@ def test_drafting_with_the_first_layers(name):
     assert 0 < len(layers) - plain <= plain
     assert model.config.num_hidden_layers == len(model.model.layers)
     assert torch.equal(new_tokens(model, inputs, max_new_tokens=24), expected)
+
+
+@for_models("is_head", "has_experts")
+def test_drafts_take_pad_tokens_for_tokens(case):
+    """transformers infers a draft's mask from its ids; one that was generated is no padding, and hides nothing."""
+    model, inputs = case.make(), case.row(case.inputs(length=PROMPT), 1)
+    settings = dict(max_new_tokens=30, pad_token_id=0)
+
+    def often_pads(ids, scores):
+        if ids.shape[1] % 4 == 0:
+            scores = scores.clone()
+            scores[:, 0] = 100.0
+        return scores
+
+    settings["logits_processor"] = [often_pads]
+    expected = new_tokens(model, inputs, **settings)
+    assert 7 <= int((expected == 0).sum()) < 30
+    draft = copy.deepcopy(model if case.has_images else case.make(seed=5))
+    draft.generation_config.num_assistant_tokens = 5
+    if not case.has_images:
+        try:
+            drafts = dict(settings, assistant_model=stock_of(case, draft))
+            drafts["assistant_model"].generation_config.num_assistant_tokens = 5
+            new_tokens(stock_of(case, model), inputs, **drafts)
+        except RuntimeError:
+            pytest.skip("this transformers' windows have another size than its masks after a rejected draft")
+    assert torch.equal(new_tokens(model, inputs, assistant_model=draft, **settings), expected)
+
+
+def test_generated_image_tokens_are_no_forgotten_pictures():
+    model = MULTIMODAL.make()
+    ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(2))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def image_tokens(ids, scores):
+        if ids.shape[1] < 9 + TOKENS_PER_TILE:
+            scores = scores.clone()
+            scores[:, IMAGE_TOKEN] = 100.0
+        return scores
+
+    settings = dict(max_new_tokens=9, logits_processor=[image_tokens])
+    expected = new_tokens(model, inputs, **settings)
+    assert (expected == IMAGE_TOKEN).sum() == TOKENS_PER_TILE
+    for options in ({"use_cache": False}, {"cache_implementation": "static"}):
+        assert torch.equal(new_tokens(model, inputs, **settings, **options), expected)
 
 
 def test_drafting_with_the_first_layers_is_for_text_models():

@@ -1,5 +1,9 @@
 """From pictures and prompts to tokens: transformers' own Llama 4 processor in front of our model and of stock's."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers
@@ -329,3 +333,32 @@ def test_our_processor_counts_markers_under_every_release(text, pictures, proces
     images = [picture(60, 60, seed) for seed in range(pictures)] or None
     with pytest.raises(ValueError, match=rf"{markers} image markers .* {pictures} images"):
         ours_like(processor)(text=text, images=images, return_tensors="pt")
+
+
+@pytest.mark.parametrize(
+    "order", [["processor"], ["processor", "model"], ["model", "processor"]], ids="-".join
+)
+def test_our_processor_loads_without_our_import(order, processor, pair, tmp_path):
+    parts = {"processor": ours_like(processor), "model": pair[1]}
+    for name in order:
+        parts[name].save_pretrained(tmp_path / "folder")
+    code = """
+import sys
+from transformers import AutoProcessor
+first = AutoProcessor.from_pretrained(sys.argv[1], trust_remote_code=True)
+first.save_pretrained(sys.argv[2])
+again = AutoProcessor.from_pretrained(sys.argv[2], trust_remote_code=True)
+print(type(first).__module__, type(first).__name__, type(again) is type(first), first.patch_size)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "folder"), str(tmp_path / "again")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "llamoe.modeling.processing LlamoeProcessor True 14"
+    assert [path.name for path in (tmp_path / "again").glob("*.py")] == ["llamoe_hub.py"]
