@@ -20,6 +20,18 @@ class ChunkedGeneration(GenerationMixin):
 
     config: Any
 
+    def generate(self, inputs=None, *args, **kwargs):
+        """Generate tokens; the arguments are those of `GenerationMixin.generate`."""
+        if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
+            del kwargs["pixel_values"]  # a turn without pictures; newer releases would encode it
+        text_config = self.config.get_text_config(decoder=True)
+        num_layers = text_config.num_hidden_layers
+        try:
+            return super().generate(inputs, *args, **kwargs)
+        finally:
+            # `assistant_early_exit` lowers it, and leaves it so when its draft raises.
+            text_config.num_hidden_layers = num_layers
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if generation_config.cache_implementation == "quantized" and _chunk_size(self.config) is not None:
             options = generation_config.cache_config or {}

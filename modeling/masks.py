@@ -108,6 +108,7 @@ def attention_masks(
         return _flash_sequences(
             config, inputs_embeds, attention_mask, past_key_values, position_ids, has_lengths
         )
+    _check_not_packed(attention_mask, past_key_values, position_ids)
     segments = _packed_segments(attention_mask, past_key_values, position_ids)
     masks = {
         "full_attention": create_causal_mask(
@@ -136,6 +137,25 @@ def _packed_segments(
     ):
         return None
     return find_packed_sequence_indices(position_ids)
+
+
+def _check_not_packed(
+    attention_mask: Any, past_key_values: Cache | None, position_ids: torch.Tensor | None
+) -> None:
+    """Refuse packed rows for a cache of fixed length, which cannot tell its segments apart; on the CPU only.
+
+    Raises:
+        ValueError: positions that restart.
+    """
+    if attention_mask is not None or position_ids is None or position_ids.shape[1] < 2:
+        return
+    if not getattr(past_key_values, "is_compileable", False) or is_torchdynamo_compiling():
+        return
+    if position_ids.is_cpu and not is_tracing(position_ids) and bool((position_ids.diff(dim=1) != 1).any()):
+        raise ValueError(
+            "position_ids restart within a row, as in packed rows, and past_key_values is a cache of fixed length, "
+            "which takes one sequence a row: use DynamicCache(), or none. For padding give an attention_mask."
+        )
 
 
 def _chunked_mask(

@@ -361,6 +361,25 @@ def test_drafts_take_pad_tokens_for_tokens(case):
     assert torch.equal(new_tokens(model, inputs, assistant_model=draft, **settings), expected)
 
 
+def test_a_turn_without_pictures_may_say_so():
+    model = MULTIMODAL.make()
+    ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(2))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = new_tokens(model, inputs, max_new_tokens=5)
+    assert torch.equal(new_tokens(model, inputs, pixel_values=None, max_new_tokens=5), expected)
+
+
+def test_a_draft_that_fails_leaves_the_model_whole():
+    case = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
+    model, inputs = case.make(), case.row(case.inputs(length=PROMPT), 1)
+    expected = new_tokens(model, inputs, max_new_tokens=5)
+    hook = model.model.norm.register_forward_hook(lambda *_: 1 / (model.config.num_hidden_layers > 2))
+    with pytest.raises(ZeroDivisionError):
+        new_tokens(model, inputs, assistant_early_exit=2, max_new_tokens=5)
+    hook.remove()
+    assert torch.equal(new_tokens(model, inputs, max_new_tokens=5), expected)
+
+
 def test_generated_image_tokens_are_no_forgotten_pictures():
     model = MULTIMODAL.make()
     ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(2))

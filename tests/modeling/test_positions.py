@@ -239,3 +239,12 @@ def test_a_window_that_padding_has_pushed_tokens_out_of_is_refused(cache, implem
         continued(make(), 22)
     # Nothing was lost yet: the window still begins within the first tokens.
     assert max_abs(continued(make(), 12), expected) < 1e-5 * expected.std()
+
+
+def test_packed_rows_in_a_cache_of_fixed_length_are_refused():
+    for model in (text_model(), dense_model()):
+        ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(5))
+        positions = torch.cat([torch.arange(12), torch.arange(8)])[None]
+        past = StaticCache(config=model.config, max_cache_len=40)
+        with pytest.raises(ValueError, match="position_ids restart within a row.*cache of fixed length"):
+            model(ids, position_ids=positions, past_key_values=past)
