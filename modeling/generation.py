@@ -27,7 +27,7 @@ class ChunkedGeneration(GenerationMixin):
         text_config = self.config.get_text_config(decoder=True)
         num_layers = text_config.num_hidden_layers
         try:
-            return super().generate(inputs, *args, **kwargs)
+            return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         finally:
             # `assistant_early_exit` lowers it, and leaves it so when its draft raises.
             text_config.num_hidden_layers = num_layers
