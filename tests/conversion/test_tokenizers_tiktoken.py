@@ -154,10 +154,8 @@ def test_any_text_gives_the_ids_of_tiktoken(family):
     tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
     tokenizer.encode_special_tokens = True
     parts = hypothesis.strategies.sampled_from([" ", "  ", "\n", "\r", "'s", "'LL", "a", "aa", "Ab", "12", "é", "世", ".", "/"])
-    # Characters that Unicode did not have yet when one of the two engines was built are letters to the other.
-    known = hypothesis.strategies.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cn", "Co"])
     texts = hypothesis.strategies.one_of(
-        hypothesis.strategies.text(known, max_size=30), hypothesis.strategies.lists(parts, max_size=20).map("".join)
+        hypothesis.strategies.text(max_size=30), hypothesis.strategies.lists(parts, max_size=20).map("".join)
     )
 
     @hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
