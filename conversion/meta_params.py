@@ -25,6 +25,8 @@ _SCALED_FROM = 8192
 _LOW_FACTOR = 1.0
 # Scaling and high-frequency factors where the keys are absent: constants in Llama 3's code, defaults in Llama 4's.
 SCALING = {3: (8.0, 4.0), 4: (16.0, 1.0)}
+# Larger vocabularies are tiktoken's (Llama 3: 128256); those of SentencePiece have 32000 to 32016 pieces.
+LARGEST_SENTENCEPIECE = 65536
 # Tokens after the ranks of a tiktoken vocabulary, and the places of those that a configuration names among them.
 _SPECIALS = {3: 256, 4: 2048}
 _LLAMA4_IDS = {"bos": 0, "eos": (1, 7, 8), "pad": 18, "boi": 80, "eoi": 81, "image": 92}
@@ -235,8 +237,8 @@ def _read_decoder(params: Params, seen: Seen) -> dict[str, Any]:
 
 def _read_rope(params: Params, generation: int) -> dict[str, Any]:
     scaled = params.flag("use_scaled_rope")
-    # Llama 2's code has no such key; Code Llama's and Llama 3's files always have it.
-    theta = params.number("rope_theta", 500000.0 if scaled or generation == 4 else 10000.0)
+    # Llama 2's code has no such key; Code Llama's files have it. Those of Llama 3 and 4 have a default of their own.
+    theta = params.number("rope_theta", 500000.0 if scaled or generation > 2 else 10000.0)
     if not scaled:
         return {"rope_type": "default", "rope_theta": theta}
     factor, high = SCALING[max(generation, 3)]
