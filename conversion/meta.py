@@ -8,7 +8,7 @@ names are in `meta_tables`, sizes in `meta_sizes`, parameters in `meta_params` a
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,22 @@ import torch
 from ..configuration import LlamoeDenseConfig, LlamoeVisionConfig, count_parameters
 from ..configuration._base import LlamoeBaseConfig
 from ..modeling.weights import CheckpointError
-from .checkpoint import Checkpoint, Report, check_model, identify, make_report, parse_dtype
+from .checkpoint import Checkpoint, Report, check_model, expected_shapes, identify, make_report, parse_dtype
 from .files import open_pickle, read_json
 from .lazy import LazyTensor, Slot
 from .meta_fit import add_kept, needs_own_scaling, write_params
-from .meta_params import LARGEST_SENTENCEPIECE, Params, Seen, check_entries, read_config
+from .meta_params import (
+    LARGEST_SENTENCEPIECE,
+    LLAMA3_THETA,
+    Params,
+    Seen,
+    check_entries,
+    note_defaults,
+    read_config,
+)
 from .meta_sizes import find_generation, is_tiktoken, measure, weight_files
-from .meta_tables import check_division, llama4_table, llama_table
-from .tables import read_through, write_through
+from .meta_tables import check_division, llama4_table, llama_table, names_for
+from .tables import Table, read_through, write_through
 from .tokenizers import check_tokenizer, hf_files_from_meta, meta_tokenizer_model
 from .writing import Plan, Progress, check_target, to_json, write
 
@@ -77,14 +85,28 @@ def open_meta(folder: str | os.PathLike) -> Checkpoint:
         raise CheckpointError(f"{params.origin}: {error}") from error
     table = llama4_table(config) if seen.generation == 4 else llama_table(axis)
     tensors, left_out = read_through(table, files, config)
+    _refuse_missing(tensors, config, table, paths)
     tensors = check_model(config, tensors, str(folder))
-    companions, notes = {}, []
+    companions, notes = {}, note_defaults(params, config)
     if path is None or tokenizer is None:
         notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")
     else:
         companions = _read_tokenizer(path, tokenizer, config, seen)
     kind = "meta-llama4" if seen.generation == 4 else "meta-llama"
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, companions, paths, notes)
+
+
+def _refuse_missing(
+    tensors: Mapping[str, LazyTensor], config: LlamoeBaseConfig, table: Table, paths: Sequence[Path]
+) -> None:
+    """Name what is missing as Meta's files call it."""
+    keys = [key for key in expected_shapes(config) if key not in tensors]
+    names = list(dict.fromkeys(name for key in keys for name in names_for(table, key)))
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise CheckpointError(
+            f"{paths[0]}: {', '.join(names[:5])}{more} missing; the checkpoint is not whole."
+        )
 
 
 def _is_tuned(folder: Path) -> bool:
@@ -124,7 +146,7 @@ def save_meta(
 ) -> Report:
     """Write a checkpoint as a folder of Meta's, which Meta's code and other readers of its format load.
 
-    Dense models are written as LLaMA 2, or as Llama 3 where tokenizer, vocabulary or rotary scaling are its; mixtures
+    Dense models are written as LLaMA 2, or as Llama 3 where tokenizer, vocabulary or rotary embedding are its; mixtures
     as Llama 4. params.json holds what Meta's code knows. What it has no key for and no number depends on (context
     length, token ids, training) goes into llamoe.json, so that `open_meta` gives back the same configuration.
 
@@ -209,14 +231,15 @@ def _write_tokenizer(
 
 
 def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> int:
-    """2, 3 or 4; a dense model's tokenizer decides, and where there is none, its vocabulary and rotary scaling."""
+    """2, 3 or 4; a dense model's tokenizer decides, and where there is none, its vocabulary and rotary base."""
     if not isinstance(config, LlamoeDenseConfig):
         return 4
     if (config.rope_parameters or {}).get("rope_type") == "llama3":
         return 3  # LLaMA 2's code knows no scaling
     if tokenizer is not None:
         return 3 if is_tiktoken(tokenizer) else 2
-    return 3 if config.vocab_size > LARGEST_SENTENCEPIECE else 2
+    theta = (config.rope_parameters or {}).get("rope_theta")
+    return 3 if config.vocab_size > LARGEST_SENTENCEPIECE or theta == LLAMA3_THETA else 2
 
 
 def _untied(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..modeling.weights import CheckpointError
 from .lazy import LazyTensor
-from .meta_params import LARGEST_SENTENCEPIECE, Params, Seen, says_llama4
+from .meta_params import LARGEST_SENTENCEPIECE, LLAMA3_THETA, Params, Seen, says_llama4
 
 _FILE = re.compile(r"consolidated(?:\.(\d+))?\.pth")
 _SCALES = re.compile(r"(fp8|int4)_scales.*")
@@ -58,8 +58,8 @@ def find_generation(
     """Which LLaMA it is, 1 to 4.
 
     Llama 4 shows in its parameters and names. Of the others, Llama 3 has scaled rotary embeddings, a tokenizer of
-    tiktoken's or, where there is none, a large vocabulary; LLaMA 1 keeps the rotary frequencies in each layer and
-    Llama 2 once; where they were removed, the norms' 1e-6 is that of LLaMA 1's smaller sizes.
+    tiktoken's or, where there is none, a large vocabulary or its rotary base; LLaMA 1 keeps the rotary frequencies in
+    each layer and Llama 2 once; where they were removed, the norms' 1e-6 is that of LLaMA 1's smaller sizes.
     """
     tensors = files[0]
     if says_llama4(params) or any(
@@ -74,7 +74,8 @@ def find_generation(
     if tokenizer is not None:
         is_llama3 = is_tiktoken(tokenizer)
     else:
-        is_llama3 = output is not None and output.shape[0] * len(files) > LARGEST_SENTENCEPIECE
+        is_large = output is not None and output.shape[0] * len(files) > LARGEST_SENTENCEPIECE
+        is_llama3 = is_large or params.entries.get("rope_theta") == LLAMA3_THETA
     if is_llama3:
         return 3
     if any(name.endswith("inner_attention.rope.freqs") for name in tensors):

@@ -597,7 +597,11 @@ def say(**entries):
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("llama-2", drop("layers.1.attention.wo.weight"), ["model.layers.1.self_attn.o_proj.weight"]),
+        (
+            "llama-2",
+            drop("layers.1.attention.wo.weight"),
+            ["consolidated.00.pth: layers.1.attention.wo.weight missing"],
+        ),
         ("llama-2", drop("output.weight"), ["output.weight missing", "consolidated.00.pth"]),
         (
             "llama-2",
@@ -761,3 +765,58 @@ def test_a_tokenizer_without_a_form_of_metas_is_noted_and_left_out(tmp_path):
     report = save_meta(checkpoint, tmp_path / "to", shards=1)
     assert any("no tokenizer.model is written: " in note and "WordLevel" in note for note in report.notes)
     assert not (tmp_path / "to" / "tokenizer.model").exists()
+
+
+def test_a_sentencepiece_model_comes_along_to_a_llama_2_and_goes_back(tmp_path):
+    spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
+    written = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"the {n} of a net on {n * 7}" for n in range(200)]),
+        model_writer=written,
+        vocab_size=312,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        num_threads=1,
+        minloglevel=2,
+    )
+    case = BY_NAME["llama-2"]
+    full = whole_model(case)
+    full |= {name: full[name].repeat(3, 1)[:312] for name in ("tok_embeddings.weight", "output.weight")}
+    write_folder(tmp_path / "7B", case.params | {"vocab_size": -1}, cut(case, full, 2))
+    (tmp_path / "tokenizer.model").write_bytes(written.getvalue())
+    convert(tmp_path / "7B", tmp_path / "hf")
+    tokenizer, reference = AutoTokenizer.from_pretrained(tmp_path / "hf"), spm.SentencePieceProcessor()
+    reference.LoadFromSerializedProto(written.getvalue())
+    for text in ("the net", " of a net", "  12 é"):
+        assert tokenizer(text).input_ids == [1, *reference.encode(text)]
+    convert(tmp_path / "hf", tmp_path / "back", to="meta", shards=2)
+    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == written.getvalue()
+    for given, wanted in zip(load_files(tmp_path / "back"), cut(case, full, 2), strict=True):
+        assert_same(given, wanted)
+
+
+def test_a_conversion_that_was_cut_short_goes_on(tmp_path):
+    full = make_folder(tmp_path / "meta", BY_NAME["llama-4"], 2)
+
+    class Stop:
+        """Stands for a process that ends in the middle."""
+
+        def start(self, total):
+            self.total, self.done = total, 0
+
+        def advance(self, nbytes, file):
+            self.done += nbytes
+            if self.done > self.total / 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=4, progress=Stop())
+    assert not (tmp_path / "to" / "params.json").exists()
+    assert not list((tmp_path / "to").glob("*.pth"))
+    with pytest.raises(ValueError, match="unfinished"):
+        save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=4)
+    save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=4, resume=True)
+    for given, wanted in zip(load_files(tmp_path / "to"), cut(BY_NAME["llama-4"], full, 4), strict=True):
+        assert_same(given, wanted)
