@@ -1,9 +1,9 @@
 """How a tower's pictures become pixels: open_clip's `preprocess_cfg` and transformers' preprocessor_config.json.
 
 Both say the same: resize by the short side and cut the middle out, or squash to a square; bicubic; a mean and a
-deviation for each channel. `CLIPImageProcessor` is transformers' class for it. Its PIL variant gives open_clip's pixels,
-but for one thing: where an odd number of rows or columns is cut off, it may cut a pixel further up or left. The
-torchvision variant resizes a little differently, too.
+deviation for each channel. `CLIPImageProcessor` is transformers' class for it. Its PIL variant gives open_clip's
+pixels, but for one thing: where an odd number of rows or columns is cut off, it may cut a pixel further up or left.
+The torchvision variant resizes a little differently, too.
 """
 
 from collections.abc import Mapping
