@@ -232,6 +232,12 @@ class TestPlaces:
         with pytest.raises(CheckpointError, match="timm's names; the file open_clip_model.safetensors"):
             open_tower(tmp_path / "model.safetensors")
 
+    def test_a_program_is_not_run(self, tmp_path):
+        """OpenAI's own files of CLIP are of this kind."""
+        torch.jit.save(torch.jit.trace(torch.nn.Linear(3, 3), torch.zeros(1, 3)), tmp_path / "ViT-B-32.pt")
+        with pytest.raises(CheckpointError, match=r"ViT-B-32.pt: is a TorchScript program"):
+            convert_vision(tmp_path / "ViT-B-32.pt", tmp_path / "tower", activation="quick_gelu")
+
     def test_a_file_of_transformers_belongs_to_its_folder(self, tmp_path):
         CLIPVisionModel(CLIPVisionConfig(**clip_fields())).save_pretrained(tmp_path)
         with pytest.raises(CheckpointError, match="give its folder"):

@@ -4,9 +4,10 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import open_clip
 import pytest
 import torch
-from open_clip.model import resize_pos_embed
+from open_clip.model import _build_vision_tower, resize_pos_embed
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import QuickGELU
 from PIL import Image
@@ -47,6 +48,8 @@ from transformers import (
     CLIPVisionModelWithProjection,
     Llama4VisionConfig,
     Llama4VisionModel,
+    MetaClip2Config,
+    MetaClip2Model,
     MetaClip2VisionConfig,
     MetaClip2VisionModel,
     MetaClip2VisionModelWithProjection,
@@ -126,12 +129,15 @@ class TestFromClip:
                 load_tower(tmp_path / "tower")(pictures()).pooler_output, model(pictures()).image_embeds
             )
 
-    def test_whole_model(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("model_class", "config_class"), [(CLIPModel, CLIPConfig), (MetaClip2Model, MetaClip2Config)]
+    )
+    def test_whole_model(self, tmp_path, model_class, config_class):
         text = dict(
             hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, vocab_size=30
         )
-        config = CLIPConfig(vision_config=clip_fields("gelu"), text_config=text, projection_dim=EMBED)
-        model = randomize(CLIPModel(config))
+        config = config_class(vision_config=clip_fields("gelu"), text_config=text, projection_dim=EMBED)
+        model = randomize(model_class(config))
         model.save_pretrained(tmp_path / "source")
         processor = {
             "image_processor": {"image_mean": [0.1, 0.2, 0.3], "image_processor_type": "CLIPImageProcessor"}
@@ -180,6 +186,21 @@ class TestBack:
         written = json.loads((tmp_path / "back" / "open_clip_config.json").read_text())
         assert written["model_cfg"]["text_cfg"] == open_clip_config()["model_cfg"]["text_cfg"]
         assert list(report.dropped) == ["logit_scale"]
+
+    def test_result_goes_into_a_model_of_open_clip(self, tmp_path):
+        ours = randomize(
+            llamoe.LlamoeVisionModel(LlamoeVisionConfig(**clip_fields(), use_rope=False, use_adapter=False))
+        )
+        ours.save_pretrained(tmp_path / "tower")
+        convert_vision(tmp_path / "tower", tmp_path / "back", to="open_clip")
+        text = open_clip.model.CLIPTextCfg(context_length=8, vocab_size=20, width=32, heads=2, layers=1)
+        vision = open_clip_config()["model_cfg"]["vision_cfg"]
+        model = open_clip.CLIP(EMBED, vision, text, quick_gelu=True).eval()
+        state = load_file(tmp_path / "back" / "open_clip_model.safetensors")
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        assert unexpected == [] and not any(name.startswith("visual.") for name in missing)
+        with torch.no_grad():
+            check_close(model.encode_image(pictures()), ours(pictures()).pooler_output)
 
     @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
     @pytest.mark.parametrize("has_projection", [True, False])
@@ -264,8 +285,11 @@ class TestBack:
             with pytest.raises(ValueError, match="rotates its patches .*use_rope = True"):
                 convert_vision(tmp_path / "source", tmp_path / to, to=to)
             assert not (tmp_path / to).exists()
-        convert_vision(tmp_path / "source", tmp_path / "tower")
-        assert load_tower(tmp_path / "tower").config.use_rope
+        convert_vision(tmp_path / "source", tmp_path / "tower", image_size=36)
+        tower = load_tower(tmp_path / "tower")
+        assert tower.config.use_rope and tower(pictures(36)).last_hidden_state.shape == (3, 9, 20)
+        with pytest.raises(ValueError, match="grid of 5 by 5"):
+            convert_vision(tmp_path / "source", tmp_path / "odd", image_size=30)
 
     def test_the_tower_of_a_multimodal_model(self, tmp_path):
         fields = dict(hidden_size=32, intermediate_size=20, intermediate_size_mlp=24, num_hidden_layers=2)
@@ -292,6 +316,29 @@ class TestBack:
         check_close(torch.cat([ours[:, -1:], ours[:, :-1]], dim=1), theirs)
         assert "language_model.lm_head.weight" in report.dropped
         assert "adapter" in report.dropped["vision_adapter.mlp.fc1.weight"]
+
+    @pytest.mark.parametrize("to", ["tower", "open_clip", "clip"])
+    def test_a_run_that_ended_goes_on(self, tmp_path, to):
+        class Stop:
+            def start(self, total):
+                assert total == sum(value.nbytes for value in state.values())
+
+            def advance(self, nbytes, file):
+                raise KeyboardInterrupt
+
+        state = visual_state(randomize(open_clip_tower()))
+        source = write_open_clip(tmp_path / "source", state, open_clip_config())
+        with pytest.raises(KeyboardInterrupt):
+            convert_vision(source, tmp_path / "out", to=to, progress=Stop())
+        assert not list((tmp_path / "out").glob("*.safetensors"))
+        with pytest.raises(ValueError, match="unfinished"):
+            convert_vision(source, tmp_path / "out", to=to)
+        with pytest.raises(ValueError, match="other options"):
+            convert_vision(source, tmp_path / "out", to=to, image_size=48, resume=True)
+        (name,) = convert_vision(source, tmp_path / "out", to=to, resume=True).files
+        convert_vision(source, tmp_path / "fresh", to=to)
+        same_tensors(tmp_path / "out" / name, load_file(tmp_path / "fresh" / name))
+        assert not list((tmp_path / "out").glob(".*"))
 
 
 class TestPictureSize:
@@ -459,23 +506,22 @@ class TestPresets:
         last = f"visual.transformer.resblocks.{config.num_hidden_layers - 1}"
         assert theirs[f"{last}.attn.in_proj_weight"].shape == (3 * width, width)
 
-    @pytest.mark.slow
     def test_published_size_with_weights(self, tmp_path):
-        """ViT-B-32 whole, as open_clip builds it from its own architecture's name."""
-        import open_clip
-
-        model = open_clip.create_model("ViT-B-32-quickgelu", pretrained=None)
-        state = {name: value for name, value in model.state_dict().items() if name.startswith("visual.")}
-        file = write_open_clip(tmp_path / "source", state)
+        """ViT-B-32 whole, as open_clip builds it from the architecture's name; only the tag says the activation."""
+        described = open_clip.get_model_config("ViT-B-32-quickgelu")
+        tower = _build_vision_tower(
+            described["embed_dim"], described["vision_cfg"], described["quick_gelu"]
+        ).eval()
+        file = write_open_clip(tmp_path / "source", visual_state(tower))
+        with pytest.raises(ValueError, match="'gelu' by the argument activation, 'quick_gelu' by the tag"):
+            open_tower(file, tag="metaclip_400m", activation="gelu")
         convert_vision(file, tmp_path / "tower", tag="metaclip_400m")
         ours = load_tower(tmp_path / "tower")
-        assert (
-            ours.config.to_diff_dict().items()
-            >= {"num_attention_heads": 12, "hidden_act": "quick_gelu"}.items()
-        )
+        published = preset("metaclip-b32", architectures=["LlamoeVisionModel"], dtype="float32")
+        assert ours.config == published
         x = torch.randn(1, 3, 224, 224)
         with torch.no_grad():
-            check_close(ours(x).pooler_output, model.encode_image(x))
+            check_close(ours(x).pooler_output, tower(x))
 
 
 def test_an_opened_tower_has_what_assembling_needs(tmp_path):
