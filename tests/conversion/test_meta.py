@@ -530,6 +530,16 @@ def test_another_dtype_is_written_for_every_tensor(tmp_path):
     assert_same(again.tensors, {k: v.bfloat16() for k, v in hugging_face(case, full).items()})
 
 
+def test_dtypes_that_one_tensor_of_metas_cannot_mix_are_refused(tmp_path):
+    make_folder(tmp_path / "meta", BY_NAME["llama-4"])
+    checkpoint = open_meta(tmp_path / "meta")
+    name = "language_model.model.layers.0.self_attn.k_proj.weight"
+    checkpoint.tensors[name] = checkpoint.tensors[name].cast(torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"bfloat16.*float32.*Choose a dtype"):
+        save_meta(checkpoint, tmp_path / "to", shards=2)
+    save_meta(checkpoint, tmp_path / "to", shards=2, dtype="float32")
+
+
 def test_a_dry_run_writes_nothing(tmp_path):
     make_folder(tmp_path / "meta", BY_NAME["llama-4"], 2)
     report = save_meta(open_meta(tmp_path / "meta"), tmp_path / "none", shards=4, dry_run=True)
@@ -590,6 +600,14 @@ def shrink(name, rank, rows):
     return lambda files, params: files[rank].update({name: files[rank][name][:rows].clone()})
 
 
+def replace(name, change, rank=None):
+    def apply(files, params):
+        for part in files if rank is None else [files[rank]]:
+            part[name] = change(part[name])
+
+    return apply
+
+
 def say(**entries):
     return lambda files, params: params.update(entries)
 
@@ -637,6 +655,21 @@ def say(**entries):
             ["layers.1.feed_forward.norm.weight", "layers.1.ffn_norm.weight", "two names"],
         ),
         ("llama-4", drop("layers.1.feed_forward.experts.moe_w_swiglu_eD_F"), ["moe_w_swiglu_eD_F missing"]),
+        (
+            "llama-2",
+            replace("layers.1.attention.wk.weight", lambda weight: torch.tensor(1.0)),
+            ["layers.1.attention.wk.weight has shape []"],
+        ),
+        (
+            "llama-4",
+            replace("layers.1.feed_forward.experts.moe_w_swiglu_eD_F", lambda weight: weight.bfloat16()),
+            ["moe_w_swiglu_eD_F", "bfloat16", "moe_w_in_eD_F", "float32"],
+        ),
+        (
+            "llama-4",
+            replace("layers.1.feed_forward.experts.moe_w_out_eF_D", lambda weight: weight[:-1], rank=1),
+            ["consolidated.01.pth", "moe_w_out_eF_D", "[209, 72]", "[210, 72]"],
+        ),
         ("llama-4", say(moe_args=None), ["router_DE", "moe_args"]),
         (
             "llama-4",
