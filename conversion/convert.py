@@ -91,7 +91,7 @@ def convert(
     for name, (value, default) in unused.items():
         if value != default:
             raise ValueError(f"{name} = {value!r}: has no meaning for to = {to!r}.")
-    _check_apart(Path(source), Path(target))
+    check_apart(Path(source), Path(target))
     check_target(Path(target), resume)
     checkpoint = open_checkpoint(source)
     if checkpoint.kind in ("open_clip", "clip"):
@@ -115,7 +115,7 @@ def convert(
     )
 
 
-def _check_apart(source: Path, target: Path) -> None:
+def check_apart(source: Path, target: Path) -> None:
     if source.exists() and (
         target.absolute() == source.absolute() or source.absolute() in target.absolute().parents
     ):
