@@ -116,6 +116,11 @@ def convert(
 
 
 def check_apart(source: Path, target: Path) -> None:
+    """Refuse a target inside its source.
+
+    Raises:
+        ValueError: it is the source, or lies in it.
+    """
     if source.exists() and (
         target.absolute() == source.absolute() or source.absolute() in target.absolute().parents
     ):
