@@ -36,7 +36,7 @@ reads head n // (heads / kv_heads) before and after.
 import copy
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from ..configuration.parameter_count import count_parameters
 from ..modeling.weights import CheckpointError
 from .checkpoint import Checkpoint, Report, save_hf
 from .convert import check_apart, open_checkpoint
-from .lazy import LazyTensor, compute, join, stack
+from .lazy import LazyTensor, Slot, compute, join, stack
 from .writing import check_target
 
 _PIECE = 1 << 20  # numbers drawn, or summed, at a time
@@ -117,7 +117,7 @@ def upcycle(
             f"upcycle: interleave = {interleave}, but {source} has {layers} layers, so that none would be a mixture; "
             f"choose 1 to {layers}."
         )
-    mixture = _Mixture(experts, interleave, top_k, float(noise), seed)
+    mixture = Mixture(experts, interleave, top_k, float(noise), seed)
     result = as_text_model(dense, mixture)
     before, after = count_parameters(dense.config), count_parameters(result.config)
     report = save_hf(
@@ -129,7 +129,7 @@ def upcycle(
         resume=resume,
         dry_run=dry_run,
         progress=progress,
-        options={"upcycle": vars(mixture)},
+        options={"upcycle": asdict(mixture)},
     )
     std, routers = dense.config.initializer_range, len(result.config.moe_layers)
     report.notes += [
@@ -221,14 +221,19 @@ def open_source(source: str | Path, target: str | Path, resume: bool) -> Checkpo
     return open_checkpoint(source)
 
 
-class _Mixture:
-    """What the mixture layers of an upcycled model are, and their tensors."""
+@dataclass(frozen=True)
+class Mixture:
+    """What the mixture layers of an upcycled model are; see `upcycle` for the fields."""
 
-    def __init__(self, experts: int, interleave: int, top_k: int, noise: float, seed: int):
-        self.experts, self.interleave, self.top_k = experts, interleave, top_k
-        self.noise, self.seed = noise, seed
+    experts: int
+    interleave: int
+    top_k: int
+    noise: float
+    seed: int
 
-    def tensors(self, name: str, gate: LazyTensor, up: LazyTensor, down: LazyTensor, std: float):
+    def tensors(
+        self, name: str, gate: LazyTensor, up: LazyTensor, down: LazyTensor, std: float, slot: Slot
+    ) -> dict[str, LazyTensor]:
         """Give router and experts of the layer whose mixture is called `name`.
 
         Args:
@@ -237,33 +242,37 @@ class _Mixture:
             up: likewise.
             down: of the dense feed-forward, `[H, I]`.
             std: deviation of a router's weights.
+            slot: where an expert is kept that is written several times.
 
         Returns:
             stock's three tensors by key: `[E, H]`, `[E, H, 2 I]` and `[E, I, H]`.
         """
-        inner, hidden = gate.shape
-        gate_ups, downs = [], []
-        for expert in range(self.experts):
-            parts = []
-            for part, dense in (("gate_proj", gate), ("up_proj", up)):
-                if self.noise:
-                    dense = _disturb(dense, self.noise, self.seed, f"{name}.experts.{expert}.{part}")
-                parts.append(dense.transpose())
-            gate_ups.append(join(parts, 1))
-            if self.noise:
-                key = f"{name}.experts.{expert}.down_proj"
-                downs.append(_disturb(down, self.noise, self.seed, key, onto_zero=True).transpose())
-            else:
-                downs.append(zeros((inner, hidden), down.dtype, f"{name}.experts.{expert}.down_proj (zero)"))
+        if self.noise:
+            parts = {
+                "gate_proj": _Noisy(gate),
+                "up_proj": _Noisy(up),
+                "down_proj": _Noisy(down, onto_zero=True),
+            }
+            gate_ups, downs = [], []
+            for expert in range(self.experts):
+                made = {
+                    part: dense.view(self.noise, self.seed, f"{name}.experts.{expert}.{part}").transpose()
+                    for part, dense in parts.items()
+                }
+                gate_ups.append(join([made["gate_proj"], made["up_proj"]], 1))
+                downs.append(made["down_proj"])
+        else:
+            gate_ups = [join([gate.transpose(), up.transpose()], 1).remember(slot)] * self.experts
+            downs = [zeros(down.shape[::-1], down.dtype, f"{name}.experts.down_proj (zero)")] * self.experts
         router = f"{name}.router.weight"
         return {
             f"{name}.experts.gate_up_proj": stack(gate_ups),
             f"{name}.experts.down_proj": stack(downs),
-            router: fresh((self.experts, hidden), gate.dtype, std, self.seed, router),
+            router: fresh((self.experts, gate.shape[1]), gate.dtype, std, self.seed, router),
         }
 
 
-def as_text_model(dense: Checkpoint, mixture: _Mixture | None = None) -> Checkpoint:
+def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoint:
     """Express a dense LLaMA as a decoder of Llama 4's family, which computes the same function.
 
     Args:
@@ -272,9 +281,6 @@ def as_text_model(dense: Checkpoint, mixture: _Mixture | None = None) -> Checkpo
 
     Returns:
         a checkpoint with a `LlamoeTextConfig`: every layer rotates, none is chunked, norms queries or scales them.
-
-    Raises:
-        CheckpointError: a layer's feed-forward is not whole.
     """
     config = dense.config
     assert isinstance(config, LlamoeDenseConfig)
@@ -314,18 +320,14 @@ def as_text_model(dense: Checkpoint, mixture: _Mixture | None = None) -> Checkpo
             if not config.rope_interleave:
                 tensor = _interleave(match[2], tensor, config)
         tensors[key] = tensor
+    slot = Slot()
     for index in text.moe_layers:
         assert mixture is not None
         dense_name, name = f"model.layers.{index}.mlp", f"model.layers.{index}.feed_forward"
-        parts = [f"{dense_name}.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")]
-        for part in parts:
-            if part not in dense.tensors:
-                raise CheckpointError(
-                    f"{dense.path}: {part} is missing; layer {index} has no whole feed-forward."
-                )
-        tensors.update(
-            mixture.tensors(name, *(dense.tensors[part] for part in parts), config.initializer_range)
+        gate, up, down = (
+            dense.tensors[f"{dense_name}.{part}.weight"] for part in ("gate_proj", "up_proj", "down_proj")
         )
+        tensors.update(mixture.tensors(name, gate, up, down, config.initializer_range, slot))
     return replace(dense, config=text, tensors=tensors)
 
 
@@ -341,16 +343,7 @@ def _interleave(rest: str, tensor: LazyTensor, config: LlamoeDenseConfig) -> Laz
     if place != "self_attn" or name not in heads:
         return tensor
     count, half = heads[name], config.head_dim // 2
-    check_heads(tensor, count, config.head_dim)
     return tensor.map(lambda rows: rows.unflatten(0, (count, 2, half)).transpose(1, 2).flatten(0, 2))
-
-
-def check_heads(tensor: LazyTensor, heads: int, head_dim: int) -> None:
-    """Refuse a projection whose rows are not those of so many heads."""
-    if tensor.shape[0] != heads * head_dim:
-        raise CheckpointError(
-            f"{tensor.origin}: {tensor.shape[0]} rows, but the configuration has {heads} heads of {head_dim}."
-        )
 
 
 def merge_heads(tensor: LazyTensor, before: int, after: int) -> LazyTensor:
@@ -358,7 +351,6 @@ def merge_heads(tensor: LazyTensor, before: int, after: int) -> LazyTensor:
     if before == after:
         return tensor
     head_dim = tensor.shape[0] // before
-    check_heads(tensor, before, head_dim)
 
     def merge(rows: torch.Tensor) -> torch.Tensor:
         grouped = rows.unflatten(0, (after, before // after, head_dim))
@@ -395,27 +387,37 @@ def describe(config: Any) -> str:
     return f"{whole} ({mixtures} are mixtures of {text.num_local_experts} experts)"
 
 
-def _disturb(dense: LazyTensor, noise: float, seed: int, name: str, onto_zero: bool = False) -> LazyTensor:
-    """View a matrix, or zeros of its shape, plus noise of so many times its own deviation."""
+class _Noisy:
+    """A dense matrix, or zeros of its shape, to which each expert adds noise of its own."""
 
-    def disturb(weight: torch.Tensor) -> torch.Tensor:
-        std = _deviation(weight)
-        if not math.isfinite(std):
-            raise CheckpointError(f"{dense.origin}: holds values that are not finite; the source is damaged.")
-        result = torch.zeros_like(weight) if onto_zero else weight.clone()
-        return _add_normal(result, noise * std, seed, name)
+    def __init__(self, dense: LazyTensor, onto_zero: bool = False):
+        self.dense, self.onto_zero = dense, onto_zero
+        self.std: float | None = None  # measured once, when the first expert is written
 
-    return dense.map(disturb)
+    def view(self, noise: float, seed: int, name: str) -> LazyTensor:
+        """View it with noise of `noise` times its deviation; the numbers follow from seed and name."""
+
+        def disturb(weight: torch.Tensor) -> torch.Tensor:
+            if self.std is None:
+                self.std = _deviation(weight, self.dense.origin)
+            result = torch.zeros_like(weight) if self.onto_zero else weight.clone()
+            return _add_normal(result, noise * self.std, seed, name)
+
+        return self.dense.map(disturb)
 
 
-def _deviation(weight: torch.Tensor) -> float:
+def _deviation(weight: torch.Tensor, origin: str) -> float:
     # In pieces: a float32 copy of the whole would be the largest thing in memory.
-    count, total, squares = weight.numel(), 0.0, 0.0
+    total = squares = 0.0
     for piece in weight.reshape(-1).split(_PIECE):
         piece = piece.double()
         total += piece.sum().item()
         squares += piece.square().sum().item()
-    return math.sqrt(max(squares / count - (total / count) ** 2, 0.0)) if math.isfinite(squares) else math.nan
+    if not math.isfinite(squares):
+        raise CheckpointError(f"{origin}: holds values that are not finite; the source is damaged.")
+    mean = total / weight.numel()
+    std = math.sqrt(max(squares / weight.numel() - mean**2, 0.0))
+    return float(f"{std:.6g}")  # whatever the order of summation was
 
 
 def _add_normal(tensor: torch.Tensor, std: float, seed: int, name: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from transformers import (
 from llamoe import LlamoeForCausalLM, LlamoeTextConfig
 from llamoe.conversion.convert import open_checkpoint
 from llamoe.conversion.lazy import LazyTensor, blocks
-from llamoe.conversion.upcycle import _Mixture, as_text_model, upcycle
+from llamoe.conversion.upcycle import Mixture, as_text_model, upcycle
 
 # Logits of deviation about 1. Rotated channels are summed in another order; everything else is equal bit by bit.
 TOLERANCE = 1e-5
@@ -212,7 +212,7 @@ def test_an_expert_is_made_of_its_dense_matrices_alone(tmp_path):
             return self.tensor.read(start, stop)
 
     source.tensors = {key: Counted(key, tensor) for key, tensor in source.tensors.items()}
-    result = as_text_model(source, _Mixture(experts=6, interleave=2, top_k=1, noise=0.1, seed=0))
+    result = as_text_model(source, Mixture(experts=6, interleave=2, top_k=1, noise=0.1, seed=0))
     stacked = {key: tensor for key, tensor in result.tensors.items() if tensor.ndim == 3}
     assert {tensor.shape for tensor in stacked.values()} == {(6, 72, 184), (6, 92, 72)}
     assert not reads
