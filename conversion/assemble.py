@@ -268,6 +268,10 @@ def _extend(decoder: Checkpoint) -> _Vocabulary:
     if missing and known < before:
         files["tokenizer.json"] = _filled(files["tokenizer.json"], known, before)
         notes.append(f"{before - known} unused tokens fill the vocabulary's rows {known} to {before - 1}")
+    if known > before:
+        notes.append(
+            f"the tokenizer has {known - before} tokens more than the decoder had rows; those are new, too"
+        )
     files, ids = extend_tokenizer(files, [token for token in wanted if token != pad or pad in missing])
     if missing:
         notes.append(
@@ -294,8 +298,9 @@ def _prompt_files(
     """Write into `files` what prompts and answers look like; give notes on what was there before."""
     notes = []
     settings = json.loads(files["tokenizer_config.json"])
-    generation = json.loads(files.get("generation_config.json", b"{}"))
-    ends = _as_list(generation.get("eos_token_id", config.eos_token_id))
+    generation = _generation(files)
+    ends = generation.get("eos_token_id")
+    ends = _as_list(config.eos_token_id if ends is None else ends)
     template = files.get("chat_template.jinja", str(settings.get("chat_template") or "").encode())
     if b"<|image|>" not in template:
         if template:
@@ -334,17 +339,30 @@ def _filled(tokenizer: bytes, start: int, stop: int) -> bytes:
     return to_json(content)
 
 
+def _generation(files: dict[str, bytes]) -> dict[str, Any]:
+    name = "generation_config.json"
+    try:
+        content = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise CheckpointError(f"{name}: is no JSON ({error}). Repair or remove the decoder's.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{name}: holds no JSON object. Repair or remove the decoder's.")
+    return content
+
+
 def _as_list(ids: int | list[int] | None) -> list[int]:
     return list(ids) if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
 
 
 def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: _Vocabulary, seed: int) -> Checkpoint:
     """Put both sides' tensors under one configuration, and what is fresh between them."""
-    text, vision = copy.deepcopy(decoder.config), tower.config
+    text, vision = copy.deepcopy(decoder.config), copy.deepcopy(tower.config)
     assert isinstance(text, LlamoeTextConfig)
     assert isinstance(vision, LlamoeVisionConfig)
     before = text.vocab_size
     text.vocab_size = vocabulary.rows
+    for part in (text, vision):  # said once, for the whole
+        part.architectures = part.dtype = None
     text.eos_token_id = json.loads(vocabulary.files["generation_config.json"])["eos_token_id"]
     text.pad_token_id = vocabulary.pad_token_id
     config = LlamoeConfig(

@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-import llamoe
 from llamoe import LlamoeForConditionalGeneration
 from llamoe.conversion.assemble import assemble
 from llamoe.conversion.convert import open_checkpoint
@@ -375,4 +374,3 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-    assert llamoe.LlamoeConfig.model_type == "llamoe"  # registered by the import
