@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
 from ..modeling.weights import CheckpointError
@@ -28,7 +27,7 @@ from .image_processors import CLIP_MEAN, CLIP_STD, normalization
 from .lazy import LazyTensor
 from .metaclip import fold, open_tower, resize
 from .processors import processor_files
-from .tokenizers import MULTIMODAL_TOKENS, extend_tokenizer, multimodal_chat_template
+from .tokenizers import MULTIMODAL_TOKENS, extend_tokenizer, multimodal_chat_template, token_ids
 from .upcycle import as_text_model, describe, fresh, open_source, zeros
 from .writing import to_json
 
@@ -258,7 +257,7 @@ def _default_ratio(config: LlamoeVisionConfig) -> float:
 def _extend(decoder: Checkpoint) -> _Vocabulary:
     """Add the tokens that pictures and messages need behind all ids that are in use."""
     files, _ = extend_tokenizer(decoder.companions, ())
-    present, before = _token_ids(files), decoder.config.vocab_size
+    present, before = token_ids(files), decoder.config.vocab_size
     known = max(present.values(), default=-1) + 1
     settings = json.loads(files["tokenizer_config.json"])
     pad = _pad_token(settings, present, decoder.config.pad_token_id)
@@ -318,15 +317,6 @@ def _prompt_files(
     files["tokenizer_config.json"] = to_json(settings)
     files["generation_config.json"] = to_json(generation)
     return notes
-
-
-def _token_ids(files: dict[str, bytes]) -> dict[str, int]:
-    try:
-        return Tokenizer.from_buffer(files["tokenizer.json"]).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library raises nothing more specific
-        raise CheckpointError(
-            f"tokenizer.json: cannot be read ({error}). Take it from its source again."
-        ) from error
 
 
 def _filled(tokenizer: bytes, start: int, stop: int) -> bytes:

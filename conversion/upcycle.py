@@ -321,7 +321,7 @@ def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoi
                 tensor = _interleave(match[2], tensor, config)
         tensors[key] = tensor
     slot = Slot()
-    for index in text.moe_layers:
+    for index in text.moe_layers or ():
         assert mixture is not None
         dense_name, name = f"model.layers.{index}.mlp", f"model.layers.{index}.feed_forward"
         gate, up, down = (
