@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ..configuration._base import LlamoeBaseConfig
 from ..modeling.weights import CheckpointError
 from .checkpoint import Checkpoint, Report, expected_shapes, save_hf
-from .convert import check_apart
+from .convert import check_apart, open_checkpoint
 from .image_processors import CLIP_MEAN, CLIP_STD, normalization
 from .lazy import LazyTensor
 from .metaclip import fold, open_tower, resize
@@ -110,7 +111,7 @@ def assemble(
             raise ValueError(f"{name} = {value!r}; give an integer of at least {least}.")
     check_apart(Path(vision), Path(target))
     decoder = _open_decoder(text, target, resume)
-    tower = open_tower(vision, activation=activation, tag=tag, heads=heads)
+    tower = _open_tower(vision, activation, tag, heads)
     if image_size is not None:
         tower = resize(tower, image_size)
     if fold_normalization:
@@ -188,16 +189,35 @@ def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpo
     if isinstance(config, LlamoeDenseConfig):
         return as_text_model(checkpoint)
     if isinstance(config, LlamoeConfig):
-        prefix = "language_model."
-        kept = {
-            key.removeprefix(prefix): t for key, t in checkpoint.tensors.items() if key.startswith(prefix)
-        }
-        gone = [key for key in checkpoint.tensors if not key.startswith(prefix)]
-        dropped = dict.fromkeys(gone, "belongs to the source's own tower, which another one replaces")
-        config = copy.deepcopy(config.text_config)
-        return replace(checkpoint, config=config, tensors=kept, dropped={**checkpoint.dropped, **dropped})
+        reason = "belongs to the source's own tower, which another one replaces"
+        return _part(checkpoint, "language_model.", config.text_config, reason)
     assert isinstance(config, LlamoeTextConfig)
     return checkpoint
+
+
+def _open_tower(vision: str | Path, activation: str | None, tag: str | None, heads: int | None) -> Checkpoint:
+    """Open a tower; of a multimodal model of Meta's the tower alone, as `open_tower` does of Hugging Face's."""
+    if not (Path(vision) / "params.json").is_file():
+        return open_tower(vision, activation=activation, tag=tag, heads=heads)
+    whole = open_checkpoint(vision)
+    if not isinstance(whole.config, LlamoeConfig):
+        raise ValueError(
+            f"assemble: {vision} is {describe(whole.config)}; a vision tower was expected there."
+        )
+    tower = _part(whole, "vision_model.", whole.config.vision_config, "not part of the tower")
+    return replace(tower, companions={})
+
+
+def _part(whole: Checkpoint, prefix: str, config: LlamoeBaseConfig, reason: str) -> Checkpoint:
+    """Take the part of a multimodal checkpoint whose keys begin with `prefix`."""
+    kept = {key: tensor for key, tensor in whole.tensors.items() if key.startswith(prefix)}
+    dropped = dict.fromkeys((key for key in whole.tensors if key not in kept), reason)
+    return replace(
+        whole,
+        config=copy.deepcopy(config),
+        tensors={key.removeprefix(prefix): tensor for key, tensor in kept.items()},
+        dropped={**whole.dropped, **dropped},
+    )
 
 
 def _with_adapter(

@@ -22,7 +22,7 @@ from transformers import (
 
 from llamoe import LlamoeForConditionalGeneration
 from llamoe.conversion.assemble import assemble
-from llamoe.conversion.convert import open_checkpoint
+from llamoe.conversion.convert import convert, open_checkpoint
 from llamoe.conversion.metaclip import convert_vision
 from llamoe.conversion.tokenizers import MULTIMODAL_TOKENS
 from llamoe.conversion.upcycle import upcycle
@@ -291,6 +291,25 @@ def test_parts_of_a_multimodal_model_serve_as_decoder_and_as_tower(tmp_path):
     report = assemble(tmp_path / "decoder", tmp_path / "whole", tmp_path / "c", projector_dim=30)
     assert any("vision_adapter" in key for key in report.dropped)
     assert open_checkpoint(tmp_path / "c").config.vision_config.vision_output_dim == 30
+
+
+def test_the_tower_of_a_folder_of_metas_serves_as_tower(tmp_path):
+    pytest.importorskip("llamoe.conversion.meta", reason="folders of Meta's are written by it")
+    whole = make_asymmetric(Llama4ForConditionalGeneration(stock_multimodal_config({"head_dim": 12})))
+    whole.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "meta", to="meta")
+    save_decoder(tmp_path / "decoder")
+    report = assemble(tmp_path / "decoder", tmp_path / "meta", tmp_path / "out")
+    assert sum("not part of the tower" in reason for reason in report.dropped.values()) > 20
+    model = LlamoeForConditionalGeneration.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    pixels = torch.randn(2, 3, 56, 56)
+    with torch.no_grad():
+        features = whole.vision_model(pixels).last_hidden_state
+        assert max_abs(model.vision_model(pixels).last_hidden_state, features) < TOLERANCE
+    LlamaForCausalLM(stock_dense_config(head_dim=12)).save_pretrained(tmp_path / "llama")
+    convert(tmp_path / "llama", tmp_path / "text", to="meta")
+    with pytest.raises(ValueError, match="is a dense LLaMA; a vision tower was expected"):
+        assemble(tmp_path / "decoder", tmp_path / "text", tmp_path / "other")
 
 
 def test_a_tokenizer_that_knows_pictures_is_kept_with_its_template(tmp_path):

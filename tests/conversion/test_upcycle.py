@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from llamoe import LlamoeForCausalLM, LlamoeTextConfig
-from llamoe.conversion.convert import open_checkpoint
+from llamoe.conversion.convert import convert, open_checkpoint
 from llamoe.conversion.lazy import LazyTensor, blocks
 from llamoe.conversion.upcycle import Mixture, as_text_model, upcycle
 
@@ -136,6 +136,18 @@ def test_a_dense_model_whose_weights_pair_neighbours_is_not_permuted(tmp_path):
     for name in ("q_proj", "k_proj"):
         key = f"model.layers.1.self_attn.{name}.weight"
         assert torch.equal(tensors[key].read(), dense.get_parameter(key))
+
+
+def test_a_folder_of_metas_gives_the_same_mixture(tmp_path):
+    pytest.importorskip("llamoe.conversion.meta", reason="folders of Meta's are written by it")
+    save_dense(tmp_path / "dense", head_dim=12)
+    convert(tmp_path / "dense", tmp_path / "meta", to="meta")
+    for source in ("dense", "meta"):
+        upcycle(tmp_path / source, tmp_path / f"moe-{source}", experts=3, noise=0.1)
+    expected, given = (open_checkpoint(tmp_path / f"moe-{source}").tensors for source in ("dense", "meta"))
+    assert given.keys() == expected.keys()
+    for key, tensor in given.items():
+        assert torch.equal(tensor.read(), expected[key].read()), key
 
 
 def test_the_first_step_reaches_the_down_projections_and_the_second_the_rest(tmp_path):
