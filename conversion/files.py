@@ -145,9 +145,11 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
             f"{path}: cannot be read as a file of torch.save ({type(error).__name__}: {_first_line(error)}). Download "
             "or copy it again."
         ) from error
-    for wrapper in _WRAPPERS:
-        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
-            content = content[wrapper]
+    for _ in range(3):  # wrapped in one another, but not without end
+        found = isinstance(content, Mapping) and [
+            content[name] for name in _WRAPPERS if isinstance(content.get(name), Mapping)
+        ]
+        content = found[0] if found else content
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a dictionary of tensors.")
     tensors: dict[str, LazyTensor] = {}

@@ -246,10 +246,10 @@ def _whole_files(plan: Plan, target: Path, fingerprint: str) -> set[str]:
             f"{target / UNFINISHED}: cannot be read ({error!r}). Begin again elsewhere."
         ) from error
     if earlier != fingerprint:
-        made_from = state.get("made_from")
+        made_from, now = state.get("made_from"), json.loads(json.dumps(plan.identity, default=str))
         raise ValueError(
             f"{target}: was begun from another source or with other options, so that it cannot go on: then "
-            f"{made_from}, now {json.loads(json.dumps(plan.identity, default=str))}. Give the same ones, or another target."
+            f"{made_from}, now {now}. Give the same ones, or another target."
         )
     groups = [group for group in plan.groups if all((target / name).is_file() for name in group)]
     return {name for group in groups for name in group}

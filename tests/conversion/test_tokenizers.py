@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, LlamaTokenizer
 
 import llamoe
 from llamoe.conversion import tokenizers as conversion
@@ -19,9 +19,10 @@ messages = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", reason="
 
 VOCABULARY = 711
 NASTY = [
-    "", " ", "  ", "     ", "hello", " hello", "   hello", "hello ", "hello   ", "two  spaces   three", "\n", "\n\n", " \n ",
-    "\nhello", "a\tb", "a\r\nb", "</s>", "<s>", "<unk>", "<s> hello </s>", "x</s>y", "<0x0A>", "<0xFF>", "▁", "▁▁a", "a▁b",
-    " ▁ ", "Grüße aus Köln", "e\u0301 é", "世界", "🙂👨‍👩‍👧", "\u00a0x\u3000", "\x00", "\x7f", "\ufffd", "12345 6789",
+    "", " ", "  ", "     ", "hello", " hello", "   hello", "hello ", "hello   ", "two  spaces   three", "\n", "\n\n",
+    " \n ", "\nhello", "a\tb", "a\r\nb", "</s>", "<s>", "<unk>", "<s> hello </s>", "x</s>y", "<0x0A>", "<0xFF>", "▁",
+    "▁▁a", "a▁b", " ▁ ", "Grüße aus Köln", "e\u0301 é", "世界", "🙂👨‍👩‍👧",
+    "\u00a0x\u3000", "\x00", "\x7f", "\ufffd", "12345 6789",
     "aaaaaaaaaaaaaaaaaaaaaaaa", "    def f(x):\n        return  x", "[INST] hi [/INST]", "ÿ" * 40, " " * 50, "Ⅳ½ﬁ",
 ]  # fmt: skip
 
@@ -114,7 +115,12 @@ def test_templates_of_specials_are_read_where_there_is_a_template(model, referen
     tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
     middle = tokenizer.encode("hello</s>hello", add_special_tokens=False).ids
     assert middle == [*reference.encode("hello"), reference.eos_id(), *reference.encode("hello")]
-    for instruct, context, is_split in [(None, 4096, False), (True, 4096, False), (False, 4096, True), (None, 2048, True)]:
+    for instruct, context, is_split in [
+        (None, 4096, False),
+        (True, 4096, False),
+        (False, 4096, True),
+        (None, 2048, True),
+    ]:
         files = conversion.hf_files_from_meta(model, config_of(context), instruct=instruct)
         settings = json.loads(files["tokenizer_config.json"])
         assert settings.get("split_special_tokens", False) is is_split
@@ -124,9 +130,13 @@ def test_templates_of_specials_are_read_where_there_is_a_template(model, referen
 
 def test_any_text_gives_the_ids_of_sentencepiece(model, reference):
     hypothesis = pytest.importorskip("hypothesis")
-    tokenizer = Tokenizer.from_str(conversion.hf_files_from_meta(model, config_of())["tokenizer.json"].decode())
+    tokenizer = Tokenizer.from_str(
+        conversion.hf_files_from_meta(model, config_of())["tokenizer.json"].decode()
+    )
     tokenizer.encode_special_tokens = True
-    parts = hypothesis.strategies.sampled_from([" ", "  ", "\n", "▁", "<s>", "</s>", "a", "aa", "he", "llo", "é", "世"])
+    parts = hypothesis.strategies.sampled_from(
+        [" ", "  ", "\n", "▁", "<s>", "</s>", "a", "aa", "he", "llo", "é", "世"]
+    )
     texts = hypothesis.strategies.one_of(
         hypothesis.strategies.text(max_size=30), hypothesis.strategies.lists(parts, max_size=20).map("".join)
     )
@@ -182,7 +192,9 @@ def test_other_settings_of_sentencepiece(variant):
 def test_without_bytes_unknown_characters_are_one_token():
     content = train(byte_fallback=False)
     reference = spm.SentencePieceProcessor(model_proto=content)
-    tokenizer = Tokenizer.from_str(conversion.hf_files_from_meta(content, config_of())["tokenizer.json"].decode())
+    tokenizer = Tokenizer.from_str(
+        conversion.hf_files_from_meta(content, config_of())["tokenizer.json"].decode()
+    )
     for text in ["Ж", "ЖЖЖ", "a Ж b", "ЖЖ hello ЖЖЖ"]:
         assert reference.unk_id() in reference.encode(text)
         assert tokenizer.encode(text, add_special_tokens=False).ids == reference.encode(text)
@@ -211,7 +223,8 @@ def meta_dialog(reference, dialog):
 def turns(*contents, system=None):
     messages = [{"role": "system", "content": system}] if system is not None else []
     return messages + [
-        {"role": ("user", "assistant")[index % 2], "content": content} for index, content in enumerate(contents)
+        {"role": ("user", "assistant")[index % 2], "content": content}
+        for index, content in enumerate(contents)
     ]
 
 
@@ -236,7 +249,9 @@ def test_llama_2_chat_equals_metas(name, model, reference, tmp_path):
     dialog = DIALOGS[name]
     expected = meta_dialog(reference, dialog)
     for prompt in (True, False):
-        given = loaded.apply_chat_template(dialog, tokenize=True, return_dict=True, add_generation_prompt=prompt)
+        given = loaded.apply_chat_template(
+            dialog, tokenize=True, return_dict=True, add_generation_prompt=prompt
+        )
         assert given["input_ids"] == expected
     parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in dialog]
     assert loaded.apply_chat_template(parts, tokenize=True, return_dict=True)["input_ids"] == expected
@@ -264,7 +279,9 @@ def test_llama_2_chat_refuses_what_metas_does(reason, model, tmp_path):
     with pytest.raises(Exception, match=re.escape(message)):
         loaded.apply_chat_template(REFUSED[reason], tokenize=False)
     with pytest.raises(Exception, match="no descriptions"):
-        loaded.apply_chat_template(turns("x"), tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False)
+        loaded.apply_chat_template(
+            turns("x"), tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False
+        )
 
 
 def test_generation_settings_load(model, tmp_path):
@@ -312,6 +329,18 @@ def test_a_model_is_rebuilt_from_tokenizer_json(options):
     for text in NASTY:
         assert rebuilt.encode(text) == reference.encode(text), text
         assert rebuilt.decode(reference.encode(text)) == reference.decode(reference.encode(text))
+
+
+def test_a_model_is_rebuilt_from_what_transformers_saved(model, reference, tmp_path):
+    """`LlamaTokenizer` writes other steps, and puts no space before one; other texts have SentencePiece's ids."""
+    source = write(tmp_path / "source", {"tokenizer.model": model})
+    LlamaTokenizer.from_pretrained(source).save_pretrained(tmp_path / "saved")
+    files = {
+        path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir() if path.suffix != ".model"
+    }
+    rebuilt = spm.SentencePieceProcessor(model_proto=conversion.meta_tokenizer_model(files))
+    for text in NASTY:
+        assert rebuilt.encode(text) == reference.encode(text), text
 
 
 def test_what_sentencepiece_cannot_say_is_refused(model):
@@ -379,6 +408,35 @@ def test_truncation_anywhere_is_an_error(model):
     for length in [1, 2, 17, *(generator.randrange(3, len(model) - settings) for _ in range(60))]:
         with pytest.raises(CheckpointError, match=r"tokenizer\.model"):
             conversion.check_tokenizer(model[:length], config_of())
+
+
+def damage(content, generator):
+    """Change, take out or put in a few bytes, or cut the end off."""
+    start, length = generator.randrange(len(content)), generator.randrange(1, 9)
+    new = generator.choice([generator.randbytes(length), b"", generator.randbytes(1)])
+    return generator.choice([content[:start] + new + content[start + length :], content[:start] + new])
+
+
+def test_any_damage_is_told_or_harmless(model):
+    """What is read all the same is a tokenizer that SentencePiece itself reads, and gives its ids."""
+    generator = random.Random(2)
+    files = conversion.hf_files_from_meta(model, config_of())
+    del files["tokenizer.model"]
+    told = []
+
+    def read(function, *arguments):
+        try:
+            function(*arguments)
+        except CheckpointError as error:
+            told.append(str(error))
+
+    for _ in range(120):
+        read(conversion.hf_files_from_meta, damage(model, generator), config_of())
+        damaged = {**files, "tokenizer.json": damage(files["tokenizer.json"], generator)}
+        read(conversion.meta_tokenizer_model, damaged)
+        read(conversion.extend_tokenizer, damaged)
+    assert len(told) > 250
+    assert all(message.startswith(("tokenizer.model: ", "tokenizer.json: ")) for message in told)
 
 
 def test_a_missing_library_is_named(model, monkeypatch):
