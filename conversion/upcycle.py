@@ -81,7 +81,7 @@ def upcycle(
         source: a dense LLaMA of any format that `open_checkpoint` reads.
         target: the folder to write.
         experts: routed experts of each mixture layer, at least 1.
-        interleave: every how manyeth layer is a mixture, counted as in Llama 4: 2 means layers 1, 3, 5 and so on.
+        interleave: distance between mixture layers, counted as in Llama 4: 1 means all, 2 layers 1, 3, 5 and so on.
         top_k: experts that a token is sent to, from 1 to `experts`.
         noise: deviation of the noise on the experts' weights, as a part of the dense weights' own deviation; 0 keeps
             the function.
