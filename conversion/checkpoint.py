@@ -193,7 +193,7 @@ def save_hf(
     checkpoint: Checkpoint,
     target: str | os.PathLike,
     *,
-    layout: str | None = "stock",
+    layout: str | None = None,
     experts: str = "fused",
     dtype: str | torch.dtype | None = None,
     shard_size: int | str = "5GB",
