@@ -1,0 +1,531 @@
+"""What a checkpoint is and what it needs, from headers alone: no number of a weight is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ..configuration import (
+    PRESETS,
+    LlamoeConfig,
+    LlamoeDenseConfig,
+    LlamoeTextConfig,
+    LlamoeVisionConfig,
+    cache_bytes,
+    count_parameters,
+    from_stock,
+    preset,
+)
+from ..configuration._base import LlamoeBaseConfig
+from ..modeling.weights import CheckpointError
+from .checkpoint import Checkpoint
+from .comparing import compare_configs
+from .convert import open_checkpoint
+from .files import open_weights, read_json
+from .running import expected_shapes, tied_head
+
+_DEFAULT_CONTEXT = 8192
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt")
+_SHOWN = 6
+# As bitsandbytes stores a linear layer: bytes of a weight with so many rows and numbers.
+_LINEAR_BYTES = {
+    "int8": lambda rows, numbers: numbers + 4 * rows,  # a float32 scale for each row
+    "int4": lambda rows, numbers: (
+        math.ceil(numbers / 2) + 4 * math.ceil(numbers / 64)
+    ),  # and for each 64 numbers
+}
+_PARTS = (
+    ("vision tower", r"(^|\.)vision_model\."),
+    ("projector", r"^multi_modal_projector\."),
+    ("embedding", r"embed_tokens\."),
+    ("output head", r"lm_head\."),
+    ("norms", r"norm"),
+    ("attention", r"\.self_attn\."),
+    ("routers", r"\.router\."),
+    ("shared experts", r"\.shared_expert\."),
+    ("experts", r"\.experts\."),
+    ("feed-forwards", r"\.(mlp|feed_forward)\."),
+)
+
+
+class _Header(Protocol):
+    """What is asked of a tensor here; lazy tensors have it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of memory that a model takes to run.
+
+    Attributes:
+        weights: of the weights when the stacked experts stay in bfloat16, as bitsandbytes leaves them.
+        weights_split: of the weights when each expert is a linear layer (`--experts split`), stored like the others.
+        cache: keys and values in bfloat16, for the context and rows asked for.
+    """
+
+    weights: int
+    weights_split: int
+    cache: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint is. `dataclasses.asdict` makes JSON of it.
+
+    Attributes:
+        path: what was given.
+        kind: form of the source: a kind of `open_checkpoint`; "preset" or "configuration" where there are no weights,
+            "weights" where there is no configuration, "damaged" where the whole could not be opened.
+        family: what sort of model it is.
+        presets: published models of these very sizes, the closest in all other fields; several if nothing tells them
+            apart.
+        sizes: fields of the configuration, or what the shapes say without one.
+        parameters: `count_parameters` of the configuration: total, and what is active for one token.
+        stored: numbers in the weight files, a tied head counted once; None without weights.
+        mismatches: where the files and the configuration disagree, tensor by tensor.
+        dtypes: dtype to tensors and bytes.
+        files: weight files and their bytes.
+        bytes: of all weight files.
+        parts: part of the model to numbers and bytes, as stored.
+        layers: bytes of each decoder layer (of each layer of a tower by itself), as stored.
+        context: tokens that the cache is counted for; None for a tower.
+        batch: rows that it is counted for.
+        needs: "bfloat16", "int8" and "int4" to the memory that the model takes in it.
+        dropped: tensors of the source that no model has any use for, and why.
+        problems: what is missing or wrong, in sentences.
+        seconds: it took.
+    """
+
+    path: str
+    kind: str
+    family: str
+    presets: list[str]
+    sizes: dict[str, Any]
+    parameters: dict[str, int] | None
+    stored: int | None
+    mismatches: list[str]
+    dtypes: dict[str, tuple[int, int]]
+    files: dict[str, int]
+    bytes: int
+    parts: dict[str, tuple[int, int]]
+    layers: list[int]
+    context: int | None
+    batch: int
+    needs: dict[str, Need]
+    dropped: dict[str, str]
+    problems: list[str]
+    seconds: float
+
+    def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """Give titles with rows of a label and a text, for people. GB are 10^9 bytes."""
+        what = [("path", self.path), ("source", self.kind), ("family", self.family)]
+        what += [("sizes of", ", ".join(self.presets))] if self.presets else []
+        sections = [("model", what)]
+        if self.sizes:
+            sections.append(("sizes", [(name, _text(value)) for name, value in self.sizes.items()]))
+        counts = []
+        if self.parameters is not None:
+            counts = [
+                ("total", f"{self.parameters['total']:,}"),
+                ("active", f"{self.parameters['active']:,}"),
+            ]
+        if self.stored is not None:
+            counts.append(("in the files", f"{self.stored:,}"))
+        sections.append(("parameters", counts))
+        if self.files:
+            rows = [("files", f"{len(self.files):,}, {_gb(self.bytes)}")]
+            rows += [(name, f"{count:,} tensors, {_gb(size)}") for name, (count, size) in self.dtypes.items()]
+            rows += [
+                (name, f"{numbers:,} numbers, {_gb(size)}") for name, (numbers, size) in self.parts.items()
+            ]
+            rows += [("a layer", _runs(self.layers))] if self.layers else []
+            rows += [("left out", f"{len(self.dropped):,} tensors")] if self.dropped else []
+            sections.append(("weights", rows))
+        if self.needs:
+            cached = next(iter(self.needs.values())).cache
+            rows = []
+            for name, need in self.needs.items():
+                rows.append((name, _need(need.weights, cached)))
+                if need.weights_split != need.weights:
+                    rows.append((f"{name}, experts too", _need(need.weights_split, cached)))
+            if self.context is not None:
+                rows.append(("cache", f"{self.context:,} tokens x {self.batch:,} rows in bfloat16"))
+            rows.append(("note", NOTE))
+            sections.append(("memory", rows))
+        wrong = [*self.problems, *self.mismatches[:_SHOWN]]
+        if len(self.mismatches) > _SHOWN:
+            wrong.append(f"and {len(self.mismatches) - _SHOWN:,} more tensors")
+        if wrong:
+            sections.append(("problems", [("", text) for text in wrong]))
+        return sections
+
+
+NOTE = (
+    "int8 and int4: linear layers but the head, as bitsandbytes stores them; embeddings, head, router and norms stay in "
+    "bfloat16. It leaves stacked experts in bfloat16 too, and stores them like linear layers once they are split."
+)
+
+
+def inspect(
+    path: str | os.PathLike | Checkpoint, *, context: int | None = None, batch: int = 1
+) -> Inspection:
+    """Say what a checkpoint is and what it needs, from its headers.
+
+    Args:
+        path: a folder or file that `open_checkpoint` reads; a config.json or the name of a preset, without weights; one
+            file of weights without a configuration. Or what `open_checkpoint` gave.
+        context: tokens of prompt and answer that the cache is counted for, the prompt read in one pass; by default
+            8192, or what the model has.
+        batch: rows that the cache is counted for.
+
+    Returns:
+        What was found. A checkpoint of which files are missing or damaged is described as far as it goes; `problems`
+        says what is wrong with it.
+
+    Raises:
+        CheckpointError: there is nothing at that path, or nothing of it can be read.
+        ValueError: a context that the model does not have, or a batch below 1.
+    """
+    begin = time.perf_counter()
+    found = _find(path)
+    config, tensors = found.config, found.tensors
+    mismatches: list[str] = []
+    parameters = stored = None
+    family, sizes, presets, needs = "unknown", {}, [], {}
+    used_context = None
+    if config is None:
+        family, sizes = _guess(tensors)
+    else:
+        family, sizes, presets = _family(config), _sizes(config), _presets(config)
+        counted = count_parameters(config)
+        parameters = {"total": counted.total, "active": counted.active}
+        cached = 0
+        if not isinstance(config, LlamoeVisionConfig):
+            longest = config.get_text_config().max_position_embeddings
+            used_context = min(_DEFAULT_CONTEXT, longest) if context is None else context
+            cached = sum(cache_bytes(config, used_context, batch, piece=used_context))
+        elif batch < 1:
+            raise ValueError(f"batch = {batch!r}: should be rows, 1 or more")
+        tied = tied_head(config) if config is not None else {}
+        kept = {key: tensor for key, tensor in tensors.items() if tied.get(key) not in tensors}
+        if tensors:
+            stored = sum(math.prod(tensor.shape) for tensor in kept.values())
+            if stored != counted.total:
+                mismatches = _mismatches(config, kept)
+        shapes = expected_shapes(config) if mismatches or not tensors else None
+        shapes = shapes or {key: tensor.shape for key, tensor in kept.items()}
+        needs = _needs(shapes, cached)
+    if stored is None and tensors:
+        stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    sizes_of_files = {file.name: file.stat().st_size for file in found.files}
+    problems = list(found.problems)
+    if mismatches and parameters is not None:
+        problems.append(
+            f"the configuration asks for {parameters['total']:,} numbers, and the files have {stored:,}: "
+            f"{len(mismatches):,} tensors do not fit"
+        )
+    return Inspection(
+        path=str(found.path),
+        kind=found.kind,
+        family=family,
+        presets=presets,
+        sizes=sizes,
+        parameters=parameters,
+        stored=stored,
+        mismatches=mismatches,
+        dtypes=_dtypes(tensors.values()),
+        files=sizes_of_files,
+        bytes=sum(sizes_of_files.values()),
+        parts=_parts(config, tensors),
+        layers=_layers(config, tensors),
+        context=used_context,
+        batch=batch,
+        needs=needs,
+        dropped=dict(found.dropped),
+        problems=problems,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+@dataclass
+class _Found:
+    path: str | os.PathLike
+    kind: str
+    config: LlamoeBaseConfig | None
+    tensors: Mapping[str, _Header]
+    files: list[Path]
+    dropped: Mapping[str, str]
+    problems: list[str]
+
+
+def _find(given: str | os.PathLike | Checkpoint) -> _Found:
+    """Open what can be opened."""
+    if isinstance(given, Checkpoint):
+        return _of_checkpoint(given)
+    path = Path(given)
+    if not path.exists() and str(given) in PRESETS:
+        return _Found(given, "preset", preset(str(given)), {}, [], {}, [])
+    if not path.exists():
+        raise CheckpointError(
+            f"{given}: no such folder or file, and no preset ({', '.join(PRESETS)}) of that name."
+        )
+    if path.is_file() and path.suffix == ".json":
+        return _Found(given, "configuration", from_stock(read_json(path)), {}, [], {}, [])
+    try:
+        return _of_checkpoint(open_checkpoint(path))
+    except (OSError, ValueError) as error:
+        found = _survey(path, error)
+        if found.config is None and not found.tensors:
+            raise
+        return found
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> _Found:
+    files = list(checkpoint.sources)
+    return _Found(
+        checkpoint.path, checkpoint.kind, checkpoint.config, checkpoint.tensors, files, checkpoint.dropped, []
+    )
+
+
+def _survey(path: Path, error: Exception) -> _Found:
+    """Look at each file by itself where the whole cannot be opened."""
+    problems = [str(error)]
+    config = None
+    folder = path if path.is_dir() else path.parent
+    files = (
+        sorted(file for pattern in _WEIGHT_FILES for file in folder.glob(pattern))
+        if path.is_dir()
+        else [path]
+    )
+    if path.is_dir() and (folder / "config.json").is_file():
+        try:
+            config = from_stock(read_json(folder / "config.json"))
+        except (OSError, ValueError) as problem:
+            problems.append(str(problem))
+    tensors: dict[str, _Header] = {}
+    opened = []
+    for file in files:
+        try:
+            tensors.update(open_weights(file))
+            opened.append(file)
+        except (OSError, ValueError) as problem:
+            problems.append(str(problem))
+    if path.is_dir():
+        problems += _missing_shards(folder)
+    kind = "damaged"
+    if config is not None and not files and len(problems) == 1:
+        kind, problems = "configuration", []
+    elif config is None and path.is_file() and len(problems) == 1:
+        kind = "weights"
+    return _Found(path, kind, config, tensors, files, {}, list(dict.fromkeys(problems)))
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    problems = []
+    for index in sorted(folder.glob("*.index.json")):
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = Counter(weight_map.values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # what opened the folder has said so
+        for shard, count in sorted(shards.items()):
+            if not (folder / shard).is_file():
+                names = [name for name, its in weight_map.items() if its == shard]
+                shown = ", ".join(names[:2]) + (", ..." if count > 2 else "")
+                problems.append(f"{folder / shard}: missing, with {count:,} tensors ({shown})")
+    return problems
+
+
+def _family(config: LlamoeBaseConfig) -> str:
+    if isinstance(config, LlamoeDenseConfig):
+        return "LLaMA 1, 2, 3 (dense decoder)"
+    if isinstance(config, LlamoeTextConfig):
+        return "Llama 4 text (mixture of experts)" if config.moe_layers else "Llama 4 text (no experts)"
+    if isinstance(config, LlamoeConfig):
+        return "Llama 4 multimodal (tower, projector, decoder)"
+    return "vision tower of Llama 4" if config.use_rope or config.use_adapter else "vision tower of CLIP"
+
+
+def _sizes(config: LlamoeBaseConfig) -> dict[str, Any]:
+    """Give the fields that make a model's size, and what decides which tokens a layer sees."""
+    if isinstance(config, LlamoeConfig):
+        tower = {f"vision {name}": value for name, value in _sizes(config.vision_config).items()}
+        return {**_sizes(config.text_config), **tower}
+    if isinstance(config, LlamoeVisionConfig):
+        names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size"]
+        names += ["image_size", "patch_size", "tokens_per_tile", "hidden_act", "projection_dim"]
+        names += ["projector_output_dim"] if config.use_adapter else []
+        return {name: value for name in names if (value := getattr(config, name)) is not None}
+    names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    names += ["intermediate_size"]
+    sizes: dict[str, Any] = {}
+    if isinstance(config, LlamoeTextConfig):
+        names += ["intermediate_size_mlp"]
+        if config.moe_layers:
+            names += ["num_local_experts", "num_experts_per_tok"]
+            sizes["layers with experts"] = len(config.moe_layers)
+            sizes["interleave_moe_layer_step"] = config.interleave_moe_layer_step
+        sizes["layers without rotation"] = config.no_rope_layers.count(0)
+        sizes["no_rope_layer_interval"] = config.no_rope_layer_interval
+        sizes["attention_chunk_size"] = config.attention_chunk_size
+    names += ["vocab_size"]
+    head = {name: getattr(config, name) for name in names}
+    tail = {name: getattr(config, name) for name in ("max_position_embeddings", "tie_word_embeddings")}
+    return {**head, **sizes, **tail, "rope": _rope(config.rope_parameters)}
+
+
+def _rope(parameters: dict | None) -> str:
+    parameters = {key: value for key, value in (parameters or {}).items() if value is not None}
+    kind = parameters.pop("rope_type", "default")
+    return ", ".join(
+        [kind, *(f"{name} {value:g}" for name, value in parameters.items() if isinstance(value, float))]
+    )
+
+
+def _presets(config: LlamoeBaseConfig) -> list[str]:
+    """Give the published models of the same sizes that differ least in everything else."""
+    ranks = defaultdict(list)
+    for name in PRESETS:
+        known = preset(name)
+        if isinstance(config, LlamoeTextConfig) and isinstance(known, LlamoeConfig):
+            known = known.text_config
+        if type(known) is not type(config):
+            continue
+        structure, function = compare_configs(config, known)
+        if not structure:
+            mine, its = config.get_text_config(), known.get_text_config()
+            longest = [getattr(text, "max_position_embeddings", None) for text in (mine, its)]
+            ranks[2 * len(function) + (longest[0] != longest[1])].append(name)
+    return ranks[min(ranks)] if ranks else []
+
+
+def _mismatches(config: LlamoeBaseConfig, tensors: Mapping[str, _Header]) -> list[str]:
+    expected = expected_shapes(config)
+    lines = [f"{key} {list(shape)} is missing" for key, shape in expected.items() if key not in tensors]
+    for key, tensor in tensors.items():
+        if key not in expected:
+            lines.append(f"{key} {list(tensor.shape)} is not of this model")
+        elif tuple(tensor.shape) != expected[key]:
+            lines.append(f"{key} is {list(tensor.shape)} and should be {list(expected[key])}")
+    return lines
+
+
+def _needs(shapes: Mapping[str, tuple[int, ...]], cached: int) -> dict[str, Need]:
+    plain = sum(2 * math.prod(shape) for shape in shapes.values())
+    needs = {"bfloat16": Need(plain, plain, cached)}
+    for name, size_of in _LINEAR_BYTES.items():
+        weights = split = 0
+        for key, shape in shapes.items():
+            numbers = math.prod(shape)
+            if _is_linear(key, shape):
+                weights += size_of(shape[0], numbers)
+                split += size_of(shape[0], numbers)
+            else:
+                weights += 2 * numbers
+                split += _bytes_of_experts(key, shape, size_of) if len(shape) == 3 else 2 * numbers
+        needs[name] = Need(weights, split, cached)
+    return needs
+
+
+def _is_linear(key: str, shape: tuple[int, ...]) -> bool:
+    others = ("embed_tokens.weight", "lm_head.weight", "router.weight")
+    return len(shape) == 2 and key.endswith(".weight") and not key.endswith(others)
+
+
+def _bytes_of_experts(key: str, shape: tuple[int, ...], size_of: Any) -> int:
+    """Give the bytes of stacked experts as linear layers; each column of a stacked matrix is a row of a layer."""
+    experts, inputs, outputs = shape
+    layers = 2 if key.endswith("gate_up_proj") else 1
+    return experts * layers * size_of(outputs // layers, inputs * outputs // layers)
+
+
+def _dtypes(tensors: Iterable[_Header]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for tensor in tensors:
+        name = str(tensor.dtype).removeprefix("torch.")
+        count, size = found[name]
+        found[name] = (count + 1, size + _nbytes(tensor))
+    return dict(found)
+
+
+def _parts(config: LlamoeBaseConfig | None, tensors: Mapping[str, _Header]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for key, tensor in tensors.items():
+        part = next((label for label, pattern in _PARTS if re.search(pattern, key)), "other")
+        part = "vision tower" if isinstance(config, LlamoeVisionConfig) else part
+        numbers, size = found[part]
+        found[part] = (numbers + math.prod(tensor.shape), size + _nbytes(tensor))
+    return dict(found)
+
+
+def _layers(config: LlamoeBaseConfig | None, tensors: Mapping[str, _Header]) -> list[int]:
+    sizes: dict[int, int] = defaultdict(int)
+    for key, tensor in tensors.items():
+        of_tower = re.search(r"(^|\.)vision_model\.", key) and not isinstance(config, LlamoeVisionConfig)
+        if not of_tower and (number := re.search(r"(?:^|\.)layers\.(\d+)\.", key)):
+            sizes[int(number[1])] += _nbytes(tensor)
+    return [sizes[layer] for layer in sorted(sizes)]
+
+
+def _guess(tensors: Mapping[str, _Header]) -> tuple[str, dict[str, Any]]:
+    """Say what keys and shapes tell without a configuration: no heads, for one."""
+    sizes: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        if re.search(r"(embed_tokens|tok_embeddings)\.weight$", key) and len(tensor.shape) == 2:
+            sizes["vocab_size"], sizes["hidden_size"] = tensor.shape
+        elif key.endswith("experts.gate_up_proj") and len(tensor.shape) == 3:
+            sizes["num_local_experts"] = tensor.shape[0]
+            sizes["intermediate_size"] = tensor.shape[2] // 2
+        elif re.search(r"layers\.\d+\.mlp\.gate_proj\.weight$", key):
+            sizes["intermediate_size"] = tensor.shape[0]
+    if layers := _layers(None, tensors):
+        sizes["num_hidden_layers"] = len(layers)
+    joined = "\n".join(tensors)
+    if re.search(r"^visual\.|vision_model\.encoder\.|^transformer\.resblocks\.", joined, re.MULTILINE):
+        family = "looks like CLIP"
+    elif re.search(r"^vision_(model|embeddings)\.", joined, re.MULTILINE):
+        family = "looks like Llama 4 multimodal, or its tower"
+    elif re.search(r"\.feed_forward\.(experts|router)|_eD_F$", joined, re.MULTILINE):
+        family = "looks like Llama 4 text"
+    elif re.search(r"\.mlp\.gate_proj\.|\.attention\.w[qkv]\.", joined):
+        family = "looks like LLaMA (dense decoder)"
+    else:
+        family = "unknown"
+    return family, sizes
+
+
+def _nbytes(tensor: _Header) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _gb(size: int) -> str:
+    return f"{size / 10**9:,.2f} GB" if size >= 10**8 else f"{size / 10**6:,.2f} MB"
+
+
+def _need(weights: int, cached: int) -> str:
+    return (
+        _gb(weights) if not cached else f"{_gb(weights)} + {_gb(cached)} of cache = {_gb(weights + cached)}"
+    )
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+def _runs(sizes: list[int]) -> str:
+    counts = Counter(sizes)
+    return ", ".join(f"{_gb(size)} ({count} layers)" for size, count in counts.most_common(4)) + (
+        ", ..." if len(counts) > 4 else ""
+    )
