@@ -6,6 +6,7 @@ same weights, and not always one that a few random tokens show: a chunk is full 
 """
 
 import math
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
@@ -28,13 +29,15 @@ _TOWER_STRUCTURE = (
 )  # fmt: skip
 
 
-def compare_tensors(a: LazyTensor, b: LazyTensor, progress: Any = None) -> tuple[float, tuple[bool, bool]]:
+def compare_tensors(
+    a: LazyTensor, b: LazyTensor, on_read: Callable[[int, str], None]
+) -> tuple[float, tuple[bool, bool]]:
     """Compare the numbers of two tensors, block by block; of tensors with more and fewer rows, the common rows.
 
     Args:
         a: any tensor.
         b: one of the same shape but for the first axis.
-        progress: told of the bytes read.
+        on_read: called with the bytes and the origin of what was read.
 
     Returns:
         the largest absolute difference, nan where only one of two numbers is one; and whether each is finite, which
@@ -47,8 +50,7 @@ def compare_tensors(a: LazyTensor, b: LazyTensor, progress: Any = None) -> tuple
         if stop is not None and start >= stop:
             break
         x, y = a.read(start, stop), b.read(start, stop)
-        if progress is not None:
-            progress.advance(x.nbytes + y.nbytes, a.origin)
+        on_read(x.nbytes + y.nbytes, a.origin)
         if x.dtype == y.dtype and torch.equal(x, y):
             continue
         x, y = x.flatten(), y.flatten()

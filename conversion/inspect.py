@@ -28,11 +28,11 @@ from ..configuration import (
 )
 from ..configuration._base import LlamoeBaseConfig
 from ..modeling.weights import CheckpointError
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, expected_shapes
 from .comparing import compare_configs
 from .convert import open_checkpoint
 from .files import open_weights, read_json
-from .running import expected_shapes, tied_head
+from .running import tied_head
 
 _DEFAULT_CONTEXT = 8192
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt")
@@ -173,8 +173,8 @@ class Inspection:
 
 
 NOTE = (
-    "int8 and int4: linear layers but the head, as bitsandbytes stores them; embeddings, head, router and norms stay in "
-    "bfloat16. It leaves stacked experts in bfloat16 too, and stores them like linear layers once they are split."
+    "int8 and int4: linear layers but the head, as bitsandbytes stores them; embeddings, head, router and norms stay "
+    "in bfloat16. It leaves stacked experts in bfloat16 too, and stores them like linear layers once they are split."
 )
 
 

@@ -16,21 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ..configuration import LlamoeConfig, LlamoeVisionConfig
 from ..configuration._base import LlamoeBaseConfig
-from ..modeling.decoder import DecoderLayer, LlamoeDenseForCausalLM, LlamoeForCausalLM
+from ..modeling.decoder import DecoderLayer
 from ..modeling.moe import Experts
-from ..modeling.multimodal import LlamoeForConditionalGeneration
-from ..modeling.vision import LlamoeVisionModel, VisionEncoderLayer
+from ..modeling.vision import VisionEncoderLayer
 from ..modeling.weights import CheckpointError
+from .checkpoint import expected_shapes, model_class
 from .lazy import LazyTensor
 
-_MODEL_CLASSES: dict[type[LlamoeBaseConfig], type[nn.Module]] = {
-    LlamoeDenseConfig: LlamoeDenseForCausalLM,
-    LlamoeTextConfig: LlamoeForCausalLM,
-    LlamoeConfig: LlamoeForConditionalGeneration,
-    LlamoeVisionConfig: LlamoeVisionModel,
-}
 _SHOWN = 5  # names in an error
 
 Watch = Callable[[str, torch.Tensor], None]
@@ -46,13 +40,8 @@ def build_empty(config: LlamoeBaseConfig) -> nn.Module:
         The model with its head, float32, on the meta device, in evaluation mode.
     """
     with torch.device("meta"):
-        model = _MODEL_CLASSES[type(config)](copy.deepcopy(config))
+        model = model_class(config)(copy.deepcopy(config))
     return model.float().eval()
-
-
-def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
-    """Give the keys and shapes of the weights that a configuration asks for; a tied head is not among them."""
-    return {name: tuple(parameter.shape) for name, parameter in build_empty(config).named_parameters()}
 
 
 def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:

@@ -23,6 +23,7 @@ from .checkpoint import Checkpoint
 from .comparing import compare_configs, compare_tensors
 from .convert import open_checkpoint
 from .running import Weights, random_inputs, run, tied_head
+from .writing import Progress
 
 TOLERANCE = 1e-4
 """Largest difference of two outputs that counts as the same, as a part of their standard deviation.
@@ -150,7 +151,7 @@ def verify(
     by_layer: bool | None = None,
     logits: bool = True,
     device: str | torch.device = "cpu",
-    progress: Any = None,
+    progress: Progress | None = None,
 ) -> Verification:
     """Compare two checkpoints of any formats: keys, shapes, numbers, configurations, and what they compute.
 
@@ -194,9 +195,8 @@ def verify(
     configs = (parts[0].config, parts[1].config)
     structure, function = compare_configs(*configs)
     total = sum(tensor.nbytes for part in parts for tensor in part.tensors.values())
-    if progress is not None:
-        progress.start(total * (2 if logits else 1))
-    found = _compare_tensors(*parts, progress)
+    meter = _Meter(progress, total * (2 if logits else 1))
+    found = _compare_tensors(*parts, meter)
     result = Verification(
         a=str(opened[0].path),
         b=str(opened[1].path),
@@ -208,9 +208,7 @@ def verify(
     )
     reasons = notes + _reasons_of_weights(result)
     if logits:
-        result, more = _run_both(
-            result, parts, (tokens, rows, seed), by_layer, torch.device(device), progress
-        )
+        result, more = _run_both(result, parts, (tokens, rows, seed), by_layer, torch.device(device), meter)
         reasons += more
     elif not function and result.same_weights and not structure:
         result = replace(result, same_function=True)
@@ -220,7 +218,26 @@ def verify(
         named = "; ".join(f"{name}: {x} and {y}" for name, (x, y) in function.items())
         agree = " (although the outputs on these tokens agree)" if _agree(result) else ""
         reasons.append(f"the configurations describe other functions{agree}: {named}")
+    meter.finish()
     return replace(result, reasons=reasons, seconds=time.perf_counter() - begin)
+
+
+class _Meter:
+    """Counts what was read. Of experts that no token chose nothing is, so that the sum is known as a limit only."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self.progress, self.left = progress, total
+        if progress is not None:
+            progress.start(total)
+
+    def advance(self, nbytes: int, origin: str) -> None:
+        nbytes = min(nbytes, self.left)
+        self.left -= nbytes
+        if self.progress is not None and nbytes:
+            self.progress.advance(nbytes, origin.partition(": ")[0])
+
+    def finish(self) -> None:
+        self.advance(self.left, "")
 
 
 def _comparable(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint], list[str]]:
@@ -247,7 +264,7 @@ def _comparable(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint]
     return parts, notes
 
 
-def _compare_tensors(first: Checkpoint, second: Checkpoint, progress: Any) -> dict[str, Any]:
+def _compare_tensors(first: Checkpoint, second: Checkpoint, meter: _Meter) -> dict[str, Any]:
     sides = []
     for part in (first, second):
         aliases = {head: part.tensors[key] for head, key in tied_head(part.config).items()}
@@ -263,7 +280,7 @@ def _compare_tensors(first: Checkpoint, second: Checkpoint, progress: Any) -> di
             shapes[key] = (list(mine.shape), list(its.shape))
             if mine.ndim != its.ndim or mine.shape[1:] != its.shape[1:]:
                 continue
-        differs, finite = compare_tensors(mine, its, progress)
+        differs, finite = compare_tensors(mine, its, meter.advance)
         not_finite.update(
             f"{side}: {key}" for side, is_finite in zip("ab", finite, strict=True) if not is_finite
         )
@@ -288,7 +305,7 @@ def _run_both(
     sizes: tuple[int, int, int],
     by_layer: bool | None,
     device: torch.device,
-    progress: Any,
+    meter: _Meter,
 ) -> tuple[Verification, list[str]]:
     """Run both models on the same inputs and compare what leaves them, and each layer's hidden states."""
     configs = (parts[0].config, parts[1].config)
@@ -298,11 +315,10 @@ def _run_both(
     if not isinstance(configs[0], LlamoeVisionConfig):
         tokens = min(tokens, *map(_longest, configs))
     inputs = random_inputs(configs, tokens, rows, seed)
-    advance = None if progress is None else progress.advance
     sources = []
     for side, part in zip("ab", parts, strict=True):
         try:
-            sources.append(Weights(part.config, part.tensors, device, *([advance] if advance else [])))
+            sources.append(Weights(part.config, part.tensors, device, meter.advance))
         except CheckpointError as error:
             return replace(result, same_function=False), [f"{side} cannot be run: {error}"]
     if by_layer is None:
@@ -325,7 +341,9 @@ def _run_both(
     if "logits" in first and first["logits"].shape != second["logits"].shape:
         found = [output["logits"].shape[-1] for output in (first, second)]
         common = min(found)
-        reasons.append(f"vocabularies of {found[0]:,} and {found[1]:,} tokens: compared on the first {common:,}")
+        reasons.append(
+            f"vocabularies of {found[0]:,} and {found[1]:,} tokens: compared on the first {common:,}"
+        )
         first, second = ({"logits": output["logits"][..., :common]} for output in (first, second))
     outputs = []
     for name in sorted(first.keys() | second.keys()):
