@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from ..configuration import (
     PRESETS,
@@ -32,52 +29,12 @@ from .checkpoint import Checkpoint, expected_shapes
 from .comparing import compare_configs
 from .convert import open_checkpoint
 from .files import open_weights, read_json
+from .footprint import NOTE, Header, Need, dtypes_of, layers_of, needs_of, parts_of, split_shapes
 from .running import tied_head
 
 _DEFAULT_CONTEXT = 8192
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt")
 _SHOWN = 6
-# As bitsandbytes stores a linear layer: bytes of a weight with so many rows and numbers.
-_LINEAR_BYTES = {
-    "int8": lambda rows, numbers: numbers + 4 * rows,  # a float32 scale for each row
-    "int4": lambda rows, numbers: (
-        math.ceil(numbers / 2) + 4 * math.ceil(numbers / 64)
-    ),  # and for each 64 numbers
-}
-_PARTS = (
-    ("vision tower", r"(^|\.)vision_model\."),
-    ("projector", r"^multi_modal_projector\."),
-    ("embedding", r"embed_tokens\."),
-    ("output head", r"lm_head\."),
-    ("norms", r"norm"),
-    ("attention", r"\.self_attn\."),
-    ("routers", r"\.router\."),
-    ("shared experts", r"\.shared_expert\."),
-    ("experts", r"\.experts\."),
-    ("feed-forwards", r"\.(mlp|feed_forward)\."),
-)
-
-
-class _Header(Protocol):
-    """What is asked of a tensor here; lazy tensors have it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes of memory that a model takes to run.
-
-    Attributes:
-        weights: of the weights when the stacked experts stay in bfloat16, as bitsandbytes leaves them.
-        weights_split: of the weights when each expert is a linear layer (`--experts split`), stored like the others.
-        cache: keys and values in bfloat16, for the context and rows asked for.
-    """
-
-    weights: int
-    weights_split: int
-    cache: int
 
 
 @dataclass(frozen=True)
@@ -87,7 +44,7 @@ class Inspection:
     Attributes:
         path: what was given.
         kind: form of the source: a kind of `open_checkpoint`; "preset" or "configuration" where there are no weights,
-            "weights" where there is no configuration, "damaged" where the whole could not be opened.
+            "weights" where there is no configuration, "partial" where not all of it can be opened.
         family: what sort of model it is.
         presets: published models of these very sizes, the closest in all other fields; several if nothing tells them
             apart.
@@ -172,12 +129,6 @@ class Inspection:
         return sections
 
 
-NOTE = (
-    "int8 and int4: linear layers but the head, as bitsandbytes stores them; embeddings, head, router and norms stay "
-    "in bfloat16. It leaves stacked experts in bfloat16 too, and stores them like linear layers once they are split."
-)
-
-
 def inspect(
     path: str | os.PathLike | Checkpoint, *, context: int | None = None, batch: int = 1
 ) -> Inspection:
@@ -199,58 +150,49 @@ def inspect(
         ValueError: a context that the model does not have, or a batch below 1.
     """
     begin = time.perf_counter()
+    for name, value in (("context", context), ("batch", batch)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} = {value!r}: should be a whole number, 1 or more")
     found = _find(path)
-    config, tensors = found.config, found.tensors
-    mismatches: list[str] = []
-    parameters = stored = None
-    family, sizes, presets, needs = "unknown", {}, [], {}
-    used_context = None
+    config, tensors, problems = found.config, found.tensors, list(found.problems)
+    tied = {} if config is None else tied_head(config)
+    kept = {key: tensor for key, tensor in tensors.items() if tied.get(key) not in tensors}
+    stored = sum(math.prod(tensor.shape) for tensor in kept.values()) if tensors else None
+    parameters, mismatches, needs = None, [], {}
     if config is None:
         family, sizes = _guess(tensors)
+        context = None
     else:
-        family, sizes, presets = _family(config), _sizes(config), _presets(config)
+        family, sizes = _family(config), _sizes(config)
+        context, cached = _cache(config, context, batch)
         counted = count_parameters(config)
         parameters = {"total": counted.total, "active": counted.active}
-        cached = 0
-        if not isinstance(config, LlamoeVisionConfig):
-            longest = config.get_text_config().max_position_embeddings
-            used_context = min(_DEFAULT_CONTEXT, longest) if context is None else context
-            cached = sum(cache_bytes(config, used_context, batch, piece=used_context))
-        elif batch < 1:
-            raise ValueError(f"batch = {batch!r}: should be rows, 1 or more")
-        tied = tied_head(config) if config is not None else {}
-        kept = {key: tensor for key, tensor in tensors.items() if tied.get(key) not in tensors}
-        if tensors:
-            stored = sum(math.prod(tensor.shape) for tensor in kept.values())
-            if stored != counted.total:
-                mismatches = _mismatches(config, kept)
-        shapes = expected_shapes(config) if mismatches or not tensors else None
-        shapes = shapes or {key: tensor.shape for key, tensor in kept.items()}
-        needs = _needs(shapes, cached)
-    if stored is None and tensors:
-        stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    sizes_of_files = {file.name: file.stat().st_size for file in found.files}
-    problems = list(found.problems)
-    if mismatches and parameters is not None:
+        shapes = {key: tensor.shape for key, tensor in kept.items()}
+        if stored != counted.total:
+            shapes = expected_shapes(config)
+            mismatches = _mismatches(shapes, kept) if tensors else []
+        needs = needs_of(shapes, cached)
+    if mismatches:
         problems.append(
-            f"the configuration asks for {parameters['total']:,} numbers, and the files have {stored:,}: "
+            f"the configuration asks for {counted.total:,} numbers, and the files have {stored:,}: "
             f"{len(mismatches):,} tensors do not fit"
         )
+    files = {file.name: file.stat().st_size for file in found.files}
     return Inspection(
         path=str(found.path),
         kind=found.kind,
         family=family,
-        presets=presets,
+        presets=[] if config is None else _presets(config),
         sizes=sizes,
         parameters=parameters,
         stored=stored,
         mismatches=mismatches,
-        dtypes=_dtypes(tensors.values()),
-        files=sizes_of_files,
-        bytes=sum(sizes_of_files.values()),
-        parts=_parts(config, tensors),
-        layers=_layers(config, tensors),
-        context=used_context,
+        dtypes=dtypes_of(tensors.values()),
+        files=files,
+        bytes=sum(files.values()),
+        parts=parts_of(config, tensors),
+        layers=layers_of(config, tensors),
+        context=context,
         batch=batch,
         needs=needs,
         dropped=dict(found.dropped),
@@ -259,12 +201,21 @@ def inspect(
     )
 
 
+def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[int | None, int]:
+    """Give the tokens that the cache is counted for, and its bytes; a tower has none."""
+    if isinstance(config, LlamoeVisionConfig):
+        return None, 0
+    if context is None:
+        context = min(_DEFAULT_CONTEXT, config.get_text_config().max_position_embeddings)
+    return context, sum(cache_bytes(config, context, batch, piece=context))
+
+
 @dataclass
 class _Found:
     path: str | os.PathLike
     kind: str
     config: LlamoeBaseConfig | None
-    tensors: Mapping[str, _Header]
+    tensors: Mapping[str, Header]
     files: list[Path]
     dropped: Mapping[str, str]
     problems: list[str]
@@ -301,51 +252,46 @@ def _of_checkpoint(checkpoint: Checkpoint) -> _Found:
 
 def _survey(path: Path, error: Exception) -> _Found:
     """Look at each file by itself where the whole cannot be opened."""
-    problems = [str(error)]
+    missing = _missing_shards(path)
+    told = any(str(error).startswith(f"{shard}:") for shard in missing)
+    problems = [] if told else [str(error)]
+    problems += [f"{shard}: missing, with {held}" for shard, held in missing.items()]
+    files = [path]
     config = None
-    folder = path if path.is_dir() else path.parent
-    files = (
-        sorted(file for pattern in _WEIGHT_FILES for file in folder.glob(pattern))
-        if path.is_dir()
-        else [path]
-    )
-    if path.is_dir() and (folder / "config.json").is_file():
+    if path.is_dir():
+        files = sorted(file for pattern in _WEIGHT_FILES for file in path.glob(pattern))
         try:
-            config = from_stock(read_json(folder / "config.json"))
-        except (OSError, ValueError) as problem:
+            config = from_stock(read_json(path / "config.json"))
+        except (OSError, ValueError, TypeError, AttributeError) as problem:
             problems.append(str(problem))
-    tensors: dict[str, _Header] = {}
-    opened = []
+    tensors: dict[str, Header] = {}
     for file in files:
         try:
             tensors.update(open_weights(file))
-            opened.append(file)
         except (OSError, ValueError) as problem:
             problems.append(str(problem))
-    if path.is_dir():
-        problems += _missing_shards(folder)
-    kind = "damaged"
-    if config is not None and not files and len(problems) == 1:
+    kind = "partial"
+    if config is not None and not files and not missing:
         kind, problems = "configuration", []
-    elif config is None and path.is_file() and len(problems) == 1:
-        kind = "weights"
+    elif path.is_file() and tensors:
+        kind, problems = "weights", []
     return _Found(path, kind, config, tensors, files, {}, list(dict.fromkeys(problems)))
 
 
-def _missing_shards(folder: Path) -> list[str]:
-    problems = []
+def _missing_shards(folder: Path) -> dict[str, str]:
+    """Give the files that an index names and that are not there, with what they should hold."""
+    missing = {}
     for index in sorted(folder.glob("*.index.json")):
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            shards = Counter(weight_map.values())
+            weight_map = read_json(index)["weight_map"]
+            shards = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # what opened the folder has said so
-        for shard, count in sorted(shards.items()):
-            if not (folder / shard).is_file():
-                names = [name for name, its in weight_map.items() if its == shard]
-                shown = ", ".join(names[:2]) + (", ..." if count > 2 else "")
-                problems.append(f"{folder / shard}: missing, with {count:,} tensors ({shown})")
-    return problems
+        for shard in shards:
+            names = [name for name, its in weight_map.items() if its == shard]
+            shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+            missing[str(folder / shard)] = f"{len(names):,} tensors ({shown})"
+    return missing
 
 
 def _family(config: LlamoeBaseConfig) -> str:
@@ -411,8 +357,9 @@ def _presets(config: LlamoeBaseConfig) -> list[str]:
     return ranks[min(ranks)] if ranks else []
 
 
-def _mismatches(config: LlamoeBaseConfig, tensors: Mapping[str, _Header]) -> list[str]:
-    expected = expected_shapes(config)
+def _mismatches(expected: dict[str, tuple[int, ...]], tensors: Mapping[str, Header]) -> list[str]:
+    if any(re.search(r"\.experts\.\d+\.", key) for key in tensors):
+        expected = split_shapes(expected)
     lines = [f"{key} {list(shape)} is missing" for key, shape in expected.items() if key not in tensors]
     for key, tensor in tensors.items():
         if key not in expected:
@@ -422,64 +369,7 @@ def _mismatches(config: LlamoeBaseConfig, tensors: Mapping[str, _Header]) -> lis
     return lines
 
 
-def _needs(shapes: Mapping[str, tuple[int, ...]], cached: int) -> dict[str, Need]:
-    plain = sum(2 * math.prod(shape) for shape in shapes.values())
-    needs = {"bfloat16": Need(plain, plain, cached)}
-    for name, size_of in _LINEAR_BYTES.items():
-        weights = split = 0
-        for key, shape in shapes.items():
-            numbers = math.prod(shape)
-            if _is_linear(key, shape):
-                weights += size_of(shape[0], numbers)
-                split += size_of(shape[0], numbers)
-            else:
-                weights += 2 * numbers
-                split += _bytes_of_experts(key, shape, size_of) if len(shape) == 3 else 2 * numbers
-        needs[name] = Need(weights, split, cached)
-    return needs
-
-
-def _is_linear(key: str, shape: tuple[int, ...]) -> bool:
-    others = ("embed_tokens.weight", "lm_head.weight", "router.weight")
-    return len(shape) == 2 and key.endswith(".weight") and not key.endswith(others)
-
-
-def _bytes_of_experts(key: str, shape: tuple[int, ...], size_of: Any) -> int:
-    """Give the bytes of stacked experts as linear layers; each column of a stacked matrix is a row of a layer."""
-    experts, inputs, outputs = shape
-    layers = 2 if key.endswith("gate_up_proj") else 1
-    return experts * layers * size_of(outputs // layers, inputs * outputs // layers)
-
-
-def _dtypes(tensors: Iterable[_Header]) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for tensor in tensors:
-        name = str(tensor.dtype).removeprefix("torch.")
-        count, size = found[name]
-        found[name] = (count + 1, size + _nbytes(tensor))
-    return dict(found)
-
-
-def _parts(config: LlamoeBaseConfig | None, tensors: Mapping[str, _Header]) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for key, tensor in tensors.items():
-        part = next((label for label, pattern in _PARTS if re.search(pattern, key)), "other")
-        part = "vision tower" if isinstance(config, LlamoeVisionConfig) else part
-        numbers, size = found[part]
-        found[part] = (numbers + math.prod(tensor.shape), size + _nbytes(tensor))
-    return dict(found)
-
-
-def _layers(config: LlamoeBaseConfig | None, tensors: Mapping[str, _Header]) -> list[int]:
-    sizes: dict[int, int] = defaultdict(int)
-    for key, tensor in tensors.items():
-        of_tower = re.search(r"(^|\.)vision_model\.", key) and not isinstance(config, LlamoeVisionConfig)
-        if not of_tower and (number := re.search(r"(?:^|\.)layers\.(\d+)\.", key)):
-            sizes[int(number[1])] += _nbytes(tensor)
-    return [sizes[layer] for layer in sorted(sizes)]
-
-
-def _guess(tensors: Mapping[str, _Header]) -> tuple[str, dict[str, Any]]:
+def _guess(tensors: Mapping[str, Header]) -> tuple[str, dict[str, Any]]:
     """Say what keys and shapes tell without a configuration: no heads, for one."""
     sizes: dict[str, Any] = {}
     for key, tensor in tensors.items():
@@ -490,7 +380,7 @@ def _guess(tensors: Mapping[str, _Header]) -> tuple[str, dict[str, Any]]:
             sizes["intermediate_size"] = tensor.shape[2] // 2
         elif re.search(r"layers\.\d+\.mlp\.gate_proj\.weight$", key):
             sizes["intermediate_size"] = tensor.shape[0]
-    if layers := _layers(None, tensors):
+    if layers := layers_of(None, tensors):
         sizes["num_hidden_layers"] = len(layers)
     joined = "\n".join(tensors)
     if re.search(r"^visual\.|vision_model\.encoder\.|^transformer\.resblocks\.", joined, re.MULTILINE):
@@ -504,10 +394,6 @@ def _guess(tensors: Mapping[str, _Header]) -> tuple[str, dict[str, Any]]:
     else:
         family = "unknown"
     return family, sizes
-
-
-def _nbytes(tensor: _Header) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _gb(size: int) -> str:
