@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ..configuration import LlamoeBaseConfig, LlamoeDenseConfig, LlamoeVisionConfig, count_parameters
+from ..configuration import LlamoeDenseConfig, LlamoeVisionConfig, count_parameters
+from ..configuration._base import LlamoeBaseConfig
 from ..modeling.weights import CheckpointError
 from .checkpoint import Checkpoint, Report, check_model, identify, make_report, parse_dtype
 from .files import open_pickle, read_json

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, get_origin
 
 from ..configuration import (
-    LlamoeBaseConfig,
     LlamoeConfig,
     LlamoeDenseConfig,
     LlamoeTextConfig,
     LlamoeVisionConfig,
 )
+from ..configuration._base import LlamoeBaseConfig
 from ..configuration._checks import fail
 from ..modeling.weights import CheckpointError
 

@@ -1,14 +1,14 @@
 """Meta's names and shapes as data: LLaMA 1, 2 and 3, and Llama 4 with its two sets of names and its vision tower.
 
-The target side is stock Hugging Face. Each row's axis is that along which model-parallel files hold parts; it counts
-the axes of the tensor as the row's operation sees it, which for flattened experts (`moe_w_out_eF_D`) is the stacked
-one, [experts, inner, hidden]. Meta's code takes Llama 4 under the names of the releases, where projections are fused
+The target side is stock Hugging Face. Each row's axis is that of a file's tensor along which model-parallel files hold
+parts; of flat experts, whose rows are all experts' ones, every expert's rows are shared. Meta's code takes Llama 4 under the names of the releases, where projections are fused
 and experts flat, and under those of its modules; a file may mix them, and so may the table that reads.
 
 Sources: the modules and load hooks of meta-llama/llama (LLaMA 1 and 2) and of meta-llama/llama-models (Llama 3 and 4),
 and the dimensions of its `reshard_mp`.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from ..configuration import LlamoeBaseConfig, LlamoeConfig, LlamoeDenseConfig
+from ..configuration import LlamoeConfig, LlamoeDenseConfig
+from ..configuration._base import LlamoeBaseConfig
 from ..modeling.weights import CheckpointError
 from .lazy import LazyTensor, compute, join
-from .tables import KEEP, Drop, Operation, Row, Table, split
+from .tables import Drop, Operation, Row, Table, split
 
 STYLES = ("release", "unfused")
 
@@ -71,8 +72,8 @@ class _FusedRows(Operation):
         return [[join(part, axis) for part in zip(*pieces, strict=True)]]
 
     def _cut(self, tensor: LazyTensor, sizes: Any) -> list[LazyTensor]:
-        shares = self.shares(sizes)
-        rows = tensor.shape[0]
+        shares, rows = self.shares(sizes), tensor.shape[0]
+        shares = [share // math.gcd(*shares) for share in shares]
         if rows % sum(shares):
             raise CheckpointError(
                 f"{tensor.origin} has {rows} rows, which {sum(shares)} parts ({' + '.join(map(str, shares))}) do not divide."
@@ -97,15 +98,16 @@ class _Experts(Operation):
     def forward(self, parts, axis, sizes):
         """Stack, join the files' slices of every expert, then put gate and up side by side."""
         experts = _text(sizes).num_local_experts
-        return [join([join([self._stacked(part, experts) for part in files], axis) for files in parts], 2)]
+        stacked = [[self._stacked(part, experts) for part in files] for files in parts]
+        return [join([join(files, axis + self.flat) for files in stacked], 2)]
 
     def inverse(self, targets, axis, files, sizes):
         """Cut gate and up apart and slice every expert."""
-        tensor = targets[0]
-        experts, rows, columns = tensor.shape
-        halves = (
-            [tensor] if axis == 1 else [tensor.cut(2, 0, columns // 2), tensor.cut(2, columns // 2, columns)]
-        )
+        tensor, axis = targets[0], axis + self.flat
+        columns = tensor.shape[2]
+        halves = [tensor]
+        if axis == 2:
+            halves = [tensor.cut(2, 0, columns // 2), tensor.cut(2, columns // 2, columns)]
         return [[self._laid_out(part) for part in split(half, axis, files)] for half in halves]
 
     def _stacked(self, tensor: LazyTensor, experts: int) -> LazyTensor:
@@ -255,14 +257,14 @@ _LLAMA4_RELEASE = (
         (_META + "feed_forward.experts.moe_w_in_eD_F", _META + "feed_forward.experts.moe_w_swiglu_eD_F"),
         _HF + "feed_forward.experts.gate_up_proj",
         _FLAT,
-        axis=2,
+        axis=1,
         when=_is_mixture,
     ),
     Row(
         _META + "feed_forward.experts.moe_w_out_eF_D",
         _HF + "feed_forward.experts.down_proj",
         _FLAT,
-        axis=1,
+        axis=0,
         when=_is_mixture,
     ),
     Row(
