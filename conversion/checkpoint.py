@@ -139,7 +139,7 @@ def open_hf(folder: str | os.PathLike) -> Checkpoint:
     dropped = {
         name: reason for name in tensors for pattern, reason in _DROPPED if re.fullmatch(pattern, name)
     }
-    if getattr(config.get_text_config(), "tie_word_embeddings", False):
+    if getattr(config.get_text_config(), "tie_word_embeddings", False):  # a tower has no such field
         heads = [name for name in tensors if name.endswith("lm_head.weight")]
         dropped.update(dict.fromkeys(heads, "the embedding serves as the output head (tie_word_embeddings)"))
     kept = fuse_experts({name: tensor for name, tensor in tensors.items() if name not in dropped})
@@ -303,7 +303,7 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = model_class(config)(copy.deepcopy(config))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if getattr(config.get_text_config(), "tie_word_embeddings", False):
+    if getattr(config.get_text_config(), "tie_word_embeddings", False):  # a tower has no such field
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
     return shapes
 

@@ -343,7 +343,10 @@ def _rope(parameters: dict | None) -> str:
 def _presets(config: LlamoeBaseConfig) -> list[str]:
     """Give the published models of the same sizes that differ least in everything else."""
     ranks = defaultdict(list)
-    for name in PRESETS:
+    hidden = config.get_text_config().hidden_size
+    for name, fields in PRESETS.items():
+        if fields.get("text_config", fields)["hidden_size"] != hidden:
+            continue
         known = preset(name)
         if isinstance(config, LlamoeTextConfig) and isinstance(known, LlamoeConfig):
             known = known.text_config

@@ -1,0 +1,489 @@
+"""Towers from transformers' CLIP and MetaCLIP 2 and back to each format; other picture sizes and normalizations."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from open_clip.model import resize_pos_embed
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from open_clip.transformer import QuickGELU
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import nn
+from tower_folders import (
+    EMBED,
+    GRID,
+    HEADS_HERE,
+    INNER,
+    LAYERS,
+    PATCH,
+    SIZE,
+    WIDTH,
+    check_close,
+    clip_fields,
+    count_up,
+    load_open_clip,
+    load_stock,
+    load_tower,
+    max_abs,
+    open_clip_config,
+    open_clip_tower,
+    pictures,
+    randomize,
+    same_tensors,
+    visual_state,
+    write_open_clip,
+)
+from transformers import (
+    AutoImageProcessor,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
+    Llama4VisionConfig,
+    Llama4VisionModel,
+    MetaClip2VisionConfig,
+    MetaClip2VisionModel,
+    MetaClip2VisionModelWithProjection,
+)
+
+import llamoe
+from llamoe.configuration import preset
+from llamoe.configuration.presets import PRESETS
+from llamoe.configuration.vision import LlamoeVisionConfig
+from llamoe.conversion.checkpoint import expected_shapes
+from llamoe.conversion.lazy import from_tensor
+from llamoe.conversion.metaclip import convert_vision, open_tower
+from llamoe.conversion.metaclip_tables import CLIP, OPEN_CLIP
+from llamoe.conversion.positions import resize_positions
+from llamoe.conversion.tables import read_through, write_through
+
+TOWERS = [
+    pytest.param(CLIPVisionModelWithProjection, CLIPVisionConfig, id="clip"),
+    pytest.param(CLIPVisionModel, CLIPVisionConfig, id="clip-bare"),
+    pytest.param(MetaClip2VisionModelWithProjection, MetaClip2VisionConfig, id="metaclip-2"),
+    pytest.param(MetaClip2VisionModel, MetaClip2VisionConfig, id="metaclip-2-bare"),
+]
+METACLIP = [name for name in PRESETS if name.startswith("metaclip")]
+
+
+def picture() -> Image.Image:
+    """Neither square nor even, and nothing in it twice."""
+    rows, columns = np.mgrid[0:97, 0:145]
+    channels = [rows * 255 // 96, columns * 255 // 144, (rows * 7 + columns * 3) % 256]
+    return Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
+
+
+class TestFromClip:
+    @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
+    @pytest.mark.parametrize(("model_class", "config_class"), TOWERS)
+    def test_tower(self, tmp_path, model_class, config_class, activation, record_parity):
+        reference = randomize(model_class(config_class(**clip_fields(activation, layer_norm_eps=1e-4))))
+        reference.save_pretrained(tmp_path / "source")
+        report = convert_vision(tmp_path / "source", tmp_path / "tower")
+        ours = load_tower(tmp_path / "tower")
+        with torch.no_grad():
+            expected = reference(pictures(), output_hidden_states=True)
+            result = ours(pictures(), output_hidden_states=True)
+        has_projection = "Projection" in model_class.__name__
+        pooled = expected.image_embeds if has_projection else expected.pooler_output
+        assert (ours.config.projection_dim, ours.config.norm_eps) == (EMBED if has_projection else None, 1e-4)
+        difference = check_close(result.pooler_output, pooled)
+        for state, theirs in zip(result.hidden_states, expected.hidden_states, strict=True):
+            check_close(torch.cat([state[:, -1:], state[:, :-1]], dim=1), theirs)
+        record_parity(
+            "MetaCLIP image embedding",
+            model_class.__name__,
+            "float32",
+            difference,
+            f"converted, {activation}",
+        )
+        assert report.kind == "clip" and ours.config.hidden_act == activation
+
+    @pytest.mark.parametrize("layout", ["prefix", "sharded", "bin", "legacy"])
+    def test_files_of_all_kinds(self, tmp_path, layout):
+        model = randomize(CLIPVisionModelWithProjection(CLIPVisionConfig(**clip_fields())))
+        model.save_pretrained(tmp_path / "source", max_shard_size="300KB" if layout == "sharded" else "5GB")
+        file = tmp_path / "source" / "model.safetensors"
+        assert file.exists() == (layout != "sharded")
+        if layout in ("bin", "legacy"):
+            state = load_file(file)
+            file.unlink()
+            if layout == "legacy":  # with the buffer that releases before 4.31 saved
+                state["vision_model.embeddings.position_ids"] = torch.arange(GRID**2 + 1)[None]
+            torch.save(state, tmp_path / "source" / "pytorch_model.bin")
+        report = convert_vision(tmp_path / "source", tmp_path / "tower")
+        assert list(report.dropped) == (
+            ["vision_model.embeddings.position_ids"] if layout == "legacy" else []
+        )
+        with torch.no_grad():
+            check_close(
+                load_tower(tmp_path / "tower")(pictures()).pooler_output, model(pictures()).image_embeds
+            )
+
+    def test_whole_model(self, tmp_path):
+        text = dict(
+            hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, vocab_size=30
+        )
+        config = CLIPConfig(vision_config=clip_fields("gelu"), text_config=text, projection_dim=EMBED)
+        model = randomize(CLIPModel(config))
+        model.save_pretrained(tmp_path / "source")
+        processor = {
+            "image_processor": {"image_mean": [0.1, 0.2, 0.3], "image_processor_type": "CLIPImageProcessor"}
+        }
+        (tmp_path / "source" / "processor_config.json").write_text(json.dumps(processor))
+        report = convert_vision(tmp_path / "source", tmp_path / "tower")
+        vision = {name for name in model.state_dict() if name.startswith(("vision_model.", "visual_"))}
+        assert report.dropped.keys() == model.state_dict().keys() - vision
+        assert all(report.dropped.values())
+        loaded = AutoImageProcessor.from_pretrained(tmp_path / "tower")
+        assert list(loaded.image_mean) == [0.1, 0.2, 0.3]
+        ours = load_tower(tmp_path / "tower")
+        with torch.no_grad():
+            features = model.visual_projection(model.vision_model(pictures()).pooler_output)
+            check_close(ours(pictures()).pooler_output, features)
+        assert ours.config.hidden_act == "gelu"
+
+
+class TestBack:
+    @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
+    def test_open_clip_round_trip(self, tmp_path, activation):
+        reference = open_clip_tower(QuickGELU if activation == "quick_gelu" else nn.GELU)
+        state = visual_state(count_up(reference))
+        config = open_clip_config(
+            activation == "quick_gelu", {"resize_mode": "squash"}, norm_kwargs={"eps": 1e-6}
+        )
+        source = write_open_clip(tmp_path / "source", state, config)
+        convert_vision(source, tmp_path / "tower")
+        convert_vision(tmp_path / "tower", tmp_path / "clip", to="clip")
+        convert_vision(tmp_path / "clip", tmp_path / "back", to="open_clip")
+        same_tensors(tmp_path / "back" / "open_clip_model.safetensors", state)
+        written = json.loads((tmp_path / "back" / "open_clip_config.json").read_text())
+        config["model_cfg"].pop("text_cfg")
+        config["model_cfg"].setdefault("quick_gelu", False)
+        assert written["model_cfg"] == config["model_cfg"]
+        assert written["preprocess_cfg"]["resize_mode"] == "squash"
+        assert load_open_clip(tmp_path / "back").ln_post.eps == 1e-6
+
+    def test_open_clip_straight_keeps_what_is_known_of_the_text(self, tmp_path):
+        state = visual_state(open_clip_tower())
+        source = write_open_clip(
+            tmp_path / "source", {**state, "logit_scale": torch.ones(())}, open_clip_config()
+        )
+        report = convert_vision(source, tmp_path / "back", to="open_clip")
+        same_tensors(tmp_path / "back" / "open_clip_model.safetensors", state)
+        written = json.loads((tmp_path / "back" / "open_clip_config.json").read_text())
+        assert written["model_cfg"]["text_cfg"] == open_clip_config()["model_cfg"]["text_cfg"]
+        assert list(report.dropped) == ["logit_scale"]
+
+    @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
+    @pytest.mark.parametrize("has_projection", [True, False])
+    def test_features_in_every_format(self, tmp_path, activation, has_projection):
+        ours = randomize(
+            llamoe.LlamoeVisionModel(
+                LlamoeVisionConfig(
+                    **clip_fields(activation, projection_dim=EMBED if has_projection else None),
+                    use_rope=False,
+                    use_adapter=False,
+                )
+            )
+        )
+        ours.save_pretrained(tmp_path / "tower")
+        for to in ("open_clip", "clip"):
+            report = convert_vision(tmp_path / "tower", tmp_path / to, to=to)
+            assert report.to == to and (tmp_path / to / report.files[0]).is_file()
+        with torch.no_grad():
+            expected = ours(pictures())
+            pooled, tokens = load_open_clip(tmp_path / "open_clip")(pictures())
+            model_class = CLIPVisionModelWithProjection if has_projection else CLIPVisionModel
+            stock = load_stock(model_class, tmp_path / "clip")
+            result = stock(pictures())
+        check_close(tokens, expected.last_hidden_state)
+        check_close(pooled, expected.pooler_output)
+        check_close(result.image_embeds if has_projection else result.pooler_output, expected.pooler_output)
+        assert stock.config.hidden_act == activation
+
+    @pytest.mark.parametrize("has_projection", [True, False])
+    def test_clip_round_trip(self, tmp_path, has_projection):
+        model_class = CLIPVisionModelWithProjection if has_projection else CLIPVisionModel
+        fields = clip_fields(projection_dim=EMBED if has_projection else 512)  # without one, stock's default
+        model = count_up(model_class(CLIPVisionConfig(**fields)))
+        model.save_pretrained(tmp_path / "source")
+        CLIPImageProcessor(size={"shortest_edge": SIZE}, crop_size=SIZE).save_pretrained(tmp_path / "source")
+        convert_vision(tmp_path / "source", tmp_path / "tower")
+        convert_vision(tmp_path / "tower", tmp_path / "back", to="clip")
+        back = load_stock(model_class, tmp_path / "back")
+        for name, value in model.state_dict().items():
+            assert torch.equal(back.state_dict()[name], value), name
+        assert (
+            back.config.to_diff_dict() == load_stock(model_class, tmp_path / "source").config.to_diff_dict()
+        )
+        content = [(tmp_path / name / "preprocessor_config.json").read_text() for name in ("source", "back")]
+        assert json.loads(content[0]) == json.loads(content[1])
+
+    def test_half_precision_stays(self, tmp_path):
+        state = {name: value.half() for name, value in visual_state(randomize(open_clip_tower())).items()}
+        kept = "visual.ln_pre.weight"
+        state[kept] = state[kept].float()  # open_clip's "fp16" leaves norms in float32
+        source = write_open_clip(tmp_path / "source", state, open_clip_config())
+        convert_vision(source, tmp_path / "tower")
+        convert_vision(tmp_path / "tower", tmp_path / "back", to="open_clip")
+        same_tensors(tmp_path / "back" / "open_clip_model.safetensors", state)
+
+    def test_query_key_and_value_of_two_dtypes_cannot_be_fused(self, tmp_path):
+        model = CLIPVisionModelWithProjection(CLIPVisionConfig(**clip_fields()))
+        model.save_pretrained(tmp_path / "source")
+        state = load_file(tmp_path / "source" / "model.safetensors")
+        name = "vision_model.encoder.layers.1.self_attn.k_proj.weight"
+        state[name] = state[name].bfloat16()
+        save_file(state, tmp_path / "source" / "model.safetensors")
+        with pytest.raises(ValueError, match="different dtypes"):
+            convert_vision(tmp_path / "source", tmp_path / "back", to="open_clip")
+        assert not (tmp_path / "back").exists()
+        convert_vision(tmp_path / "source", tmp_path / "back", to="open_clip", dtype="bfloat16")
+
+    def test_a_tower_of_llama_4_is_refused(self, tmp_path):
+        config = Llama4VisionConfig(
+            hidden_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            intermediate_size=192,
+            image_size=24,
+            patch_size=6,
+            projector_input_dim=20,
+            projector_output_dim=20,
+            vision_output_dim=20,
+        )
+        Llama4VisionModel(config).save_pretrained(tmp_path / "source")
+        for to in ("open_clip", "clip"):
+            with pytest.raises(ValueError, match="rotates its patches .*use_rope = True"):
+                convert_vision(tmp_path / "source", tmp_path / to, to=to)
+            assert not (tmp_path / to).exists()
+        convert_vision(tmp_path / "source", tmp_path / "tower")
+        assert load_tower(tmp_path / "tower").config.use_rope
+
+    def test_the_tower_of_a_multimodal_model(self, tmp_path):
+        fields = dict(hidden_size=32, intermediate_size=20, intermediate_size_mlp=24, num_hidden_layers=2)
+        heads = dict(
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_local_experts=2, vocab_size=50
+        )
+        tower = clip_fields(image_size=8 * PATCH, projection_dim=None)
+        adapter = dict(projector_input_dim=20, projector_output_dim=28, vision_output_dim=28)
+        config = llamoe.LlamoeConfig(
+            text_config={**fields, **heads},
+            vision_config={**tower, **adapter, "use_rope": False},
+            image_token_index=49,
+            boi_token_index=47,
+            eoi_token_index=48,
+        )
+        model = randomize(llamoe.LlamoeForConditionalGeneration(config))
+        model.save_pretrained(tmp_path / "model")
+        report = convert_vision(tmp_path / "model", tmp_path / "clip", to="clip")
+        stock = load_stock(CLIPVisionModel, tmp_path / "clip")
+        x = pictures(8 * PATCH)
+        with torch.no_grad():
+            ours = model.vision_model(x, output_hidden_states=True).hidden_states[-1]
+            theirs = stock(x, output_hidden_states=True).hidden_states[-1]
+        check_close(torch.cat([ours[:, -1:], ours[:, :-1]], dim=1), theirs)
+        assert "language_model.lm_head.weight" in report.dropped
+        assert "adapter" in report.dropped["vision_adapter.mlp.fc1.weight"]
+
+
+class TestPictureSize:
+    @pytest.mark.parametrize("grid", [3, 4, 6, 8, 10, 15])
+    def test_positions_are_those_of_open_clip(self, grid, record_parity):
+        reference = randomize(open_clip_tower())
+        state = visual_state(reference)
+        theirs = dict(state)
+        resize_pos_embed(theirs, SimpleNamespace(visual=SimpleNamespace(grid_size=(grid, grid))))
+        positions = state["visual.positional_embedding"]
+        ours = resize_positions(from_tensor(torch.cat([positions[1:], positions[:1]])), grid).read()
+        expected = theirs["visual.positional_embedding"]
+        assert expected.shape == (grid**2 + 1, WIDTH)
+        difference = max_abs(torch.cat([ours[-1:], ours[:-1]]), expected)
+        record_parity(
+            "resized positions", "open_clip resize_pos_embed", "float32", difference, f"7 to {grid}"
+        )
+        assert difference == 0
+
+    def test_bfloat16_is_resized_in_float32(self):
+        positions = torch.randn(50, WIDTH).bfloat16()
+        exact = resize_positions(from_tensor(positions.float()), 12).read()
+        assert torch.equal(resize_positions(from_tensor(positions), 12).read(), exact.bfloat16())
+
+    @pytest.mark.parametrize("to", ["tower", "open_clip", "clip"])
+    @pytest.mark.parametrize("grid", [5, 10])
+    def test_features_are_those_of_open_clip(self, tmp_path, to, grid):
+        reference = randomize(open_clip_tower())
+        source = write_open_clip(tmp_path / "source", visual_state(reference), open_clip_config())
+        report = convert_vision(source, tmp_path / to, to=to, image_size=grid * PATCH)
+        state = visual_state(reference)
+        larger = open_clip_tower(image_size=grid * PATCH).eval()
+        resize_pos_embed(state, SimpleNamespace(visual=larger))
+        larger.load_state_dict({name.removeprefix("visual."): value for name, value in state.items()})
+        x = pictures(grid * PATCH)
+        with torch.no_grad():
+            expected, _ = larger(x)
+            if to == "tower":
+                result = load_tower(tmp_path / to)(x).pooler_output
+            elif to == "open_clip":
+                result = load_open_clip(tmp_path / to)(x)[0]
+            else:
+                result = load_stock(CLIPVisionModelWithProjection, tmp_path / to)(x).image_embeds
+        check_close(result, expected)
+        assert any(f"from 7 x 7 to {grid} x {grid}" in note for note in report.notes)
+        if to != "open_clip":
+            processor = CLIPImageProcessorPil.from_pretrained(tmp_path / to)
+            pixels = processor(picture(), return_tensors="pt").pixel_values
+            assert pixels.shape == (1, 3, grid * PATCH, grid * PATCH)
+
+    @pytest.mark.parametrize("image_size", [SIZE + 1, PATCH - 1, 0, -SIZE, 2.5, True, "42"])
+    def test_sizes_that_do_not_fit(self, tmp_path, image_size):
+        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
+        with pytest.raises(ValueError, match="image_size"):
+            convert_vision(source, tmp_path / "tower", image_size=image_size)
+        assert not (tmp_path / "tower").exists()
+
+
+class TestNormalization:
+    MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+
+    @pytest.mark.parametrize("to", ["tower", "open_clip", "clip"])
+    @pytest.mark.parametrize("image_size", [None, 9 * PATCH])
+    def test_folding_keeps_the_features(self, tmp_path, to, image_size, record_parity):
+        reference = randomize(open_clip_tower())
+        source = write_open_clip(tmp_path / "source", visual_state(reference), open_clip_config())
+        for name, folded in (("plain", False), ("folded", True)):
+            convert_vision(source, tmp_path / name, to=to, image_size=image_size, fold_normalization=folded)
+        raw = torch.rand(2, 3, image_size or SIZE, image_size or SIZE)
+        clip_pixels = (raw - torch.tensor(self.MEAN)[:, None, None]) / torch.tensor(self.STD)[:, None, None]
+        features = []
+        for name, pixels in (("plain", clip_pixels), ("folded", (raw - 0.5) / 0.5), ("folded", clip_pixels)):
+            with torch.no_grad():
+                if to == "open_clip":
+                    features.append(load_open_clip(tmp_path / name)(pixels)[1])
+                elif to == "clip":
+                    stock = load_stock(CLIPVisionModelWithProjection, tmp_path / name)
+                    features.append(stock(pixels).last_hidden_state)
+                else:
+                    features.append(load_tower(tmp_path / name)(pixels).last_hidden_state)
+        plain, folded, wrong = features
+        difference = check_close(folded, plain)
+        assert max_abs(wrong, plain) > 0.1
+        record_parity("folded normalization", "the same tower without", "float32", difference, f"as {to}")
+
+    def test_the_processor_says_it(self, tmp_path):
+        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
+        convert_vision(source, tmp_path / "tower", fold_normalization=True)
+        processor = AutoImageProcessor.from_pretrained(tmp_path / "tower")
+        assert list(processor.image_mean) == list(processor.image_std) == [0.5] * 3
+        again = convert_vision(tmp_path / "tower", tmp_path / "again", fold_normalization=True)
+        assert any("already" in note for note in again.notes)
+        same_tensors(
+            tmp_path / "again" / "model.safetensors", load_file(tmp_path / "tower" / "model.safetensors")
+        )
+        convert_vision(tmp_path / "tower", tmp_path / "back", to="open_clip")
+        written = json.loads((tmp_path / "back" / "open_clip_config.json").read_text())["preprocess_cfg"]
+        assert written["mean"] == written["std"] == [0.5] * 3
+
+    def test_unknown_normalization_cannot_be_folded(self, tmp_path):
+        config = LlamoeVisionConfig(**clip_fields(), use_rope=False, use_adapter=False)
+        llamoe.LlamoeVisionModel(config).save_pretrained(tmp_path / "tower")
+        with pytest.raises(ValueError, match="preprocessor_config.json"):
+            convert_vision(tmp_path / "tower", tmp_path / "folded", fold_normalization=True)
+
+    @pytest.mark.parametrize("resize_mode", ["shortest", "squash"])
+    @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+    def test_pixels_are_those_of_open_clip(self, tmp_path, resize_mode, interpolation):
+        """The PIL processor gives them to rounding, and what goes back is what came.
+
+        Where an odd number of columns is cut off, transformers cuts one pixel further left; none is here.
+        """
+        preprocess = {
+            "mean": [0.4, 0.5, 0.6],
+            "std": [0.2, 0.3, 0.25],
+            "interpolation": interpolation,
+            "resize_mode": resize_mode,
+        }
+        config = open_clip_config(preprocess=preprocess)
+        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), config)
+        convert_vision(source, tmp_path / "tower")
+        convert_vision(tmp_path / "tower", tmp_path / "back", to="open_clip")
+        written = json.loads((tmp_path / "back" / "open_clip_config.json").read_text())
+        assert written["preprocess_cfg"] == preprocess
+        transform = image_transform_v2(PreprocessCfg(size=SIZE, **preprocess), is_train=False)
+        processor = CLIPImageProcessorPil.from_pretrained(tmp_path / "tower")
+        pixels = processor(picture(), return_tensors="pt").pixel_values[0]
+        assert max_abs(pixels, transform(picture())) <= 1e-6  # measured 0 to 2.4e-7
+
+    def test_settings_of_older_releases(self, tmp_path):
+        """They wrote sizes as one number."""
+        CLIPVisionModel(CLIPVisionConfig(**clip_fields())).save_pretrained(tmp_path / "source")
+        older = {
+            "feature_extractor_type": "CLIPFeatureExtractor",
+            "size": SIZE,
+            "crop_size": SIZE,
+            "resample": 3,
+        }
+        (tmp_path / "source" / "preprocessor_config.json").write_text(json.dumps(older))
+        convert_vision(tmp_path / "source", tmp_path / "tower", image_size=10 * PATCH)
+        processor = CLIPImageProcessorPil.from_pretrained(tmp_path / "tower")
+        pixels = processor(picture(), return_tensors="pt").pixel_values
+        assert pixels.shape == (1, 3, 10 * PATCH, 10 * PATCH)
+
+
+class TestPresets:
+    @pytest.mark.parametrize("name", METACLIP)
+    def test_every_published_tower_goes_there_and_back(self, name):
+        config = preset(name)
+        shapes = expected_shapes(config)
+        ours = {key: from_tensor(torch.empty(shape, device="meta")) for key, shape in shapes.items()}
+        grid, width = config.grid_size, config.hidden_size
+        for table, fused in ((OPEN_CLIP, True), (CLIP, False)):
+            (theirs,) = write_through(table, ours, 1, config)
+            assert len(theirs) == 8 + (12 if fused else 16) * config.num_hidden_layers
+            prefix = "visual." if fused else "vision_model."
+            assert all(key.startswith((prefix, "visual_projection")) for key in theirs)
+            back, dropped = read_through(table, [theirs], config)
+            assert {key: tensor.shape for key, tensor in back.items()} == shapes
+            assert dropped == {}
+        (theirs,) = write_through(OPEN_CLIP, ours, 1, config)
+        assert theirs["visual.positional_embedding"].shape == (grid**2 + 1, width)
+        assert theirs["visual.conv1.weight"].shape == (width, 3, config.patch_size, config.patch_size)
+        assert theirs["visual.proj"].shape == (width, config.projection_dim)
+        last = f"visual.transformer.resblocks.{config.num_hidden_layers - 1}"
+        assert theirs[f"{last}.attn.in_proj_weight"].shape == (3 * width, width)
+
+    @pytest.mark.slow
+    def test_published_size_with_weights(self, tmp_path):
+        """ViT-B-32 whole, as open_clip builds it from its own architecture's name."""
+        import open_clip
+
+        model = open_clip.create_model("ViT-B-32-quickgelu", pretrained=None)
+        state = {name: value for name, value in model.state_dict().items() if name.startswith("visual.")}
+        file = write_open_clip(tmp_path / "source", state)
+        convert_vision(file, tmp_path / "tower", tag="metaclip_400m")
+        ours = load_tower(tmp_path / "tower")
+        assert (
+            ours.config.to_diff_dict().items()
+            >= {"num_attention_heads": 12, "hidden_act": "quick_gelu"}.items()
+        )
+        x = torch.randn(1, 3, 224, 224)
+        with torch.no_grad():
+            check_close(ours(x).pooler_output, model.encode_image(x))
+
+
+def test_an_opened_tower_has_what_assembling_needs(tmp_path):
+    source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
+    checkpoint = open_tower(source)
+    assert checkpoint.kind == "open_clip" and type(checkpoint.config) is LlamoeVisionConfig
+    assert checkpoint.tensors["class_embedding"].shape == (WIDTH,)
+    assert checkpoint.tensors[f"model.layers.{LAYERS - 1}.mlp.fc2.weight"].shape == (WIDTH, INNER)
+    processor = json.loads(checkpoint.companions["preprocessor_config.json"])
+    assert processor["image_mean"] == TestNormalization.MEAN
+    assert (checkpoint.config.num_attention_heads, checkpoint.config.image_size) == (HEADS_HERE, SIZE)
