@@ -130,7 +130,7 @@ def layers_of(config: LlamoeBaseConfig | None, tensors: Mapping[str, Header]) ->
     sizes: dict[int, int] = defaultdict(int)
     for key, tensor in tensors.items():
         of_tower = re.search(r"(^|\.)vision_model\.", key) and not isinstance(config, LlamoeVisionConfig)
-        if not of_tower and (number := re.search(r"(?:^|\.)layers\.(\d+)\.", key)):
+        if not of_tower and (number := re.search(r"(?:^|\.)(?:layers|resblocks)\.(\d+)\.", key)):
             sizes[int(number[1])] += _nbytes(tensor)
     return [sizes[layer] for layer in sorted(sizes)]
 

@@ -35,6 +35,14 @@ from .running import tied_head
 _DEFAULT_CONTEXT = 8192
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt")
 _SHOWN = 6
+_OF_CLIP = re.compile(r"(^|\.)visual\.|vision_model\.encoder\.")
+# By their keys, where no configuration says it.
+_FAMILIES = (
+    ("CLIP", _OF_CLIP),
+    ("Llama 4 multimodal, or its tower", re.compile(r"^vision_(model|embeddings)\.")),
+    ("Llama 4 text", re.compile(r"\.feed_forward\.(experts|router)")),
+    ("LLaMA (dense decoder)", re.compile(r"\.mlp\.gate_proj\.|\.attention\.w[qkv]\.")),
+)
 
 
 @dataclass(frozen=True)
@@ -274,7 +282,9 @@ def _survey(path: Path, error: Exception) -> _Found:
     if config is not None and not files and not missing:
         kind, problems = "configuration", []
     elif path.is_file() and tensors:
-        kind, problems = "weights", []
+        kind = "weights"
+        if not any(map(_OF_CLIP.search, tensors)):
+            problems = []  # that a file of another model is no tower
     return _Found(path, kind, config, tensors, files, {}, list(dict.fromkeys(problems)))
 
 
@@ -383,20 +393,14 @@ def _guess(tensors: Mapping[str, Header]) -> tuple[str, dict[str, Any]]:
             sizes["intermediate_size"] = tensor.shape[2] // 2
         elif re.search(r"layers\.\d+\.mlp\.gate_proj\.weight$", key):
             sizes["intermediate_size"] = tensor.shape[0]
+        elif re.search(r"visual\.(conv1|patch_embed\.proj)\.weight$", key):
+            sizes["hidden_size"], sizes["patch_size"] = tensor.shape[0], tensor.shape[-1]
     if layers := layers_of(None, tensors):
         sizes["num_hidden_layers"] = len(layers)
-    joined = "\n".join(tensors)
-    if re.search(r"^visual\.|vision_model\.encoder\.|^transformer\.resblocks\.", joined, re.MULTILINE):
-        family = "looks like CLIP"
-    elif re.search(r"^vision_(model|embeddings)\.", joined, re.MULTILINE):
-        family = "looks like Llama 4 multimodal, or its tower"
-    elif re.search(r"\.feed_forward\.(experts|router)|_eD_F$", joined, re.MULTILINE):
-        family = "looks like Llama 4 text"
-    elif re.search(r"\.mlp\.gate_proj\.|\.attention\.w[qkv]\.", joined):
-        family = "looks like LLaMA (dense decoder)"
-    else:
-        family = "unknown"
-    return family, sizes
+    for family, pattern in _FAMILIES:
+        if any(map(pattern.search, tensors)):
+            return f"looks like {family}", sizes
+    return "unknown", sizes
 
 
 def _gb(size: int) -> str:

@@ -18,11 +18,13 @@ from torch import nn
 from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, LlamaForCausalLM
 
 import llamoe
-from llamoe.configuration import PRESETS, cache_bytes, count_parameters, preset, to_stock
-from llamoe.conversion.checkpoint import open_hf, save_hf
+from llamoe.configuration import cache_bytes, count_parameters, preset, to_stock
+from llamoe.conversion.checkpoint import model_class, open_hf, save_hf
 from llamoe.conversion.files import FileTensor
 from llamoe.conversion.footprint import split_shapes
 from llamoe.conversion.inspect import inspect
+from llamoe.conversion.meta import save_meta
+from llamoe.conversion.metaclip import convert_vision
 from llamoe.conversion.running import build_empty
 from llamoe.modeling.weights import CheckpointError
 
@@ -155,10 +157,11 @@ def test_what_is_said_is_what_the_model_has(family, saved, no_reading):
         experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
         assert found.parts["experts"][0] == sum(parameter.numel() for parameter in experts)
         assert sizes["num_local_experts"] == 5 and sizes["layers with experts"] == len(experts) // 2 == 2
-        assert sizes["num_experts_per_tok"] == 2 and sizes["attention_chunk_size"] == 16
+        assert sizes["num_experts_per_tok"] == config.get_text_config().num_experts_per_tok
+        assert sizes["attention_chunk_size"] == 16
         assert sizes["layers without rotation"] == 1
         one = sum(parameter.numel() // 5 for parameter in experts)
-        assert found.parameters["active"] == numbers - 3 * one
+        assert found.parameters["active"] == numbers - (5 - sizes["num_experts_per_tok"]) * one
     if family in ("tower", "multimodal"):
         prefix = "" if family == "tower" else "vision "
         assert sizes[f"{prefix}image_size"] == 56 and sizes[f"{prefix}tokens_per_tile"] == 4
@@ -180,6 +183,53 @@ def test_split_experts_and_bin_files_are_described_alike(family, saved, tmp_path
         same = ("family", "sizes", "parameters", "stored", "dtypes", "parts", "layers", "needs", "problems")
         for name in same:
             assert getattr(found, name) == getattr(expected, name), (other, name)
+
+
+@pytest.mark.parametrize("family", ["dense", "text", "multimodal"])
+def test_folders_of_meta_are_described_alike(family, tmp_path, monkeypatch):
+    config = MODELS[family][1](head_dim=12, vocab_size=102)  # heads as Meta's code has them, rows for two files
+    make_asymmetric(model_class(config)(config)).save_pretrained(tmp_path / "hf")
+    save_meta(open_hf(tmp_path / "hf"), tmp_path / "meta", shards=2)
+    expected = inspect(tmp_path / "hf")
+    with monkeypatch.context() as patch:
+        patch.setattr(FileTensor, "_read", None)  # no number is read
+        found = inspect(tmp_path / "meta")
+    assert found.kind == ("meta-llama" if family == "dense" else "meta-llama4")
+    same = ("family", "sizes", "parameters", "stored", "dtypes", "parts", "layers", "needs", "problems")
+    for name in same:
+        assert getattr(found, name) == getattr(expected, name), name
+    assert list(found.files) == ["consolidated.00.pth", "consolidated.01.pth"]
+    (tmp_path / "meta" / "consolidated.00.pth").unlink()
+    found = inspect(tmp_path / "meta")
+    assert found.kind == "partial" and any("consolidated.00.pth" in text for text in found.problems)
+    assert list(found.files) == ["consolidated.01.pth"] and found.stored < expected.stored
+    assert found.family.startswith("looks like") and found.sizes["num_hidden_layers"]
+
+
+def test_towers_of_clip_are_described_alike(tmp_path):
+    fields = dict(use_rope=False, use_adapter=False, projection_dim=22, vision_output_dim=120)
+    config = llamoe.LlamoeVisionConfig(
+        hidden_size=120, num_hidden_layers=3, num_attention_heads=6, intermediate_size=200,
+        image_size=56, patch_size=14, hidden_act="quick_gelu", **fields,
+    )  # fmt: skip
+    model = make_asymmetric(llamoe.LlamoeVisionModel(config))
+    model.save_pretrained(tmp_path / "tower")
+    expected = inspect(tmp_path / "tower")
+    assert expected.family == "vision tower of CLIP" and expected.sizes["projection_dim"] == 22
+    assert expected.stored == expected.parameters["total"] == sum(p.numel() for p in model.parameters())
+    for kind in ("open_clip", "clip"):
+        convert_vision(tmp_path / "tower", tmp_path / kind, to=kind)
+        found = inspect(tmp_path / kind)
+        assert found.kind == kind and not found.problems
+        for name in ("family", "sizes", "parameters", "stored", "layers", "needs"):
+            assert getattr(found, name) == getattr(expected, name), name
+    # An open_clip file by itself says neither its activation nor, at this size, its heads.
+    (tmp_path / "open_clip_model.bin").write_bytes(
+        (tmp_path / "open_clip" / "open_clip_model.safetensors").read_bytes()
+    )
+    found = inspect(tmp_path / "open_clip_model.bin")
+    assert found.family == "looks like CLIP" and found.sizes["hidden_size"] == 120 and found.problems
+    assert found.sizes["num_hidden_layers"] == 3 and found.stored == expected.stored
 
 
 @pytest.fixture
@@ -231,12 +281,11 @@ def test_a_preset_without_weights_says_what_it_would_need(name, planner):
         assert found.needs["int4"].cache == sum(cache_bytes(config, found.context, piece=found.context))
 
 
-def test_every_preset_is_known_by_its_own_sizes():
-    found = {name: inspect(name).presets for name in PRESETS}
-    assert all(name in names for name, names in found.items())
-    # Some differ in nothing that a configuration says.
-    alike = {names for names in map(tuple, found.values()) if len(names) > 1}
-    assert alike == {("metaclip-h14", "metaclip-2-h14")}
+def test_a_preset_is_known_by_its_sizes():
+    names = ["llama-33b", "llama-3.1-70b", "llama-4-scout", "metaclip-h14-altogether", "metaclip-2-g14-378"]
+    assert [inspect(name).presets for name in names] == [[name] for name in names]
+    # These two differ in nothing that a configuration says.
+    assert inspect("metaclip-h14").presets == ["metaclip-h14", "metaclip-2-h14"]
 
 
 def test_the_closest_preset_of_the_same_sizes_is_named(tmp_path):

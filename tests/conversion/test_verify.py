@@ -22,7 +22,10 @@ from support import (
 import llamoe
 from llamoe.conversion import running
 from llamoe.conversion.checkpoint import open_hf, save_hf
+from llamoe.conversion.convert import open_checkpoint
 from llamoe.conversion.lazy import from_tensor
+from llamoe.conversion.meta import save_meta
+from llamoe.conversion.metaclip import convert_vision
 from llamoe.conversion.verify import verify
 from llamoe.modeling.weights import CheckpointError
 
@@ -152,13 +155,54 @@ def test_formats_of_the_same_weights_are_the_same(family, saved, tmp_path):
     assert verify(tmp_path / "bin", split).same_function
 
 
+@pytest.mark.parametrize("family", ["dense", "text", "multimodal"])
+def test_a_folder_of_meta_is_the_same_as_that_of_hugging_face(family, tmp_path):
+    name, make = CLASSES[family]
+    config = make(head_dim=12, vocab_size=102)  # heads as Meta's code has them, rows for two files
+    make_asymmetric(getattr(llamoe, name)(config)).save_pretrained(tmp_path / "hf")
+    save_meta(open_hf(tmp_path / "hf"), tmp_path / "meta", shards=2)
+    result = verify(tmp_path / "meta", tmp_path / "hf")
+    assert result.same_weights and result.same_function, result.reasons
+    assert result.kinds[0].startswith("meta-llama") and result.kinds[1] == "hf"
+    # Queries and keys of the wrong rotation have the right names, shapes and numbers.
+    if family == "dense":
+        other = open_checkpoint(tmp_path / "meta")
+        other.config.rope_interleave = True
+        result = verify(other, tmp_path / "hf")
+        assert result.same_weights and result.same_function is False and result.first_layer == "layers.0"
+
+
+def test_towers_of_every_format_are_the_same_and_the_activation_decides(tmp_path):
+    fields = dict(use_rope=False, use_adapter=False, projection_dim=22, vision_output_dim=120)
+    config = llamoe.LlamoeVisionConfig(
+        hidden_size=120, num_hidden_layers=3, num_attention_heads=6, intermediate_size=200,
+        image_size=56, patch_size=14, hidden_act="quick_gelu", **fields,
+    )  # fmt: skip
+    make_asymmetric(llamoe.LlamoeVisionModel(config)).save_pretrained(tmp_path / "tower")
+    for kind in ("open_clip", "clip"):
+        convert_vision(tmp_path / "tower", tmp_path / kind, to=kind)
+        result = verify(tmp_path / kind, tmp_path / "tower", by_layer=True)
+        assert result.same_weights and result.same_function, result.reasons
+        assert [part.name for part in result.outputs] == ["last_hidden_state", "pooler_output"]
+    other = edited(tmp_path / "tower", tmp_path / "gelu", hidden_act="gelu")
+    result = verify(tmp_path / "open_clip", other)
+    assert result.same_weights and result.same_function is False
+    assert result.function == {"hidden_act": ("quick_gelu", "gelu")}
+    assert result.first_layer == "vision_model.layers.0"
+
+
 @pytest.mark.parametrize(
     ("family", "layer", "first", "second"),
     [
         ("dense", 1, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
         ("dense", 2, "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
         ("text", 2, "input_layernorm.weight", "post_attention_layernorm.weight"),
-        ("text", 3, "feed_forward.shared_expert.gate_proj.weight", "feed_forward.shared_expert.up_proj.weight"),
+        (
+            "text",
+            3,
+            "feed_forward.shared_expert.gate_proj.weight",
+            "feed_forward.shared_expert.up_proj.weight",
+        ),
     ],
 )
 def test_tensors_of_one_shape_that_were_swapped_are_found(family, layer, first, second, saved, tmp_path):
@@ -273,7 +317,10 @@ def test_a_dense_model_and_the_mixture_that_computes_it_are_the_same_function(sa
         use_qk_norm=False,
     )
     mixture = make_asymmetric(llamoe.LlamoeForCausalLM(config))
-    state = {name.replace(".mlp.", ".feed_forward.shared_expert."): value for name, value in dense.state_dict().items()}
+    state = {
+        name.replace(".mlp.", ".feed_forward.shared_expert."): value
+        for name, value in dense.state_dict().items()
+    }
     for name, value in mixture.state_dict().items():
         if ".experts." in name:
             value = torch.zeros_like(value)
@@ -380,7 +427,11 @@ def test_numbers_that_are_none_are_found(saved, tmp_path):
 
 
 def test_bad_arguments_and_paths_are_told(saved, tmp_path):
-    for options, word in (({"tokens": 0}, "tokens"), ({"rows": True}, "rows"), ({"tolerance": -1}, "tolerance")):
+    for options, word in (
+        ({"tokens": 0}, "tokens"),
+        ({"rows": True}, "rows"),
+        ({"tolerance": -1}, "tolerance"),
+    ):
         with pytest.raises(ValueError, match=word):
             verify(saved("dense"), saved("dense"), **options)
     with pytest.raises(CheckpointError, match="nowhere"):
@@ -401,8 +452,11 @@ def test_progress_ends_at_its_total(saved):
     for by_layer in (True, False):
         seen = Seen()
         verify(saved("text"), saved("text"), by_layer=by_layer, progress=seen)
-        assert seen.done == seen.total == 4 * (saved("text") / "model.safetensors").stat().st_size // 1 - 4 * (
-            8 + int.from_bytes((saved("text") / "model.safetensors").read_bytes()[:8], "little")
+        assert (
+            seen.done
+            == seen.total
+            == 4 * (saved("text") / "model.safetensors").stat().st_size // 1
+            - 4 * (8 + int.from_bytes((saved("text") / "model.safetensors").read_bytes()[:8], "little"))
         )
 
 
