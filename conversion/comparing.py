@@ -141,8 +141,8 @@ def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
         ],
         "attn_temperature_tuning": [tuning if plan.use_temperature_tuning else None for plan in plans],
     }
-    facts = {
-        name: (value, value) for name in ("hidden_act", "rms_norm_eps") if (value := getattr(config, name))
+    facts: dict[str, tuple[Any, Any]] = {
+        name: (getattr(config, name),) * 2 for name in ("hidden_act", "rms_norm_eps")
     }
     for name, values in by_layer.items():
         facts[name] = (_by_layer(values), values)

@@ -7,13 +7,13 @@ and the models are right is what this project's tests compare with other impleme
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import psutil
 import torch
 
 from ..configuration import LlamoeConfig, LlamoeVisionConfig
@@ -55,7 +55,7 @@ class OutputDifference:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared, and the verdict. `dataclasses.asdict` makes JSON of it.
+    """What was compared, and the verdict.
 
     Attributes:
         a: the first path.
@@ -64,7 +64,8 @@ class Verification:
         compared: tensors compared, by number.
         only_in_a: keys that `b` lacks.
         only_in_b: keys that `a` lacks.
-        shapes: key to both shapes where they differ; the rows and columns that both have are compared all the same.
+        shapes: key to both shapes where they differ; of embedding and head the rows that both have are compared all
+            the same.
         dtypes: both dtypes to the number of tensors, where they differ.
         tensors: key to the largest absolute difference, for the tensors that differ; nan where only one of the two
             numbers is one.
@@ -108,6 +109,10 @@ class Verification:
     reasons: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
+    def as_dict(self) -> dict[str, Any]:
+        """Give all of it for JSON, which has no word for nan and infinity: those become text."""
+        return _plain(asdict(self))
+
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Give titles with rows of a label and a text, for people."""
         words = {True: "yes", False: "no", None: "not computed"}
@@ -148,7 +153,7 @@ def verify(
     rows: int = 2,
     seed: int = 0,
     tolerance: float | None = None,
-    by_layer: bool | None = None,
+    by_layer: bool = True,
     logits: bool = True,
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
@@ -156,8 +161,9 @@ def verify(
     """Compare two checkpoints of any formats: keys, shapes, numbers, configurations, and what they compute.
 
     Weights are compared block by block, two blocks in memory at a time. Then both models run, one after the other, on
-    the same random tokens (and pictures), in float32. Of a multimodal model and a decoder the decoders are compared,
-    of a multimodal model and a tower the towers; of models with more and fewer tokens, the common ones.
+    the same random tokens (and pictures, as they leave the processor), in float32. Of a multimodal model and a decoder
+    the decoders are compared, of a multimodal model and a tower the towers; of models with more and fewer tokens, the
+    common ones.
 
     A mixture sends a token to other experts where two scores are nearly equal and rounding differs. Such a token's
     difference is large; `top1` says how many tokens still agree.
@@ -169,8 +175,8 @@ def verify(
         rows: rows.
         seed: of the random tokens and pictures.
         tolerance: see `Verification.tolerance`; by default `TOLERANCE`.
-        by_layer: read one matrix at a time, and of the experts only those that are used; otherwise a model is read
-            whole before it runs. By default one at a time if the model takes more than half of the free memory.
+        by_layer: read one matrix at a time, and of the experts only those that are used, which takes little memory and
+            no more time; False reads a model whole before it runs.
         logits: compute outputs; otherwise weights and configurations are compared only.
         device: where the models run.
         progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
@@ -278,7 +284,8 @@ def _compare_tensors(first: Checkpoint, second: Checkpoint, meter: _Meter) -> di
             dtypes[f"{_name(mine.dtype)} and {_name(its.dtype)}"] += 1
         if mine.shape != its.shape:
             shapes[key] = (list(mine.shape), list(its.shape))
-            if mine.ndim != its.ndim or mine.shape[1:] != its.shape[1:]:
+            by_token = key.endswith(("embed_tokens.weight", "lm_head.weight"))
+            if not by_token or mine.shape[1:] != its.shape[1:]:
                 continue
         differs, finite = compare_tensors(mine, its, meter.advance)
         not_finite.update(
@@ -303,7 +310,7 @@ def _run_both(
     result: Verification,
     parts: list[Checkpoint],
     sizes: tuple[int, int, int],
-    by_layer: bool | None,
+    by_layer: bool,
     device: torch.device,
     meter: _Meter,
 ) -> tuple[Verification, list[str]]:
@@ -321,9 +328,6 @@ def _run_both(
             sources.append(Weights(part.config, part.tensors, device, meter.advance))
         except CheckpointError as error:
             return replace(result, same_function=False), [f"{side} cannot be run: {error}"]
-    if by_layer is None:
-        numbers = max(sum(tensor.numel for tensor in part.tensors.values()) for part in parts)
-        by_layer = 4 * numbers > _free_bytes(device) / 2
 
     states: dict[str, torch.Tensor] = {}
     layers: list[OutputDifference] = []
@@ -390,12 +394,6 @@ def _longest(config: LlamoeBaseConfig) -> int:
     return max(config.get_text_config().max_position_embeddings - picture, 1)
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
-
-
 def _difference(name: str, a: torch.Tensor, b: torch.Tensor) -> OutputDifference:
     difference = (a - b).abs()
     top1 = (a.argmax(-1) == b.argmax(-1)).float().mean().item() if name == "logits" else None
@@ -450,6 +448,14 @@ def _largest(tensors: dict[str, float]) -> list[tuple[str, float]]:
 def _listed(keys: list[str]) -> str:
     more = f" and {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else ""
     return ", ".join(keys[:_SHOWN]) + more
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,6 +1,5 @@
 """Two checkpoints are the same function, or verify says what parts them."""
 
-import dataclasses
 import json
 import shutil
 import weakref
@@ -138,7 +137,7 @@ def test_a_checkpoint_is_the_same_as_itself(family, by_layer, saved):
     assert all(part.max_abs == 0 and part.std > 0.1 for part in [*result.outputs, *result.layers])
     assert not result.tensors and not result.function and not result.structure and result.first_layer is None
     assert result.layers[0].name == ("vision_model.layers.0" if family == "tower" else "embed_tokens")
-    json.dumps(dataclasses.asdict(result), allow_nan=False)
+    json.dumps(result.as_dict(), allow_nan=False)
     assert [title for title, _ in result.sections()] == ["verdict", "tensors", "outputs"]
 
 
@@ -377,6 +376,17 @@ def test_appended_tokens_leave_the_common_ones_comparable(saved, tmp_path):
     assert verify(longer, saved("dense")).same_function
 
 
+def test_fewer_key_value_heads_are_another_function_of_other_shapes(saved, tmp_path):
+    def pool(tensors):
+        for name in [name for name in tensors if name.endswith(("k_proj.weight", "v_proj.weight"))]:
+            tensors[name] = tensors[name].unflatten(0, (2, 20)).mean(0)
+
+    pooled = edited(saved("dense"), tmp_path / "pooled", pool, num_key_value_heads=1)
+    result = verify(saved("dense"), pooled)
+    assert result.same_function is False and result.structure == {"num_key_value_heads": (2, 1)}
+    assert len(result.shapes) == 6 and not result.tensors and result.first_layer == "layers.0"
+
+
 def test_models_of_other_sizes_are_told_apart_without_an_error(saved, tmp_path):
     config = dense_config(hidden_size=84, num_hidden_layers=2)
     make_asymmetric(llamoe.LlamoeDenseForCausalLM(config)).save_pretrained(tmp_path / "wider")
@@ -384,7 +394,7 @@ def test_models_of_other_sizes_are_told_apart_without_an_error(saved, tmp_path):
     assert result.same_function is False and result.first_layer is None
     assert result.structure["hidden_size"] == (72, 84) and result.structure["num_hidden_layers"] == (3, 2)
     assert any("hidden sizes differ" in reason for reason in result.reasons)
-    json.dumps(dataclasses.asdict(result))
+    json.dumps(result.as_dict(), allow_nan=False)
     assert result.sections()
 
 
@@ -422,6 +432,7 @@ def test_numbers_that_are_none_are_found(saved, tmp_path):
     assert result.same_function is False
     assert result.not_finite == [f"b: model.layers.{layer}.mlp.up_proj.weight" for layer in (1, 2)]
     assert result.first_layer == "layers.1"
+    json.dumps(result.as_dict(), allow_nan=False)
     result = verify(spoiled, spoiled)
     assert result.same_weights and result.same_function is False  # what is no number is no function
 
