@@ -419,6 +419,15 @@ def test_a_tied_head_counts_once_whether_or_not_it_is_stored(tmp_path):
         assert found.stored == found.parameters["total"] == sum(p.numel() for p in model.parameters())
         assert not found.problems and found.sizes["tie_word_embeddings"]
     assert once.needs == twice.needs and "lm_head.weight" in twice.dropped
+    # Also where the folder is not whole.
+    norm = state.pop("model.norm.weight")
+    save_file(
+        {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()},
+        tmp_path / "twice" / "model.safetensors",
+    )
+    found = inspect(tmp_path / "twice")
+    assert found.kind == "partial" and found.stored == once.stored - norm.numel()
+    assert [line.split()[0] for line in found.mismatches] == ["model.norm.weight"]
 
 
 def test_weights_without_a_configuration_and_the_reverse(saved, tmp_path):

@@ -1,6 +1,7 @@
 """Two checkpoints are the same function, or verify says what parts them."""
 
 import json
+import math
 import shutil
 import weakref
 from pathlib import Path
@@ -432,6 +433,8 @@ def test_numbers_that_are_none_are_found(saved, tmp_path):
     assert result.same_function is False
     assert result.not_finite == [f"b: model.layers.{layer}.mlp.up_proj.weight" for layer in (1, 2)]
     assert result.first_layer == "layers.1"
+    nan, infinite = (result.tensors.pop(f"model.layers.{layer}.mlp.up_proj.weight") for layer in (1, 2))
+    assert math.isnan(nan) and infinite == math.inf and not result.tensors
     json.dumps(result.as_dict(), allow_nan=False)
     result = verify(spoiled, spoiled)
     assert result.same_weights and result.same_function is False  # what is no number is no function
