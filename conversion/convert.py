@@ -41,8 +41,8 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
         return open_hf(path)
     inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
     raise CheckpointError(
-        f"{path}: is no checkpoint that is known here: neither params.json with consolidated.00.pth (Meta), nor config.json "
-        f"(Hugging Face), nor open_clip_model.safetensors (open_clip); it holds {inside}."
+        f"{path}: is no checkpoint that is known here: neither params.json with consolidated.00.pth (Meta), nor "
+        f"config.json (Hugging Face), nor open_clip_model.safetensors (open_clip); it holds {inside}."
     )
 
 
@@ -80,8 +80,8 @@ def convert(
         progress: is told of every block.
 
     Raises:
-        ValueError: bad options, a target in use, a damaged or unknown source, weights that are not finite; nothing is left
-            behind.
+        ValueError: bad options, a target in use, a damaged or unknown source, weights that are not finite; nothing is
+            left behind.
         OSError: the disk is full or fails; whole files stay for `resume`.
     """
     if to not in ("hf", "meta"):

@@ -5,11 +5,10 @@ all with the same names and each with its part of every large tensor; tokenizer.
 names are in `meta_tables`, sizes in `meta_sizes`, parameters in `meta_params` and `meta_fit`.
 """
 
-import importlib
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,23 @@ import torch
 from ..configuration import LlamoeDenseConfig, LlamoeVisionConfig, count_parameters
 from ..configuration._base import LlamoeBaseConfig
 from ..modeling.weights import CheckpointError
-from .checkpoint import Checkpoint, Report, check_model, identify, make_report, parse_dtype
+from .checkpoint import Checkpoint, Report, check_model, expected_shapes, identify, make_report, parse_dtype
 from .files import open_pickle, read_json
 from .lazy import LazyTensor, Slot
 from .meta_fit import add_kept, needs_own_scaling, write_params
-from .meta_params import Params, check_entries, read_config
-from .meta_sizes import LARGEST_SENTENCEPIECE, find_generation, measure, weight_files
-from .meta_tables import check_division, llama4_table, llama_table
-from .tables import read_through, write_through
+from .meta_params import (
+    LARGEST_SENTENCEPIECE,
+    LLAMA3_THETA,
+    Params,
+    Seen,
+    check_entries,
+    note_defaults,
+    read_config,
+)
+from .meta_sizes import find_generation, is_tiktoken, measure, weight_files
+from .meta_tables import check_division, llama4_table, llama_table, names_for
+from .tables import Table, read_through, write_through
+from .tokenizers import check_tokenizer, hf_files_from_meta, meta_tokenizer_model
 from .writing import Plan, Progress, check_target, to_json, write
 
 KEPT = "llamoe.json"
@@ -55,13 +63,14 @@ def open_meta(folder: str | os.PathLike) -> Checkpoint:
     params = Params.of(read_json(folder / "params.json"), str(folder / "params.json"))
     dropped: dict[str, str] = {}
     files = []
-    for path in paths:
-        tensors, others = open_pickle(path)
+    for file in paths:
+        tensors, others = open_pickle(file)
         files.append(tensors)
         for name, kind in others.items():
             state = name.endswith("._extra_state")
             dropped[name] = "no weight: state of a layer in training" if state else f"no tensor but a {kind}"
-    generation = find_generation(params, files[0])
+    path, tokenizer = _find_tokenizer(folder)
+    generation = find_generation(params, files, tokenizer)
     dropped |= check_entries(params, generation == 4)
     params, seen, axis = measure(params, files, generation)
     seen = replace(seen, instruct=_is_tuned(folder))
@@ -76,10 +85,28 @@ def open_meta(folder: str | os.PathLike) -> Checkpoint:
         raise CheckpointError(f"{params.origin}: {error}") from error
     table = llama4_table(config) if seen.generation == 4 else llama_table(axis)
     tensors, left_out = read_through(table, files, config)
+    _refuse_missing(tensors, config, table, paths)
     tensors = check_model(config, tensors, str(folder))
-    companions, notes = _read_tokenizer(folder, config, seen.instruct)
+    companions, notes = {}, note_defaults(params, config)
+    if path is None or tokenizer is None:
+        notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")
+    else:
+        companions = _read_tokenizer(path, tokenizer, config, seen)
     kind = "meta-llama4" if seen.generation == 4 else "meta-llama"
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, companions, paths, notes)
+
+
+def _refuse_missing(
+    tensors: Mapping[str, LazyTensor], config: LlamoeBaseConfig, table: Table, paths: Sequence[Path]
+) -> None:
+    """Name what is missing as Meta's files call it."""
+    keys = [key for key in expected_shapes(config) if key not in tensors]
+    names = list(dict.fromkeys(name for key in keys for name in names_for(table, key)))
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise CheckpointError(
+            f"{paths[0]}: {', '.join(names[:5])}{more} missing; the checkpoint is not whole."
+        )
 
 
 def _is_tuned(folder: Path) -> bool:
@@ -88,24 +115,21 @@ def _is_tuned(folder: Path) -> bool:
     return _TUNED.search(name) is not None
 
 
-def _read_tokenizer(
-    folder: Path, config: LlamoeBaseConfig, instruct: bool
-) -> tuple[dict[str, bytes], list[str]]:
-    """Tokenizer and what belongs to it, for a Hugging Face folder."""
+def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
+    """tokenizer.model in the folder or, as in the releases of LLaMA 1 and 2, one level above it."""
     for path in (folder / "tokenizer.model", folder.absolute().parent / "tokenizer.model"):
         if path.is_file():
-            tokenizers = _tokenizers()
-            if tokenizers is None:
-                return {}, []
-            return tokenizers.hf_files_from_meta(path, config, instruct=instruct or None), []
-    return {}, [f"no tokenizer.model in {folder} or above it: the result has no tokenizer"]
+            return path, path.read_bytes()
+    return None, None
 
 
-def _tokenizers() -> Any:
-    try:
-        return importlib.import_module(".tokenizers", __package__)
-    except ModuleNotFoundError:
-        return None
+def _read_tokenizer(path: Path, content: bytes, config: LlamoeBaseConfig, seen: Seen) -> dict[str, bytes]:
+    """Tokenizer and what belongs to it, for a Hugging Face folder."""
+    family = f"llama-{seen.generation}" if is_tiktoken(content) else None
+    # A name that does not say so may still be that of a model which was tuned.
+    return hf_files_from_meta(
+        content, config, instruct=seen.instruct or None, family=family, origin=str(path)
+    )
 
 
 def save_meta(
@@ -122,7 +146,7 @@ def save_meta(
 ) -> Report:
     """Write a checkpoint as a folder of Meta's, which Meta's code and other readers of its format load.
 
-    Dense models are written as LLaMA 2, or as Llama 3 where tokenizer, vocabulary or rotary scaling are its; mixtures
+    Dense models are written as LLaMA 2, or as Llama 3 where tokenizer, vocabulary or rotary embedding are its; mixtures
     as Llama 4. params.json holds what Meta's code knows. What it has no key for and no number depends on (context
     length, token ids, training) goes into llamoe.json, so that `open_meta` gives back the same configuration.
 
@@ -150,20 +174,21 @@ def save_meta(
         raise ValueError(f"{checkpoint.path}: is a vision tower alone, for which Meta has no format.")
     wanted = parse_dtype(dtype)
     check_target(target, resume)
-    tokenizer = _write_tokenizer(checkpoint.companions)
+    tokenizer, notes = _write_tokenizer(checkpoint.companions, config)
     generation = _generation_to_write(config, tokenizer)
     params, kept = write_params(config, generation)
     embedding_axis = 0 if generation > 2 else 1
     tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))
-    tensors, notes = _untied(config, tensors)
+    if config.get_text_config().tie_word_embeddings:
+        tensors = _untied(tensors)
+        notes.append(
+            "the embedding serves as the output head (tie_word_embeddings); Meta's format has no such thing: "
+            "output.weight is a copy"
+        )
     if needs_own_scaling(params):
         notes.append(
             "Llama 3's own code scales rotary embeddings by 8 and 4 whatever params.json says; rope_scaling_factor and "
             "rope_high_freq_factor are written for other readers"
-        )
-    if tokenizer is None and checkpoint.companions:
-        notes.append(
-            "the source's tokenizer has no form that Meta's code reads: no tokenizer.model is written"
         )
     if shards is None:
         shards = _usual_files(config, tensors, wanted, embedding_axis)
@@ -190,38 +215,41 @@ def save_meta(
     return report
 
 
-def _write_tokenizer(companions: Mapping[str, bytes]) -> bytes | None:
-    tokenizers = _tokenizers()
-    return None if tokenizers is None else tokenizers.meta_tokenizer_model(companions)
+def _write_tokenizer(
+    companions: Mapping[str, bytes], config: LlamoeBaseConfig
+) -> tuple[bytes | None, list[str]]:
+    """tokenizer.model, or why there is none; the weights are worth having without it."""
+    try:
+        content = meta_tokenizer_model(companions, vocab_size=config.get_text_config().vocab_size)
+        if content is not None:
+            check_tokenizer(content, config)
+    except CheckpointError as error:
+        return None, [f"no tokenizer.model is written: {error}"]
+    return content, [] if content is not None else [
+        "the source has no tokenizer: no tokenizer.model is written"
+    ]
 
 
 def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> int:
-    """2, 3 or 4; a dense model's tokenizer decides, and where there is none, its vocabulary and rotary scaling."""
+    """2, 3 or 4; a dense model's tokenizer decides, and where there is none, its vocabulary and rotary base."""
     if not isinstance(config, LlamoeDenseConfig):
         return 4
     if (config.rope_parameters or {}).get("rope_type") == "llama3":
         return 3  # LLaMA 2's code knows no scaling
-    if tokenizer is not None:  # tiktoken's are lines of text, SentencePiece's a protobuf
-        return 3 if re.match(rb"[A-Za-z0-9+/]+=* \d+\s", tokenizer) else 2
-    return 3 if config.vocab_size > LARGEST_SENTENCEPIECE else 2
+    if tokenizer is not None:
+        return 3 if is_tiktoken(tokenizer) else 2
+    theta = (config.rope_parameters or {}).get("rope_theta")
+    return 3 if config.vocab_size > LARGEST_SENTENCEPIECE or theta == LLAMA3_THETA else 2
 
 
-def _untied(
-    config: LlamoeBaseConfig, tensors: dict[str, LazyTensor]
-) -> tuple[dict[str, LazyTensor], list[str]]:
-    """Give a model whose embedding is its output head a head of its own, as Meta's code has one always."""
-    if not config.get_text_config().tie_word_embeddings:
-        return tensors, []
+def _untied(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Give a model whose embedding is its output head a head of its own, as Meta's code always has one."""
     heads = {
         name.replace("model.embed_tokens", "lm_head"): tensor
         for name, tensor in tensors.items()
         if name.endswith("model.embed_tokens.weight")
     }
-    note = (
-        "the embedding serves as the output head (tie_word_embeddings); Meta's format has no such thing: output.weight "
-        "is a copy"
-    )
-    return {**tensors, **heads}, [note]
+    return {**tensors, **heads}
 
 
 def _usual_files(

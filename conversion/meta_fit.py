@@ -15,7 +15,15 @@ from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, L
 from ..configuration._base import LlamoeBaseConfig
 from ..configuration._checks import fail
 from ..modeling.weights import CheckpointError
-from .meta_params import SCALING, Params, Seen, expert_size, feed_forward_size, read_config
+from .meta_params import (
+    LARGEST_SENTENCEPIECE,
+    SCALING,
+    Params,
+    Seen,
+    expert_size,
+    feed_forward_size,
+    read_config,
+)
 
 # Fields that change no number of a forward pass in evaluation; they are kept in llamoe.json.
 _FREE = frozenset(
@@ -79,7 +87,8 @@ def _write_dense(config: LlamoeDenseConfig, generation: int) -> dict[str, Any]:
     if multiplier is not None:
         params["ffn_dim_multiplier"] = multiplier
     rope = config.rope_parameters or {}
-    if generation == 3 or rope.get("rope_theta") != 10000.0:
+    # A reader without the tokenizer takes a large vocabulary for Llama 3's, with its default.
+    if generation == 3 or rope.get("rope_theta") != 10000.0 or config.vocab_size > LARGEST_SENTENCEPIECE:
         params["rope_theta"] = rope.get("rope_theta")
     if rope.get("rope_type") == "llama3":
         params["use_scaled_rope"] = True

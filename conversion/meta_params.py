@@ -25,6 +25,10 @@ _SCALED_FROM = 8192
 _LOW_FACTOR = 1.0
 # Scaling and high-frequency factors where the keys are absent: constants in Llama 3's code, defaults in Llama 4's.
 SCALING = {3: (8.0, 4.0), 4: (16.0, 1.0)}
+# Larger vocabularies are tiktoken's (Llama 3: 128256); those of SentencePiece have 32000 to 32016 pieces.
+LARGEST_SENTENCEPIECE = 65536
+# The rotary base of Llama 3 and 4, and of no dense model before.
+LLAMA3_THETA = 500000.0
 # Tokens after the ranks of a tiktoken vocabulary, and the places of those that a configuration names among them.
 _SPECIALS = {3: 256, 4: 2048}
 _LLAMA4_IDS = {"bos": 0, "eos": (1, 7, 8), "pad": 18, "boi": 80, "eoi": 81, "image": 92}
@@ -152,6 +156,23 @@ def check_entries(params: Params, is_llama4: bool) -> dict[str, str]:
     return {f"params.json: {name}": reason for name in params.entries if name not in known}
 
 
+def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
+    """Where Meta's code takes for an absent key another value than Hugging Face's published configuration has."""
+    if isinstance(config, LlamoeDenseConfig):
+        scaled = (config.rope_parameters or {}).get("rope_type") == "llama3"
+        if scaled and "rope_scaling_factor" not in params and config.hidden_size < 4096:
+            return [
+                f"{params.origin} has no rope_scaling_factor: 8, as in Meta's code; Hugging Face's configurations of "
+                "Llama 3.2 1B and 3B say 32"
+            ]
+    elif 0 in config.get_text_config().no_rope_layers and "attn_temperature_tuning" not in params:
+        return [
+            f"{params.origin} has no attn_temperature_tuning: off, as in Meta's code; Hugging Face's configurations of "
+            "Llama 4 have it on, which changes positions from floor_scale - 1 = 8191"
+        ]
+    return []
+
+
 def feed_forward_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
     """Hidden size of a dense feed-forward by Meta's formula, which truncates at each step."""
     inner = int(2 * (4 * dim) / 3)
@@ -235,8 +256,8 @@ def _read_decoder(params: Params, seen: Seen) -> dict[str, Any]:
 
 def _read_rope(params: Params, generation: int) -> dict[str, Any]:
     scaled = params.flag("use_scaled_rope")
-    # Llama 2's code has no such key; Code Llama's and Llama 3's files always have it.
-    theta = params.number("rope_theta", 500000.0 if scaled or generation == 4 else 10000.0)
+    # Llama 2's code has no such key; Code Llama's files have it. Those of Llama 3 and 4 have a default of their own.
+    theta = params.number("rope_theta", LLAMA3_THETA if scaled or generation > 2 else 10000.0)
     if not scaled:
         return {"rope_type": "default", "rope_theta": theta}
     factor, high = SCALING[max(generation, 3)]

@@ -10,12 +10,10 @@ from pathlib import Path
 
 from ..modeling.weights import CheckpointError
 from .lazy import LazyTensor
-from .meta_params import Params, Seen, says_llama4
+from .meta_params import LARGEST_SENTENCEPIECE, LLAMA3_THETA, Params, Seen, says_llama4
 
 _FILE = re.compile(r"consolidated(?:\.(\d+))?\.pth")
 _SCALES = re.compile(r"(fp8|int4)_scales.*")
-# Larger vocabularies are tiktoken's (Llama 3: 128256); those of SentencePiece have 32000 to 32016 pieces.
-LARGEST_SENTENCEPIECE = 65536
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -49,23 +47,36 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / numbered[number] for number in sorted(numbered)]
 
 
-def find_generation(params: Params, tensors: Mapping[str, LazyTensor]) -> int:
+def is_tiktoken(tokenizer: bytes) -> bool:
+    """Whether a tokenizer.model is a table of ranks (Llama 3 and 4), not a SentencePiece model."""
+    return re.match(rb"[A-Za-z0-9+/]+=* \d+\s", tokenizer) is not None
+
+
+def find_generation(
+    params: Params, files: Sequence[Mapping[str, LazyTensor]], tokenizer: bytes | None
+) -> int:
     """Which LLaMA it is, 1 to 4.
 
-    Llama 4 shows in its parameters and names. Of the others, Llama 3 has a large vocabulary or scaled rotary
-    embeddings; LLaMA 1 keeps the rotary frequencies in each layer and Llama 2 once; where they were removed, the
-    norms' 1e-6 is that of LLaMA 1's smaller sizes.
+    Llama 4 shows in its parameters and names. Of the others, Llama 3 has scaled rotary embeddings, a tokenizer of
+    tiktoken's or, where there is none, a large vocabulary or its rotary base; LLaMA 1 keeps the rotary frequencies in
+    each layer and Llama 2 once; where they were removed, the norms' 1e-6 is that of LLaMA 1's smaller sizes.
     """
+    tensors = files[0]
     if says_llama4(params) or any(
         name.endswith(("attention.wqkv.weight", "feed_forward.router_DE"))
         or name.startswith("vision_embeddings.")
         for name in tensors
     ):
         return 4
-    embedding = tensors.get("tok_embeddings.weight")
-    if params.flag("use_scaled_rope") or (
-        embedding is not None and embedding.shape[0] > LARGEST_SENTENCEPIECE
-    ):
+    if params.flag("use_scaled_rope"):
+        return 3
+    output = tensors.get("output.weight")
+    if tokenizer is not None:
+        is_llama3 = is_tiktoken(tokenizer)
+    else:
+        is_large = output is not None and output.shape[0] * len(files) > LARGEST_SENTENCEPIECE
+        is_llama3 = is_large or params.entries.get("rope_theta") == LLAMA3_THETA
+    if is_llama3:
         return 3
     if any(name.endswith("inner_attention.rope.freqs") for name in tensors):
         return 1

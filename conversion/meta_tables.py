@@ -412,7 +412,7 @@ def _with_prefix(row: Row, prefix: str) -> Row:
 
 
 def names_for(table: Table, key: str) -> list[str]:
-    """Meta's names of the tensors that a Hugging Face key is made of, for messages; of several the first row's."""
+    """Meta's names of the tensors that a Hugging Face key is made of, of several rows the first one's; for messages."""
     for row in table:
         if not isinstance(row, Row):
             continue
