@@ -265,6 +265,11 @@ def _records(path: Path) -> dict[int, int]:
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         names = set()
         for info in archive.infolist():
+            if "/code/" in info.filename:
+                raise CheckpointError(
+                    f"{path}: is a TorchScript program, as OpenAI's files of CLIP are, and is not run. Get the weights "
+                    "as safetensors, or save the state_dict() of what torch.jit.load gives."
+                )
             file.seek(info.header_offset)
             header = file.read(30)
             if header[:4] != b"PK\x03\x04":

@@ -54,7 +54,7 @@ def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) ->
         "rescale_factor": 1 / 255,
         "do_normalize": True,
         "image_mean": _channels(given.get("mean", CLIP_MEAN), "mean", origin),
-        "image_std": _channels(given.get("std", CLIP_STD), "std", origin),
+        "image_std": _positive(_channels(given.get("std", CLIP_STD), "std", origin), "std", origin),
     }
 
 
@@ -71,7 +71,7 @@ def to_open_clip(processor: Mapping[str, Any], origin: str) -> dict[str, Any]:
     mean, std = normalization(processor, origin)
     names = {number: name for name, number in _RESAMPLE.items()}
     resample = processor.get("resample", 3)
-    if resample not in names:
+    if not isinstance(resample, int) or resample not in names:
         raise CheckpointError(
             f"{origin}: resample {resample!r} has no equivalent in open_clip; 2 and 3 have."
         )
@@ -98,9 +98,7 @@ def normalization(processor: Mapping[str, Any], origin: str) -> tuple[list[float
         return [0.0] * 3, [1.0] * 3
     mean = _channels(processor.get("image_mean", CLIP_MEAN), "image_mean", origin)
     std = _channels(processor.get("image_std", CLIP_STD), "image_std", origin)
-    if not all(value > 0 for value in std):
-        raise CheckpointError(f"{origin}: image_std is {std}; positive numbers were expected.")
-    return mean, std
+    return mean, _positive(std, "image_std", origin)
 
 
 def with_normalization(processor: Mapping[str, Any], mean: list[float], std: list[float]) -> dict[str, Any]:
@@ -128,7 +126,9 @@ def with_image_size(processor: Mapping[str, Any], before: int, after: int) -> di
 
 def _size(processor: Mapping[str, Any]) -> dict[str, Any]:
     size = processor.get("size", {})
-    return {"shortest_edge": size} if isinstance(size, int) else dict(size or {})
+    if isinstance(size, int):
+        return {"shortest_edge": size}
+    return dict(size) if isinstance(size, dict) else {}
 
 
 def _channels(values: Any, name: str, origin: str) -> list[float]:
@@ -139,3 +139,9 @@ def _channels(values: Any, name: str, origin: str) -> list[float]:
     ):
         raise CheckpointError(f"{origin}: {name} is {values!r}; three numbers were expected.")
     return [float(value) for value in listed]
+
+
+def _positive(values: list[float], name: str, origin: str) -> list[float]:
+    if not all(value > 0 for value in values):
+        raise CheckpointError(f"{origin}: {name} is {values}; positive numbers were expected.")
+    return values

@@ -58,7 +58,7 @@ def read_sizes(model: Any, where: Path) -> dict[str, Any]:
             "patch_size": int(patch),
             "projection_dim": model.get("embed_dim"),
         }
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, IndexError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{where}: vision_cfg cannot be read ({error}).") from error

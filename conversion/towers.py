@@ -104,7 +104,7 @@ def tower_kind(path: str | Path) -> str | None:
         if any((path / name).is_file() for name in OPEN_CLIP_FILES):
             return "open_clip"
         config = path / "config.json"
-        model_type = read_json(config).get("model_type") if config.is_file() else None
+        model_type = str(read_json(config).get("model_type")) if config.is_file() else None
         if model_type in _CLIP_CONFIGS:
             return "clip"
         return "hf" if model_type in _OUR_TYPES else None
@@ -284,7 +284,7 @@ def _open_clip(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path}: {_CLIP.projection} is missing, which a {architectures[0]} (config.json) has."
         )
-    patch = stock.patch_size if isinstance(stock.patch_size, int) else stock.patch_size[0]
+    patch = stock.patch_size[0] if isinstance(stock.patch_size, (list, tuple)) else stock.patch_size
     stated = {
         "hidden_size": stock.hidden_size,
         "num_hidden_layers": stock.num_hidden_layers,
@@ -458,8 +458,10 @@ def _check_stated(stated: Mapping[str, Any], sizes: Mapping[str, Any], where: Pa
 
 def _image_size(stated: Any, grid: int, patch: int, where: Path) -> int:
     """Side of the picture, which the position grid must fit."""
-    sides = [stated] if isinstance(stated, int) else list(stated or [grid * patch])
-    if len(set(sides)) != 1:
+    sides = (
+        list(stated) if isinstance(stated, (list, tuple)) else [grid * patch if stated is None else stated]
+    )
+    if not sides or any(side != sides[0] for side in sides):
         raise CheckpointError(f"{where}: image_size is {stated}; pictures must be square.")
     if sides[0] != grid * patch:
         raise CheckpointError(

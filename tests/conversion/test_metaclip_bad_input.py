@@ -108,6 +108,8 @@ class TestOpenClip:
             ({"layers": 4}, "makes num_hidden_layers 4, but the tensors .* have 3"),
             ({"width": 128}, "makes hidden_size 128"),
             ({"width": "wide"}, "vision_cfg cannot be read"),
+            ({"mlp_ratio": float("inf")}, "vision_cfg cannot be read"),
+            ({"image_size": 42.5}, "image_size is 42.5"),
             ({"mlp_ratio": 4.0}, "makes intermediate_size 416"),
             ({"patch_size": 14}, "makes patch_size 14"),
             ({"patch_size": [6, 7]}, "patches must be square"),
@@ -150,6 +152,7 @@ class TestOpenClip:
             ({"interpolation": "nearest"}, "interpolation 'nearest'"),
             ({"mean": [0.5, 0.5]}, "three numbers"),
             ({"std": "wide"}, "three numbers"),
+            ({"std": [0.5, 0.0, 0.5]}, "positive numbers"),
         ],
     )
     def test_preparation_of_pictures(self, tmp_path, preprocess, message):
@@ -231,6 +234,13 @@ class TestPlaces:
         save_file({"cls_token": torch.zeros(2)}, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match="timm's names; the file open_clip_model.safetensors"):
             open_tower(tmp_path / "model.safetensors")
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit")
+    def test_a_program_is_not_run(self, tmp_path):
+        """OpenAI's own files of CLIP are of this kind."""
+        torch.jit.save(torch.jit.trace(torch.nn.Linear(3, 3), torch.zeros(1, 3)), tmp_path / "ViT-B-32.pt")
+        with pytest.raises(CheckpointError, match=r"ViT-B-32.pt: is a TorchScript program"):
+            convert_vision(tmp_path / "ViT-B-32.pt", tmp_path / "tower", activation="quick_gelu")
 
     def test_a_file_of_transformers_belongs_to_its_folder(self, tmp_path):
         CLIPVisionModel(CLIPVisionConfig(**clip_fields())).save_pretrained(tmp_path)

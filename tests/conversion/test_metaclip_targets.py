@@ -1,15 +1,12 @@
-"""Towers from transformers' CLIP and MetaCLIP 2 and back to each format; other picture sizes and normalizations."""
+"""Towers from transformers' CLIP and MetaCLIP 2 and back to each format."""
 
 import json
-from types import SimpleNamespace
 
-import numpy as np
+import open_clip
 import pytest
 import torch
-from open_clip.model import resize_pos_embed
-from open_clip.transform import PreprocessCfg, image_transform_v2
+from open_clip.model import _build_vision_tower
 from open_clip.transformer import QuickGELU
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tower_folders import (
@@ -27,7 +24,6 @@ from tower_folders import (
     load_open_clip,
     load_stock,
     load_tower,
-    max_abs,
     open_clip_config,
     open_clip_tower,
     pictures,
@@ -40,13 +36,14 @@ from transformers import (
     AutoImageProcessor,
     CLIPConfig,
     CLIPImageProcessor,
-    CLIPImageProcessorPil,
     CLIPModel,
     CLIPVisionConfig,
     CLIPVisionModel,
     CLIPVisionModelWithProjection,
     Llama4VisionConfig,
     Llama4VisionModel,
+    MetaClip2Config,
+    MetaClip2Model,
     MetaClip2VisionConfig,
     MetaClip2VisionModel,
     MetaClip2VisionModelWithProjection,
@@ -60,7 +57,6 @@ from llamoe.conversion.checkpoint import expected_shapes
 from llamoe.conversion.lazy import from_tensor
 from llamoe.conversion.metaclip import convert_vision, open_tower
 from llamoe.conversion.metaclip_tables import CLIP, OPEN_CLIP
-from llamoe.conversion.positions import resize_positions
 from llamoe.conversion.tables import read_through, write_through
 
 TOWERS = [
@@ -70,13 +66,6 @@ TOWERS = [
     pytest.param(MetaClip2VisionModel, MetaClip2VisionConfig, id="metaclip-2-bare"),
 ]
 METACLIP = [name for name in PRESETS if name.startswith("metaclip")]
-
-
-def picture() -> Image.Image:
-    """Neither square nor even, and nothing in it twice."""
-    rows, columns = np.mgrid[0:97, 0:145]
-    channels = [rows * 255 // 96, columns * 255 // 144, (rows * 7 + columns * 3) % 256]
-    return Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
 
 
 class TestFromClip:
@@ -126,12 +115,15 @@ class TestFromClip:
                 load_tower(tmp_path / "tower")(pictures()).pooler_output, model(pictures()).image_embeds
             )
 
-    def test_whole_model(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("model_class", "config_class"), [(CLIPModel, CLIPConfig), (MetaClip2Model, MetaClip2Config)]
+    )
+    def test_whole_model(self, tmp_path, model_class, config_class):
         text = dict(
             hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, vocab_size=30
         )
-        config = CLIPConfig(vision_config=clip_fields("gelu"), text_config=text, projection_dim=EMBED)
-        model = randomize(CLIPModel(config))
+        config = config_class(vision_config=clip_fields("gelu"), text_config=text, projection_dim=EMBED)
+        model = randomize(model_class(config))
         model.save_pretrained(tmp_path / "source")
         processor = {
             "image_processor": {"image_mean": [0.1, 0.2, 0.3], "image_processor_type": "CLIPImageProcessor"}
@@ -180,6 +172,21 @@ class TestBack:
         written = json.loads((tmp_path / "back" / "open_clip_config.json").read_text())
         assert written["model_cfg"]["text_cfg"] == open_clip_config()["model_cfg"]["text_cfg"]
         assert list(report.dropped) == ["logit_scale"]
+
+    def test_result_goes_into_a_model_of_open_clip(self, tmp_path):
+        ours = randomize(
+            llamoe.LlamoeVisionModel(LlamoeVisionConfig(**clip_fields(), use_rope=False, use_adapter=False))
+        )
+        ours.save_pretrained(tmp_path / "tower")
+        convert_vision(tmp_path / "tower", tmp_path / "back", to="open_clip")
+        text = open_clip.model.CLIPTextCfg(context_length=8, vocab_size=20, width=32, heads=2, layers=1)
+        vision = open_clip_config()["model_cfg"]["vision_cfg"]
+        model = open_clip.CLIP(EMBED, vision, text, quick_gelu=True).eval()
+        state = load_file(tmp_path / "back" / "open_clip_model.safetensors")
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        assert unexpected == [] and not any(name.startswith("visual.") for name in missing)
+        with torch.no_grad():
+            check_close(model.encode_image(pictures()), ours(pictures()).pooler_output)
 
     @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
     @pytest.mark.parametrize("has_projection", [True, False])
@@ -264,8 +271,11 @@ class TestBack:
             with pytest.raises(ValueError, match="rotates its patches .*use_rope = True"):
                 convert_vision(tmp_path / "source", tmp_path / to, to=to)
             assert not (tmp_path / to).exists()
-        convert_vision(tmp_path / "source", tmp_path / "tower")
-        assert load_tower(tmp_path / "tower").config.use_rope
+        convert_vision(tmp_path / "source", tmp_path / "tower", image_size=36)
+        tower = load_tower(tmp_path / "tower")
+        assert tower.config.use_rope and tower(pictures(36)).last_hidden_state.shape == (3, 9, 20)
+        with pytest.raises(ValueError, match="grid of 5 by 5"):
+            convert_vision(tmp_path / "source", tmp_path / "odd", image_size=30)
 
     def test_the_tower_of_a_multimodal_model(self, tmp_path):
         fields = dict(hidden_size=32, intermediate_size=20, intermediate_size_mlp=24, num_hidden_layers=2)
@@ -293,148 +303,28 @@ class TestBack:
         assert "language_model.lm_head.weight" in report.dropped
         assert "adapter" in report.dropped["vision_adapter.mlp.fc1.weight"]
 
-
-class TestPictureSize:
-    @pytest.mark.parametrize("grid", [3, 4, 6, 8, 10, 15])
-    def test_positions_are_those_of_open_clip(self, grid, record_parity):
-        reference = randomize(open_clip_tower())
-        state = visual_state(reference)
-        theirs = dict(state)
-        resize_pos_embed(theirs, SimpleNamespace(visual=SimpleNamespace(grid_size=(grid, grid))))
-        positions = state["visual.positional_embedding"]
-        ours = resize_positions(from_tensor(torch.cat([positions[1:], positions[:1]])), grid).read()
-        expected = theirs["visual.positional_embedding"]
-        assert expected.shape == (grid**2 + 1, WIDTH)
-        difference = max_abs(torch.cat([ours[-1:], ours[:-1]]), expected)
-        record_parity(
-            "resized positions", "open_clip resize_pos_embed", "float32", difference, f"7 to {grid}"
-        )
-        assert difference == 0
-
-    def test_bfloat16_is_resized_in_float32(self):
-        positions = torch.randn(50, WIDTH).bfloat16()
-        exact = resize_positions(from_tensor(positions.float()), 12).read()
-        assert torch.equal(resize_positions(from_tensor(positions), 12).read(), exact.bfloat16())
-
     @pytest.mark.parametrize("to", ["tower", "open_clip", "clip"])
-    @pytest.mark.parametrize("grid", [5, 10])
-    def test_features_are_those_of_open_clip(self, tmp_path, to, grid):
-        reference = randomize(open_clip_tower())
-        source = write_open_clip(tmp_path / "source", visual_state(reference), open_clip_config())
-        report = convert_vision(source, tmp_path / to, to=to, image_size=grid * PATCH)
-        state = visual_state(reference)
-        larger = open_clip_tower(image_size=grid * PATCH).eval()
-        resize_pos_embed(state, SimpleNamespace(visual=larger))
-        larger.load_state_dict({name.removeprefix("visual."): value for name, value in state.items()})
-        x = pictures(grid * PATCH)
-        with torch.no_grad():
-            expected, _ = larger(x)
-            if to == "tower":
-                result = load_tower(tmp_path / to)(x).pooler_output
-            elif to == "open_clip":
-                result = load_open_clip(tmp_path / to)(x)[0]
-            else:
-                result = load_stock(CLIPVisionModelWithProjection, tmp_path / to)(x).image_embeds
-        check_close(result, expected)
-        assert any(f"from 7 x 7 to {grid} x {grid}" in note for note in report.notes)
-        if to != "open_clip":
-            processor = CLIPImageProcessorPil.from_pretrained(tmp_path / to)
-            pixels = processor(picture(), return_tensors="pt").pixel_values
-            assert pixels.shape == (1, 3, grid * PATCH, grid * PATCH)
+    def test_a_run_that_ended_goes_on(self, tmp_path, to):
+        class Stop:
+            def start(self, total):
+                assert total == sum(value.nbytes for value in state.values())
 
-    @pytest.mark.parametrize("image_size", [SIZE + 1, PATCH - 1, 0, -SIZE, 2.5, True, "42"])
-    def test_sizes_that_do_not_fit(self, tmp_path, image_size):
-        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
-        with pytest.raises(ValueError, match="image_size"):
-            convert_vision(source, tmp_path / "tower", image_size=image_size)
-        assert not (tmp_path / "tower").exists()
+            def advance(self, nbytes, file):
+                raise KeyboardInterrupt
 
-
-class TestNormalization:
-    MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-
-    @pytest.mark.parametrize("to", ["tower", "open_clip", "clip"])
-    @pytest.mark.parametrize("image_size", [None, 9 * PATCH])
-    def test_folding_keeps_the_features(self, tmp_path, to, image_size, record_parity):
-        reference = randomize(open_clip_tower())
-        source = write_open_clip(tmp_path / "source", visual_state(reference), open_clip_config())
-        for name, folded in (("plain", False), ("folded", True)):
-            convert_vision(source, tmp_path / name, to=to, image_size=image_size, fold_normalization=folded)
-        raw = torch.rand(2, 3, image_size or SIZE, image_size or SIZE)
-        clip_pixels = (raw - torch.tensor(self.MEAN)[:, None, None]) / torch.tensor(self.STD)[:, None, None]
-        features = []
-        for name, pixels in (("plain", clip_pixels), ("folded", (raw - 0.5) / 0.5), ("folded", clip_pixels)):
-            with torch.no_grad():
-                if to == "open_clip":
-                    features.append(load_open_clip(tmp_path / name)(pixels)[1])
-                elif to == "clip":
-                    stock = load_stock(CLIPVisionModelWithProjection, tmp_path / name)
-                    features.append(stock(pixels).last_hidden_state)
-                else:
-                    features.append(load_tower(tmp_path / name)(pixels).last_hidden_state)
-        plain, folded, wrong = features
-        difference = check_close(folded, plain)
-        assert max_abs(wrong, plain) > 0.1
-        record_parity("folded normalization", "the same tower without", "float32", difference, f"as {to}")
-
-    def test_the_processor_says_it(self, tmp_path):
-        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
-        convert_vision(source, tmp_path / "tower", fold_normalization=True)
-        processor = AutoImageProcessor.from_pretrained(tmp_path / "tower")
-        assert list(processor.image_mean) == list(processor.image_std) == [0.5] * 3
-        again = convert_vision(tmp_path / "tower", tmp_path / "again", fold_normalization=True)
-        assert any("already" in note for note in again.notes)
-        same_tensors(
-            tmp_path / "again" / "model.safetensors", load_file(tmp_path / "tower" / "model.safetensors")
-        )
-        convert_vision(tmp_path / "tower", tmp_path / "back", to="open_clip")
-        written = json.loads((tmp_path / "back" / "open_clip_config.json").read_text())["preprocess_cfg"]
-        assert written["mean"] == written["std"] == [0.5] * 3
-
-    def test_unknown_normalization_cannot_be_folded(self, tmp_path):
-        config = LlamoeVisionConfig(**clip_fields(), use_rope=False, use_adapter=False)
-        llamoe.LlamoeVisionModel(config).save_pretrained(tmp_path / "tower")
-        with pytest.raises(ValueError, match="preprocessor_config.json"):
-            convert_vision(tmp_path / "tower", tmp_path / "folded", fold_normalization=True)
-
-    @pytest.mark.parametrize("resize_mode", ["shortest", "squash"])
-    @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-    def test_pixels_are_those_of_open_clip(self, tmp_path, resize_mode, interpolation):
-        """The PIL processor gives them to rounding, and what goes back is what came.
-
-        Where an odd number of columns is cut off, transformers cuts one pixel further left; none is here.
-        """
-        preprocess = {
-            "mean": [0.4, 0.5, 0.6],
-            "std": [0.2, 0.3, 0.25],
-            "interpolation": interpolation,
-            "resize_mode": resize_mode,
-        }
-        config = open_clip_config(preprocess=preprocess)
-        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), config)
-        convert_vision(source, tmp_path / "tower")
-        convert_vision(tmp_path / "tower", tmp_path / "back", to="open_clip")
-        written = json.loads((tmp_path / "back" / "open_clip_config.json").read_text())
-        assert written["preprocess_cfg"] == preprocess
-        transform = image_transform_v2(PreprocessCfg(size=SIZE, **preprocess), is_train=False)
-        processor = CLIPImageProcessorPil.from_pretrained(tmp_path / "tower")
-        pixels = processor(picture(), return_tensors="pt").pixel_values[0]
-        assert max_abs(pixels, transform(picture())) <= 1e-6  # measured 0 to 2.4e-7
-
-    def test_settings_of_older_releases(self, tmp_path):
-        """They wrote sizes as one number."""
-        CLIPVisionModel(CLIPVisionConfig(**clip_fields())).save_pretrained(tmp_path / "source")
-        older = {
-            "feature_extractor_type": "CLIPFeatureExtractor",
-            "size": SIZE,
-            "crop_size": SIZE,
-            "resample": 3,
-        }
-        (tmp_path / "source" / "preprocessor_config.json").write_text(json.dumps(older))
-        convert_vision(tmp_path / "source", tmp_path / "tower", image_size=10 * PATCH)
-        processor = CLIPImageProcessorPil.from_pretrained(tmp_path / "tower")
-        pixels = processor(picture(), return_tensors="pt").pixel_values
-        assert pixels.shape == (1, 3, 10 * PATCH, 10 * PATCH)
+        state = visual_state(randomize(open_clip_tower()))
+        source = write_open_clip(tmp_path / "source", state, open_clip_config())
+        with pytest.raises(KeyboardInterrupt):
+            convert_vision(source, tmp_path / "out", to=to, progress=Stop())
+        assert not list((tmp_path / "out").glob("*.safetensors"))
+        with pytest.raises(ValueError, match="unfinished"):
+            convert_vision(source, tmp_path / "out", to=to)
+        with pytest.raises(ValueError, match="other options"):
+            convert_vision(source, tmp_path / "out", to=to, image_size=48, resume=True)
+        (name,) = convert_vision(source, tmp_path / "out", to=to, resume=True).files
+        convert_vision(source, tmp_path / "fresh", to=to)
+        same_tensors(tmp_path / "out" / name, load_file(tmp_path / "fresh" / name))
+        assert not list((tmp_path / "out").glob(".*"))
 
 
 class TestPresets:
@@ -459,23 +349,22 @@ class TestPresets:
         last = f"visual.transformer.resblocks.{config.num_hidden_layers - 1}"
         assert theirs[f"{last}.attn.in_proj_weight"].shape == (3 * width, width)
 
-    @pytest.mark.slow
     def test_published_size_with_weights(self, tmp_path):
-        """ViT-B-32 whole, as open_clip builds it from its own architecture's name."""
-        import open_clip
-
-        model = open_clip.create_model("ViT-B-32-quickgelu", pretrained=None)
-        state = {name: value for name, value in model.state_dict().items() if name.startswith("visual.")}
-        file = write_open_clip(tmp_path / "source", state)
+        """ViT-B-32 whole, as open_clip builds it from the architecture's name; only the tag says the activation."""
+        described = open_clip.get_model_config("ViT-B-32-quickgelu")
+        tower = _build_vision_tower(
+            described["embed_dim"], described["vision_cfg"], described["quick_gelu"]
+        ).eval()
+        file = write_open_clip(tmp_path / "source", visual_state(tower))
+        with pytest.raises(ValueError, match="'gelu' by the argument activation, 'quick_gelu' by the tag"):
+            open_tower(file, tag="metaclip_400m", activation="gelu")
         convert_vision(file, tmp_path / "tower", tag="metaclip_400m")
         ours = load_tower(tmp_path / "tower")
-        assert (
-            ours.config.to_diff_dict().items()
-            >= {"num_attention_heads": 12, "hidden_act": "quick_gelu"}.items()
-        )
+        published = preset("metaclip-b32", architectures=["LlamoeVisionModel"], dtype="float32")
+        assert ours.config == published
         x = torch.randn(1, 3, 224, 224)
         with torch.no_grad():
-            check_close(ours(x).pooler_output, model.encode_image(x))
+            check_close(ours(x).pooler_output, tower(x))
 
 
 def test_an_opened_tower_has_what_assembling_needs(tmp_path):
@@ -485,5 +374,5 @@ def test_an_opened_tower_has_what_assembling_needs(tmp_path):
     assert checkpoint.tensors["class_embedding"].shape == (WIDTH,)
     assert checkpoint.tensors[f"model.layers.{LAYERS - 1}.mlp.fc2.weight"].shape == (WIDTH, INNER)
     processor = json.loads(checkpoint.companions["preprocessor_config.json"])
-    assert processor["image_mean"] == TestNormalization.MEAN
+    assert processor["image_mean"] == [0.48145466, 0.4578275, 0.40821073]
     assert (checkpoint.config.num_attention_heads, checkpoint.config.image_size) == (HEADS_HERE, SIZE)
