@@ -16,12 +16,13 @@ _TOWERS = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
 _OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 
 
-def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
     """Open a checkpoint of any format that llamoe knows.
 
     Args:
         path: a folder of Meta (params.json, consolidated.00.pth), of Hugging Face (config.json), or a vision tower of
             open_clip or CLIP, which may be a single file.
+        companions: whether the tokenizer and what belongs to it are wanted; translating Meta's takes seconds.
 
     Raises:
         CheckpointError: there is no such path, it is none of those formats, or it is damaged.
@@ -32,7 +33,7 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     if path.is_file():
         return _part("metaclip").open_tower(path)
     if (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
-        return _part("meta").open_meta(path)
+        return _part("meta").open_meta(path, companions=companions)
     if any((path / name).is_file() for name in _OPEN_CLIP_FILES):
         return _part("metaclip").open_tower(path)  # timm's folders have a config.json of their own beside it
     if (path / "config.json").is_file():

@@ -243,7 +243,7 @@ def _find(given: str | os.PathLike | Checkpoint) -> _Found:
     if path.is_file() and path.suffix == ".json":
         return _Found(given, "configuration", from_stock(read_json(path)), {}, [], {}, [])
     try:
-        return _of_checkpoint(open_checkpoint(path))
+        return _of_checkpoint(open_checkpoint(path, companions=False))
     except (OSError, ValueError) as error:
         found = _survey(path, error)
         if found.config is None and not found.tensors:

@@ -196,7 +196,10 @@ def verify(
     tolerance = TOLERANCE if tolerance is None else tolerance
     if not tolerance >= 0:
         raise ValueError(f"tolerance = {tolerance!r}: should be a part of the standard deviation, 0 or more")
-    opened = [given if isinstance(given, Checkpoint) else open_checkpoint(given) for given in (a, b)]
+    opened = [
+        given if isinstance(given, Checkpoint) else open_checkpoint(given, companions=False)
+        for given in (a, b)
+    ]
     parts, notes = _comparable(*opened)
     configs = (parts[0].config, parts[1].config)
     structure, function = compare_configs(*configs)
