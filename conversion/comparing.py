@@ -124,7 +124,7 @@ def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
             for part in config.sub_configs
             for name, value in _function(getattr(config, part)).items()
         }
-        return {**inner, "image_token_index": (config.image_token_index,) * 2}
+        return {**inner, "image_token_index": (config.image_token_index, config.image_token_index)}
     if isinstance(config, LlamoeVisionConfig):
         return _function_of_tower(config)
     plans = [config.layer_plan(layer_idx) for layer_idx in range(config.num_hidden_layers)]

@@ -404,7 +404,10 @@ def _guess(tensors: Mapping[str, Header]) -> tuple[str, dict[str, Any]]:
 
 
 def _gb(size: int) -> str:
-    return f"{size / 10**9:,.2f} GB" if size >= 10**8 else f"{size / 10**6:,.2f} MB"
+    for unit, name in ((10**9, "GB"), (10**6, "MB")):
+        if size >= unit / 10:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size / 1000:,.2f} kB"
 
 
 def _need(weights: int, cached: int) -> str:
