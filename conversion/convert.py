@@ -93,7 +93,7 @@ def convert(
     for name, (value, default) in unused.items():
         if value != default:
             raise ValueError(f"{name} = {value!r}: has no meaning for to = {to!r}.")
-    _check_apart(Path(source), Path(target))
+    check_apart(Path(source), Path(target))
     check_target(Path(target), resume)
     checkpoint = open_checkpoint(source)
     if checkpoint.kind in ("open_clip", "clip"):
@@ -117,7 +117,12 @@ def convert(
     )
 
 
-def _check_apart(source: Path, target: Path) -> None:
+def check_apart(source: Path, target: Path) -> None:
+    """Refuse a target inside its source.
+
+    Raises:
+        ValueError: it is the source, or lies in it.
+    """
     if source.exists() and (
         target.absolute() == source.absolute() or source.absolute() in target.absolute().parents
     ):
