@@ -26,6 +26,7 @@ from llamoe.conversion.convert import open_checkpoint
 from llamoe.conversion.lazy import from_tensor
 from llamoe.conversion.meta import save_meta
 from llamoe.conversion.metaclip import convert_vision
+from llamoe.conversion.upcycle import upcycle
 from llamoe.conversion.verify import verify
 from llamoe.modeling.weights import CheckpointError
 
@@ -333,6 +334,18 @@ def test_a_dense_model_and_the_mixture_that_computes_it_are_the_same_function(sa
     assert result.same_function and not result.same_weights
     assert result.outputs[0].max_abs <= ROUNDING and not result.function
     assert result.only_in_a and result.only_in_b and result.structure["model_type"]
+
+
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_an_upcycled_model_is_the_same_function_until_it_gets_noise(interleave, saved, tmp_path):
+    options = dict(experts=3, interleave=interleave, top_k=2)
+    upcycle(saved("dense"), tmp_path / "still", **options)
+    result = verify(saved("dense"), tmp_path / "still")
+    assert result.same_function and not result.same_weights, result.reasons
+    assert result.structure["num_experts_per_tok"] == (None, 2)
+    upcycle(saved("dense"), tmp_path / "noisy", noise=0.3, **options)
+    result = verify(saved("dense"), tmp_path / "noisy")
+    assert result.same_function is False and result.first_layer == f"layers.{interleave - 1}"
 
 
 def test_rounded_weights_are_within_the_tolerance_that_is_given(saved, tmp_path):
