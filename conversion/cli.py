@@ -119,8 +119,8 @@ def convert(
     shards: Annotated[
         int | None,
         typer.Option(
-            help="For Meta's format: files, over which each tensor is split. Divides the key-value heads; the default is "
-            "as Meta's releases of that size."
+            help="For Meta's format: files, over which each tensor is split. Divides the key-value heads; the "
+            "default is as Meta's releases of that size."
         ),
     ] = None,
     style: Annotated[

@@ -17,12 +17,13 @@ _TOWERS = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
 _OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 
 
-def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
     """Open a checkpoint of any format that llamoe knows.
 
     Args:
         path: a folder of Meta (params.json, consolidated.00.pth), of Hugging Face (config.json), or a vision tower of
             open_clip or CLIP, which may be a single file.
+        companions: whether the tokenizer and what belongs to it are wanted; translating Meta's takes seconds.
 
     Raises:
         CheckpointError: there is no such path, it is none of those formats, or it is damaged.
@@ -33,7 +34,7 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     if path.is_file():
         return open_tower(path)
     if (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
-        return open_meta(path)
+        return open_meta(path, companions=companions)
     if any((path / name).is_file() for name in _OPEN_CLIP_FILES):
         return open_tower(path)  # timm's folders have a config.json of their own beside it
     if (path / "config.json").is_file():
@@ -71,8 +72,8 @@ def convert(
         to: "hf" or "meta".
         shards: for "meta", the number of files, over which each tensor is split; it divides the key-value heads. None
             for as many as Meta's releases of that size have: one up to 17.5 GB.
-        style: for "meta" and Llama 4, "release" (names of the published files, some tensors fused) or "unfused" (names of
-            the modules of Meta's code).
+        style: for "meta" and Llama 4, "release" (names of the published files, some tensors fused) or "unfused" (names
+            of the modules of Meta's code).
         dtype: "float32", "float16" or "bfloat16" for all tensors; None keeps each one's.
         shard_size: for "hf", bytes that a file should not exceed, such as "5GB".
         experts: for "hf", "fused" (stacked, as stock) or "split" (one linear layer an expert).
