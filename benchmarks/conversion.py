@@ -126,7 +126,7 @@ def main() -> None:
         sources = {"hf": work / "hf", "meta": work / "meta"}
         small = {"hf": work / "small", "meta": work / "small-meta"}
         checkpoint = make(config, sources["hf"])
-        make(text_config(2, 2, 256, 256), small["hf"])
+        make(text_config(2, 2, 512, 256), small["hf"])
         for folders in (sources, small):
             convert(folders["hf"], folders["meta"], to="meta", shards=8)
         size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())

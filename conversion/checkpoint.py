@@ -414,13 +414,13 @@ def split_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def _tied(embedding: LazyTensor, head: LazyTensor) -> LazyTensor:
-    """The embedding; read together with the output head that it stands for, which transformers ties only if equal."""
+    """The embedding, read together with the output head that it stands for: transformers ties them only if equal."""
 
     def compare(matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         if not torch.equal(matrix, other):
             raise CheckpointError(
-                f"{head.origin}: differs from {embedding.origin}, though config.json has tie_word_embeddings. Set it to "
-                "false if the model has a head of its own."
+                f"{head.origin}: differs from {embedding.origin}, though config.json has tie_word_embeddings. Set it "
+                "to false if the model has a head of its own."
             )
         return matrix
 

@@ -329,4 +329,6 @@ def save_without_storage(content: dict[str, "torch.Tensor"], path: Any) -> None:
 
 def storage_offset(tensor: "torch.Tensor") -> int:
     """Where the storage of a tensor of `load_without_storage` begins in its file, in bytes."""
-    return tensor.untyped_storage()._checkpoint_offset  # pyright: ignore[reportAttributeAccessIssue]
+    offset = tensor.untyped_storage()._checkpoint_offset  # pyright: ignore[reportAttributeAccessIssue]
+    assert offset is not None
+    return offset
