@@ -2,7 +2,8 @@
 
 An oracle for the converters: it shares nothing with the package nor with transformers. Weights have the names of
 Meta's own modules (`layers.0.attention.wq.weight`), sizes come from a dictionary with the keys of `params.json`.
-No cache, one pass over whole sequences, everything in the dtype of the weights (use float32).
+No cache, one pass over whole sequences, everything in the dtype of the weights (float32, or float64 for an exact
+answer).
 
 Sources: meta-llama/llama (`llama/model.py`), meta-llama/llama-models (`models/llama4/model.py`, `moe.py`,
 `vision/encoder.py`, `vision/embedding.py`).
@@ -55,7 +56,7 @@ def llama4_logits(
         normed = rms_norm(x, eps) * own["attention_norm.weight"]
         if is_nope:
             x = x + attention(
-                part(own, "attention."), params, normed, causal, None, temperatures(params, positions)
+                part(own, "attention."), params, normed, causal, None, temperatures(params, positions, x.dtype)
             )
         else:
             x = x + attention(part(own, "attention."), params, normed, chunked, turns)
@@ -104,7 +105,7 @@ def rotations(
         high = params.get("rope_high_freq_factor") or factors[1]
         frequencies = [scaled_frequency(f, factor, high) for f in frequencies]
     angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float64)
-    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 def scaled_frequency(frequency: float, factor: float, high: float, old_length: float = 8192.0) -> float:
@@ -120,16 +121,16 @@ def scaled_frequency(frequency: float, factor: float, high: float, old_length: f
 
 def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """Turn adjacent channels (2j, 2j + 1) of `x` `[batch, tokens, heads, head_dim]` as complex numbers."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * turns[:, None, :]).flatten(-2).to(x.dtype)
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turns[:, None, :].to(pairs.dtype)).flatten(-2)
 
 
-def temperatures(params: dict, positions: torch.Tensor) -> torch.Tensor | None:
+def temperatures(params: dict, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Factors `[positions]` of the queries in layers without positions, or None where tuning is off."""
     if not params.get("attn_temperature_tuning"):
         return None
     floor_scale, scale = params.get("floor_scale", 8192.0), params.get("attn_scale", 0.1)
-    return 1 + scale * torch.log(1 + torch.floor((positions + 1) / floor_scale))
+    return 1 + scale * torch.log(1 + torch.floor((positions.to(dtype) + 1) / floor_scale))
 
 
 def attention(
@@ -222,7 +223,7 @@ def patch_rotations(rows: int, columns: int, head_dim: int) -> torch.Tensor:
     ]
     angles.append([0.0] * (head_dim // 2))  # the class token, which is the last
     angles = torch.tensor(angles, dtype=torch.float64)
-    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 def patch_attention(
