@@ -299,3 +299,35 @@ def reads_tied_weights_from_disk() -> bool:
     from accelerate import dispatch_model
 
     return 'device.type != "meta"' in inspect.getsource(dispatch_model)
+
+
+def load_without_storage(path: Any) -> Any:
+    """Unpickle a torch file with `weights_only=True`, with tensors whose numbers stay in the file.
+
+    `FakeTensorMode` is how torch's documentation of serialization does it, though its module has an underscore.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.load(path, weights_only=True)
+
+
+def save_without_storage(content: dict[str, "torch.Tensor"], path: Any) -> None:
+    """Write a torch file with room for the numbers of tensors that have none.
+
+    The entries are tensors of `meta`; the room is filled afterwards, at what `storage_offset` says of the file's
+    tensors.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fakes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in content.items()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(fakes, path)
+
+
+def storage_offset(tensor: "torch.Tensor") -> int:
+    """Where the storage of a tensor of `load_without_storage` begins in its file, in bytes."""
+    return tensor.untyped_storage()._checkpoint_offset  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,348 @@
+"""Tensors that are not there yet: where their numbers come from, read block by block when they are written.
+
+A converted checkpoint is a set of views of the source's tensors: joined, cut, turned, permuted. A view knows its shape
+and dtype at once and reads nothing until a block of it is asked for, so that a checkpoint of any size passes through a
+few blocks of memory. A block is what can be read and written at a time: one row of the first axis of a stacked tensor
+(one expert), a whole matrix otherwise.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+
+import torch
+
+
+class LazyTensor(ABC):
+    """A tensor that can be read in rows of its first axis.
+
+    Attributes:
+        shape: as a tuple.
+        dtype: of what `read` returns.
+        origin: file and tensor that it comes from, for messages.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, origin: str):
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.origin = origin
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.origin!r})"
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of the first axis that one block holds."""
+        return 1 if self.ndim > 2 else self._rows()
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Read rows `start` to `stop` of the first axis.
+
+        Args:
+            start: first row.
+            stop: the row after the last; None for all that follow. A tensor without axes is read whole.
+
+        Returns:
+            contiguous, on the CPU, of shape `[stop - start, ...]`. It may be shared with other reads: do not write to
+            it.
+
+        Raises:
+            CheckpointError: the file does not give what its header promised.
+        """
+        stop = self._rows() if stop is None else stop
+        assert 0 <= start <= stop <= self._rows(), (self, start, stop)
+        rows = self._read(start, stop).contiguous()
+        expected = (stop - start, *self.shape[1:]) if self.shape else ()
+        assert tuple(rows.shape) == expected, (self, tuple(rows.shape), expected)
+        assert rows.dtype == self.dtype, (self, rows.dtype)
+        return rows
+
+    def leaves(self) -> Iterator["LazyTensor"]:
+        """Give the tensors that this one is made of, down to those that are read from files."""
+        inputs = self._inputs()
+        if not inputs:
+            yield self
+        for tensor in inputs:
+            yield from tensor.leaves()
+
+    def cast(self, dtype: torch.dtype) -> "LazyTensor":
+        """View as another dtype; floating tensors only, others stay as they are."""
+        if dtype == self.dtype or not self.dtype.is_floating_point:
+            return self
+        return self.map(lambda tensor: tensor.to(dtype), dtype=dtype)
+
+    def cut(self, dim: int, start: int, stop: int) -> "LazyTensor":
+        """View indices `start` to `stop` along an axis."""
+        dim %= self.ndim
+        return self if (start, stop) == (0, self.shape[dim]) else _Cut(self, dim, start, stop)
+
+    def view(self, *shape: int) -> "LazyTensor":
+        """View under another shape of as many elements, row-major."""
+        return self if shape == self.shape else _View(self, shape)
+
+    def transpose(self) -> "LazyTensor":
+        """View with the last two axes exchanged."""
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return self.map(lambda tensor: tensor.transpose(-1, -2), shape)
+
+    def map(
+        self,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "LazyTensor":
+        """View through a function.
+
+        Args:
+            function: gets one row `[1, ...]` at a time where this tensor has three axes or more, otherwise the whole
+                tensor; must not change it.
+            shape: of the whole result; None for the same.
+            dtype: of the result; None for the same.
+        """
+        return _Map(self, function, self.shape if shape is None else shape, dtype or self.dtype)
+
+    def row(self, index: int) -> "LazyTensor":
+        """View one index of the first axis, as a tensor without that axis."""
+        return self.cut(0, index, index + 1).view(*self.shape[1:])
+
+    def remember(self, slot: "Slot") -> "LazyTensor":
+        """View that keeps the latest block in `slot`, for parts of it that are read one after the other."""
+        return _Remembered(self, slot)
+
+    def _rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @abstractmethod
+    def _read(self, start: int, stop: int) -> torch.Tensor: ...
+
+    def _inputs(self) -> Sequence["LazyTensor"]:
+        return ()
+
+
+def blocks(tensor: LazyTensor) -> list[tuple[int, int]]:
+    """Cut a tensor into the ranges of rows that it is read and written in."""
+    rows, step = tensor._rows(), max(tensor.block_rows, 1)
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def from_tensor(tensor: torch.Tensor, origin: str = "") -> LazyTensor:
+    """View a tensor that is in memory already."""
+    return _Memory(tensor.detach(), origin)
+
+
+def join(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
+    """View tensors one behind the other along an axis, as `torch.cat` does."""
+    dim %= parts[0].ndim
+    return parts[0] if len(parts) == 1 else _Join(parts, dim)
+
+
+def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """View tensors of one shape as rows of a new first axis, as `torch.stack` does."""
+    return _Join([part.view(1, *part.shape) for part in parts], 0)
+
+
+def compute(
+    function: Callable[..., torch.Tensor],
+    inputs: Sequence[LazyTensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    origin: str,
+) -> LazyTensor:
+    """View the result of a function of whole tensors, for matrices and what is smaller.
+
+    Args:
+        function: gets the tensors in order; must not change them.
+        inputs: what it is given.
+        shape: of the result.
+        dtype: of the result.
+        origin: for messages.
+    """
+    return _Computed(function, inputs, shape, dtype, origin)
+
+
+class Slot:
+    """Room for one block, shared by all tensors that remember their latest one here."""
+
+    def __init__(self):
+        self.key: tuple[int, int, int] | None = None
+        self.rows: torch.Tensor | None = None
+
+
+class _Memory(LazyTensor):
+    def __init__(self, tensor: torch.Tensor, origin: str):
+        super().__init__(tensor.shape, tensor.dtype, origin)
+        self.tensor = tensor
+
+    def _read(self, start, stop):
+        return self.tensor[start:stop] if self.shape else self.tensor
+
+
+class _Join(LazyTensor):
+    def __init__(self, parts: Sequence[LazyTensor], dim: int):
+        first = parts[0]
+        for part in parts:
+            assert part.shape[:dim] == first.shape[:dim], (first, part)
+            assert part.shape[dim + 1 :] == first.shape[dim + 1 :], (first, part)
+            assert part.dtype == first.dtype, (first, part)
+        shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
+        super().__init__(shape, first.dtype, first.origin)
+        self.parts, self.dim = list(parts), dim
+
+    def _inputs(self):
+        return self.parts
+
+    @property
+    def block_rows(self):
+        return self.parts[0].block_rows if self.dim else super().block_rows
+
+    def _read(self, start, stop):
+        if self.dim:
+            shape = (stop - start, *self.shape[1:])
+            ranges = [(start, stop)] * len(self.parts)
+            positions = _positions([part.shape[self.dim] for part in self.parts])
+        else:
+            offsets = _positions([part.shape[0] for part in self.parts])
+            ranges = [
+                (max(start, begin) - begin, min(stop, begin + part.shape[0]) - begin)
+                for begin, part in zip(offsets, self.parts, strict=True)
+            ]
+            shape = (stop - start, *self.shape[1:])
+            positions = [max(begin - start, 0) for begin in offsets]
+        wanted = [
+            (part, *span, position)
+            for part, span, position in zip(self.parts, ranges, positions, strict=True)
+            if span[0] < span[1]
+        ]
+        if len(wanted) == 1:
+            part, begin, end, _ = wanted[0]
+            return part.read(begin, end)
+        result = torch.empty(shape, dtype=self.dtype)
+        for part, begin, end, position in wanted:
+            rows = part.read(begin, end)
+            result.narrow(self.dim, position, rows.shape[self.dim]).copy_(rows)
+        return result
+
+
+class _Cut(LazyTensor):
+    def __init__(self, tensor: LazyTensor, dim: int, start: int, stop: int):
+        assert 0 <= start <= stop <= tensor.shape[dim], (tensor, dim, start, stop)
+        shape = (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
+        super().__init__(shape, tensor.dtype, tensor.origin)
+        self.tensor, self.dim, self.start = tensor, dim, start
+
+    def _inputs(self):
+        return (self.tensor,)
+
+    @property
+    def block_rows(self):
+        return self.tensor.block_rows if self.dim else min(self.tensor.block_rows, self._rows())
+
+    def _read(self, start, stop):
+        if self.dim == 0:
+            return self.tensor.read(self.start + start, self.start + stop)
+        return self.tensor.read(start, stop).narrow(self.dim, self.start, self.shape[self.dim])
+
+
+class _View(LazyTensor):
+    """Any reshape: rows of the result are a run of the elements, of which the covering rows are read."""
+
+    def __init__(self, tensor: LazyTensor, shape: Sequence[int]):
+        assert prod(shape) == tensor.numel, (tensor, shape)
+        super().__init__(shape, tensor.dtype, tensor.origin)
+        self.tensor = tensor
+
+    def _inputs(self):
+        return (self.tensor,)
+
+    @property
+    def block_rows(self):
+        width, inner = prod(self.shape[1:]), prod(self.tensor.shape[1:])
+        elements = self.tensor.block_rows * inner
+        if self.ndim < 3 <= self.tensor.ndim and width and elements % width == 0:
+            return max(elements // width, 1)
+        return super().block_rows
+
+    def _read(self, start, stop):
+        width, inner = prod(self.shape[1:]), prod(self.tensor.shape[1:])
+        begin, end = start * width, stop * width
+        shape = (stop - start, *self.shape[1:]) if self.shape else ()
+        if begin == end or not inner:
+            return torch.empty(shape, dtype=self.dtype)
+        first = begin // inner
+        rows = self.tensor.read(first, -(-end // inner)).reshape(-1)
+        return rows[begin - first * inner : end - first * inner].reshape(shape)
+
+
+class _Map(LazyTensor):
+    def __init__(self, tensor: LazyTensor, function: Callable, shape: Sequence[int], dtype: torch.dtype):
+        super().__init__(shape, dtype, tensor.origin)
+        self.tensor, self.function = tensor, function
+        self.by_row = tensor.ndim > 2
+        assert not self.by_row or self.shape[:1] == tensor.shape[:1], (tensor, shape)
+
+    def _inputs(self):
+        return (self.tensor,)
+
+    def _read(self, start, stop):
+        if not self.by_row:
+            return self.function(self.tensor.read())[start:stop] if self.shape else self.function(self.tensor.read())
+        rows = [self.function(self.tensor.read(row, row + 1)) for row in range(start, stop)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+class _Computed(LazyTensor):
+    def __init__(self, function, inputs, shape, dtype, origin):
+        super().__init__(shape, dtype, origin)
+        self.function, self.inputs = function, list(inputs)
+
+    def _inputs(self):
+        return self.inputs
+
+    def _read(self, start, stop):
+        result = self.function(*(tensor.read() for tensor in self.inputs))
+        return result[start:stop] if self.shape else result
+
+
+class _Remembered(LazyTensor):
+    def __init__(self, tensor: LazyTensor, slot: Slot):
+        super().__init__(tensor.shape, tensor.dtype, tensor.origin)
+        self.tensor, self.slot = tensor, slot
+
+    def _inputs(self):
+        return (self.tensor,)
+
+    @property
+    def block_rows(self):
+        return self.tensor.block_rows
+
+    def _read(self, start, stop):
+        """Give rows of the block that was read last, which is widened to whole blocks of the tensor."""
+        step = max(self.tensor.block_rows, 1)
+        begin, end = start // step * step, min(-(-stop // step) * step, self._rows())
+        key = (id(self), begin, end)
+        if self.slot.key != key:
+            self.slot.key = self.slot.rows = None
+            self.slot.rows = self.tensor.read(begin, end)
+            self.slot.key = key
+        rows = self.slot.rows
+        assert rows is not None
+        return rows[start - begin : stop - begin] if self.shape else rows
+
+
+def _positions(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:index]) for index in range(len(sizes))]
