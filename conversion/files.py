@@ -228,7 +228,9 @@ def check_sums(paths: Sequence[Path]) -> None:
                 except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
                     raise CheckpointError(f"{path}: is damaged ({error}). Download it again.") from error
             if damaged is not None:
-                raise CheckpointError(f"{path}: record {damaged} is damaged (CRC-32 differs). Download it again.")
+                raise CheckpointError(
+                    f"{path}: record {damaged} is damaged (CRC-32 differs). Download it again."
+                )
 
 
 def _checklist(path: Path) -> dict[str, str]:
@@ -253,15 +255,23 @@ def _records(path: Path) -> dict[int, int]:
             header = file.read(30)
             if header[:4] != b"PK\x03\x04":
                 raise CheckpointError(f"{path}: record {info.filename} is not where the directory says.")
-            offset = info.header_offset + 30 + sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-            if offset + info.file_size > size or info.compress_type != zipfile.ZIP_STORED or info.filename in names:
+            offset = (
+                info.header_offset + 30 + sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
+            )
+            if (
+                offset + info.file_size > size
+                or info.compress_type != zipfile.ZIP_STORED
+                or info.filename in names
+            ):
                 raise CheckpointError(
                     f"{path}: record {info.filename} is cut short, compressed or twice there. Download or copy it again."
                 )
             names.add(info.filename)
             records[offset] = info.file_size
             if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
-                raise CheckpointError(f"{path}: was written on a big-endian machine; save it again on a usual one.")
+                raise CheckpointError(
+                    f"{path}: was written on a big-endian machine; save it again on a usual one."
+                )
     return records
 
 

@@ -300,7 +300,11 @@ class _Map(LazyTensor):
 
     def _read(self, start, stop):
         if not self.by_row:
-            return self.function(self.tensor.read())[start:stop] if self.shape else self.function(self.tensor.read())
+            return (
+                self.function(self.tensor.read())[start:stop]
+                if self.shape
+                else self.function(self.tensor.read())
+            )
         rows = [self.function(self.tensor.read(row, row + 1)) for row in range(start, stop)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 

@@ -138,9 +138,7 @@ def read_through(
         _refuse_missing([key for key in keys if key not in group], group, where)
         parts = [[file[key] for file in files] for key in keys]
         _check_parts(parts, row.axis)
-        for pattern, tensor in zip(
-            row.targets, row.operation.forward(parts, row.axis, sizes), strict=True
-        ):
+        for pattern, tensor in zip(row.targets, row.operation.forward(parts, row.axis, sizes), strict=True):
             name = _fill(pattern, values)
             if name in results:
                 raise CheckpointError(
@@ -275,7 +273,11 @@ def _regex(pattern: str) -> re.Pattern[str]:
     pieces = re.split(r"(\{\w+\}|\*)", pattern)
     return re.compile(
         "".join(
-            f"(?P<{piece[1:-1]}>0|[1-9][0-9]*)" if piece.startswith("{") else ".*" if piece == "*" else re.escape(piece)
+            f"(?P<{piece[1:-1]}>0|[1-9][0-9]*)"
+            if piece.startswith("{")
+            else ".*"
+            if piece == "*"
+            else re.escape(piece)
             for piece in pieces
         )
     )
@@ -302,4 +304,6 @@ def _refuse_unknown(unknown: list[str], where: str) -> None:
 
 def _refuse_missing(missing: list[str], group: set[str], where: str) -> None:
     if missing:
-        raise CheckpointError(f"{where}{', '.join(missing[:_SHOWN])} missing, beside {', '.join(sorted(group))}.")
+        raise CheckpointError(
+            f"{where}{', '.join(missing[:_SHOWN])} missing, beside {', '.join(sorted(group))}."
+        )

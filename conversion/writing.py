@@ -12,7 +12,7 @@ import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,7 +78,9 @@ class Plan:
             file: {name: [str(tensor.dtype), tensor.shape] for name, tensor in tensors.items()}
             for file, tensors in self.files.items()
         }
-        content = {name: hashlib.sha256(data).hexdigest() for name, data in {**self.before, **self.last}.items()}
+        content = {
+            name: hashlib.sha256(data).hexdigest() for name, data in {**self.before, **self.last}.items()
+        }
         described = json.dumps([self.identity, layout, content], sort_keys=True, default=str)
         return hashlib.sha256(described.encode()).hexdigest()
 
@@ -98,7 +100,9 @@ def parse_size(size: int | str) -> int:
         try:
             size = int(float(digits) * _UNITS[unit])
         except (ValueError, KeyError, OverflowError):
-            raise ValueError(f"shard_size = {size!r}: should be a size such as '5GB', '500MB' or '2GiB'.") from None
+            raise ValueError(
+                f"shard_size = {size!r}: should be a size such as '5GB', '500MB' or '2GiB'."
+            ) from None
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"shard_size = {size!r}: should be bytes, 1 or more, or a text such as '5GB'.")
     return size
@@ -155,7 +159,9 @@ def check_target(target: Path, resume: bool) -> None:
     if not target.exists():
         parent = next(parent for parent in target.absolute().parents if parent.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise ValueError(f"{target}: {parent} is no folder that can be written to. Choose another target.")
+            raise ValueError(
+                f"{target}: {parent} is no folder that can be written to. Choose another target."
+            )
         return
     if not target.is_dir():
         raise ValueError(f"{target}: is a file, where a folder will be written. Choose another target.")
@@ -203,7 +209,9 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
     try:
         if not (target / UNFINISHED).exists():
             made.append(target / UNFINISHED)
-            _write_small(target / UNFINISHED, to_json({"fingerprint": fingerprint, "made_from": plan.identity}))
+            _write_small(
+                target / UNFINISHED, to_json({"fingerprint": fingerprint, "made_from": plan.identity})
+            )
         for name, content in plan.before.items():
             made.append(target / name)
             _write_small(target / name, content)
@@ -231,7 +239,9 @@ def _whole_files(plan: Plan, target: Path, fingerprint: str) -> set[str]:
         state = json.loads((target / UNFINISHED).read_text(encoding="utf-8"))
         earlier = state["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{target / UNFINISHED}: cannot be read ({error!r}). Begin again elsewhere.") from error
+        raise CheckpointError(
+            f"{target / UNFINISHED}: cannot be read ({error!r}). Begin again elsewhere."
+        ) from error
     if earlier != fingerprint:
         made_from = state.get("made_from")
         raise ValueError(
@@ -247,7 +257,8 @@ def _check_room(target: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
-            errno.ENOSPC, f"{target}: {needed / 1e9:.2f} GB have to be written, but only {free / 1e9:.2f} GB are free"
+            errno.ENOSPC,
+            f"{target}: {needed / 1e9:.2f} GB have to be written, but only {free / 1e9:.2f} GB are free",
         )
 
 
@@ -359,7 +370,7 @@ class _Output:
     def __init__(self, path: Path, offsets: Mapping[str, int], size: int):
         self.path, self.offsets = path, offsets
         self.written = dict.fromkeys(offsets, 0)
-        self.file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115
+        self.file = open(path, "r+b" if path.exists() else "w+b", buffering=0)
         if hasattr(os, "posix_fallocate"):  # a disk that is too small is known before hours of work
             try:
                 os.posix_fallocate(self.file.fileno(), 0, max(size, 1))
@@ -410,7 +421,10 @@ class _TorchOutput(_Output):
     """What `torch.save` would write: torch lays the file out, and the numbers and their checksums follow."""
 
     def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]):
-        empty = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in tensors.items()}
+        empty = {
+            key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for key, tensor in tensors.items()
+        }
         path.unlink(missing_ok=True)
         save_without_storage(empty, path)
         placed = load_without_storage(path)

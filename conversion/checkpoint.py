@@ -1,0 +1,472 @@
+"""A checkpoint, whatever it came from: a configuration and lazy tensors under stock Hugging Face keys.
+
+Every source becomes one of these and every target is written from one, so that a command that changes weights works on
+all formats. Here are those for Hugging Face folders: safetensors or .bin, in one file or many, experts stacked as stock
+keeps them (`experts.gate_up_proj [E, H, 2I]`, `experts.down_proj [E, I, H]`) or as one linear layer an expert
+(`experts.0.gate_proj.weight [I, H]` and so on), which quantizers and other tools want.
+"""
+
+import copy
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..configuration import (
+    LlamoeConfig,
+    LlamoeDenseConfig,
+    LlamoeTextConfig,
+    LlamoeVisionConfig,
+    from_stock,
+    to_stock,
+)
+from ..configuration._base import LlamoeBaseConfig
+from ..configuration._hub import written_by
+from ..modeling.weights import CheckpointError
+from .files import open_pickle, open_safetensors, read_json
+from .lazy import LazyTensor, Slot, join, stack
+from .writing import Plan, Progress, check_target, parse_size, split_shards, write
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+# Files beside config.json and the weights that belong to a checkpoint.
+_COMPANIONS = re.compile(
+    r"tokenizer\.(json|model)|(tokenizer|generation|processor|preprocessor|video_preprocessor)_config\.json"
+    r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
+    r"|(LICENSE|NOTICE|USE_POLICY)(\.\w+)?"
+)
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLES = ("model.safetensors", "pytorch_model.bin")
+_DROPPED = (
+    (r".*rotary_emb\.inv_freq", "computed from the configuration"),
+    (r".*rotary_embedding\.freqs_ci", "computed from the configuration"),
+)
+_EXPERT = re.compile(r"(.*feed_forward\.experts)\.(0|[1-9]\d*)\.(gate_proj|up_proj|down_proj)\.weight")
+_EXPERTS = re.compile(r"(.*feed_forward\.experts)\.(gate_up_proj|down_proj)")
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint that was opened.
+
+    Attributes:
+        path: file or folder that it was opened from.
+        kind: "meta-llama", "meta-llama4", "hf", "open_clip" or "clip".
+        config: of ours.
+        tensors: stock key to tensor, with stacked experts.
+        dropped: key of the source to the reason why it has no place in `tensors`.
+        companions: name to content of the files that come along, in Hugging Face's form.
+        sources: the weight files.
+        notes: what a user should know of how the source was read.
+    """
+
+    path: Path
+    kind: str
+    config: LlamoeBaseConfig
+    tensors: dict[str, LazyTensor]
+    dropped: dict[str, str] = field(default_factory=dict)
+    companions: dict[str, bytes] = field(default_factory=dict)
+    sources: list[Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """What a conversion did, or with `dry_run` would do.
+
+    Attributes:
+        source, target: paths.
+        kind: of the source, see `Checkpoint`.
+        to: "hf", "meta", "open_clip" or "clip".
+        files: weight files of the target.
+        tensors: how many tensors they hold.
+        bytes: of those tensors.
+        dropped: key of the source to the reason why it was left out.
+        notes: what else a user should know.
+        seconds: that it took.
+        dry_run: nothing was written.
+    """
+
+    source: str
+    target: str
+    kind: str
+    to: str
+    files: list[str]
+    tensors: int
+    bytes: int
+    dropped: dict[str, str]
+    notes: list[str]
+    seconds: float
+    dry_run: bool
+
+
+def open_hf(folder: str | os.PathLike) -> Checkpoint:
+    """Open a Hugging Face folder of LLaMA, Llama 4 or llamoe.
+
+    Args:
+        folder: it holds config.json and the weights.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized, or tensors are
+            missing, unknown, or of other shapes than config.json says.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    sources = weight_files(folder)
+    tensors: dict[str, LazyTensor] = {}
+    for path in sources:
+        opened = open_safetensors(path) if path.suffix == ".safetensors" else open_pickle(path)[0]
+        for name, tensor in opened.items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{tensor.origin}: is in {tensors[name].origin.rpartition(': ')[0]} too."
+                )
+            tensors[name] = tensor
+    _check_index(folder, sources, tensors)
+    dropped = {
+        name: reason for name in tensors for pattern, reason in _DROPPED if re.fullmatch(pattern, name)
+    }
+    if config.get_text_config().tie_word_embeddings:
+        heads = [name for name in tensors if name.endswith("lm_head.weight")]
+        dropped.update(dict.fromkeys(heads, "the embedding serves as the output head (tie_word_embeddings)"))
+    kept = fuse_experts({name: tensor for name, tensor in tensors.items() if name not in dropped})
+    kept = check_model(config, kept, str(folder))
+    return Checkpoint(folder, "hf", config, kept, dropped, read_companions(folder), sources)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Find the weight files of a Hugging Face folder, in the order of their names.
+
+    Raises:
+        CheckpointError: there are none, or one that the index names is missing.
+    """
+    for single, index in zip(_SINGLES, _INDEXES, strict=True):
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            weight_map = read_json(folder / index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(
+                isinstance(name, str) for name in weight_map.values()
+            ):
+                raise CheckpointError(f"{folder / index}: has no weight_map of tensor names to file names.")
+            paths = [folder / name for name in sorted(set(weight_map.values()))]
+            for path in paths:
+                if path.parent != folder or not path.is_file():
+                    raise CheckpointError(f"{path}: no such file, though {index} names it.")
+            if not paths:
+                raise CheckpointError(f"{folder / index}: names no file.")
+            return paths
+    raise CheckpointError(
+        f"{folder}: no weights in this folder; looked for {', '.join([*_SINGLES, *_INDEXES])}."
+    )
+
+
+def read_companions(folder: Path) -> dict[str, bytes]:
+    """Read the small files of a Hugging Face folder that belong to the model: tokenizer, templates, processor."""
+    found = {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.is_file() and _COMPANIONS.fullmatch(path.name)
+    }
+    templates = folder / "additional_chat_templates"
+    if templates.is_dir():
+        found |= {
+            f"{templates.name}/{path.name}": path.read_bytes() for path in sorted(templates.glob("*.jinja"))
+        }
+    return found
+
+
+def save_hf(
+    checkpoint: Checkpoint,
+    target: str | os.PathLike,
+    *,
+    layout: str | None = "stock",
+    experts: str = "fused",
+    dtype: str | torch.dtype | None = None,
+    shard_size: int | str = "5GB",
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Write a checkpoint as a Hugging Face folder.
+
+    Args:
+        checkpoint: what to write.
+        target: a folder that does not exist or is empty.
+        layout: "stock" writes the config.json of transformers' own model type, which llamoe, transformers, vLLM and others
+            read; "llamoe" writes ours, with llamoe_hub.py; None takes the first one that can express the model.
+        experts: "fused" stacks the experts as stock does; "split" writes one linear layer an expert.
+        dtype: of all floating tensors; None keeps each one's.
+        shard_size: bytes that a file should not exceed, as a number or a text such as "5GB".
+        resume: go on with a folder that an earlier run left unfinished.
+        dry_run: check and plan everything, write nothing.
+        progress: is told of every block.
+        options: what else shaped the checkpoint, which a resumed run must share.
+
+    Raises:
+        ValueError: an option is unknown, the target is in use, stock cannot express the model, or a tensor is missing,
+            unknown, of another shape, or not finite.
+        OSError: the disk is full or fails.
+    """
+    begun = time.monotonic()
+    target = Path(target)
+    if experts not in ("fused", "split"):
+        raise ValueError(f"experts = {experts!r}: valid are 'fused' and 'split'.")
+    wanted = parse_dtype(dtype)
+    check_target(target, resume)
+    tensors = check_model(checkpoint.config, checkpoint.tensors, str(checkpoint.path))
+    if wanted is not None:
+        tensors = {name: tensor.cast(wanted) for name, tensor in tensors.items()}
+    described, layout = _config_files(checkpoint.config, tensors, layout)
+    if experts == "split":
+        tensors = split_experts(tensors)
+    groups, index = split_shards(tensors, parse_size(shard_size))
+    plan = Plan(
+        groups,
+        before={**checkpoint.companions, **described},
+        last=index,
+        identity={"source": identify(checkpoint), "to": "hf", "layout": layout, **(options or {})},
+    )
+    if not dry_run:
+        write(plan, target, resume, progress)
+    return make_report(checkpoint, target, "hf", plan, begun, dry_run)
+
+
+def make_report(
+    checkpoint: Checkpoint, target: Path, to: str, plan: Plan, begun: float, dry_run: bool
+) -> Report:
+    """Say what a plan came to; `begun` is `time.monotonic()` of the beginning."""
+    return Report(
+        source=str(checkpoint.path),
+        target=str(target),
+        kind=checkpoint.kind,
+        to=to,
+        files=list(plan.files),
+        tensors=sum(len(tensors) for tensors in plan.files.values()),
+        bytes=plan.nbytes,
+        dropped=dict(checkpoint.dropped),
+        notes=list(checkpoint.notes),
+        seconds=time.monotonic() - begun,
+        dry_run=dry_run,
+    )
+
+
+def identify(checkpoint: Checkpoint) -> list[list[Any]]:
+    """Name, size and time of change of the source's weight files: another content does not resume a conversion."""
+    stats = [(path, path.stat()) for path in checkpoint.sources]
+    return [[str(path.absolute()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Read a dtype by its name.
+
+    Raises:
+        ValueError: it is none of float32, float16 and bfloat16.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and name not in DTYPES:
+        raise ValueError(
+            f"dtype = {name!r}: valid are float32, float16 and bfloat16, or none to keep the source's."
+        )
+    return None if dtype is None else DTYPES[name]
+
+
+def model_class(config: LlamoeBaseConfig) -> type:
+    """The class of ours whose checkpoint a configuration describes: with its language model head, or a tower."""
+    import llamoe
+
+    name = {
+        LlamoeDenseConfig: "LlamoeDenseForCausalLM",
+        LlamoeTextConfig: "LlamoeForCausalLM",
+        LlamoeConfig: "LlamoeForConditionalGeneration",
+        LlamoeVisionConfig: "LlamoeVisionModel",
+    }[type(config)]
+    return getattr(llamoe, name)
+
+
+def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of the model that a configuration describes, in its order."""
+    with torch.device("meta"):
+        model = model_class(config)(copy.deepcopy(config))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.get_text_config().tie_word_embeddings:
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
+    return shapes
+
+
+def check_model(
+    config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], place: str
+) -> dict[str, LazyTensor]:
+    """Compare tensors with the model that a configuration describes; give them in the model's order.
+
+    Raises:
+        CheckpointError: one is missing, unknown, of another shape, or of a dtype that no weight has.
+    """
+    expected = expected_shapes(config)
+    for name, tensor in tensors.items():
+        if name not in expected:
+            origin = tensor.origin or place
+            raise CheckpointError(f"{origin}: the model that the configuration describes has no {name}.")
+        if tensor.shape != expected[name]:
+            raise CheckpointError(
+                f"{tensor.origin}: gives {name} of shape {list(tensor.shape)}, but the configuration asks for "
+                f"{list(expected[name])}. Weights and configuration do not belong together."
+            )
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise CheckpointError(
+                f"{tensor.origin}: has dtype {str(tensor.dtype).removeprefix('torch.')}; plain float32, float16 or bfloat16 "
+                "weights were expected. Quantized weights are not converted."
+            )
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise CheckpointError(
+            f"{place}: {', '.join(missing[:5])}{more} missing; the checkpoint is not whole."
+        )
+    return {name: tensors[name] for name in expected}
+
+
+def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Stack experts that are one linear layer each; other tensors pass.
+
+    Raises:
+        CheckpointError: the experts of a layer are not numbered from 0, or differ in shape or dtype.
+    """
+    found: dict[str, dict[str, dict[int, LazyTensor]]] = {}
+    result: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        match = _EXPERT.fullmatch(name)
+        if match:
+            found.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
+        else:
+            result[name] = tensor
+    for prefix, kinds in found.items():
+        count = max(len(experts) for experts in kinds.values())
+        for kind in ("gate_proj", "up_proj", "down_proj"):
+            experts = kinds.get(kind, {})
+            for expert in range(count):
+                if expert not in experts:
+                    raise CheckpointError(
+                        f"{prefix}.{expert}.{kind}.weight missing, though {prefix} has {count} experts."
+                    )
+                first, tensor = experts[0], experts[expert]
+                if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.ndim != 2:
+                    raise CheckpointError(
+                        f"{tensor.origin}: is {tensor.dtype} {list(tensor.shape)}, but {first.origin} is {first.dtype} "
+                        f"{list(first.shape)}."
+                    )
+        if (
+            kinds["gate_proj"][0].shape != kinds["up_proj"][0].shape
+            or len({experts[0].dtype for experts in kinds.values()}) > 1
+        ):
+            raise CheckpointError(f"{prefix}: gate_proj and up_proj differ in shape or dtype.")
+        halves = [_stacked(kinds[kind], count) for kind in ("gate_proj", "up_proj")]
+        for name, tensor in (
+            ("gate_up_proj", join(halves, 2)),
+            ("down_proj", _stacked(kinds["down_proj"], count)),
+        ):
+            if f"{prefix}.{name}" in result:
+                raise CheckpointError(
+                    f"{result[f'{prefix}.{name}'].origin}: its experts are there one by one, too."
+                )
+            result[f"{prefix}.{name}"] = tensor
+    return result
+
+
+def split_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Undo `fuse_experts`: one linear layer `[out, in]` an expert for gate, up and down."""
+    slot = Slot()
+    result: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        match = _EXPERTS.fullmatch(name)
+        if not match:
+            result[name] = tensor
+            continue
+        whole = tensor.remember(slot)
+        for expert in range(tensor.shape[0]):
+            row = whole.row(expert)  # [in, out]
+            if match[2] == "down_proj":
+                parts = {"down_proj": row}
+            else:
+                inner = row.shape[1] // 2
+                parts = {"gate_proj": row.cut(1, 0, inner), "up_proj": row.cut(1, inner, 2 * inner)}
+            for kind, part in parts.items():
+                result[f"{match[1]}.{expert}.{kind}.weight"] = part.transpose()
+    return result
+
+
+def _stacked(experts: Mapping[int, LazyTensor], count: int) -> LazyTensor:
+    return stack([experts[expert].transpose() for expert in range(count)])
+
+
+def _read_config(folder: Path) -> LlamoeBaseConfig:
+    data = read_json(folder / "config.json")
+    if data.get("quantization_config"):
+        method = (
+            data["quantization_config"].get("quant_method")
+            if isinstance(data["quantization_config"], dict)
+            else None
+        )
+        raise CheckpointError(
+            f"{folder / 'config.json'}: the weights are quantized ({method}), and quantized weights are not converted. Use "
+            "the original ones."
+        )
+    try:
+        return from_stock(data)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _check_index(folder: Path, sources: Sequence[Path], tensors: Mapping[str, LazyTensor]) -> None:
+    if len(sources) < 2:
+        return
+    name = _INDEXES[0] if sources[0].suffix == ".safetensors" else _INDEXES[1]
+    for key, file in read_json(folder / name)["weight_map"].items():
+        if key not in tensors or tensors[key].origin != f"{folder / file}: {key}":
+            raise CheckpointError(f"{folder / name}: says that {key} is in {file}, which does not hold it.")
+
+
+def _config_files(
+    config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], layout: str | None
+) -> tuple[dict[str, bytes], str]:
+    """config.json and what belongs to it, and the layout that was taken."""
+    if layout not in ("stock", "llamoe", None):
+        raise ValueError(
+            f"layout = {layout!r}: valid are 'stock' and 'llamoe', or none for the first that fits."
+        )
+    config = copy.deepcopy(config)
+    config.architectures = [model_class(config).__name__]
+    counts: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
+    config.dtype = max(counts, key=lambda dtype: counts[dtype])
+    if layout is None:
+        try:
+            to_stock(config)
+            layout = "stock"
+        except ValueError:
+            layout = "llamoe"
+    if isinstance(config, LlamoeVisionConfig) and layout == "stock":
+        to_stock(config)
+    with tempfile.TemporaryDirectory() as folder, written_by(to_stock if layout == "stock" else None):
+        config.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, layout
+
+
+def describe_json(report: Report) -> str:
+    """A report as JSON."""
+    return json.dumps(report.__dict__, indent=2)

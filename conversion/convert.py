@@ -1,0 +1,126 @@
+"""From any format to any: a checkpoint is recognised by its files, opened, and written as another."""
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..modeling.weights import CheckpointError
+from .checkpoint import Checkpoint, Report, open_hf, save_hf
+from .files import check_sums, read_json
+from .writing import Progress, check_target
+
+_TOWERS = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
+
+
+def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
+    """Open a checkpoint of any format that llamoe knows.
+
+    Args:
+        path: a folder of Meta (params.json, consolidated.00.pth), of Hugging Face (config.json), or a vision tower of
+            open_clip or CLIP, which may be a single file.
+
+    Raises:
+        CheckpointError: there is no such path, it is none of those formats, or it is damaged.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder.")
+    if path.is_file():
+        return _part("metaclip").open_tower(path)
+    if (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
+        return _part("meta").open_meta(path)
+    if (path / "config.json").is_file():
+        if read_json(path / "config.json").get("model_type") in _TOWERS:
+            return _part("metaclip").open_tower(path)
+        return open_hf(path)
+    if any(path.glob("open_clip*")):
+        return _part("metaclip").open_tower(path)
+    inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
+    raise CheckpointError(
+        f"{path}: is no checkpoint that is known here: neither params.json with consolidated.00.pth (Meta), nor config.json "
+        f"(Hugging Face), nor open_clip_config.json (open_clip); it holds {inside}."
+    )
+
+
+def convert(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    *,
+    to: str = "hf",
+    shards: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    shard_size: int | str = "5GB",
+    experts: str = "fused",
+    layout: str | None = "stock",
+    resume: bool = False,
+    dry_run: bool = False,
+    checksums: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert a language or multimodal checkpoint from any format to any.
+
+    Args:
+        source: a folder of Meta or of Hugging Face; it is only read.
+        target: a folder that does not exist or is empty.
+        to: "hf" or "meta".
+        shards: for "meta", the number of files, over which each tensor is split; None for one. It divides the key-value
+            heads.
+        dtype: "float32", "float16" or "bfloat16" for all tensors; None keeps each one's.
+        shard_size: for "hf", bytes that a file should not exceed, such as "5GB".
+        experts: for "hf", "fused" (stacked, as stock) or "split" (one linear layer an expert).
+        layout: for "hf", whose config.json: see `save_hf`.
+        resume: go on with a folder that an earlier run left unfinished.
+        dry_run: check and plan everything, write nothing.
+        checksums: compare the source with its checklist.chk and the checksums inside .pth files first, which reads it
+            once more.
+        progress: is told of every block.
+
+    Raises:
+        ValueError: bad options, a target in use, a damaged or unknown source, weights that are not finite; nothing is left
+            behind.
+        OSError: the disk is full or fails; whole files stay for `resume`.
+    """
+    if to not in ("hf", "meta"):
+        raise ValueError(f"to = {to!r}: valid are 'hf' and 'meta'.")
+    unused: dict[str, Any] = {"shards": (shards, None)} if to == "hf" else {
+        "shard_size": (shard_size, "5GB"), "experts": (experts, "fused"), "layout": (layout, "stock"),
+    }  # fmt: skip
+    for name, (value, default) in unused.items():
+        if value != default:
+            raise ValueError(f"{name} = {value!r}: has no meaning for to = {to!r}.")
+    _check_apart(Path(source), Path(target))
+    check_target(Path(target), resume)
+    checkpoint = open_checkpoint(source)
+    if checkpoint.kind in ("open_clip", "clip"):
+        raise ValueError(f"{source}: is a vision tower; convert it with `llamoe vision` (convert_vision).")
+    if checksums:
+        check_sums(checkpoint.sources)
+    if to == "meta":
+        return _part("meta").save_meta(
+            checkpoint, target, shards=shards, dtype=dtype, resume=resume, dry_run=dry_run, progress=progress
+        )
+    return save_hf(
+        checkpoint,
+        target,
+        layout=layout,
+        experts=experts,
+        dtype=dtype,
+        shard_size=shard_size,
+        resume=resume,
+        dry_run=dry_run,
+        progress=progress,
+    )
+
+
+def _check_apart(source: Path, target: Path) -> None:
+    if source.exists() and (
+        target.absolute() == source.absolute() or source.absolute() in target.absolute().parents
+    ):
+        raise ValueError(f"{target}: lies in the source, which is never changed. Choose another target.")
+
+
+def _part(name: str) -> Any:
+    return importlib.import_module(f".{name}", __package__)
