@@ -56,7 +56,12 @@ def llama4_logits(
         normed = rms_norm(x, eps) * own["attention_norm.weight"]
         if is_nope:
             x = x + attention(
-                part(own, "attention."), params, normed, causal, None, temperatures(params, positions, x.dtype)
+                part(own, "attention."),
+                params,
+                normed,
+                causal,
+                None,
+                temperatures(params, positions, x.dtype),
             )
         else:
             x = x + attention(part(own, "attention."), params, normed, chunked, turns)

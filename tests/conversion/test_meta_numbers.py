@@ -59,7 +59,10 @@ def test_converted_folders_compute_what_metas_maths_does_and_convert_back_to_the
     for model_class in CLASSES[case.name]:
         difference = max_abs(logits(model_class, tmp_path / "hf", tokens, tiles).double(), expected)
         record_parity(
-            f"{case.name} through convert, {model_class.__name__}", "Meta's maths in float64", "float32", difference
+            f"{case.name} through convert, {model_class.__name__}",
+            "Meta's maths in float64",
+            "float32",
+            difference,
         )
         assert difference < TOLERANCE
 
@@ -94,7 +97,9 @@ def test_files_can_be_counted_anew_without_a_stop_at_hugging_face(tmp_path):
     convert(source, tmp_path / "two", to="meta", shards=1)
     back = META_MAVERICK.read(tmp_path / "two")
     assert back.keys() == weights.keys()
-    assert all(back[name].dtype == torch.bfloat16 and torch.equal(back[name], weights[name]) for name in weights)
+    assert all(
+        back[name].dtype == torch.bfloat16 and torch.equal(back[name], weights[name]) for name in weights
+    )
 
 
 def test_scaled_rotary_has_metas_own_factors_where_params_json_names_none(tmp_path, record_parity):
@@ -109,7 +114,12 @@ def test_scaled_rotary_has_metas_own_factors_where_params_json_names_none(tmp_pa
 
 
 def test_scaling_factors_of_params_json_are_taken(tmp_path):
-    named = {**META_SCOUT.params, "rope_scaling_factor": 6.0, "rope_high_freq_factor": 3.0, "vision_args": None}
+    named = {
+        **META_SCOUT.params,
+        "rope_scaling_factor": 6.0,
+        "rope_high_freq_factor": 3.0,
+        "vision_args": None,
+    }
     case = replace(META_SCOUT, params=named)
     weights, (tokens, _) = case.weights(), case.inputs(120)
     expected = case.logits(weights, tokens)
