@@ -117,8 +117,8 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
         with open(path, "rb") as file:
             is_zip = file.read(4) == b"PK\x03\x04"
         records = _records(path) if is_zip else None
-        # Meta's files hold empty BytesIO objects as `_extra_state`; both are plain containers of bytes.
-        with torch.serialization.safe_globals([io.BytesIO, _codecs.encode]):
+        # Meta's files hold BytesIO objects as `_extra_state`; these three are how a pickle makes one, empty or not.
+        with torch.serialization.safe_globals([io.BytesIO, _codecs.encode, bytes]):
             content = load_without_storage(path) if is_zip else torch.load(path, "cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file.") from error
