@@ -1,0 +1,154 @@
+"""Chat templates in Jinja, as `apply_chat_template` reads them: what Meta's code writes around messages.
+
+Llama 2: each question and answer is bos + `[INST] question [/INST] answer ` + eos, both stripped; a system message is
+folded into the first question before that. Llama 3 and 4: bos once, then each message as a header with its role, an
+empty line, the content, and a token that ends it. Sources: Meta's `llama`, `llama3` and `llama-models` repositories.
+"""
+
+_NO_TOOLS = """{%- if tools is defined and tools -%}
+    {{- raise_exception('This template writes calls and results of tools, but no descriptions of them: put those into \
+the system message.') -}}
+{%- endif -%}
+"""
+
+_LLAMA_2 = (
+    """{#- Llama 2 chat. -#}
+{%- macro text_of(message) -%}
+    {%- if message['content'] is string -%}
+        {{- message['content'] -}}
+    {%- else -%}
+        {%- for part in message['content'] -%}
+            {%- if part['type'] != 'text' -%}
+                {{- raise_exception('This model reads text only, and a message holds a part of type ' + \
+part['type'] + '.') -}}
+            {%- endif -%}
+            {{- part['text'] -}}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+"""
+    + _NO_TOOLS
+    + """{%- set first = 1 if messages[0]['role'] == 'system' else 0 -%}
+{%- if messages | length == first -%}
+    {{- raise_exception('A system message is part of the first question: a message of the user must follow.') -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- set content = text_of(message) -%}
+    {%- for tag in ['[INST]', '[/INST]', '<<SYS>>', '<</SYS>>'] -%}
+        {%- if tag in content -%}
+            {{- raise_exception('A message holds ' + tag + ', which Llama 2 reads as the border of a message.') -}}
+        {%- endif -%}
+    {%- endfor -%}
+    {%- if loop.index0 >= first -%}
+        {%- set expected = 'user' if (loop.index0 - first) % 2 == 0 else 'assistant' -%}
+        {%- if message['role'] != expected -%}
+            {{- raise_exception('Roles must be user, assistant, user and so on, after one system message at most; \
+message ' + loop.index | string + ' has the role ' + message['role'] + '.') -}}
+        {%- endif -%}
+        {%- if expected == 'user' -%}
+            {%- if first and loop.index0 == 1 -%}
+                {%- set content = '<<SYS>>\\n' + text_of(messages[0]) + '\\n<</SYS>>\\n\\n' + content -%}
+            {%- endif -%}
+            {{- bos_token + '[INST] ' + content | trim + ' [/INST]' -}}
+        {%- else -%}
+            {{- ' ' + content | trim + ' ' + eos_token -}}
+        {%- endif -%}
+    {%- endif -%}
+{%- endfor -%}
+"""
+)
+
+_HEADERS = (
+    """{#- TITLE -#}
+{%- macro write(content) -%}
+    {%- if content is string -%}
+        {{- content TRIM-}}
+    {%- elif content is mapping -%}
+        {{- content | tojson -}}
+    {%- else -%}
+        {%- for part in content -%}
+            {%- if part['type'] == 'text' -%}
+                {{- part['text'] TRIM-}}
+            IMAGE{%- else -%}
+                {{- raise_exception('This model cannot read a part of type ' + part['type'] + '.') -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro write_call(call) -%}
+    {%- set called = call['function'] if 'function' in call else call -%}
+    {{- '{"type": "function", "name": ' + called['name'] | tojson(ensure_ascii=true) + ', "parameters": ' -}}
+    {%- if called['arguments'] is string -%}
+        {{- called['arguments'] -}}
+    {%- else -%}
+        {{- called['arguments'] | tojson(ensure_ascii=true) -}}
+    {%- endif -%}
+    {{- '}' -}}
+{%- endmacro -%}
+"""
+    + _NO_TOOLS
+    + """{{- bos_token -}}
+{%- for message in messages -%}
+    {%- set role = 'ipython' if message['role'] == 'tool' else message['role'] -%}
+    {%- if role not in ['system', 'user', 'assistant', 'ipython'] -%}
+        {{- raise_exception('Roles are system, user, assistant and tool; message ' + loop.index | string + \
+' has the role ' + role + '.') -}}
+    {%- endif -%}
+    {{- 'START' + role + 'END\\n\\n' -}}
+    {%- if 'content' in message -%}
+        {{- write(message['content']) -}}
+    {%- endif -%}
+    {%- set calls = message['tool_calls'] if 'tool_calls' in message and message['tool_calls'] else [] -%}
+    {%- for call in calls -%}
+        {{- write_call(call) -}}
+    {%- endfor -%}
+    {{- 'EOM' if role == 'ipython' or calls else 'EOT' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- 'STARTassistantEND\\n\\n' -}}
+{%- endif -%}
+"""
+)
+
+_IMAGE = """{%- elif part['type'] == 'image' -%}
+                {{- '<|image|>' -}}
+            """
+
+
+def llama_2() -> str:
+    """Give the chat template of Llama 2; it refuses tags in messages and roles that do not alternate, as Meta's code."""
+    return _LLAMA_2
+
+
+def llama_3() -> str:
+    """Give the chat template of Llama 3, which strips what messages say."""
+    return _headers("Llama 3 chat.", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", trim=True)
+
+
+def llama_4(*, images: bool) -> str:
+    """Give the chat template of Llama 4: results and calls of tools end with `<|eom|>`, others with `<|eot|>`.
+
+    Args:
+        images: whether `{"type": "image"}` is a part of a message; `Llama4Processor` writes its tokens.
+    """
+    return _headers(
+        "Llama 4 chat.", "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", trim=False, images=images
+    )
+
+
+def _headers(
+    title: str, start: str, end: str, eom: str, eot: str, *, trim: bool, images: bool = False
+) -> str:
+    words = {
+        "TITLE": title,
+        "START": start,
+        "END": end,
+        "EOM": eom,
+        "EOT": eot,
+        "TRIM": "| trim " if trim else "",
+        "IMAGE": _IMAGE if images else "",
+    }
+    template = _HEADERS
+    for word, value in words.items():
+        template = template.replace(word, value)
+    return template

@@ -1,0 +1,395 @@
+"""The tokenizer of LLaMA 1 and 2, through AutoTokenizer, against SentencePiece itself."""
+
+import io
+import json
+import random
+import re
+import sys
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, GenerationConfig
+
+import llamoe
+from llamoe.conversion import tokenizers as conversion
+from llamoe.modeling.weights import CheckpointError
+
+spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
+messages = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", reason="needs the extra 'tokenizers'")
+
+VOCABULARY = 711
+NASTY = [
+    "", " ", "  ", "     ", "hello", " hello", "   hello", "hello ", "hello   ", "two  spaces   three", "\n", "\n\n", " \n ",
+    "\nhello", "a\tb", "a\r\nb", "</s>", "<s>", "<unk>", "<s> hello </s>", "x</s>y", "<0x0A>", "<0xFF>", "▁", "▁▁a", "a▁b",
+    " ▁ ", "Grüße aus Köln", "e\u0301 é", "世界", "🙂👨‍👩‍👧", "\u00a0x\u3000", "\x00", "\x7f", "\ufffd", "12345 6789",
+    "aaaaaaaaaaaaaaaaaaaaaaaa", "    def f(x):\n        return  x", "[INST] hi [/INST]", "ÿ" * 40, " " * 50, "Ⅳ½ﬁ",
+]  # fmt: skip
+
+
+def train(**options):
+    """Train a model as LLaMA's: pairs, bytes to fall back on, texts unchanged."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdehilnorstuw", k=generator.randint(1, 9))) for _ in range(500)]
+    ends = ["!", "  x", "\tq", "    def f(x):", " 世界 é", " aaaa aaa aaaaaa", " hello </s>"]
+    lines = [" ".join(generator.choices(words, k=12)) + generator.choice(ends) for _ in range(1200)]
+    written = io.BytesIO()
+    settings = dict(
+        sentence_iterator=iter(lines),
+        model_writer=written,
+        vocab_size=VOCABULARY,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=True,
+        allow_whitespace_only_pieces=True,
+        num_threads=1,
+        minloglevel=2,
+    )
+    spm.SentencePieceTrainer.train(**{**settings, **options})
+    return written.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return train()
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return spm.SentencePieceProcessor(model_proto=model)
+
+
+def config_of(context=4096, vocabulary=VOCABULARY):
+    return llamoe.LlamoeDenseConfig(
+        vocab_size=vocabulary,
+        hidden_size=48,
+        intermediate_size=99,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+    )
+
+
+def write(folder, files, config=None, stock=True):
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    if config is not None:
+        options = {"layout": "stock"} if stock else {}
+        config.save_pretrained(folder, **options)
+    return folder
+
+
+# Ids
+
+
+@pytest.mark.parametrize("stock", [True, False], ids=["llama", "llamoe"])
+@pytest.mark.parametrize("context", [2048, 4096])
+def test_loaded_ids_equal_sentencepiece(context, stock, model, reference, tmp_path):
+    """Under Llama 2, whose template names bos and eos in its text, special tokens are text on request."""
+    config = config_of(context)
+    folder = write(tmp_path / "folder", conversion.hf_files_from_meta(model, config), config, stock)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert loaded.chat_template is None or context == 4096
+    options = {} if context == 2048 else {"split_special_tokens": True}
+    for text in NASTY:
+        expected = [reference.bos_id(), *reference.encode(text)]
+        assert loaded(text, **options)["input_ids"] == expected, text
+        assert loaded.decode(expected, skip_special_tokens=True) == reference.decode(expected[1:]), text
+        if not any(token in text for token in ("<s>", "</s>", "<unk>")):
+            assert loaded(text)["input_ids"] == expected, text
+    assert loaded.vocab_size == len(loaded) == VOCABULARY
+    named = (loaded.bos_token_id, loaded.eos_token_id, loaded.unk_token_id, loaded.pad_token_id)
+    assert named == (reference.bos_id(), reference.eos_id(), reference.unk_id(), reference.unk_id())
+    assert (loaded.bos_token, loaded.eos_token) == ("<s>", "</s>")
+    assert loaded.model_max_length == context
+    again = AutoTokenizer.from_pretrained(loaded.save_pretrained(tmp_path / "again")[0].rpartition("/")[0])
+    assert [again(text)["input_ids"] for text in NASTY] == [loaded(text)["input_ids"] for text in NASTY]
+
+
+def test_templates_of_specials_are_read_where_there_is_a_template(model, reference):
+    files = conversion.hf_files_from_meta(model, config_of())
+    tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+    middle = tokenizer.encode("hello</s>hello", add_special_tokens=False).ids
+    assert middle == [*reference.encode("hello"), reference.eos_id(), *reference.encode("hello")]
+    for instruct, context, is_split in [(None, 4096, False), (True, 4096, False), (False, 4096, True), (None, 2048, True)]:
+        files = conversion.hf_files_from_meta(model, config_of(context), instruct=instruct)
+        settings = json.loads(files["tokenizer_config.json"])
+        assert settings.get("split_special_tokens", False) is is_split
+        assert ("chat_template.jinja" in files) is not is_split
+    assert "chat_template.jinja" in conversion.hf_files_from_meta(model, config_of(2048), family="llama-2")
+
+
+def test_any_text_gives_the_ids_of_sentencepiece(model, reference):
+    hypothesis = pytest.importorskip("hypothesis")
+    tokenizer = Tokenizer.from_str(conversion.hf_files_from_meta(model, config_of())["tokenizer.json"].decode())
+    tokenizer.encode_special_tokens = True
+    parts = hypothesis.strategies.sampled_from([" ", "  ", "\n", "▁", "<s>", "</s>", "a", "aa", "he", "llo", "é", "世"])
+    texts = hypothesis.strategies.one_of(
+        hypothesis.strategies.text(max_size=30), hypothesis.strategies.lists(parts, max_size=20).map("".join)
+    )
+
+    @hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
+    @hypothesis.given(texts)
+    def compare(text):
+        expected = reference.encode(text)
+        assert tokenizer.encode(text).ids == [1, *expected]
+        assert tokenizer.decode([1, *expected]) == reference.decode(expected)
+
+    compare()
+
+
+def test_batches_are_padded_without_a_new_token(model, reference, tmp_path):
+    config = config_of()
+    loaded = AutoTokenizer.from_pretrained(
+        write(tmp_path / "folder", conversion.hf_files_from_meta(model, config), config)
+    )
+    batch = loaded(["hello", "hello world and more"], padding=True)
+    short, long = ([1, *reference.encode(text)] for text in ("hello", "hello world and more"))
+    gap = len(long) - len(short)
+    assert batch["input_ids"] == [[reference.unk_id()] * gap + short, long]
+    assert batch["attention_mask"] == [[0] * gap + [1] * len(short), [1] * len(long)]
+    assert loaded(["hello"], add_special_tokens=False)["input_ids"] == [reference.encode("hello")]
+
+
+VARIANTS = {
+    "no_dummy_prefix": dict(add_dummy_prefix=False),
+    "own_symbols": dict(user_defined_symbols=["<foo>", "▁<PRE>", "<foo>bar"]),
+    "padding_piece": dict(pad_id=3),
+    "across_spaces": dict(split_by_whitespace=False),
+    "other_ids": dict(unk_id=2, bos_id=0, eos_id=1),
+    "nfkc": dict(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_settings_of_sentencepiece(variant):
+    content = train(**VARIANTS[variant])
+    reference = spm.SentencePieceProcessor(model_proto=content)
+    files = conversion.hf_files_from_meta(content, config_of(2048))
+    tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+    tokenizer.encode_special_tokens = True
+    for text in [*NASTY, "a<foo>b", " <PRE> x", "x <PRE><foo>bar", "<foo>a"]:
+        assert tokenizer.encode(text).ids == [reference.bos_id(), *reference.encode(text)], text
+    generation = json.loads(files["generation_config.json"])
+    padding = reference.pad_id() if reference.pad_id() >= 0 else reference.unk_id()
+    named = [generation[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
+    assert named == [reference.bos_id(), reference.eos_id(), padding]
+
+
+def test_without_bytes_unknown_characters_are_one_token():
+    content = train(byte_fallback=False)
+    reference = spm.SentencePieceProcessor(model_proto=content)
+    tokenizer = Tokenizer.from_str(conversion.hf_files_from_meta(content, config_of())["tokenizer.json"].decode())
+    for text in ["Ж", "ЖЖЖ", "a Ж b", "ЖЖ hello ЖЖЖ"]:
+        assert reference.unk_id() in reference.encode(text)
+        assert tokenizer.encode(text, add_special_tokens=False).ids == reference.encode(text)
+
+
+# Chat
+
+TAGS = ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"]
+
+
+def meta_dialog(reference, dialog):
+    """Give the ids of a chat as facts about Meta's code say, through SentencePiece alone."""
+    if dialog[0]["role"] == "system":
+        system = "<<SYS>>\n" + dialog[0]["content"] + "\n<</SYS>>\n\n"
+        dialog = [{"role": "user", "content": system + dialog[1]["content"]}, *dialog[2:]]
+    bos, eos = reference.bos_id(), reference.eos_id()
+    ids = []
+    for question, answer in zip(dialog[::2], dialog[1::2], strict=False):
+        text = f"[INST] {question['content'].strip()} [/INST] {answer['content'].strip()} "
+        ids += [bos, *reference.encode(text), eos]
+    if len(dialog) % 2:
+        ids += [bos, *reference.encode(f"[INST] {dialog[-1]['content'].strip()} [/INST]")]
+    return ids
+
+
+def turns(*contents, system=None):
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return messages + [
+        {"role": ("user", "assistant")[index % 2], "content": content} for index, content in enumerate(contents)
+    ]
+
+
+DIALOGS = {
+    "question": turns("hello"),
+    "stripped": turns("  \n hello there \n "),
+    "inner_lines": turns("a\n\nb  c", "  yes\n", "and\t?"),
+    "system": turns(" hello ", system="  Be kind.\n"),
+    "system_and_more": turns("hello ", " hi", "  more", "ok ", "last", system="Short answers."),
+    "ends_with_answer": turns("hello", "hi", "more", "done"),
+    "unicode": turns("Grüße 世界 🙂", "é", "▁ x"),
+    "empty_question_under_system": turns("", system="S"),
+}
+
+
+@pytest.mark.parametrize("name", DIALOGS)
+def test_llama_2_chat_equals_metas(name, model, reference, tmp_path):
+    config = config_of()
+    loaded = AutoTokenizer.from_pretrained(
+        write(tmp_path / "folder", conversion.hf_files_from_meta(model, config, instruct=True), config)
+    )
+    dialog = DIALOGS[name]
+    expected = meta_dialog(reference, dialog)
+    for prompt in (True, False):
+        given = loaded.apply_chat_template(dialog, tokenize=True, return_dict=True, add_generation_prompt=prompt)
+        assert given["input_ids"] == expected
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in dialog]
+    assert loaded.apply_chat_template(parts, tokenize=True, return_dict=True)["input_ids"] == expected
+
+
+REFUSED = {
+    **{f"holds {tag}": turns("hello " + tag) for tag in TAGS},
+    **{f"answer holds {tag}": turns("hello", "x" + tag, "y") for tag in TAGS},
+    "holds [INST] in the system message": turns("x", system="[INST]"),
+    "message 1 has the role assistant": turns("hello", "hi")[1:],
+    "message 2 has the role user": [*turns("hello"), *turns("again")],
+    "message 2 has the role system": [*turns("hello"), {"role": "system", "content": "x"}],
+    "a message of the user must follow": [{"role": "system", "content": "x"}],
+    "This model reads text only": [{"role": "user", "content": [{"type": "image"}]}],
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_llama_2_chat_refuses_what_metas_does(reason, model, tmp_path):
+    config = config_of()
+    loaded = AutoTokenizer.from_pretrained(
+        write(tmp_path / "folder", conversion.hf_files_from_meta(model, config), config)
+    )
+    message = reason.removeprefix("answer ").removesuffix(" in the system message")
+    with pytest.raises(Exception, match=re.escape(message)):
+        loaded.apply_chat_template(REFUSED[reason], tokenize=False)
+    with pytest.raises(Exception, match="no descriptions"):
+        loaded.apply_chat_template(turns("x"), tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False)
+
+
+def test_generation_settings_load(model, tmp_path):
+    for instruct, sampled in [(None, False), (True, True), (False, False)]:
+        folder = tmp_path / str(instruct)
+        write(folder, conversion.hf_files_from_meta(model, config_of(), instruct=instruct))
+        settings = GenerationConfig.from_pretrained(folder)
+        assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (1, 2, 0)
+        assert bool(settings.do_sample) is sampled
+        settings.validate()
+    assert (settings.temperature or 1.0) == 1.0
+
+
+# The way back
+
+
+def test_the_original_comes_back_byte_by_byte(model, tmp_path):
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(model)
+    files = conversion.hf_files_from_meta(path, config_of())
+    assert files["tokenizer.model"] == model
+    assert conversion.meta_tokenizer_model(files) == model
+    assert conversion.meta_tokenizer_model({"tokenizer.model": model}) == model
+    assert conversion.meta_tokenizer_model({}) is None
+    assert path.read_bytes() == model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(VARIANTS[name] for name in ("no_dummy_prefix", "own_symbols", "padding_piece", "other_ids"))],
+    ids=["plain", "no_dummy_prefix", "own_symbols", "padding_piece", "other_ids"],
+)
+def test_a_model_is_rebuilt_from_tokenizer_json(options):
+    content = train(**options)
+    reference = spm.SentencePieceProcessor(model_proto=content)
+    files = conversion.hf_files_from_meta(content, config_of())
+    del files["tokenizer.model"]
+    rebuilt = spm.SentencePieceProcessor(model_proto=conversion.meta_tokenizer_model(files))
+    assert rebuilt.vocab_size() == reference.vocab_size()
+    for name in ("id_to_piece", "is_byte", "is_control", "is_unknown"):
+        numbers = range(VOCABULARY)
+        assert [getattr(rebuilt, name)(i) for i in numbers] == [getattr(reference, name)(i) for i in numbers]
+    for name in ("bos_id", "eos_id", "unk_id", "pad_id"):
+        assert getattr(rebuilt, name)() == getattr(reference, name)()
+    for text in NASTY:
+        assert rebuilt.encode(text) == reference.encode(text), text
+        assert rebuilt.decode(reference.encode(text)) == reference.decode(reference.encode(text))
+
+
+def test_what_sentencepiece_cannot_say_is_refused(model):
+    files = conversion.hf_files_from_meta(model, config_of())
+    del files["tokenizer.model"]
+
+    def back(change):
+        changed = json.loads(files["tokenizer.json"])
+        change(changed)
+        return conversion.meta_tokenizer_model({**files, "tokenizer.json": json.dumps(changed).encode()})
+
+    with pytest.raises(CheckpointError, match="Lowercase"):
+        back(lambda changed: changed["normalizer"]["normalizers"].append({"type": "Lowercase"}))
+    with pytest.raises(CheckpointError, match="leave out"):
+        back(lambda changed: changed["model"]["merges"].pop(200))
+    with pytest.raises(CheckpointError, match="do not stand together"):
+        back(lambda changed: random.Random(0).shuffle(changed["model"]["merges"]))
+    with pytest.raises(CheckpointError, match="ids 0 to"):
+        back(lambda changed: changed["model"]["vocab"].update(extra=9000))
+    with pytest.raises(CheckpointError, match="Unigram"):
+        back(lambda changed: changed.update(model={"type": "Unigram", "vocab": [["a", 0.0]]}))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: is no JSON"):
+        conversion.meta_tokenizer_model({"tokenizer.json": files["tokenizer.json"][:-9]})
+
+
+# Wrong files
+
+
+def test_wrong_files_are_named(model, tmp_path):
+    config = config_of()
+    cases = {
+        "is empty": b"",
+        "git-lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n",
+        "neither a SentencePiece model": b'{"version": "1.0"}',
+        "begins with": b"\x80\x02}q\x00.",
+        "damaged SentencePiece model|cut short": model[: len(model) // 2],
+        "neither": bytes(range(255, 0, -1)),
+    }
+    for pattern, content in cases.items():
+        path = tmp_path / "given.model"
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=pattern) as error:
+            conversion.hf_files_from_meta(path, config)
+        assert str(path) in str(error.value)
+    with pytest.raises(CheckpointError, match="no such file"):
+        conversion.check_tokenizer(tmp_path / "absent.model", config)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        conversion.check_tokenizer(tmp_path, config)
+    with pytest.raises(CheckpointError, match=f"{VOCABULARY} pieces.*vocab_size is 32000"):
+        conversion.check_tokenizer(model, config_of(vocabulary=32000))
+    with pytest.raises(CheckpointError, match="llama-4 has a tiktoken table"):
+        conversion.check_tokenizer(model, config, family="llama-4")
+    with pytest.raises(ValueError, match="family is 'llama2'"):
+        conversion.check_tokenizer(model, config, family="llama2")
+    with pytest.raises(CheckpointError, match="type unigram"):
+        conversion.check_tokenizer(train(model_type="unigram"), config)
+    with pytest.raises(CheckpointError, match="eos_id is -1"):
+        conversion.check_tokenizer(train(eos_id=-1), config)
+
+
+def test_truncation_anywhere_is_an_error(model):
+    """A cut at a border of fields is valid for protobuf; pieces come first, so that settings are then missing."""
+    settings = len(messages.ModelProto.FromString(model).normalizer_spec.SerializeToString())
+    generator = random.Random(1)
+    for length in [1, 2, 17, *(generator.randrange(3, len(model) - settings) for _ in range(60))]:
+        with pytest.raises(CheckpointError, match=r"tokenizer\.model"):
+            conversion.check_tokenizer(model[:length], config_of())
+
+
+def test_a_missing_library_is_named(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'llamoe\[tokenizers\]'"):
+        conversion.check_tokenizer(model)
+
+
+def test_companions_are_compared_with_the_embedding(model):
+    files = conversion.hf_files_from_meta(model, config_of())
+    conversion.check_companions(files, config_of())
+    conversion.check_companions(files, config_of(vocabulary=768))
+    with pytest.raises(CheckpointError, match=f"id {VOCABULARY - 1}.*vocab_size is 500"):
+        conversion.check_companions(files, config_of(vocabulary=500))

@@ -1,0 +1,386 @@
+"""The tokenizer of Llama 3 and 4, through AutoTokenizer, against tiktoken itself."""
+
+import base64
+import json
+import random
+from collections import Counter
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, GenerationConfig
+
+import llamoe
+from llamoe.conversion import tokenizers as conversion
+from llamoe.modeling.weights import CheckpointError
+
+tiktoken = pytest.importorskip("tiktoken", reason="tables of ranks need the extra 'tokenizers'")
+
+# Written out once more, from Meta's llama-models.
+PATTERNS = {
+    "llama-3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "llama-4": "|".join(
+        [
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        ]
+    ),
+}
+COUNT = {"llama-3": 256, "llama-4": 2048}
+# Offsets behind the ranks: 200000 + offset is the id in the published Llama 4, 128000 + offset in Llama 3.
+OFFSETS = {
+    "llama-3": {
+        "<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|finetune_right_pad_id|>": 4, "<|start_header_id|>": 6,
+        "<|end_header_id|>": 7, "<|eom_id|>": 8, "<|eot_id|>": 9, "<|python_tag|>": 10,
+        "<|reserved_special_token_2|>": 12, "<|reserved_special_token_245|>": 255,
+    },
+    "llama-4": {
+        "<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|fim_prefix|>": 2, "<|fim_suffix|>": 4, "<|header_start|>": 5,
+        "<|header_end|>": 6, "<|eom|>": 7, "<|eot|>": 8, "<|step|>": 9,
+        "<|text_post_train_reserved_special_token_0|>": 10, "<|text_post_train_reserved_special_token_5|>": 15,
+        "<|python_start|>": 16, "<|python_end|>": 17, "<|finetune_right_pad|>": 18,
+        "<|text_post_train_reserved_special_token_8|>": 19, "<|text_post_train_reserved_special_token_68|>": 79,
+        "<|image_start|>": 80, "<|image_end|>": 81, "<|vision_reserved_special_token_0|>": 82,
+        "<|vision_reserved_special_token_1|>": 83, "<|tile_x_separator|>": 84, "<|tile_y_separator|>": 85,
+        "<|vision_reserved_special_token_2|>": 86, "<|vision_reserved_special_token_5|>": 89, "<|image|>": 90,
+        "<|vision_reserved_special_token_6|>": 91, "<|patch|>": 92, "<|vision_reserved_special_token_7|>": 93,
+        "<|vision_reserved_special_token_1047|>": 1133, "<|reasoning_reserved_special_token_0|>": 1134,
+        "<|reasoning_reserved_special_token_7|>": 1141, "<|reasoning_thinking_start|>": 1142,
+        "<|reasoning_thinking_end|>": 1143, "<|reserved_special_token_0|>": 1144,
+        "<|reserved_special_token_903|>": 2047,
+    },
+}  # fmt: skip
+NASTY = [
+    "", " ", "  ", "    ", "hello", " hello", "   hello  world ", "\n", "\n\n", " \n ", "\r\n", "a\r\n\r\nb", "\t\tx", "x/\n/",
+    "I'm you're HE'LL they'VE it'S o'ſ", "HelloWorld HELLOworld helloWORLD", "1 12 123 1234 12345", "Grüße e\u0301 É",
+    "世界 你好", "🙂👨‍👩‍👧", "\u00a0x\u3000y\u2003", "\x00\x7f\ufffd", "Ⅳ½ﬁ ǅ ª", "aaaaaaaaaaaaaaaaaaaa", "    def f(x):\n\n  return",
+    "...!!!???", " ...\n\n", "http://a/b?c=d", "a  b   c    d", "\u0085\u200b\u2028x", "e" * 90, " " * 60, "\n" * 30,
+]  # fmt: skip
+
+
+def make_table(merges=320, seed=0):
+    """Train a table: the bytes in an order of their own, then the pair that is there most often, over and over."""
+    generator = random.Random(seed)
+    words = ["".join(generator.choices("abcdehilnorstuwEH'", k=generator.randint(1, 8))) for _ in range(300)]
+    words += [" " + word for word in words] + ["  ", "    ", "\n\n", "  \n", "世界", "aaaaaa", "aaa", "123", "ééé", "..."]
+    order = list(range(256))
+    generator.shuffle(order)
+    tokens = [bytes([byte]) for byte in order]
+    split = [[bytes([byte]) for byte in word.encode()] for word in words]
+    for _ in range(merges):
+        pairs = Counter(pair for word in split for pair in zip(word, word[1:], strict=False))
+        new = b"".join(max(pairs, key=lambda pair: (pairs[pair], pair)))
+        assert new not in tokens
+        tokens.append(new)
+        for word in split:
+            for index in range(len(word) - 1, 0, -1):
+                if index < len(word) and word[index - 1] + word[index] == new:
+                    word[index - 1 : index + 1] = [new]
+    return tokens
+
+
+def as_table(tokens):
+    return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
+
+
+TOKENS = make_table()
+TABLE = as_table(TOKENS)
+RANKS = len(TOKENS)
+
+
+def encoding_of(family, tokens=TOKENS):
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    return tiktoken.Encoding("test", pat_str=PATTERNS[family], mergeable_ranks=ranks, special_tokens={})
+
+
+def config_of(family, vocabulary=None, **options):
+    vocabulary = vocabulary or RANKS + COUNT[family]
+    sizes = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, intermediate_size=99)
+    if family == "llama-3":
+        return llamoe.LlamoeDenseConfig(vocab_size=vocabulary, max_position_embeddings=8192, **sizes, **options)
+    return llamoe.LlamoeTextConfig(
+        vocab_size=vocabulary, head_dim=8, intermediate_size_mlp=77, num_local_experts=3, **sizes, **options
+    )
+
+
+def write(folder, files, config=None, stock=True):
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    if config is not None:
+        options = {"layout": "stock"} if stock else {}
+        config.save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.fixture(scope="module", params=list(COUNT))
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(family, tmp_path_factory):
+    config = config_of(family)
+    return write(tmp_path_factory.mktemp(family), conversion.hf_files_from_meta(TABLE, config), config)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+# Ids
+
+
+def test_loaded_ids_equal_tiktoken(family, loaded):
+    reference = encoding_of(family)
+    for text in NASTY:
+        expected = reference.encode(text, disallowed_special=())
+        assert loaded(text)["input_ids"] == [RANKS, *expected], text
+        assert loaded(text, add_special_tokens=False)["input_ids"] == expected
+        assert loaded.decode(expected) == reference.decode(expected) == text
+    assert any(token >= 256 for text in NASTY for token in reference.encode(text))
+    assert len(loaded) == RANKS + COUNT[family]
+
+
+def test_any_text_gives_the_ids_of_tiktoken(family):
+    hypothesis = pytest.importorskip("hypothesis")
+    reference = encoding_of(family)
+    files = conversion.hf_files_from_meta(TABLE, config_of(family))
+    tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+    tokenizer.encode_special_tokens = True
+    parts = hypothesis.strategies.sampled_from([" ", "  ", "\n", "\r", "'s", "'LL", "a", "aa", "Ab", "12", "é", "世", ".", "/"])
+    # Characters that Unicode did not have yet when one of the two engines was built are letters to the other.
+    known = hypothesis.strategies.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cn", "Co"])
+    texts = hypothesis.strategies.one_of(
+        hypothesis.strategies.text(known, max_size=30), hypothesis.strategies.lists(parts, max_size=20).map("".join)
+    )
+
+    @hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
+    @hypothesis.given(texts)
+    def compare(text):
+        expected = reference.encode(text, disallowed_special=())
+        assert tokenizer.encode(text).ids == [RANKS, *expected]
+        assert tokenizer.decode(expected) == text
+
+    compare()
+
+
+def test_special_tokens_have_metas_names_and_ids(family, loaded):
+    for token, offset in OFFSETS[family].items():
+        assert loaded.convert_tokens_to_ids(token) == RANKS + offset, token
+        assert loaded.convert_ids_to_tokens(RANKS + offset) == token
+        assert loaded(f"x{token}y", add_special_tokens=False)["input_ids"].count(RANKS + offset) == 1
+    added = loaded.added_tokens_decoder
+    assert sorted(added) == list(range(RANKS, RANKS + COUNT[family])) and all(token.special for token in added.values())
+    pad = 4 if family == "llama-3" else 18
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (RANKS, RANKS + 1, RANKS + pad)
+    spelled = loaded("<|end_of_text|>", add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert spelled == encoding_of(family).encode("<|end_of_text|>", disallowed_special=())
+
+
+@pytest.mark.parametrize("merges", [0, 7, 500])
+def test_any_number_of_ranks(merges, family):
+    tokens = make_table(merges, seed=merges)
+    config = config_of(family, len(tokens) + COUNT[family])
+    files = conversion.hf_files_from_meta(as_table(tokens), config)
+    tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+    reference = encoding_of(family, tokens)
+    for text in NASTY:
+        assert tokenizer.encode(text, add_special_tokens=False).ids == reference.encode(text, disallowed_special=())
+    assert tokenizer.token_to_id("<|end_of_text|>") == len(tokens) + 1
+
+
+def test_generation_stops_where_metas_does(family, tmp_path):
+    ends = [RANKS + 1, RANKS + 8, RANKS + 9] if family == "llama-3" else [RANKS + 1, RANKS + 7, RANKS + 8]
+    for instruct, expected in [(None, ends), (True, ends), (False, RANKS + 1)]:
+        files = conversion.hf_files_from_meta(TABLE, config_of(family), instruct=instruct)
+        settings = GenerationConfig.from_pretrained(write(tmp_path / str(instruct), files))
+        assert settings.eos_token_id == expected and settings.bos_token_id == RANKS
+        assert settings.pad_token_id == RANKS + (4 if family == "llama-3" else 18)
+        assert bool(settings.do_sample) is (instruct is True)
+
+
+@pytest.mark.parametrize("stock", [True, False], ids=["stock", "llamoe"])
+def test_generate_works_with_nothing_added(stock, family, tmp_path):
+    config = config_of(family)
+    kind = llamoe.LlamoeDenseForCausalLM if family == "llama-3" else llamoe.LlamoeForCausalLM
+    folder = tmp_path / "folder"
+    kind(config).save_pretrained(folder, **({"layout": "stock"} if stock else {}))
+    write(folder, conversion.hf_files_from_meta(TABLE, config, instruct=True))
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), kind.from_pretrained(folder)
+    chats = [[{"role": "user", "content": text}] for text in ("hello", "a longer question")]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
+    assert model.generation_config.temperature == 0.6
+    output = model.generate(**inputs, max_new_tokens=3)
+    assert output.shape[0] == 2 and output.shape[1] > inputs["input_ids"].shape[1]
+
+
+# Chat
+
+
+def meta_chat(family, dialog, prompt=True):
+    """Give the ids of a chat as facts about Meta's code say, each part encoded by itself."""
+    encode = encoding_of(family).encode
+    ids = {token: RANKS + offset for token, offset in OFFSETS[family].items()}
+    names = ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>")
+    if family == "llama-4":
+        names = ("<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>")
+    start, end, eom, eot = (ids[name] for name in names)
+
+    def header(role):
+        return [start, *encode("ipython" if role == "tool" else role), end, *encode("\n\n")]
+
+    result = [RANKS]
+    for message in dialog:
+        content = message.get("content", "")
+        calls = message.get("tool_calls", [])
+        result += header(message["role"])
+        result += encode(content.strip() if family == "llama-3" else content, disallowed_special=())
+        for call in calls:
+            call = call["function"]
+            text = json.dumps({"type": "function", "name": call["name"], "parameters": call["arguments"]})
+            result += encode(text, disallowed_special=())
+        result.append(eom if calls or message["role"] == "tool" else eot)
+    return result + header("assistant") * prompt
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "days": [1, 2], "x": None}}}
+DIALOGS = {
+    "question": [{"role": "user", "content": "hello"}],
+    "not_stripped": [{"role": "user", "content": "  hello \n"}, {"role": "assistant", "content": " ok  "}],
+    "system": [{"role": "system", "content": "Be kind. "}, {"role": "user", "content": "a\n\nb"}],
+    "many": [{"role": role, "content": role + " 世界 12345"} for role in ["user", "assistant"] * 3],
+    "starts_with_assistant": [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "there"}],
+    "tool": [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": '{"rain": true, "ä": 1}'},
+        {"role": "assistant", "content": "It rains."},
+    ],
+    "call_without_content": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [CALL]}],
+}
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("name", DIALOGS)
+def test_chat_equals_metas(name, prompt, family, loaded):
+    dialog = DIALOGS[name]
+    given = loaded.apply_chat_template(dialog, tokenize=True, return_dict=True, add_generation_prompt=prompt)
+    assert given["input_ids"] == meta_chat(family, dialog, prompt)
+
+
+def test_chat_takes_parts_and_arguments_as_text(family, loaded):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    given = loaded.apply_chat_template(parts, tokenize=True, return_dict=True)["input_ids"]
+    assert given == meta_chat(family, DIALOGS["question"], prompt=False)
+    as_text = {"function": {"name": "weather", "arguments": json.dumps(CALL["function"]["arguments"])}}
+    dialog = [{"role": "assistant", "content": "", "tool_calls": [as_text]}]
+    expected = [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    given = loaded.apply_chat_template(dialog, tokenize=True, return_dict=True)["input_ids"]
+    assert given == meta_chat(family, expected, prompt=False)
+
+
+def test_chat_refuses_what_it_cannot_say(loaded):
+    picture = [{"role": "user", "content": [{"type": "image"}]}]
+    with pytest.raises(Exception, match="cannot read a part of type image"):
+        loaded.apply_chat_template(picture, tokenize=False)
+    with pytest.raises(Exception, match="message 2 has the role robot"):
+        loaded.apply_chat_template([*DIALOGS["question"], {"role": "robot", "content": "x"}], tokenize=False)
+    with pytest.raises(Exception, match="no descriptions"):
+        loaded.apply_chat_template(DIALOGS["question"], tools=[{"type": "function", "function": {}}], tokenize=False)
+
+
+# The way back
+
+
+def test_the_original_comes_back_byte_by_byte(family):
+    given = TABLE.replace(b"\n", b"\r\n") + b"\r\n"
+    files = conversion.hf_files_from_meta(given, config_of(family))
+    assert conversion.meta_tokenizer_model(files) == given
+
+
+def test_a_table_is_rebuilt_from_tokenizer_json(family, loaded, tmp_path):
+    files = conversion.hf_files_from_meta(TABLE, config_of(family))
+    del files["tokenizer.model"]
+    assert conversion.meta_tokenizer_model(files) == TABLE
+    loaded.save_pretrained(tmp_path)  # as transformers writes it
+    saved = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "tokenizer.model"}
+    assert conversion.meta_tokenizer_model(saved) == TABLE
+
+
+def test_what_a_table_cannot_say_is_refused(family):
+    files = conversion.hf_files_from_meta(TABLE, config_of(family))
+    del files["tokenizer.model"]
+
+    def back(change):
+        changed = json.loads(files["tokenizer.json"])
+        change(changed)
+        return conversion.meta_tokenizer_model({**files, "tokenizer.json": json.dumps(changed).encode()})
+
+    last = RANKS + COUNT[family]
+    with pytest.raises(CheckpointError, match=f"'<new>' the id {last};.*from {RANKS} to {last - 1}"):
+        back(lambda changed: changed["added_tokens"].append({"id": last, "content": "<new>", "special": True}))
+    with pytest.raises(CheckpointError, match="cuts texts by"):
+        back(lambda changed: changed["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\s+"))
+    with pytest.raises(CheckpointError, match="order of the ids"):
+        back(lambda changed: changed["model"]["merges"].reverse())
+    with pytest.raises(CheckpointError, match="leave out"):
+        back(lambda changed: changed["model"]["merges"].pop(100))
+    with pytest.raises(CheckpointError, match=f"ids 0 to {RANKS - 2}"):
+        back(lambda changed: changed["model"]["vocab"].pop(next(iter(changed["model"]["vocab"]))))
+
+
+# Wrong files
+
+
+def replaced(number, line):
+    lines = TABLE.splitlines()
+    lines[number - 1] = line
+    return b"\n".join(lines) + b"\n"
+
+
+DAMAGED = {
+    "line 5 is b'!!! 4'": replaced(5, b"!!! 4"),
+    "line 1 is b'IQ= 0'": replaced(1, b"IQ= 0"),
+    "line 40 is b'QQ== x'": replaced(40, b"QQ== x"),
+    "line 7 is b'QQ=='": replaced(7, b"QQ=="),
+    "line 9 is b'QQ== 1 2'": replaced(9, b"QQ== 1 2"),
+    "line 9 is b'QQ== -1'": replaced(9, b"QQ== -1"),
+    "line 300 gives the rank 3": replaced(300, TABLE.splitlines()[299].split()[0] + b" 3"),
+    "line 300 gives .* already": replaced(300, TABLE.splitlines()[9].split()[0] + b" 299"),
+    "none of them is 99": b"\n".join(TABLE.splitlines()[:99] + TABLE.splitlines()[100:]),
+    "without the byte 0x": as_table(TOKENS[10:]),
+    "line 577": TABLE + b"\xff\xfe\n",
+}
+
+
+@pytest.mark.parametrize("message", DAMAGED)
+def test_damage_is_named(message, family, tmp_path):
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(DAMAGED[message])
+    with pytest.raises(CheckpointError, match=message) as error:
+        conversion.hf_files_from_meta(path, config_of(family))
+    assert str(path) in str(error.value)
+
+
+def test_a_table_cut_short_or_of_another_model_is_refused(family):
+    config = config_of(family)
+    for length in [3, 700, len(TABLE) // 2, len(TABLE) - 5, len(TABLE) - 9]:
+        with pytest.raises(CheckpointError, match=r"tokenizer\.model"):
+            conversion.check_tokenizer(TABLE[:length], config)
+    with pytest.raises(CheckpointError, match=rf"{RANKS} \+ 256 = .* or {RANKS} \+ 2048 = .*vocab_size is 999"):
+        conversion.check_tokenizer(TABLE, config_of(family, 999))
+    with pytest.raises(CheckpointError, match="llama-2 has a SentencePiece model"):
+        conversion.check_tokenizer(TABLE, config, family="llama-2")
+    other = {"llama-3": "llama-4", "llama-4": "llama-3"}[family]
+    with pytest.raises(CheckpointError, match=rf"{RANKS + COUNT[other]} \({other}\) tokens, and .*vocab_size"):
+        conversion.check_tokenizer(TABLE, config, family=other)
+    assert conversion.check_tokenizer(TABLE, config).family == family
+    assert conversion.check_tokenizer(TABLE, config).size == config.vocab_size
