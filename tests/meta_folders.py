@@ -302,7 +302,7 @@ def llama_extras(params: dict, version: int) -> dict[str, torch.Tensor]:
 
 def llama4_extras(params: dict) -> dict:
     """Entries of Llama 4 release files that are no weights: statistics, frequencies and opaque states."""
-    extras = {"rope.freqs": torch.rand(5)}
+    extras = {"rope.freqs": torch.rand(params["dim"] // params["n_heads"] // 2)}
     for layer in range(params["n_layers"]):
         own = f"layers.{layer}."
         extras[f"{own}attention.wqkv._extra_state"] = io.BytesIO(b"fp8 scales")

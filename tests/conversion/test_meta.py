@@ -35,7 +35,14 @@ class Case:
 
 
 def dense_params(**more):
-    return {"dim": DIM, "n_layers": LAYERS, "n_heads": HEADS, "vocab_size": 132, "multiple_of": 12, "norm_eps": 1e-5} | more
+    return {
+        "dim": DIM,
+        "n_layers": LAYERS,
+        "n_heads": HEADS,
+        "vocab_size": 132,
+        "multiple_of": 12,
+        "norm_eps": 1e-5,
+    } | more
 
 
 def llama4_params(**more):
@@ -74,16 +81,30 @@ VISION = {
 CASES = [
     Case("llama-1", dense_params(vocab_size=-1), (1, 2, 3, 4), "llama", True, {"rope": "layers"}),
     Case("llama-2", dense_params(vocab_size=-1), (2,), "llama", True, {"rope": "top"}),
-    Case("llama-2-gqa", dense_params(n_kv_heads=4, ffn_dim_multiplier=1.3), (1, 2, 4), "llama", True, {"rope": "top"}),
+    Case(
+        "llama-2-gqa",
+        dense_params(n_kv_heads=4, ffn_dim_multiplier=1.3),
+        (1, 2, 4),
+        "llama",
+        True,
+        {"rope": "top"},
+    ),
     Case("llama-2-gqa-of-3", dense_params(n_kv_heads=3), (1, 3), "llama", True),
-    Case("llama-3", dense_params(n_kv_heads=4, vocab_size=1056, rope_theta=5e5, use_scaled_rope=True), (1, 2, 4), "llama"),
+    Case(
+        "llama-3",
+        dense_params(n_kv_heads=4, vocab_size=1056, rope_theta=5e5, use_scaled_rope=True),
+        (1, 2, 4),
+        "llama",
+    ),
     Case("llama-4-text", llama4_params(), (1, 2, 4)),
     Case("llama-4-text-of-3", llama4_params(n_kv_heads=3), (1, 3)),
     Case("llama-4-dense", llama4_params(moe_args=None, ffn_exp=None), (1, 4)),
     Case("llama-4", llama4_params(vision_args=VISION), (1, 2, 4)),
     Case(
         "llama-4-all-mixtures",
-        llama4_params(vision_args=VISION, moe_args={"num_experts": 3}, use_scaled_rope=False, use_qk_norm=False),
+        llama4_params(
+            vision_args=VISION, moe_args={"num_experts": 3}, use_scaled_rope=False, use_qk_norm=False
+        ),
         (1, 2),
     ),
 ]
@@ -98,7 +119,9 @@ class Numbers:
         self.next = 1
 
     def __call__(self, *shape):
-        tensor = torch.arange(self.next, self.next + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+        tensor = torch.arange(self.next, self.next + torch.Size(shape).numel(), dtype=torch.float32).view(
+            shape
+        )
         self.next += tensor.numel()
         assert self.next < 2**24
         return tensor
@@ -114,7 +137,9 @@ def whole_model(case):
     kv = params.get("n_kv_heads") or HEADS
     expert, dense = inner_sizes(case)
     full = {
-        "tok_embeddings.weight": number(1056 if "3" == case.name[6:7] else 132 if case.family == "llama" else case.vocab, DIM),
+        "tok_embeddings.weight": number(
+            1056 if "3" == case.name[6:7] else 132 if case.family == "llama" else case.vocab, DIM
+        ),
         "norm.weight": number(DIM),
     }
     full["output.weight"] = number(*full["tok_embeddings.weight"].shape)
@@ -161,7 +186,12 @@ def whole_tower(number):
     for j in range(VISION["n_layers"]):
         block = f"{encoder}transformer.resblocks.{j}."
         shapes = {f"attn.w{x}": (width, width) for x in "qkvo"}
-        shapes |= {"mlp.c_fc": (inner, width), "mlp.c_proj": (width, inner), "ln_1": (width,), "ln_2": (width,)}
+        shapes |= {
+            "mlp.c_fc": (inner, width),
+            "mlp.c_proj": (width, inner),
+            "ln_1": (width,),
+            "ln_2": (width,),
+        }
         for name, shape in shapes.items():
             full[block + name + ".weight"], full[block + name + ".bias"] = number(*shape), number(shape[0])
     return full
@@ -216,7 +246,10 @@ def tower_name(name):
     for pattern, replacement in (
         (r"vision_projection", "multi_modal_projector.linear_1"),
         (r"vision_embeddings\.vision_encoder\.transformer\.resblocks", "vision_model.model.layers"),
-        (r"vision_embeddings\.vision_(encoder|adapter)", lambda m: "vision_model" + {"adapter": ".vision_adapter"}.get(m[1], "")),
+        (
+            r"vision_embeddings\.vision_(encoder|adapter)",
+            lambda m: "vision_model" + {"adapter": ".vision_adapter"}.get(m[1], ""),
+        ),
         (r"conv1\._linear", "patch_embedding.linear"),
         (r"ln_p(re|ost)", r"layernorm_p\1"),
         (r"attn\.w([qkvo])", r"self_attn.\1_proj"),
@@ -375,7 +408,8 @@ def test_fused_and_unfused_names_may_be_mixed(tmp_path):
     full = whole_model(case)
     fused_files, plain = cut(case, full, 2), cut(case, full, 2, "unfused")
     mixed = [
-        {k: v for k, v in a.items() if not k.startswith("layers.1.")} | {k: v for k, v in b.items() if k.startswith("layers.1.")}
+        {k: v for k, v in a.items() if not k.startswith("layers.1.")}
+        | {k: v for k, v in b.items() if k.startswith("layers.1.")}
         for a, b in zip(fused_files, plain, strict=True)
     ]
     write_folder(tmp_path / "meta", case.params, mixed)
@@ -400,7 +434,12 @@ def test_every_row_of_every_table_is_used_by_a_case(tmp_path):
     for family, table in tables.items():
         for row in table:
             for pattern in [row.pattern] if isinstance(row, Drop) else row.sources:
-                regex = re.escape(pattern).replace(r"\{i\}", r"\d+").replace(r"\{j\}", r"\d+").replace(r"\*", ".*")
+                regex = (
+                    re.escape(pattern)
+                    .replace(r"\{i\}", r"\d+")
+                    .replace(r"\{j\}", r"\d+")
+                    .replace(r"\*", ".*")
+                )
                 assert any(re.fullmatch(regex, name) for name in names[family]), pattern
 
 
@@ -540,9 +579,21 @@ def say(**entries):
     [
         ("llama-2", drop("layers.1.attention.wo.weight"), ["model.layers.1.self_attn.o_proj.weight"]),
         ("llama-2", drop("output.weight"), ["output.weight missing", "consolidated.00.pth"]),
-        ("llama-2", lambda files, params: files[1].pop("layers.1.ffn_norm.weight"), ["consolidated.01.pth", "ffn_norm"]),
-        ("llama-2", rename("layers.1.attention.wo.weight", "layers.1.attention.wx.weight"), ["layers.1.attention.wx.weight"]),
-        ("llama-2", shrink("layers.2.attention.wq.weight", 0, 30), ["layers.2.attention.wq.weight", "30", "36"]),
+        (
+            "llama-2",
+            lambda files, params: files[1].pop("layers.1.ffn_norm.weight"),
+            ["consolidated.01.pth", "ffn_norm"],
+        ),
+        (
+            "llama-2",
+            rename("layers.1.attention.wo.weight", "layers.1.attention.wx.weight"),
+            ["layers.1.attention.wx.weight"],
+        ),
+        (
+            "llama-2",
+            shrink("layers.2.attention.wq.weight", 0, 30),
+            ["layers.2.attention.wq.weight", "30", "36"],
+        ),
         ("llama-2", say(n_layers=5), ["n_layers = 5", "4 layers"]),
         ("llama-2", say(dim=70), ["dim = 70", "72", "norm.weight"]),
         ("llama-2", say(n_heads=6), ["rope.freqs", "n_heads = 6", "3 frequencies"]),
@@ -551,7 +602,11 @@ def say(**entries):
         ("llama-2", say(n_heads="12"), ["params.json", "n_heads = '12'"]),
         ("llama-2", say(n_heads=None), ["params.json", "n_heads is missing"]),
         ("llama-2", say(norm_eps=-1.0), ["norm_eps = -1.0"]),
-        ("llama-2", say(quantization_args={"scheme": "int4_weight_int8_dynamic_activation"}), ["quantization_args"]),
+        (
+            "llama-2",
+            say(quantization_args={"scheme": "int4_weight_int8_dynamic_activation"}),
+            ["quantization_args"],
+        ),
         (
             "llama-4",
             double("layers.1.feed_forward.norm.weight", "layers.1.ffn_norm.weight"),
@@ -559,11 +614,19 @@ def say(**entries):
         ),
         ("llama-4", drop("layers.1.feed_forward.experts.moe_w_swiglu_eD_F"), ["moe_w_swiglu_eD_F missing"]),
         ("llama-4", say(moe_args=None), ["router_DE", "moe_args"]),
-        ("llama-4", say(moe_args={"num_experts": 4, "interleave_moe_layer_step": 2}), ["router_DE has 5", "num_experts = 4"]),
+        (
+            "llama-4",
+            say(moe_args={"num_experts": 4, "interleave_moe_layer_step": 2}),
+            ["router_DE has 5", "num_experts = 4"],
+        ),
         ("llama-4", say(moe_args={"num_experts": 5}), ["[1, 3]", "[0, 1, 2, 3]"]),
         ("llama-4", say(vision_args=None), ["vision_embeddings", "vision_args"]),
         ("llama-4", say(n_kv_heads=2), ["layers.0.attention.wqkv.weight", "120", "96"]),
-        ("llama-4", say(vision_args=VISION | {"image_size": {"height": 56, "width": 42}}), ["image_size", "square"]),
+        (
+            "llama-4",
+            say(vision_args=VISION | {"image_size": {"height": 56, "width": 42}}),
+            ["image_size", "square"],
+        ),
         ("llama-4", say(vision_args=VISION | {"dim": 48}), ["positional_embedding_vlm|conv1", "96"]),
     ],
 )

@@ -114,7 +114,12 @@ def test_templates_of_specials_are_read_where_there_is_a_template(model, referen
     tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
     middle = tokenizer.encode("hello</s>hello", add_special_tokens=False).ids
     assert middle == [*reference.encode("hello"), reference.eos_id(), *reference.encode("hello")]
-    for instruct, context, is_split in [(None, 4096, False), (True, 4096, False), (False, 4096, True), (None, 2048, True)]:
+    for instruct, context, is_split in [
+        (None, 4096, False),
+        (True, 4096, False),
+        (False, 4096, True),
+        (None, 2048, True),
+    ]:
         files = conversion.hf_files_from_meta(model, config_of(context), instruct=instruct)
         settings = json.loads(files["tokenizer_config.json"])
         assert settings.get("split_special_tokens", False) is is_split
@@ -124,9 +129,13 @@ def test_templates_of_specials_are_read_where_there_is_a_template(model, referen
 
 def test_any_text_gives_the_ids_of_sentencepiece(model, reference):
     hypothesis = pytest.importorskip("hypothesis")
-    tokenizer = Tokenizer.from_str(conversion.hf_files_from_meta(model, config_of())["tokenizer.json"].decode())
+    tokenizer = Tokenizer.from_str(
+        conversion.hf_files_from_meta(model, config_of())["tokenizer.json"].decode()
+    )
     tokenizer.encode_special_tokens = True
-    parts = hypothesis.strategies.sampled_from([" ", "  ", "\n", "▁", "<s>", "</s>", "a", "aa", "he", "llo", "é", "世"])
+    parts = hypothesis.strategies.sampled_from(
+        [" ", "  ", "\n", "▁", "<s>", "</s>", "a", "aa", "he", "llo", "é", "世"]
+    )
     texts = hypothesis.strategies.one_of(
         hypothesis.strategies.text(max_size=30), hypothesis.strategies.lists(parts, max_size=20).map("".join)
     )
@@ -182,7 +191,9 @@ def test_other_settings_of_sentencepiece(variant):
 def test_without_bytes_unknown_characters_are_one_token():
     content = train(byte_fallback=False)
     reference = spm.SentencePieceProcessor(model_proto=content)
-    tokenizer = Tokenizer.from_str(conversion.hf_files_from_meta(content, config_of())["tokenizer.json"].decode())
+    tokenizer = Tokenizer.from_str(
+        conversion.hf_files_from_meta(content, config_of())["tokenizer.json"].decode()
+    )
     for text in ["Ж", "ЖЖЖ", "a Ж b", "ЖЖ hello ЖЖЖ"]:
         assert reference.unk_id() in reference.encode(text)
         assert tokenizer.encode(text, add_special_tokens=False).ids == reference.encode(text)
@@ -211,7 +222,8 @@ def meta_dialog(reference, dialog):
 def turns(*contents, system=None):
     messages = [{"role": "system", "content": system}] if system is not None else []
     return messages + [
-        {"role": ("user", "assistant")[index % 2], "content": content} for index, content in enumerate(contents)
+        {"role": ("user", "assistant")[index % 2], "content": content}
+        for index, content in enumerate(contents)
     ]
 
 
@@ -236,7 +248,9 @@ def test_llama_2_chat_equals_metas(name, model, reference, tmp_path):
     dialog = DIALOGS[name]
     expected = meta_dialog(reference, dialog)
     for prompt in (True, False):
-        given = loaded.apply_chat_template(dialog, tokenize=True, return_dict=True, add_generation_prompt=prompt)
+        given = loaded.apply_chat_template(
+            dialog, tokenize=True, return_dict=True, add_generation_prompt=prompt
+        )
         assert given["input_ids"] == expected
     parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in dialog]
     assert loaded.apply_chat_template(parts, tokenize=True, return_dict=True)["input_ids"] == expected
@@ -264,7 +278,9 @@ def test_llama_2_chat_refuses_what_metas_does(reason, model, tmp_path):
     with pytest.raises(Exception, match=re.escape(message)):
         loaded.apply_chat_template(REFUSED[reason], tokenize=False)
     with pytest.raises(Exception, match="no descriptions"):
-        loaded.apply_chat_template(turns("x"), tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False)
+        loaded.apply_chat_template(
+            turns("x"), tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False
+        )
 
 
 def test_generation_settings_load(model, tmp_path):

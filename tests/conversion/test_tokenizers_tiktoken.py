@@ -66,7 +66,18 @@ def make_table(merges=320, seed=0):
     """Train a table: the bytes in an order of their own, then the pair that is there most often, over and over."""
     generator = random.Random(seed)
     words = ["".join(generator.choices("abcdehilnorstuwEH'", k=generator.randint(1, 8))) for _ in range(300)]
-    words += [" " + word for word in words] + ["  ", "    ", "\n\n", "  \n", "世界", "aaaaaa", "aaa", "123", "ééé", "..."]
+    words += [" " + word for word in words] + [
+        "  ",
+        "    ",
+        "\n\n",
+        "  \n",
+        "世界",
+        "aaaaaa",
+        "aaa",
+        "123",
+        "ééé",
+        "...",
+    ]
     order = list(range(256))
     generator.shuffle(order)
     tokens = [bytes([byte]) for byte in order]
@@ -99,9 +110,17 @@ def encoding_of(family, tokens=TOKENS):
 
 def config_of(family, vocabulary=None, **options):
     vocabulary = vocabulary or RANKS + COUNT[family]
-    sizes = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, intermediate_size=99)
+    sizes = dict(
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        intermediate_size=99,
+    )
     if family == "llama-3":
-        return llamoe.LlamoeDenseConfig(vocab_size=vocabulary, max_position_embeddings=8192, **sizes, **options)
+        return llamoe.LlamoeDenseConfig(
+            vocab_size=vocabulary, max_position_embeddings=8192, **sizes, **options
+        )
     return llamoe.LlamoeTextConfig(
         vocab_size=vocabulary, head_dim=8, intermediate_size_mlp=77, num_local_experts=3, **sizes, **options
     )
@@ -153,11 +172,14 @@ def test_any_text_gives_the_ids_of_tiktoken(family):
     files = conversion.hf_files_from_meta(TABLE, config_of(family))
     tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
     tokenizer.encode_special_tokens = True
-    parts = hypothesis.strategies.sampled_from([" ", "  ", "\n", "\r", "'s", "'LL", "a", "aa", "Ab", "12", "é", "世", ".", "/"])
+    parts = hypothesis.strategies.sampled_from(
+        [" ", "  ", "\n", "\r", "'s", "'LL", "a", "aa", "Ab", "12", "é", "世", ".", "/"]
+    )
     # Characters that Unicode did not have yet when one of the two engines was built are letters to the other.
     known = hypothesis.strategies.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cn", "Co"])
     texts = hypothesis.strategies.one_of(
-        hypothesis.strategies.text(known, max_size=30), hypothesis.strategies.lists(parts, max_size=20).map("".join)
+        hypothesis.strategies.text(known, max_size=30),
+        hypothesis.strategies.lists(parts, max_size=20).map("".join),
     )
 
     @hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -176,7 +198,9 @@ def test_special_tokens_have_metas_names_and_ids(family, loaded):
         assert loaded.convert_ids_to_tokens(RANKS + offset) == token
         assert loaded(f"x{token}y", add_special_tokens=False)["input_ids"].count(RANKS + offset) == 1
     added = loaded.added_tokens_decoder
-    assert sorted(added) == list(range(RANKS, RANKS + COUNT[family])) and all(token.special for token in added.values())
+    assert sorted(added) == list(range(RANKS, RANKS + COUNT[family])) and all(
+        token.special for token in added.values()
+    )
     pad = 4 if family == "llama-3" else 18
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (RANKS, RANKS + 1, RANKS + pad)
     spelled = loaded("<|end_of_text|>", add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -191,7 +215,9 @@ def test_any_number_of_ranks(merges, family):
     tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
     reference = encoding_of(family, tokens)
     for text in NASTY:
-        assert tokenizer.encode(text, add_special_tokens=False).ids == reference.encode(text, disallowed_special=())
+        assert tokenizer.encode(text, add_special_tokens=False).ids == reference.encode(
+            text, disallowed_special=()
+        )
     assert tokenizer.token_to_id("<|end_of_text|>") == len(tokens) + 1
 
 
@@ -251,7 +277,10 @@ def meta_chat(family, dialog, prompt=True):
     return result + header("assistant") * prompt
 
 
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "days": [1, 2], "x": None}}}
+CALL = {
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Köln", "days": [1, 2], "x": None}},
+}
 DIALOGS = {
     "question": [{"role": "user", "content": "hello"}],
     "not_stripped": [{"role": "user", "content": "  hello \n"}, {"role": "assistant", "content": " ok  "}],
@@ -294,7 +323,9 @@ def test_chat_refuses_what_it_cannot_say(loaded):
     with pytest.raises(Exception, match="message 2 has the role robot"):
         loaded.apply_chat_template([*DIALOGS["question"], {"role": "robot", "content": "x"}], tokenize=False)
     with pytest.raises(Exception, match="no descriptions"):
-        loaded.apply_chat_template(DIALOGS["question"], tools=[{"type": "function", "function": {}}], tokenize=False)
+        loaded.apply_chat_template(
+            DIALOGS["question"], tools=[{"type": "function", "function": {}}], tokenize=False
+        )
 
 
 # The way back
@@ -326,7 +357,9 @@ def test_what_a_table_cannot_say_is_refused(family):
 
     last = RANKS + COUNT[family]
     with pytest.raises(CheckpointError, match=f"'<new>' the id {last};.*from {RANKS} to {last - 1}"):
-        back(lambda changed: changed["added_tokens"].append({"id": last, "content": "<new>", "special": True}))
+        back(
+            lambda changed: changed["added_tokens"].append({"id": last, "content": "<new>", "special": True})
+        )
     with pytest.raises(CheckpointError, match="cuts texts by"):
         back(lambda changed: changed["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\s+"))
     with pytest.raises(CheckpointError, match="order of the ids"):
@@ -375,12 +408,16 @@ def test_a_table_cut_short_or_of_another_model_is_refused(family):
     for length in [3, 700, len(TABLE) // 2, len(TABLE) - 5, len(TABLE) - 9]:
         with pytest.raises(CheckpointError, match=r"tokenizer\.model"):
             conversion.check_tokenizer(TABLE[:length], config)
-    with pytest.raises(CheckpointError, match=rf"{RANKS} \+ 256 = .* or {RANKS} \+ 2048 = .*vocab_size is 999"):
+    with pytest.raises(
+        CheckpointError, match=rf"{RANKS} \+ 256 = .* or {RANKS} \+ 2048 = .*vocab_size is 999"
+    ):
         conversion.check_tokenizer(TABLE, config_of(family, 999))
     with pytest.raises(CheckpointError, match="llama-2 has a SentencePiece model"):
         conversion.check_tokenizer(TABLE, config, family="llama-2")
     other = {"llama-3": "llama-4", "llama-4": "llama-3"}[family]
-    with pytest.raises(CheckpointError, match=rf"{RANKS + COUNT[other]} \({other}\) tokens, and .*vocab_size"):
+    with pytest.raises(
+        CheckpointError, match=rf"{RANKS + COUNT[other]} \({other}\) tokens, and .*vocab_size"
+    ):
         conversion.check_tokenizer(TABLE, config, family=other)
     assert conversion.check_tokenizer(TABLE, config).family == family
     assert conversion.check_tokenizer(TABLE, config).size == config.vocab_size
