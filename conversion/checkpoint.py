@@ -319,7 +319,7 @@ def _expected_shapes(config: LlamoeBaseConfig, count: int, place: str) -> dict[s
         )
     try:
         return expected_shapes(config)
-    except (RuntimeError, ArithmeticError, TypeError, ValueError, IndexError) as error:
+    except (RuntimeError, ArithmeticError, TypeError, ValueError, IndexError, AssertionError) as error:
         raise CheckpointError(f"{place}: no model can be made of the configuration ({error}).") from error
 
 
