@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 import tempfile
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -460,3 +461,21 @@ def test_a_wrong_list_of_checksums_matters_only_where_it_is_asked_for(originals)
             checksums=True,
         )
     check(original, {"checklist.chk": bytes(range(128, 256))}, False, ["checklist.chk"], checksums=True)
+
+
+@pytest.mark.parametrize("kind", ["hf", "stacked", "meta", "meta4"])
+def test_sizes_beyond_reason_end_at_once(originals, kind):
+    original = originals[kind]
+    name = "params.json" if kind.startswith("meta") else "config.json"
+    for path in places(json.loads(original.files[name])):
+        for size in (10**7, 10**15, 10**30):
+            whole = json.loads(original.files[name])
+            *above, last = path
+            inner = whole
+            for key in above:
+                inner = inner[key]
+            if isinstance(inner[last], int) and not isinstance(inner[last], bool):
+                inner[last] = size
+                begun = time.process_time()
+                check(original, {name: json.dumps(whole).encode()})
+                assert time.process_time() - begun < 2, path
