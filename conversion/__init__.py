@@ -1,10 +1,11 @@
 """Weights in and out: Meta's and open_clip's formats, Hugging Face's, and checkpoints made of others.
 
-A file imports only files that stand above it in this order: `lazy`, `files`, `writing`, `tables`, `checkpoint`,
-`tokenizers`, `meta_tables`, `meta`, `metaclip`, `convert`, `upcycle`, `assemble`, `inspect`, `verify`, `cli`.
+Everything goes through lazy tensors under stock Hugging Face keys: `open_checkpoint` gives them for every format, and
+every command writes views of them, block by block.
 """
 
 from .checkpoint import Checkpoint, Report
 from .convert import convert, open_checkpoint
+from .metaclip import convert_vision
 
-__all__ = ["Checkpoint", "Report", "convert", "open_checkpoint"]
+__all__ = ["Checkpoint", "Report", "convert", "convert_vision", "open_checkpoint"]

@@ -3,6 +3,9 @@
 Llama 2: each question and answer is bos + `[INST] question [/INST] answer ` + eos, both stripped; a system message is
 folded into the first question before that. Llama 3 and 4: bos once, then each message as a header with its role, an
 empty line, the content, and a token that ends it. Sources: Meta's `llama`, `llama3` and `llama-models` repositories.
+
+Meta's code encodes header, content and calls each by itself, a template all at once: content of Llama 4 that begins
+with a line break may become other tokens than there, since it joins the header's.
 """
 
 _NO_TOOLS = """{%- if tools is defined and tools -%}
@@ -116,13 +119,15 @@ _IMAGE = """{%- elif part['type'] == 'image' -%}
 
 
 def llama_2() -> str:
-    """Give the chat template of Llama 2; it refuses tags in messages and roles that do not alternate, as Meta's code."""
+    """Give the chat template of Llama 2; like Meta's code it refuses tags in messages and roles out of turn."""
     return _LLAMA_2
 
 
 def llama_3() -> str:
     """Give the chat template of Llama 3, which strips what messages say."""
-    return _headers("Llama 3 chat.", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", trim=True)
+    return _headers(
+        "Llama 3 chat.", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", trim=True
+    )
 
 
 def llama_4(*, images: bool) -> str:

@@ -121,8 +121,8 @@ def open_hf(folder: str | os.PathLike) -> Checkpoint:
         folder: it holds config.json and the weights.
 
     Raises:
-        CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized, or tensors are
-            missing, unknown, or of other shapes than config.json says.
+        CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized, or tensors
+            are missing, unknown, or of other shapes than config.json says.
     """
     folder = Path(folder)
     config = _read_config(folder)
@@ -140,7 +140,7 @@ def open_hf(folder: str | os.PathLike) -> Checkpoint:
     dropped = {
         name: reason for name in tensors for pattern, reason in _DROPPED if re.fullmatch(pattern, name)
     }
-    if config.get_text_config().tie_word_embeddings:
+    if getattr(config.get_text_config(), "tie_word_embeddings", False):  # a tower has no such field
         heads = [name for name in tensors if name.endswith("lm_head.weight")]
         dropped.update(dict.fromkeys(heads, "the embedding serves as the output head (tie_word_embeddings)"))
     kept = fuse_experts({name: tensor for name, tensor in tensors.items() if name not in dropped})
@@ -208,8 +208,8 @@ def save_hf(
     Args:
         checkpoint: what to write.
         target: a folder that does not exist or is empty.
-        layout: "stock" writes the config.json of transformers' own model type, which llamoe, transformers, vLLM and others
-            read; "llamoe" writes ours, with llamoe_hub.py; None takes the first one that can express the model.
+        layout: "stock" writes the config.json of transformers' own model type, which llamoe, transformers, vLLM and
+            others read; "llamoe" writes ours, with llamoe_hub.py; None takes the first that can express the model.
         experts: "fused" stacks the experts as stock does; "split" writes one linear layer an expert.
         dtype: of all floating tensors; None keeps each one's.
         shard_size: bytes that a file should not exceed, as a number or a text such as "5GB".
@@ -304,7 +304,7 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = model_class(config)(copy.deepcopy(config))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if config.get_text_config().tie_word_embeddings:
+    if getattr(config.get_text_config(), "tie_word_embeddings", False):  # a tower has no such field
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
     return shapes
 
@@ -343,8 +343,8 @@ def check_model(
             )
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise CheckpointError(
-                f"{tensor.origin}: has dtype {str(tensor.dtype).removeprefix('torch.')}; plain float32, float16 or bfloat16 "
-                "weights were expected. Quantized weights are not converted."
+                f"{tensor.origin}: has dtype {str(tensor.dtype).removeprefix('torch.')}; plain float32, float16 or "
+                "bfloat16 weights were expected. Quantized weights are not converted."
             )
     missing = [name for name in expected if name not in tensors]
     if missing:
@@ -437,8 +437,8 @@ def _read_config(folder: Path) -> LlamoeBaseConfig:
             else None
         )
         raise CheckpointError(
-            f"{folder / 'config.json'}: the weights are quantized ({method}), and quantized weights are not converted. Use "
-            "the original ones."
+            f"{folder / 'config.json'}: the weights are quantized ({method}), and quantized weights are not converted. "
+            "Use the original ones."
         )
     for part in (data, *(value for value in data.values() if isinstance(value, dict))):
         layers = part.get("num_hidden_layers")

@@ -13,6 +13,7 @@ from .files import check_sums, read_json
 from .writing import Progress, check_target
 
 _TOWERS = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
+_OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
@@ -32,16 +33,16 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
         return _part("metaclip").open_tower(path)
     if (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
         return _part("meta").open_meta(path)
+    if any((path / name).is_file() for name in _OPEN_CLIP_FILES):
+        return _part("metaclip").open_tower(path)  # timm's folders have a config.json of their own beside it
     if (path / "config.json").is_file():
         if read_json(path / "config.json").get("model_type") in _TOWERS:
             return _part("metaclip").open_tower(path)
         return open_hf(path)
-    if any(path.glob("open_clip*")):
-        return _part("metaclip").open_tower(path)
     inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
     raise CheckpointError(
-        f"{path}: is no checkpoint that is known here: neither params.json with consolidated.00.pth (Meta), nor config.json "
-        f"(Hugging Face), nor open_clip_config.json (open_clip); it holds {inside}."
+        f"{path}: is no checkpoint that is known here: neither params.json with consolidated.00.pth (Meta), nor "
+        f"config.json (Hugging Face), nor open_clip_model.safetensors (open_clip); it holds {inside}."
     )
 
 
@@ -79,8 +80,8 @@ def convert(
         progress: is told of every block.
 
     Raises:
-        ValueError: bad options, a target in use, a damaged or unknown source, weights that are not finite; nothing is left
-            behind.
+        ValueError: bad options, a target in use, a damaged or unknown source, weights that are not finite; nothing is
+            left behind.
         OSError: the disk is full or fails; whole files stay for `resume`.
     """
     if to not in ("hf", "meta"):

@@ -29,6 +29,7 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+_PIECE = 1 << 22  # bytes
 # What a torch file may wrap its tensors in.
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 
@@ -51,6 +52,17 @@ class FileTensor(LazyTensor):
         width = self.numel // self.shape[0] if self.shape and self.shape[0] else 1
         shape = (stop - start, *self.shape[1:]) if self.shape else ()
         return self._bytes(start * width, (stop - start) * width if self.numel else 0).view(shape)
+
+    def stream(self, start=0, stop=None):
+        """Read pieces that stay in the processor's cache until they are written."""
+        stop = self._rows() if stop is None else stop
+        if self.strides is not None or not self.numel:
+            yield from super().stream(start, stop)
+            return
+        width = self.numel // self._rows()
+        step = max(_PIECE // self.dtype.itemsize, 1)
+        for first in range(start * width, stop * width, step):
+            yield self._bytes(first, min(step, stop * width - first))
 
     def _bytes(self, first: int, count: int) -> torch.Tensor:
         size = self.dtype.itemsize
@@ -117,26 +129,28 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
         with open(path, "rb") as file:
             is_zip = file.read(4) == b"PK\x03\x04"
         records = _records(path) if is_zip else None
-        # Meta's files hold BytesIO objects as `_extra_state`; these three are how a pickle makes one, empty or not.
+        # Meta's files hold BytesIO objects as `_extra_state`; these are what bytes are unpickled with.
         with torch.serialization.safe_globals([io.BytesIO, _codecs.encode, bytes]):
             content = load_without_storage(path) if is_zip else torch.load(path, "cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file.") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: is no plain file of tensors, and may want to run code ({_first_line(error)}). It is not opened; get "
-            "the weights as safetensors or from their original source."
+            f"{path}: is no plain file of tensors, and may want to run code ({_first_line(error)}). It is not opened; "
+            "get the weights as safetensors or from their original source."
         ) from error
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way
         raise CheckpointError(
-            f"{path}: cannot be read as a file of torch.save ({type(error).__name__}: {_first_line(error)}). Download or "
-            "copy it again."
+            f"{path}: cannot be read as a file of torch.save ({type(error).__name__}: {_first_line(error)}). Download "
+            "or copy it again."
         ) from error
-    for wrapper in _WRAPPERS:
-        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
-            content = content[wrapper]
+    for _ in range(3):  # wrapped in one another, but not without end
+        found = isinstance(content, Mapping) and [
+            content[name] for name in _WRAPPERS if isinstance(content.get(name), Mapping)
+        ]
+        content = found[0] if found else content
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a dictionary of tensors.")
     tensors: dict[str, LazyTensor] = {}
@@ -202,8 +216,8 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 def check_sums(paths: Sequence[Path]) -> None:
     """Read files whole and compare them with the checksums that come with them.
 
-    Those are `checklist.chk` beside the file, lines of an MD5 sum and a name as Meta ships them, and the CRC-32 of every
-    record of a torch file.
+    Those are `checklist.chk` beside the file, lines of an MD5 sum and a name as Meta ships them, and the CRC-32 of
+    every record of a torch file.
 
     Args:
         paths: files of weights.
@@ -260,6 +274,11 @@ def _records(path: Path) -> dict[int, int]:
     names: set[str] = set()
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for info in archive.infolist():
+            if "/code/" in info.filename:
+                raise CheckpointError(
+                    f"{path}: is a TorchScript program, as OpenAI's files of CLIP are, and is not run. Get the weights "
+                    "as safetensors, or save the state_dict() of what torch.jit.load gives."
+                )
             file.seek(info.header_offset)
             header = file.read(30)
             name_length, extra_length = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
@@ -270,7 +289,8 @@ def _records(path: Path) -> dict[int, int]:
             is_plain = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
             if offset + info.file_size > size or not is_plain or info.filename in names:
                 raise CheckpointError(
-                    f"{path}: record {info.filename} is cut short, compressed or twice there. Download or copy it again."
+                    f"{path}: record {info.filename} is cut short, compressed or twice there. Download or copy it "
+                    "again."
                 )
             names.add(info.filename)
             records[offset] = info.file_size
@@ -320,5 +340,8 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    told = next(
+        (line for line in lines if "WeightsUnpickler error" in line), lines[0]
+    )  # torch's advice around it
+    return told.strip().removeprefix("WeightsUnpickler error: ")[:200]

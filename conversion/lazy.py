@@ -72,6 +72,10 @@ class LazyTensor(ABC):
         assert rows.dtype == self.dtype, (self, rows.dtype)
         return rows
 
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+        """Read the same elements as `read`, in order, as flat pieces: small ones where that costs nothing."""
+        yield self.read(start, stop).reshape(-1)
+
     def leaves(self) -> Iterator["LazyTensor"]:
         """Give the tensors that this one is made of, down to those that are read from files."""
         inputs = self._inputs()
@@ -84,7 +88,7 @@ class LazyTensor(ABC):
         """View as another dtype; floating tensors only, others stay as they are."""
         if dtype == self.dtype or not self.dtype.is_floating_point:
             return self
-        return self.map(lambda tensor: tensor.to(dtype), dtype=dtype)
+        return _Cast(self, dtype)
 
     def cut(self, dim: int, start: int, stop: int) -> "LazyTensor":
         """View indices `start` to `stop` along an axis."""
@@ -210,32 +214,37 @@ class _Join(LazyTensor):
     def block_rows(self):
         return self.parts[0].block_rows if self.dim else super().block_rows
 
-    def _read(self, start, stop):
+    def _wanted(self, start, stop) -> list[tuple[LazyTensor, int, int]]:
+        """The parts that hold these rows, and which rows of theirs."""
         if self.dim:
-            shape = (stop - start, *self.shape[1:])
-            ranges = [(start, stop)] * len(self.parts)
-            positions = _positions([part.shape[self.dim] for part in self.parts])
-        else:
-            offsets = _positions([part.shape[0] for part in self.parts])
-            ranges = [
-                (max(start, begin) - begin, min(stop, begin + part.shape[0]) - begin)
-                for begin, part in zip(offsets, self.parts, strict=True)
-            ]
-            shape = (stop - start, *self.shape[1:])
-            positions = [max(begin - start, 0) for begin in offsets]
-        wanted = [
-            (part, *span, position)
-            for part, span, position in zip(self.parts, ranges, positions, strict=True)
-            if span[0] < span[1]
-        ]
+            return [(part, start, stop) for part in self.parts]
+        spans, begin = [], 0
+        for part in self.parts:
+            first, last = max(start - begin, 0), min(stop - begin, part.shape[0])
+            if first < last:
+                spans.append((part, first, last))
+            begin += part.shape[0]
+        return spans
+
+    def _read(self, start, stop):
+        wanted = self._wanted(start, stop)
         if len(wanted) == 1:
-            part, begin, end, _ = wanted[0]
-            return part.read(begin, end)
-        result = torch.empty(shape, dtype=self.dtype)
-        for part, begin, end, position in wanted:
-            rows = part.read(begin, end)
+            part, first, last = wanted[0]
+            return part.read(first, last)
+        result = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        position = 0
+        for part, first, last in wanted:
+            rows = part.read(first, last)
             result.narrow(self.dim, position, rows.shape[self.dim]).copy_(rows)
+            position += rows.shape[self.dim]
         return result
+
+    def stream(self, start=0, stop=None):
+        if self.dim:
+            yield from super().stream(start, stop)
+            return
+        for part, first, last in self._wanted(start, self._rows() if stop is None else stop):
+            yield from part.stream(first, last)
 
 
 class _Cut(LazyTensor):
@@ -256,6 +265,13 @@ class _Cut(LazyTensor):
         if self.dim == 0:
             return self.tensor.read(self.start + start, self.start + stop)
         return self.tensor.read(start, stop).narrow(self.dim, self.start, self.shape[self.dim])
+
+    def stream(self, start=0, stop=None):
+        if self.dim:
+            yield from super().stream(start, stop)
+        else:
+            stop = self._rows() if stop is None else stop
+            yield from self.tensor.stream(self.start + start, self.start + stop)
 
 
 class _View(LazyTensor):
@@ -287,6 +303,34 @@ class _View(LazyTensor):
         rows = self.tensor.read(first, -(-end // inner)).reshape(-1)
         return rows[begin - first * inner : end - first * inner].reshape(shape)
 
+    def stream(self, start=0, stop=None):
+        width, inner = prod(self.shape[1:]), prod(self.tensor.shape[1:])
+        begin, end = start * width, (self._rows() if stop is None else stop) * width
+        if inner and begin % inner == 0 and end % inner == 0:
+            yield from self.tensor.stream(begin // inner, end // inner)
+        else:
+            yield from super().stream(start, stop)
+
+
+class _Cast(LazyTensor):
+    def __init__(self, tensor: LazyTensor, dtype: torch.dtype):
+        super().__init__(tensor.shape, dtype, tensor.origin)
+        self.tensor = tensor
+
+    def _inputs(self):
+        return (self.tensor,)
+
+    @property
+    def block_rows(self):
+        return self.tensor.block_rows
+
+    def _read(self, start, stop):
+        return self.tensor.read(start, stop).to(self.dtype)
+
+    def stream(self, start=0, stop=None):
+        for piece in self.tensor.stream(start, stop):
+            yield piece.to(self.dtype)
+
 
 class _Map(LazyTensor):
     def __init__(self, tensor: LazyTensor, function: Callable, shape: Sequence[int], dtype: torch.dtype):
@@ -300,12 +344,11 @@ class _Map(LazyTensor):
 
     def _read(self, start, stop):
         if not self.by_row:
-            return (
-                self.function(self.tensor.read())[start:stop]
-                if self.shape
-                else self.function(self.tensor.read())
-            )
+            result = self.function(self.tensor.read())
+            return result[start:stop] if self.shape else result
         rows = [self.function(self.tensor.read(row, row + 1)) for row in range(start, stop)]
+        if not rows:
+            return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
@@ -346,7 +389,3 @@ class _Remembered(LazyTensor):
         rows = self.slot.rows
         assert rows is not None
         return rows[start - begin : stop - begin] if self.shape else rows
-
-
-def _positions(sizes: Sequence[int]) -> list[int]:
-    return [sum(sizes[:index]) for index in range(len(sizes))]

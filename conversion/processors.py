@@ -54,7 +54,8 @@ def processor_files(
     for name, values in {"image_mean": image_mean, "image_std": image_std}.items():
         if len(values) != vision.num_channels:
             raise ValueError(
-                f"{name} has {len(values)} numbers, and the tower reads {vision.num_channels} channels: give one for each."
+                f"{name} has {len(values)} numbers, and the tower reads {vision.num_channels} channels: give one "
+                "for each."
             )
     if any(value <= 0 for value in image_std):
         raise ValueError(f"image_std is {list(image_std)}: positive numbers were expected.")
@@ -108,7 +109,11 @@ def _check_tokens(config: LlamoeConfig, tokenizer_files: Mapping[str, bytes]) ->
             f"tokenizer.json: has no {', '.join(missing)}, which the processor writes for a picture. Add them with "
             "extend_tokenizer."
         )
-    named = {"boi_token_index": "<|image_start|>", "eoi_token_index": "<|image_end|>", "image_token_index": "<|patch|>"}
+    named = {
+        "boi_token_index": "<|image_start|>",
+        "eoi_token_index": "<|image_end|>",
+        "image_token_index": "<|patch|>",
+    }
     for field, token in named.items():
         if getattr(config, field) != ids[token]:
             raise CheckpointError(

@@ -11,7 +11,7 @@ two, pieces in order of their scores. Each conversion is tried against SentenceP
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
@@ -58,6 +58,8 @@ def read(content: bytes, origin: str) -> Any:
                 f"{origin}: a SentencePiece model of {len(proto.pieces)} pieces without {missing}, as if cut short. "
                 + advice
             )
+        if not all(isinstance(piece.piece, str) for piece in proto.pieces):  # bytes, where they are no UTF-8
+            raise CheckpointError(f"{origin}: a SentencePiece model with a piece that is no text. {advice}")
         library.SentencePieceProcessor(model_proto=content)
     except CheckpointError:
         raise
@@ -102,7 +104,9 @@ def special_tokens(proto: Any) -> dict[str, str]:
         bos_token, eos_token, unk_token and pad_token.
     """
     trainer = proto.trainer_spec
-    names = {f"{name}_token": proto.pieces[getattr(trainer, f"{name}_id")].piece for name in ("bos", "eos", "unk")}
+    names = {
+        f"{name}_token": proto.pieces[getattr(trainer, f"{name}_id")].piece for name in ("bos", "eos", "unk")
+    }
     padding = trainer.pad_id if 0 <= trainer.pad_id < len(proto.pieces) else trainer.unk_id
     return {**names, "pad_token": proto.pieces[padding].piece}
 
@@ -121,7 +125,9 @@ def to_json(proto: Any, origin: str) -> bytes:
     pieces = [piece.piece for piece in proto.pieces]
     if len(set(pieces)) != len(pieces):
         twice = next(piece for index, piece in enumerate(pieces) if piece in pieces[:index])
-        raise CheckpointError(f"{origin}: the piece {twice!r} is there twice. Take the file from the release again.")
+        raise CheckpointError(
+            f"{origin}: the piece {twice!r} is there twice. Take the file from the release again."
+        )
     tokenizer = Tokenizer(
         BPE(
             vocab={piece: index for index, piece in enumerate(pieces)},
@@ -136,7 +142,11 @@ def to_json(proto: Any, origin: str) -> bytes:
     if proto.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
-    for kind in (CONTROL, UNKNOWN, USER_DEFINED):  # what a text may name, in the order of its ids within a kind
+    for kind in (
+        CONTROL,
+        UNKNOWN,
+        USER_DEFINED,
+    ):  # what a text may name, in the order of its ids within a kind
         tokenizer.add_tokens(
             [
                 AddedToken(piece.piece, normalized=kind == USER_DEFINED, special=kind != USER_DEFINED)
@@ -176,7 +186,7 @@ def from_json(content: Mapping[str, Any], roles: Mapping[str, str | None], origi
             "SentencePiece model needs."
         )
     proto = messages.ModelProto()
-    scores = _scores(model, origin)
+    scores = _scores(model, added, origin)
     unknown = model.get("unk_token") or roles.get("unk_token") or "<unk>"
     for index in range(len(pieces)):
         name = pieces[index]
@@ -218,9 +228,10 @@ def from_json(content: Mapping[str, Any], roles: Mapping[str, str | None], origi
         library.SentencePieceProcessor(model_proto=result)
     except Exception as error:
         raise CheckpointError(f"{origin}: SentencePiece refuses a model of its tokens ({error}).") from error
-    # Metaspace puts no space in front of one; so that what differs there, as it should, is not tried.
-    probes = _PROBES if content.get("normalizer") else [text for text in _PROBES if text[:1] not in (" ", SPACE)]
-    _try(Tokenizer.from_str(json.dumps(dict(content))), proto, origin, probes)
+    # Metaspace puts no space in front of one, unlike Meta's code: texts that begin with one differ, and are not tried.
+    _try(
+        Tokenizer.from_str(json.dumps(dict(content))), proto, origin, leading=bool(content.get("normalizer"))
+    )
     return result
 
 
@@ -285,7 +296,7 @@ def _normalizer(proto: Any) -> Any:
     return normalizers.Sequence(steps)
 
 
-def _scores(model: Mapping[str, Any], origin: str) -> dict[str, float]:
+def _scores(model: Mapping[str, Any], special: Collection[str], origin: str) -> dict[str, float]:
     """Give each joined piece a score by the place of its pairs; refuse lists that SentencePiece would not follow."""
     vocab = model["vocab"]
     pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
@@ -301,16 +312,14 @@ def _scores(model: Mapping[str, Any], origin: str) -> dict[str, float]:
         places.setdefault(piece, len(places))
         last = piece
     known = set(pairs)
-    added = {token for token in vocab if token not in places}  # what no pair gives: characters, bytes, special tokens
-    for piece in vocab:
+    normal = vocab.keys() - set(special)
+    for piece in normal:
         if _BYTE_PIECE.fullmatch(piece):
             continue
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
-            if (left, right) in known or left not in vocab or right not in vocab:
+            if (left, right) in known or left not in normal or right not in normal:
                 continue
-            if piece in added and piece.startswith("<") and piece.endswith(">"):
-                continue  # a special token
             raise CheckpointError(
                 f"{origin}: its merges leave out {left!r} + {right!r}, which gives the token {piece!r}. "
                 "SentencePiece joins any two pieces whose sum is one, and cannot follow that."
@@ -335,8 +344,8 @@ def _has_dummy_prefix(content: Mapping[str, Any], origin: str) -> bool:
     if kinds == ["Metaspace"] and not cutting[0].get("split", True):
         return cutting[0].get("prepend_scheme", "always") != "never"
     raise CheckpointError(
-        f"{origin}: prepares a text by {', '.join(kinds) or 'nothing'}; a SentencePiece model as LLaMA's can be made of "
-        f"one that writes spaces as {SPACE} and changes nothing else (Prepend and Replace, or Metaspace without split)."
+        f"{origin}: prepares a text by {', '.join(kinds) or 'nothing'}. A SentencePiece model as LLaMA's can be made "
+        f"of one that writes spaces as {SPACE} and changes nothing else (Prepend with Replace, or unsplit Metaspace)."
     )
 
 
@@ -346,8 +355,11 @@ def _steps(part: Mapping[str, Any] | None, name: str) -> list[Any]:
     return list(part[name]) if part["type"] == "Sequence" else [part]
 
 
-def _try(tokenizer: Tokenizer, proto: Any, origin: str, probes: Any = _PROBES) -> None:
+def _try(tokenizer: Tokenizer, proto: Any, origin: str, *, leading: bool = True) -> None:
     """Compare with SentencePiece itself: fixed texts, and texts made of the model's own pieces.
+
+    Args:
+        leading: whether to try texts that begin with a space.
 
     Raises:
         CheckpointError: the ids of a text differ.
@@ -356,11 +368,16 @@ def _try(tokenizer: Tokenizer, proto: Any, origin: str, probes: Any = _PROBES) -
     reference = library.SentencePieceProcessor(model_proto=proto.SerializeToString())
     normal = [piece.piece for piece in proto.pieces if piece.type == NORMAL]
     stride = max(1, len(normal) // 2000)
-    own = ["".join(normal[start :: stride * 31][:24]).replace(SPACE, " ") for start in range(0, stride * 31, stride)]
+    own = [
+        "".join(normal[start :: stride * 31][:24]).replace(SPACE, " ")
+        for start in range(0, stride * 31, stride)
+    ]
     before = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = True
     symbols = [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED]
-    for text in [*probes, *own]:
+    for text in [*_PROBES, *own]:
+        if not leading and text[:1] in (" ", SPACE):
+            continue
         expected = reference.encode(text)
         given = tokenizer.encode(text, add_special_tokens=False).ids
         if given != expected and text not in symbols:

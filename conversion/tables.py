@@ -192,8 +192,8 @@ def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
     size = tensor.shape[axis]
     if size % files:
         raise CheckpointError(
-            f"{tensor.origin} of shape {list(tensor.shape)} cannot be split over {files} files: {size} is no multiple of "
-            f"{files}. Choose a number of files that divides it."
+            f"{tensor.origin} of shape {list(tensor.shape)} cannot be split over {files} files: {size} is no multiple "
+            f"of {files}. Choose a number of files that divides it."
         )
     part = size // files
     return [tensor.cut(axis, i * part, (i + 1) * part) for i in range(files)]
@@ -297,8 +297,8 @@ def _refuse_unknown(unknown: list[str], where: str) -> None:
     if unknown:
         more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         raise CheckpointError(
-            f"{where}unknown tensor{'s' if len(unknown) > 1 else ''} {', '.join(unknown[:_SHOWN])}{more}: the checkpoint is "
-            "of another architecture, or has been changed."
+            f"{where}unknown tensor{'s' if len(unknown) > 1 else ''} {', '.join(unknown[:_SHOWN])}{more}: the "
+            "checkpoint is of another architecture, or has been changed."
         )
 
 

@@ -138,7 +138,7 @@ def read(content: bytes, origin: str) -> list[bytes]:
             )
         if token in tokens:
             raise CheckpointError(
-                f"{origin}: line {number} gives {token!r} the rank {rank}, and it has the rank {tokens[token]} already. "
+                f"{origin}: line {number} gives {token!r} the rank {rank}, and it has rank {tokens[token]} already. "
                 + _ADVICE
             )
         ranks[rank] = token
@@ -230,7 +230,9 @@ def from_json(content: Mapping[str, Any], origin: str) -> bytes:
             f"{origin}: its merges do not stand in the order of the ids that they give. tiktoken joins by rank, which "
             "is the id, and would cut texts in another way."
         )
-    left_out = next((pair for pair in _merges([names[rank] for rank in range(count)]) if pair not in places), None)
+    left_out = next(
+        (pair for pair in _merges([names[rank] for rank in range(count)]) if pair not in places), None
+    )
     if left_out is not None:
         raise CheckpointError(
             f"{origin}: its merges leave out {left_out[0]!r} + {left_out[1]!r}, whose sum is a token. tiktoken joins "
@@ -260,7 +262,7 @@ def _family(content: Mapping[str, Any], origin: str) -> str:
         if patterns == [pattern] and not content.get("normalizer"):
             return family
     raise CheckpointError(
-        f"{origin}: cuts texts by {patterns or 'no pattern'}; Meta's code has the patterns of Llama 3 and Llama 4 in it, "
+        f"{origin}: cuts texts by {patterns or 'no pattern'}; Meta's code has those of Llama 3 and Llama 4 in it, "
         "and a tokenizer.model cannot say another."
     )
 
@@ -289,4 +291,7 @@ def _byte_symbols() -> list[str]:
 
 def looks_like_table(content: bytes) -> bool:
     """Tell whether one of the first lines is a word and a number, as in a table, be it damaged otherwise."""
-    return any(re.fullmatch(rb"\S+ \d+\s*", line) for line in content[:4096].splitlines()[:10])
+    is_binary = any(byte < 9 or 13 < byte < 32 for byte in content[:64])
+    return not is_binary and any(
+        re.fullmatch(rb"[!-~]+ \d+\s*", line) for line in content[:4096].splitlines()[:10]
+    )

@@ -1,4 +1,4 @@
-"""Tokenizer, chat template, generation and processor files of a Hugging Face folder from Meta's tokenizer.model, and back.
+"""From Meta's tokenizer.model to the files of a Hugging Face folder: tokenizer, chat, generation, processor; and back.
 
 Everything here goes from bytes to bytes by file name; nothing is written to disk. The original tokenizer.model stays in
 the folder, so that the way back gives the same bytes.
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from ..configuration import LlamoeConfig
 from ..modeling.weights import CheckpointError
 from . import chat_templates, sentence_pieces, tiktoken_tables
@@ -23,7 +25,11 @@ FAMILIES = ("llama-1", "llama-2", "llama-3", "llama-4")
 MULTIMODAL_TOKENS = ("<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", *IMAGE_TOKENS)
 # LLaMA 1 has no chat models, and is told from Llama 2 by its context alone.
 _LLAMA_1_CONTEXT = 2048
-_SETTINGS = {"tokenizer_class": "TokenizersBackend", "clean_up_tokenization_spaces": False, "padding_side": "left"}
+_SETTINGS = {
+    "tokenizer_class": "TokenizersBackend",
+    "clean_up_tokenization_spaces": False,
+    "padding_side": "left",
+}
 
 
 @dataclass(frozen=True)
@@ -192,7 +198,9 @@ def extend_tokenizer(
         ValueError: a token is empty.
     """
     if not all(special_tokens):
-        raise ValueError(f"special_tokens is {list(special_tokens)!r}: names that are not empty were expected.")
+        raise ValueError(
+            f"special_tokens is {list(special_tokens)!r}: names that are not empty were expected."
+        )
     files = dict(companions)
     if "tokenizer.json" not in files:
         if "tokenizer.model" not in files:
@@ -220,7 +228,9 @@ def extend_tokenizer(
     added.sort(key=lambda entry: entry["id"])
     if isinstance(listed := settings.get("added_tokens_decoder"), dict):
         flags = {entry["id"]: {**entry} for entry in added if entry["content"] in ids}
-        listed.update({str(index): {key: entry[key] for key in entry if key != "id"} for index, entry in flags.items()})
+        listed.update(
+            {str(index): {key: entry[key] for key in entry if key != "id"} for index, entry in flags.items()}
+        )
     # Prompts of a model that reads pictures name tokens in their text.
     settings.pop("split_special_tokens", None)
     files["tokenizer.json"] = as_json(content)
@@ -310,7 +320,9 @@ def _read(path: Path) -> bytes:
 
 def _kind(content: bytes, origin: str) -> str:
     if content.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{origin}: a pointer of git-lfs, not the file. Run git lfs pull, or download it.")
+        raise CheckpointError(
+            f"{origin}: a pointer of git-lfs, not the file. Run git lfs pull, or download it."
+        )
     if tiktoken_tables.looks_like_table(content):
         return "tiktoken"
     if content[:1] == b"\x0a":  # the first field of a ModelProto: a piece
@@ -325,7 +337,9 @@ def _kind(content: bytes, origin: str) -> str:
 def _tiktoken(tokens: list[bytes], text: Any, family: str | None, origin: str) -> MetaTokenizer:
     sizes = {name: len(names) for name, names in tiktoken_tables.SPECIAL_TOKENS.items()}
     if family not in (None, *sizes):
-        raise CheckpointError(f"{origin}: a tiktoken table of {len(tokens)} ranks; {family} has a SentencePiece model.")
+        raise CheckpointError(
+            f"{origin}: a tiktoken table of {len(tokens)} ranks; {family} has a SentencePiece model."
+        )
     fitting = [
         name
         for name, count in sizes.items()
@@ -367,7 +381,10 @@ def _generation_config(meta: MetaTokenizer, instruct: bool | None) -> bytes:
     if meta.kind == "tiktoken" and instruct is not False:
         eos = [eos, *(ids[token] for token in tiktoken_tables.STOPS[meta.family])]
     return generation_config(
-        ids[roles["bos_token"]], eos, ids[roles["pad_token"]], sample=instruct is True and meta.family != "llama-1"
+        ids[roles["bos_token"]],
+        eos,
+        ids[roles["pad_token"]],
+        sample=instruct is True and meta.family != "llama-1",
     )
 
 
@@ -396,10 +413,25 @@ def _json(companions: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         content = json.loads(companions[name])
     except ValueError as error:
-        raise CheckpointError(f"{name}: is no JSON ({error}). Take the file from its source again.") from error
+        raise CheckpointError(
+            f"{name}: is no JSON ({error}). Take the file from its source again."
+        ) from error
+    if name == "tokenizer.json":
+        _check_json(companions[name], name)
     if not isinstance(content, dict) or (name == "tokenizer.json" and not _is_tokenizer(content)):
-        raise CheckpointError(f"{name}: is JSON, but not what a tokenizer's file holds. Take it from its source again.")
+        raise CheckpointError(
+            f"{name}: is JSON, but not what a tokenizer's file holds. Take it from its source again."
+        )
     return content
+
+
+def _check_json(content: bytes, name: str) -> None:
+    try:
+        Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises nothing more specific
+        raise CheckpointError(
+            f"{name}: is JSON, but the library tokenizers cannot read it ({error}). Take it from its source again."
+        ) from error
 
 
 def _is_tokenizer(content: Mapping[str, Any]) -> bool:

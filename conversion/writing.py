@@ -12,7 +12,9 @@ import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +34,7 @@ _DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 _CHECKED_AT_ONCE = 1 << 24  # elements
+_BEHIND = 1 << 27  # bytes that may wait to be written
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
@@ -169,14 +172,14 @@ def check_target(target: Path, resume: bool) -> None:
         return
     is_unfinished = (target / UNFINISHED).exists()
     if not resume:
-        hint = "go on with resume=True (--resume)" if is_unfinished else "choose another target, or remove it"
-        raise ValueError(
-            f"{target}: exists already{' and is unfinished' if is_unfinished else ''}; nothing is overwritten. {hint.capitalize()}."
-        )
+        state, hint = ("is unfinished", "go on with resume=True (--resume)") if is_unfinished else (
+            "exists already", "choose another target, or remove it"
+        )  # fmt: skip
+        raise ValueError(f"{target}: {state}; nothing is overwritten: {hint}.")
     if not is_unfinished:
         raise ValueError(
-            f"{target}: there is nothing to resume: it is no folder that a conversion left unfinished. If it is finished, "
-            "use it; otherwise choose another target."
+            f"{target}: there is nothing to resume: it is no folder that a conversion left unfinished. If it is "
+            "finished, use it; otherwise choose another target."
         )
 
 
@@ -248,10 +251,10 @@ def _whole_files(plan: Plan, target: Path, fingerprint: str) -> set[str]:
             f"{target / UNFINISHED}: cannot be read ({error!r}). Begin again elsewhere."
         ) from error
     if earlier != fingerprint:
-        made_from = state.get("made_from")
+        made_from, now = state.get("made_from"), json.loads(json.dumps(plan.identity, default=str))
         raise ValueError(
-            f"{target}: was begun from another source or with other options, so that it cannot go on: then {made_from}, now "
-            f"{json.loads(json.dumps(plan.identity, default=str))}. Give the same ones, or another target."
+            f"{target}: was begun from another source or with other options, so that it cannot go on: then "
+            f"{made_from}, now {now}. Give the same ones, or another target."
         )
     groups = [group for group in plan.groups if all((target / name).is_file() for name in group)]
     return {name for group in groups for name in group}
@@ -270,8 +273,8 @@ def _check_room(target: Path, needed: int) -> None:
 def _explain(error: OSError, target: Path) -> OSError:
     return OSError(
         error.errno,
-        f"{target}: writing failed ({error.strerror or error}). Whole files were kept; make room or repair the disk, then go "
-        "on with resume=True (--resume)",
+        f"{target}: writing failed ({error.strerror or error}). Whole files were kept; make room or repair the disk, "
+        "then go on with resume=True (--resume)",
     )
 
 
@@ -309,15 +312,16 @@ def _write_group(
         for name, tensors in group.items():
             make = _SafetensorsOutput if name.endswith(".safetensors") else _TorchOutput
             outputs[name] = make(target / _TEMPORARY.format(name), tensors)
-        for unit in _units(group):
-            pending = [(name, key, tensor, blocks(tensor)) for name, key, tensor in unit]
-            for step in range(max((len(ranges) for *_, ranges in pending), default=0)):
-                for name, key, tensor, ranges in pending:
-                    if step < len(ranges):
-                        _write_block(outputs[name], key, tensor, ranges[step])
-                        if progress:
-                            rows = ranges[step][1] - ranges[step][0]
-                            progress.advance(tensor.nbytes * rows // max(tensor._rows(), 1), name)
+        with _Behind() as behind:
+            for unit in _units(group):
+                pending = [(name, key, tensor, blocks(tensor)) for name, key, tensor in unit]
+                for step in range(max((len(ranges) for *_, ranges in pending), default=0)):
+                    for name, key, tensor, ranges in pending:
+                        for piece in tensor.stream(*ranges[step]) if step < len(ranges) else ():
+                            _check_finite(key, tensor, piece)
+                            behind.run(piece.nbytes, outputs[name].append, key, piece)
+                            if progress:
+                                progress.advance(piece.nbytes, name)
         for output in outputs.values():
             output.finish()
     finally:
@@ -349,13 +353,12 @@ def _units(
     return list(units.values())
 
 
-def _write_block(output: "_Output", key: str, tensor: LazyTensor, rows: tuple[int, int]) -> None:
-    block = tensor.read(*rows)
+def _check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
     if block.is_floating_point() and block.dtype.itemsize > 1:
-        for piece in block.reshape(-1).split(_CHECKED_AT_ONCE):
-            if not bool(torch.isfinite(piece.sum(dtype=torch.float32))) and not bool(piece.isfinite().all()):
-                _refuse_numbers(key, tensor, block)
-    output.append(key, block)
+        for piece in block.split(_CHECKED_AT_ONCE):
+            # A sum is many times faster; where it is not finite, so may be the numbers all the same.
+            if not bool(torch.isfinite(piece.sum())) and not bool(piece.isfinite().all()):
+                _refuse_numbers(key, tensor, piece)
 
 
 def _refuse_numbers(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
@@ -367,6 +370,37 @@ def _refuse_numbers(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
         else "NaN or infinity; the source is damaged"
     )
     raise CheckpointError(f"{leaf.origin} (as {key}): {count} of its numbers are {cause}.")
+
+
+class _Behind:
+    """Does one thing after the other in a thread, while the next block is read."""
+
+    def __init__(self):
+        self.thread = ThreadPoolExecutor(1)
+        self.waiting: deque[tuple[int, Future]] = deque()
+        self.nbytes = 0
+
+    def __enter__(self) -> "_Behind":
+        return self
+
+    def run(self, nbytes: int, function: Callable[..., None], *args: Any) -> None:
+        """Add a call that holds so many bytes; wait while too many are held."""
+        while self.waiting and (self.nbytes + nbytes > _BEHIND or self.waiting[0][1].done()):
+            self._wait()
+        self.nbytes += nbytes
+        self.waiting.append((nbytes, self.thread.submit(function, *args)))
+
+    def _wait(self) -> None:
+        nbytes, call = self.waiting.popleft()
+        call.result()
+        self.nbytes -= nbytes
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            while self.waiting and kind is None:
+                self._wait()
+        finally:
+            self.thread.shutdown(cancel_futures=True)
 
 
 class _Output:

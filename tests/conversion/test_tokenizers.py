@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, LlamaTokenizer
 
 import llamoe
 from llamoe.conversion import tokenizers as conversion
@@ -19,9 +19,10 @@ messages = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", reason="
 
 VOCABULARY = 711
 NASTY = [
-    "", " ", "  ", "     ", "hello", " hello", "   hello", "hello ", "hello   ", "two  spaces   three", "\n", "\n\n", " \n ",
-    "\nhello", "a\tb", "a\r\nb", "</s>", "<s>", "<unk>", "<s> hello </s>", "x</s>y", "<0x0A>", "<0xFF>", "▁", "▁▁a", "a▁b",
-    " ▁ ", "Grüße aus Köln", "e\u0301 é", "世界", "🙂👨‍👩‍👧", "\u00a0x\u3000", "\x00", "\x7f", "\ufffd", "12345 6789",
+    "", " ", "  ", "     ", "hello", " hello", "   hello", "hello ", "hello   ", "two  spaces   three", "\n", "\n\n",
+    " \n ", "\nhello", "a\tb", "a\r\nb", "</s>", "<s>", "<unk>", "<s> hello </s>", "x</s>y", "<0x0A>", "<0xFF>", "▁",
+    "▁▁a", "a▁b", " ▁ ", "Grüße aus Köln", "e\u0301 é", "世界", "🙂👨‍👩‍👧",
+    "\u00a0x\u3000", "\x00", "\x7f", "\ufffd", "12345 6789",
     "aaaaaaaaaaaaaaaaaaaaaaaa", "    def f(x):\n        return  x", "[INST] hi [/INST]", "ÿ" * 40, " " * 50, "Ⅳ½ﬁ",
 ]  # fmt: skip
 
@@ -330,6 +331,18 @@ def test_a_model_is_rebuilt_from_tokenizer_json(options):
         assert rebuilt.decode(reference.encode(text)) == reference.decode(reference.encode(text))
 
 
+def test_a_model_is_rebuilt_from_what_transformers_saved(model, reference, tmp_path):
+    """`LlamaTokenizer` writes other steps, and puts no space before one; other texts have SentencePiece's ids."""
+    source = write(tmp_path / "source", {"tokenizer.model": model})
+    LlamaTokenizer.from_pretrained(source).save_pretrained(tmp_path / "saved")
+    files = {
+        path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir() if path.suffix != ".model"
+    }
+    rebuilt = spm.SentencePieceProcessor(model_proto=conversion.meta_tokenizer_model(files))
+    for text in NASTY:
+        assert rebuilt.encode(text) == reference.encode(text), text
+
+
 def test_what_sentencepiece_cannot_say_is_refused(model):
     files = conversion.hf_files_from_meta(model, config_of())
     del files["tokenizer.model"]
@@ -395,6 +408,35 @@ def test_truncation_anywhere_is_an_error(model):
     for length in [1, 2, 17, *(generator.randrange(3, len(model) - settings) for _ in range(60))]:
         with pytest.raises(CheckpointError, match=r"tokenizer\.model"):
             conversion.check_tokenizer(model[:length], config_of())
+
+
+def damage(content, generator):
+    """Change, take out or put in a few bytes, or cut the end off."""
+    start, length = generator.randrange(len(content)), generator.randrange(1, 9)
+    new = generator.choice([generator.randbytes(length), b"", generator.randbytes(1)])
+    return generator.choice([content[:start] + new + content[start + length :], content[:start] + new])
+
+
+def test_any_damage_is_told_or_harmless(model):
+    """What is read all the same is a tokenizer that SentencePiece itself reads, and gives its ids."""
+    generator = random.Random(2)
+    files = conversion.hf_files_from_meta(model, config_of())
+    del files["tokenizer.model"]
+    told = []
+
+    def read(function, *arguments):
+        try:
+            function(*arguments)
+        except CheckpointError as error:
+            told.append(str(error))
+
+    for _ in range(120):
+        read(conversion.hf_files_from_meta, damage(model, generator), config_of())
+        damaged = {**files, "tokenizer.json": damage(files["tokenizer.json"], generator)}
+        read(conversion.meta_tokenizer_model, damaged)
+        read(conversion.extend_tokenizer, damaged)
+    assert len(told) > 250
+    assert all(message.startswith(("tokenizer.model: ", "tokenizer.json: ")) for message in told)
 
 
 def test_a_missing_library_is_named(model, monkeypatch):

@@ -17,7 +17,17 @@ tiktoken = pytest.importorskip("tiktoken", reason="tables of ranks need the extr
 
 # Written out once more, from Meta's llama-models.
 PATTERNS = {
-    "llama-3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "llama-3": "|".join(
+        [
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+            r"[^\r\n\p{L}\p{N}]?\p{L}+",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        ]
+    ),
     "llama-4": "|".join(
         [
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
@@ -55,9 +65,11 @@ OFFSETS = {
     },
 }  # fmt: skip
 NASTY = [
-    "", " ", "  ", "    ", "hello", " hello", "   hello  world ", "\n", "\n\n", " \n ", "\r\n", "a\r\n\r\nb", "\t\tx", "x/\n/",
-    "I'm you're HE'LL they'VE it'S o'ſ", "HelloWorld HELLOworld helloWORLD", "1 12 123 1234 12345", "Grüße e\u0301 É",
-    "世界 你好", "🙂👨‍👩‍👧", "\u00a0x\u3000y\u2003", "\x00\x7f\ufffd", "Ⅳ½ﬁ ǅ ª", "aaaaaaaaaaaaaaaaaaaa", "    def f(x):\n\n  return",
+    "", " ", "  ", "    ", "hello", " hello", "   hello  world ", "\n", "\n\n", " \n ", "\r\n", "a\r\n\r\nb", "\t\tx",
+    "x/\n/", "I'm you're HE'LL they'VE it'S o'ſ", "HelloWorld HELLOworld helloWORLD", "1 12 123 1234 12345",
+    "Grüße e\u0301 É", "世界 你好", "🙂👨‍👩‍👧", "\u00a0x\u3000y\u2003", "\x00\x7f\ufffd", "Ⅳ½ﬁ ǅ ª",
+    "aaaaaaaaaaaaaaaaaaaa",
+    "    def f(x):\n\n  return",
     "...!!!???", " ...\n\n", "http://a/b?c=d", "a  b   c    d", "\u0085\u200b\u2028x", "e" * 90, " " * 60, "\n" * 30,
 ]  # fmt: skip
 
@@ -175,11 +187,8 @@ def test_any_text_gives_the_ids_of_tiktoken(family):
     parts = hypothesis.strategies.sampled_from(
         [" ", "  ", "\n", "\r", "'s", "'LL", "a", "aa", "Ab", "12", "é", "世", ".", "/"]
     )
-    # Characters that Unicode did not have yet when one of the two engines was built are letters to the other.
-    known = hypothesis.strategies.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cn", "Co"])
     texts = hypothesis.strategies.one_of(
-        hypothesis.strategies.text(known, max_size=30),
-        hypothesis.strategies.lists(parts, max_size=20).map("".join),
+        hypothesis.strategies.text(max_size=30), hypothesis.strategies.lists(parts, max_size=20).map("".join)
     )
 
     @hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -356,18 +365,17 @@ def test_what_a_table_cannot_say_is_refused(family):
         return conversion.meta_tokenizer_model({**files, "tokenizer.json": json.dumps(changed).encode()})
 
     last = RANKS + COUNT[family]
+    new = {**json.loads(files["tokenizer.json"])["added_tokens"][-1], "id": last, "content": "<new>"}
     with pytest.raises(CheckpointError, match=f"'<new>' the id {last};.*from {RANKS} to {last - 1}"):
-        back(
-            lambda changed: changed["added_tokens"].append({"id": last, "content": "<new>", "special": True})
-        )
+        back(lambda changed: changed["added_tokens"].append(new))
     with pytest.raises(CheckpointError, match="cuts texts by"):
         back(lambda changed: changed["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\s+"))
     with pytest.raises(CheckpointError, match="order of the ids"):
         back(lambda changed: changed["model"]["merges"].reverse())
     with pytest.raises(CheckpointError, match="leave out"):
         back(lambda changed: changed["model"]["merges"].pop(100))
-    with pytest.raises(CheckpointError, match=f"ids 0 to {RANKS - 2}"):
-        back(lambda changed: changed["model"]["vocab"].pop(next(iter(changed["model"]["vocab"]))))
+    with pytest.raises(CheckpointError, match=f"ids 0 to {RANKS - 1}"):
+        back(lambda changed: changed["model"]["vocab"].update({next(iter(changed["model"]["vocab"])): 9000}))
 
 
 # Wrong files

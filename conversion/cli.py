@@ -1,0 +1,540 @@
+"""The command `llamoe`: weights in and out, on the command line.
+
+Each command is one function of this package with the same options. What a command found goes to standard output, as
+text or with `--json` as JSON; progress and errors go to standard error. Exit status: 0 for success, 1 if `verify` finds
+two functions, 2 for wrong options or a source that cannot be used, 3 if reading or writing failed, 130 if interrupted.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+app = typer.Typer(
+    name="llamoe",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Weights in and out: LLaMA and Llama 4 checkpoints of Meta and Hugging Face, vision towers of open_clip and "
+    "CLIP, and models made of others.\n\nA command reads SOURCE, never changes it, and writes a new folder TARGET. Its "
+    "format is recognised from its files. Begin with `llamoe inspect PATH`.",
+)
+
+
+class Format(StrEnum):
+    """What a language model is written as."""
+
+    hf = "hf"
+    meta = "meta"
+
+
+class Tower(StrEnum):
+    """What a vision tower is written as."""
+
+    tower = "tower"
+    open_clip = "open_clip"
+    clip = "clip"
+
+
+class Experts(StrEnum):
+    """How experts are stored."""
+
+    fused = "fused"
+    split = "split"
+
+
+class Layout(StrEnum):
+    """Whose config.json is written."""
+
+    stock = "stock"
+    llamoe = "llamoe"
+
+
+class Dtype(StrEnum):
+    """Of all floating tensors."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Activation(StrEnum):
+    """Of a tower's blocks."""
+
+    quick_gelu = "quick_gelu"
+    gelu = "gelu"
+
+
+Source = Annotated[Path, typer.Argument(help="Folder or file to read; its format is recognised.")]
+Target = Annotated[Path, typer.Argument(help="Folder to write; it must not exist or be empty.")]
+ToDtype = Annotated[
+    Dtype | None, typer.Option("--dtype", help="Cast all weights; the default keeps each one's.")
+]
+ShardSize = Annotated[str, typer.Option(help='Largest size of a weight file, such as "5GB" or "500MB".')]
+ToLayout = Annotated[
+    Layout | None,
+    typer.Option(
+        help="Whose config.json: transformers' own model type, or llamoe's. The default is stock where it can express "
+        "the model."
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with a TARGET that an earlier run left unfinished.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and plan everything, write nothing.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Seed = Annotated[int, typer.Option(help="Of everything that is random.")]
+
+
+@app.command()
+def convert(
+    source: Source,
+    target: Target,
+    to: Annotated[Format, typer.Option(help="Format of the target.")] = Format.hf,
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            help="For Meta's format: files, over which each tensor is split. Divides the key-value heads."
+        ),
+    ] = None,
+    dtype: ToDtype = None,
+    shard_size: ShardSize = "5GB",
+    experts: Annotated[
+        Experts,
+        typer.Option(help="For hf: stacked as transformers keeps them, or one linear layer an expert."),
+    ] = Experts.fused,
+    layout: ToLayout = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    checksums: Annotated[
+        bool,
+        typer.Option(
+            "--checksums", help="First compare the source with its checklist.chk and .pth checksums."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a LLaMA or Llama 4 checkpoint between Meta's files and Hugging Face's.
+
+    Tokenizer, chat template, generation and processor configuration come along, so that the result works with
+    AutoTokenizer, AutoProcessor and generate as it is.
+
+        llamoe convert llama-2-7b-chat chat                      # params.json, consolidated.*.pth -> Hugging Face
+
+        llamoe convert chat meta --to meta --shards 2            # and back, over two files
+
+        llamoe convert Llama-4-Scout scout-split --experts split # one linear layer an expert, for quantizers
+    """
+    from .convert import convert as run
+
+    with _progress(as_json) as progress:
+        report = run(
+            source,
+            target,
+            to=to.value,
+            shards=shards,
+            dtype=_value(dtype),
+            shard_size=shard_size,
+            experts=experts.value,
+            layout=_value(layout) if to is Format.hf else "stock" if layout is None else layout.value,
+            resume=resume,
+            dry_run=dry_run,
+            checksums=checksums,
+            progress=progress,
+        )
+    _print_report(report, as_json)
+
+
+@app.command()
+def vision(
+    source: Source,
+    target: Target,
+    to: Annotated[
+        Tower, typer.Option(help="llamoe's tower, open_clip's file, or transformers' CLIP.")
+    ] = Tower.tower,
+    image_size: Annotated[
+        int | None,
+        typer.Option(help="Side of the pictures in pixels; the position grid is resized as open_clip does."),
+    ] = None,
+    fold_normalization: Annotated[
+        bool,
+        typer.Option(
+            "--fold-normalization",
+            help="Put CLIP's pixel normalization into the weights: pixels come as Llama 4's.",
+        ),
+    ] = False,
+    activation: Annotated[
+        Activation | None,
+        typer.Option(help="Of an open_clip file that has no open_clip_config.json beside it."),
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Option(help='Or the release\'s tag in open_clip, such as "metaclip_fullcc".')
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="Attention heads, where the file is of no published size.")
+    ] = None,
+    dtype: ToDtype = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a vision tower: open_clip's MetaCLIP, Hugging Face's CLIP and MetaCLIP 2, llamoe's.
+
+    The activation belongs to the weights and cannot be seen in them: MetaCLIP's first releases have QuickGELU.
+
+        llamoe vision l14_fullcc2.5b.pt tower --activation quick_gelu --image-size 336
+    """
+    from .metaclip import convert_vision as run
+
+    with _progress(as_json) as progress:
+        report = run(
+            source,
+            target,
+            to=to.value,
+            image_size=image_size,
+            fold_normalization=fold_normalization,
+            activation=_value(activation),
+            tag=tag,
+            heads=heads,
+            dtype=_value(dtype),
+            resume=resume,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    _print_report(report, as_json)
+
+
+@app.command()
+def upcycle(
+    source: Annotated[Path, typer.Argument(help="A dense LLaMA of any format.")],
+    target: Target,
+    experts: Annotated[int, typer.Option(help="Routed experts of each mixture layer.")],
+    interleave: Annotated[int, typer.Option(help="Every how manyeth layer becomes a mixture.")] = 1,
+    top_k: Annotated[int, typer.Option(help="Experts that a token is sent to.")] = 1,
+    noise: Annotated[
+        float,
+        typer.Option(
+            help="Noise on the experts, as a part of the weights' deviation; 0 keeps the function exactly."
+        ),
+    ] = 0.0,
+    seed: Seed = 0,
+    dtype: ToDtype = None,
+    shard_size: ShardSize = "5GB",
+    layout: ToLayout = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a mixture of experts of a dense LLaMA, which computes the same function until it is trained.
+
+    The dense feed-forward becomes the shared expert; the routed experts begin as copies of it whose output is zero
+    (sparse upcycling, Komatsuzaki et al. 2022, for Llama 4's kind of mixture).
+
+        llamoe upcycle llama-2-7b moe --experts 8 --interleave 2
+    """
+    from .upcycle import upcycle as run
+
+    with _progress(as_json) as progress:
+        report = run(
+            source,
+            target,
+            experts=experts,
+            interleave=interleave,
+            top_k=top_k,
+            noise=noise,
+            seed=seed,
+            dtype=_value(dtype),
+            shard_size=shard_size,
+            layout=_value(layout),
+            resume=resume,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    _print_report(report, as_json)
+
+
+@app.command()
+def gqa(
+    source: Source,
+    target: Target,
+    kv_heads: Annotated[
+        int, typer.Option(help="Key-value heads of the result; divides those of the source.")
+    ],
+    dtype: ToDtype = None,
+    shard_size: ShardSize = "5GB",
+    layout: ToLayout = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Merge key-value heads into fewer by their mean, as a start for training (Ainslie et al. 2023).
+
+    llamoe gqa llama-2-7b llama-2-7b-gqa --kv-heads 8
+    """
+    from .upcycle import merge_kv_heads as run
+
+    with _progress(as_json) as progress:
+        report = run(
+            source,
+            target,
+            kv_heads=kv_heads,
+            dtype=_value(dtype),
+            shard_size=shard_size,
+            layout=_value(layout),
+            resume=resume,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    _print_report(report, as_json)
+
+
+@app.command()
+def assemble(
+    text: Annotated[
+        Path, typer.Argument(help="The decoder, with its tokenizer: LLaMA, a mixture, or Llama 4.")
+    ],
+    vision_tower: Annotated[
+        Path, typer.Argument(metavar="VISION", help="The tower: a folder or an open_clip file.")
+    ],
+    target: Target,
+    image_size: Annotated[
+        int | None, typer.Option(help="Side of a tile in pixels; the default keeps the tower's.")
+    ] = None,
+    pixel_shuffle_ratio: Annotated[
+        float | None,
+        typer.Option(help="The adapter merges 1/ratio by 1/ratio patches into one token; default 0.5."),
+    ] = None,
+    projector_dim: Annotated[
+        int | None, typer.Option(help="Width of the adapter; default the decoder's.")
+    ] = None,
+    max_tiles: Annotated[int, typer.Option(help="Tiles that a picture is cut into at most.")] = 16,
+    fold_normalization: Annotated[
+        bool, typer.Option("--fold-normalization", help="Put CLIP's pixel normalization into the weights.")
+    ] = False,
+    activation: Annotated[Activation | None, typer.Option(help="See `llamoe vision`.")] = None,
+    tag: Annotated[str | None, typer.Option(help="See `llamoe vision`.")] = None,
+    heads: Annotated[int | None, typer.Option(help="See `llamoe vision`.")] = None,
+    seed: Seed = 0,
+    dtype: ToDtype = None,
+    shard_size: ShardSize = "5GB",
+    layout: ToLayout = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Join a decoder and a vision tower into one multimodal checkpoint, ready to train.
+
+    Adapter and projector are fresh; tokens around pictures, processor and chat template are added.
+
+        llamoe assemble moe tower multimodal
+    """
+    from .assemble import assemble as run
+
+    with _progress(as_json) as progress:
+        report = run(
+            text,
+            vision_tower,
+            target,
+            image_size=image_size,
+            pixel_shuffle_ratio=pixel_shuffle_ratio,
+            projector_dim=projector_dim,
+            max_tiles=max_tiles,
+            fold_normalization=fold_normalization,
+            activation=_value(activation),
+            tag=tag,
+            heads=heads,
+            seed=seed,
+            dtype=_value(dtype),
+            shard_size=shard_size,
+            layout=_value(layout),
+            resume=resume,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    _print_report(report, as_json)
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        str, typer.Argument(help="A checkpoint of any format, a config.json, or the name of a preset.")
+    ],
+    context: Annotated[
+        int | None, typer.Option(help="Tokens that the cache is counted for; default 8192.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Rows that the cache is counted for.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a checkpoint is and what memory it needs. Reads headers only.
+
+    llamoe inspect Llama-4-Maverick --context 32768 --batch 4
+    """
+    from .inspect import inspect as run
+
+    found = run(path, context=context, batch=batch)
+    _print(dataclasses.asdict(found), found.sections(), as_json)
+
+
+@app.command()
+def verify(
+    a: Annotated[Path, typer.Argument(help="A checkpoint of any format.")],
+    b: Annotated[Path, typer.Argument(help="Another.")],
+    tokens: Annotated[int, typer.Option(help="Random tokens in a row.")] = 32,
+    rows: Annotated[int, typer.Option(help="Rows.")] = 2,
+    seed: Seed = 0,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Largest difference that counts as the same, in deviations of the output."),
+    ] = None,
+    logits: Annotated[
+        bool, typer.Option(help="Run both models; otherwise only weights are compared.")
+    ] = True,
+    device: Annotated[str, typer.Option(help="Where the models run.")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Say whether two checkpoints are the same function: keys, shapes, numbers, then logits, layer by layer.
+
+    llamoe verify llama-2-7b-chat chat      # Meta's folder and what was made of it
+    """
+    from .verify import verify as run
+
+    with _progress(as_json) as progress:
+        found = run(
+            a,
+            b,
+            tokens=tokens,
+            rows=rows,
+            seed=seed,
+            tolerance=tolerance,
+            logits=logits,
+            device=device,
+            progress=progress,
+        )
+    _print(found.as_dict(), found.sections(), as_json)
+    same = found.same_weights if found.same_function is None else found.same_function
+    if not same:
+        raise typer.Exit(1)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command and end the process with its exit status."""
+    # Decided by hand since `--json` must work for errors, too, and options are not parsed yet.
+    given = sys.argv[1:] if args is None else args
+    try:
+        app(given)
+    except ValueError as error:
+        _fail(error, 2, "--json" in given)
+    except OSError as error:
+        _fail(error.strerror or error, 3, "--json" in given)
+    except ImportError as error:
+        _fail(error, 3, "--json" in given)
+    except KeyboardInterrupt:
+        _fail("interrupted; `--resume` goes on with what was finished", 130, "--json" in given)
+
+
+def _fail(error: object, status: int, as_json: bool) -> None:
+    message = " ".join(str(error).split())
+    if as_json:
+        print(json.dumps({"error": message, "status": status}))
+    print(f"llamoe: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _value(choice: StrEnum | None) -> str | None:
+    return None if choice is None else choice.value
+
+
+class _Bar:
+    """Shows bytes, rate and time left; what `writing.Progress` asks for."""
+
+    def __init__(self, progress: Progress):
+        self.progress = progress
+        self.task = None
+
+    def start(self, total: int) -> None:
+        self.task = self.progress.add_task("", total=total)
+
+    def advance(self, nbytes: int, file: str) -> None:
+        if self.task is not None:
+            self.progress.update(self.task, advance=nbytes, description=escape(file))
+
+
+@contextlib.contextmanager
+def _progress(as_json: bool) -> Iterator[_Bar | None]:
+    console = Console(stderr=True)
+    if as_json or not console.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _Bar(progress)
+
+
+def _print_report(report: Any, as_json: bool) -> None:
+    verb = "would write" if report.dry_run else "wrote"
+    rows = [
+        ("source", f"{report.source} ({report.kind})"),
+        (verb, f"{report.target} ({report.to})"),
+        ("files", f"{len(report.files):,}: {_shorten(report.files)}"),
+        ("tensors", f"{report.tensors:,}, {report.bytes / 1e9:.3f} GB"),
+        ("seconds", f"{report.seconds:.1f}, {report.bytes / 1e9 / max(report.seconds, 1e-9):.2f} GB/s"),
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in report.dropped.items():
+        reasons.setdefault(reason, []).append(name)
+    rows += [("left out", f"{_shorten(names)}: {reason}") for reason, names in reasons.items()]
+    rows += [("note", note) for note in report.notes]
+    _print(dataclasses.asdict(report), [("", rows)], as_json)
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names if len(names) < 4 else [*names[:2], "…", names[-1]])
+
+
+def _print(content: dict[str, Any], sections: list[tuple[str, list[tuple[str, str]]]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(content, indent=2, default=str))
+        return
+    # A pipe gets whole lines: what reads them should not meet the width of a window.
+    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    for title, rows in sections:
+        if title:
+            console.print(f"[bold]{escape(title)}[/bold]")
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim" if console.is_terminal else None, no_wrap=True)
+        table.add_column(overflow="fold")
+        if not console.is_terminal:
+            for label, text in rows:
+                print(f"  {label:<20} {text}" if label else f"  {text}")
+            continue
+        for label, text in rows:
+            table.add_row(f"  {escape(label)}", escape(text))
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The command: every option reaches its function, results as text and JSON, errors with their exit status."""
+
+import inspect as signatures
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import make_asymmetric
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from llamoe.conversion import cli
+
+COMMANDS = ("convert", "vision", "upcycle", "gqa", "assemble", "inspect", "verify")
+
+
+@pytest.fixture
+def source(tmp_path):
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    make_asymmetric(LlamaForCausalLM(config)).save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def run(capsys, *words):
+    """Exit status and both outputs of the command in this process."""
+    status = 0
+    try:
+        cli.main([str(word) for word in words])
+    except SystemExit as end:
+        status = end.code or 0
+    return status, *capsys.readouterr()
+
+
+def test_convert_does_what_it_says(source, tmp_path, capsys):
+    status, out, _ = run(capsys, "convert", source, tmp_path / "out", "--dtype", "bfloat16", "--shard-size", "60KB")
+    assert status == 0
+    assert "bytes" not in out
+    assert "model-00001-of-" in out
+    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(next((tmp_path / "out").glob("*-00002-*"))).values())
+
+
+def test_json_is_the_report(source, tmp_path, capsys):
+    status, out, err = run(capsys, "convert", source, tmp_path / "out", "--json", "--dry-run")
+    report = json.loads(out)
+    assert (status, err) == (0, "")
+    assert report["dry_run"]
+    assert report["files"] == ["model.safetensors"]
+    assert report["kind"] == "hf"
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_input_is_one_line_and_status_2(source, tmp_path, capsys):
+    status, out, err = run(capsys, "convert", tmp_path / "nothing", tmp_path / "out")
+    assert (status, out) == (2, "")
+    assert err == f"llamoe: {tmp_path / 'nothing'}: no such file or folder.\n"
+    status, out, _ = run(capsys, "convert", source, source, "--json")
+    assert status == 2
+    assert json.loads(out)["error"].startswith(str(source))
+    assert run(capsys, "convert", source)[0] == 2
+    assert run(capsys, "convert", source, tmp_path / "out", "--to", "gguf")[0] == 2
+
+
+def test_failing_disk_is_status_3(source, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    status, _, err = run(capsys, "convert", source, tmp_path / "out")
+    assert status == 3
+    assert "No space left on device" in err
+    assert "--resume" in err
+    monkeypatch.undo()
+    assert run(capsys, "convert", source, tmp_path / "out", "--resume")[0] == 0
+
+
+def test_verify_tells_by_its_status(source, tmp_path, capsys):
+    run(capsys, "convert", source, tmp_path / "same", "--shard-size", "60KB")
+    status, out, _ = run(capsys, "verify", source, tmp_path / "same", "--tokens", "8")
+    assert status == 0
+    assert "same function" in out
+    model = LlamaForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(1.5)
+    model.save_pretrained(tmp_path / "other")
+    status, out, _ = run(capsys, "verify", source, tmp_path / "other", "--json")
+    assert status == 1
+    assert json.loads(out)["same_function"] is False
+
+
+def test_inspect_prints_sections(source, capsys):
+    status, out, _ = run(capsys, "inspect", source, "--context", "512")
+    assert status == 0
+    assert "parameters" in out
+    assert "int4" in out
+    assert run(capsys, "inspect", "llama-4-scout")[0] == 0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_teaches(name):
+    done = CliRunner().invoke(cli.app, [name, "--help"])
+    assert done.exit_code == 0
+    assert f"llamoe {name}" in done.output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_the_function_is_an_option_of_the_command(name):
+    """All but those that make no sense in a shell."""
+    from llamoe.conversion import assemble, convert, convert_vision, inspect, merge_kv_heads, upcycle, verify
+
+    functions = dict(zip(COMMANDS, (convert, convert_vision, upcycle, merge_kv_heads, assemble, inspect, verify), strict=True))
+    wanted = set(signatures.signature(functions[name]).parameters) - {"progress", "by_layer", "vision"}
+    assert wanted <= set(signatures.signature(getattr(cli, name)).parameters)
+
+
+def test_command_is_installed(source):
+    """As a module too, which needs no entry point on the path."""
+    done = subprocess.run(
+        [sys.executable, "-m", "llamoe.conversion.cli", "inspect", source, "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["family"]

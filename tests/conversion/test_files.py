@@ -1,0 +1,154 @@
+"""Weight files open without their numbers and give the tensors that were saved, or say what is wrong."""
+
+import hashlib
+import io
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llamoe.conversion.files import FileTensor, check_sums, open_pickle, open_safetensors, open_weights
+from llamoe.modeling.weights import CheckpointError
+
+BASE = torch.randn(5, 7, 9)
+TENSORS = {
+    "cube": BASE.bfloat16(),
+    "turned": BASE.transpose(0, 2),
+    "part": BASE[1:4, 2],
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 3),
+    "steps": torch.arange(11),
+    "half": BASE[0].half(),
+    "byte": torch.tensor([True, False]),
+}
+
+
+def same(given, expected):
+    return given.dtype == expected.dtype and torch.equal(given, expected)
+
+
+def test_torch_file_gives_every_tensor(tmp_path):
+    """Strided ones and parts of a shared storage, too, as in old files of Meta."""
+    torch.save(TENSORS, tmp_path / "x.pth")
+    given, others = open_pickle(tmp_path / "x.pth")
+    assert others == {}
+    assert given.keys() == TENSORS.keys()
+    for name, expected in TENSORS.items():
+        assert same(given[name].read(), expected), name
+        if expected.ndim:
+            assert same(given[name].read(0, 0), expected[0:0])
+            assert same(torch.cat([*given[name].stream(), expected.flatten()[:0]]), expected.flatten())
+        if expected.numel():
+            assert isinstance(given[name], FileTensor), "its numbers stay in the file"
+
+
+def test_safetensors_file_gives_every_tensor(tmp_path):
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in TENSORS.items()}, tmp_path / "x.safetensors"
+    )
+    given = open_weights(tmp_path / "x.safetensors")
+    assert given.keys() == TENSORS.keys()
+    for name, expected in TENSORS.items():
+        assert same(given[name].read(), expected), name
+        assert given[name].origin == f"{tmp_path / 'x.safetensors'}: {name}"
+
+
+def test_format_is_told_by_content(tmp_path):
+    save_file({"x": BASE}, tmp_path / "x.bin")
+    torch.save({"x": BASE}, tmp_path / "y.bin")
+    assert torch.equal(open_weights(tmp_path / "x.bin")["x"].read(), BASE)
+    assert torch.equal(open_weights(tmp_path / "y.bin")["x"].read(), BASE)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: {"state_dict": x, "epoch": 3}, lambda x: {"model": {"state_dict": x}}]
+)
+def test_tensors_are_unwrapped(tmp_path, wrap):
+    torch.save(
+        wrap({"x": torch.nn.Parameter(BASE), "note": "text", "state": io.BytesIO(b"")}), tmp_path / "x.pt"
+    )
+    tensors, others = open_pickle(tmp_path / "x.pt")
+    assert torch.equal(tensors["x"].read(), BASE)
+    assert others == {"note": "str", "state": "BytesIO"}
+
+
+def test_format_before_zip_files_is_read_whole(tmp_path):
+    torch.save(
+        {"x": BASE.t() if BASE.ndim == 2 else BASE}, tmp_path / "x.pth", _use_new_zipfile_serialization=False
+    )
+    assert torch.equal(open_pickle(tmp_path / "x.pth")[0]["x"].read(), BASE)
+
+
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, ("was-run",)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_pickle_that_wants_to_run_code_is_refused(tmp_path, monkeypatch, legacy):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"x": Runs()}, "x.pth", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(
+        CheckpointError, match=r"x\.pth: is no plain file of tensors, and may want to run code"
+    ):
+        open_pickle("x.pth")
+    assert not os.path.exists("was-run")
+
+
+def test_bare_pickle_that_wants_to_run_code_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.bin").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(CheckpointError, match=r"x\.bin: "):
+        open_weights("x.bin")
+    assert not os.path.exists("was-run")
+
+
+def test_what_is_no_dictionary_of_tensors_is_refused(tmp_path):
+    torch.save([BASE], tmp_path / "list.pth")
+    with pytest.raises(CheckpointError, match="holds a list, not a dictionary"):
+        open_pickle(tmp_path / "list.pth")
+    torch.save({3: BASE}, tmp_path / "key.pth")
+    with pytest.raises(CheckpointError, match="a key is 3"):
+        open_pickle(tmp_path / "key.pth")
+    torch.save({"x": BASE[0].to_sparse()}, tmp_path / "sparse.pth")
+    with pytest.raises(CheckpointError, match=r"sparse\.pth"):
+        open_pickle(tmp_path / "sparse.pth")
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, -1, -200, 0.5])
+@pytest.mark.parametrize("kind", ["pth", "safetensors"])
+def test_file_that_is_cut_short_is_refused(tmp_path, keep, kind):
+    path = tmp_path / f"x.{kind}"
+    (torch.save if kind == "pth" else save_file)({"x": BASE, "y": BASE[0].clone()}, path)
+    size = path.stat().st_size
+    os.truncate(path, int(size * keep) if isinstance(keep, float) else keep % size if keep < 0 else keep)
+    with pytest.raises(CheckpointError, match=rf"x\.{kind}"):
+        open_weights(path)
+
+
+def test_file_that_shrinks_while_it_is_read_names_the_tensor(tmp_path):
+    save_file({"x": BASE}, tmp_path / "x.safetensors")
+    tensor = open_safetensors(tmp_path / "x.safetensors")["x"]
+    os.truncate(tmp_path / "x.safetensors", 300)
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: x: the file ended"):
+        tensor.read()
+
+
+def test_checksums_tell_damage_that_nothing_else_does(tmp_path):
+    path = tmp_path / "consolidated.00.pth"
+    torch.save({"x": BASE}, path)
+    (tmp_path / "checklist.chk").write_text(
+        f"{hashlib.md5(path.read_bytes()).hexdigest()}  consolidated.00.pth\n"
+    )
+    check_sums([path])
+    data = bytearray(path.read_bytes())
+    data[open_pickle(path)[0]["x"].offset + 5] ^= 1
+    path.write_bytes(data)
+    open_pickle(path)[0]["x"].read()
+    with pytest.raises(CheckpointError, match="MD5 sum"):
+        check_sums([path])
+    (tmp_path / "checklist.chk").unlink()
+    with pytest.raises(CheckpointError, match=r"consolidated\.00\.pth: (is damaged|record)"):
+        check_sums([path])

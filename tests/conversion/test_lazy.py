@@ -1,0 +1,89 @@
+"""Every view gives what torch gives for the whole tensor, whatever rows are asked for, and as a stream."""
+
+import pytest
+import torch
+
+from llamoe.conversion.lazy import Slot, blocks, compute, from_tensor, join, stack
+
+CUBE = torch.arange(5 * 6 * 8.0).reshape(5, 6, 8)
+MATRIX = torch.arange(6 * 10.0).reshape(6, 10)
+cube, matrix = from_tensor(CUBE, "f: cube"), from_tensor(MATRIX, "f: matrix")
+parts = [from_tensor(part) for part in CUBE.split([2, 1, 2])]
+
+VIEWS = {
+    "cast": (cube.cast(torch.bfloat16), CUBE.bfloat16()),
+    "cut of the first axis": (cube.cut(0, 1, 4), CUBE[1:4]),
+    "cut of the last axis": (cube.cut(-1, 3, 8), CUBE[..., 3:8]),
+    "rows merged": (cube.view(30, 8), CUBE.view(30, 8)),
+    "rows split": (matrix.view(2, 3, 10), MATRIX.view(2, 3, 10)),
+    "view across rows": (cube.view(12, 20), CUBE.view(12, 20)),
+    "flat": (cube.view(240), CUBE.view(240)),
+    "transposed": (cube.transpose(), CUBE.transpose(1, 2)),
+    "transposed matrix": (matrix.transpose(), MATRIX.t()),
+    "joined rows": (join(parts, 0), CUBE),
+    "joined columns": (join([cube, cube.cut(2, 0, 3)], 2), torch.cat([CUBE, CUBE[..., :3]], 2)),
+    "stacked": (stack([matrix, matrix.map(torch.neg)]), torch.stack([MATRIX, -MATRIX])),
+    "a row": (cube.row(3), CUBE[3]),
+    "mapped by rows": (cube.map(lambda x: x[..., :1] * 2, (5, 6, 1)), CUBE[..., :1] * 2),
+    "computed": (
+        compute(torch.matmul, [matrix, matrix.transpose()], (6, 6), torch.float32, "product"),
+        MATRIX @ MATRIX.t(),
+    ),
+    "remembered": (cube.remember(Slot()).cut(2, 2, 5).transpose(), CUBE[..., 2:5].transpose(1, 2)),
+    "cut of a view of a join": (join(parts, 0).view(30, 8).cut(0, 7, 23), CUBE.view(30, 8)[7:23]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_view_gives_what_torch_gives(name):
+    given, expected = VIEWS[name]
+    assert given.shape == tuple(expected.shape)
+    assert given.dtype == expected.dtype
+    assert torch.equal(given.read(), expected)
+    rows = expected.shape[0]
+    for start in range(rows):
+        for stop in range(start, rows + 1):
+            assert torch.equal(given.read(start, stop), expected[start:stop])
+            assert torch.equal(
+                torch.cat([*given.stream(start, stop), expected[:0].flatten()]),
+                expected[start:stop].flatten(),
+            )
+    assert torch.equal(torch.cat([given.read(*span) for span in blocks(given)]), expected)
+
+
+def test_tensor_without_axes_is_one_block():
+    scalar = from_tensor(torch.tensor(3.0))
+    assert blocks(scalar) == [(0, 1)]
+    assert scalar.read().item() == 3
+
+
+def test_empty_tensor_has_no_block():
+    assert blocks(from_tensor(torch.empty(0, 4))) == []
+
+
+def test_stacks_are_read_by_row_and_matrices_whole():
+    """A stack that is written as a matrix stays in blocks of one expert."""
+    assert blocks(cube) == [(i, i + 1) for i in range(5)]
+    assert blocks(matrix) == [(0, 6)]
+    assert blocks(cube.view(30, 8)) == [(i, i + 6) for i in range(0, 30, 6)]
+    assert blocks(cube.cut(2, 0, 4).view(30, 4)) == [(i, i + 6) for i in range(0, 30, 6)]
+    assert blocks(cube.row(2)) == [(0, 6)]
+
+
+def test_slot_reads_a_block_once_for_all_its_parts():
+    reads = []
+    counted = cube.map(lambda x: reads.append(1) or x.clone()).remember(Slot())
+    halves = [counted.cut(2, 0, 4), counted.cut(2, 4, 8)]
+    for span in blocks(counted):
+        for half in halves:
+            half.read(*span)
+    assert len(reads) == 5
+
+
+def test_integers_are_not_cast():
+    steps = from_tensor(torch.arange(4))
+    assert steps.cast(torch.float16) is steps
+
+
+def test_leaves_are_what_files_hold():
+    assert list(join([cube.transpose(), cube.transpose()], 1).leaves()) == [cube, cube]

@@ -1,0 +1,110 @@
+"""Tables rename both ways; what they do not name, or name in vain, is an error with the name in it."""
+
+import pytest
+import torch
+
+from llamoe.conversion.lazy import from_tensor
+from llamoe.conversion.tables import Drop, Row, read_through, write_through
+from llamoe.modeling.weights import CheckpointError
+
+TABLE = [
+    Row("embed", "model.embed", axis=1),
+    Row("layers.{i}.w", "model.{i}.weight", axis=0),
+    Row("layers.{i}.norm", "model.{i}.norm", when=lambda sizes, numbers: numbers["i"] % 2 == 0),
+    Row("layers.{i}.other_norm", "model.{i}.norm", when=lambda sizes, numbers: numbers["i"] % 2 == 1),
+    Drop("layers.{i}.rope", "computed"),
+    Drop("*._extra", "of no use"),
+]
+WHOLE = {
+    "model.embed": torch.arange(30.0).reshape(5, 6),
+    "model.0.weight": torch.arange(24.0).reshape(6, 4),
+    "model.0.norm": torch.arange(4.0),
+    "model.11.weight": -torch.arange(24.0).reshape(6, 4),
+    "model.11.norm": -torch.arange(4.0),
+}
+
+
+def lazy(tensors, file="f"):
+    return {name: from_tensor(tensor, f"{file}: {name}") for name, tensor in tensors.items()}
+
+
+def split(files):
+    return write_through(TABLE, lazy(WHOLE), files, None)
+
+
+@pytest.mark.parametrize("files", [1, 2, 3])
+def test_tables_go_both_ways(files):
+    parts = split(files)
+    assert len(parts) == files
+    names = {"embed", "layers.0.w", "layers.0.norm", "layers.11.w", "layers.11.other_norm"}
+    for index, part in enumerate(parts):
+        assert part.keys() == names
+        width = 6 // files
+        assert torch.equal(part["embed"].read(), WHOLE["model.embed"][:, index * width : (index + 1) * width])
+        assert torch.equal(part["layers.0.norm"].read(), WHOLE["model.0.norm"])
+        part |= lazy({"layers.3.rope": torch.ones(1), "a._extra": torch.ones(1)})
+    back, dropped = read_through(TABLE, parts, None)
+    assert dropped == {"layers.3.rope": "computed", "a._extra": "of no use"}
+    assert back.keys() == WHOLE.keys()
+    for name, tensor in WHOLE.items():
+        assert torch.equal(back[name].read(), tensor), name
+
+
+def changed(change):
+    files = split(2)
+    change(*files)
+    return lambda: read_through(TABLE, files, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, b: [file.update(lazy({"layers.1.q": torch.ones(1)})) for file in (a, b)], r"layers\.1\.q"),
+        (lambda a, b: b.pop("embed"), "embed is missing"),
+        (lambda a, b: b.update(lazy({"extra": torch.ones(2)}, "second")), "second: extra"),
+        (
+            lambda a, b: b.update(lazy({"embed": torch.ones(5, 4)}, "second")),
+            r"second: embed is float32 \[5, 4\]",
+        ),
+        (
+            lambda a, b: b.update(lazy({"embed": torch.ones(5, 3).half()}, "second")),
+            "second: embed is float16",
+        ),
+        (
+            lambda a, b: [file.update({"layers.01.w": file["layers.0.w"]}) for file in (a, b)],
+            r"layers\.01\.w",
+        ),
+        (
+            lambda a, b: [file.update({"layers.1.norm": file["layers.0.norm"]}) for file in (a, b)],
+            r"layers\.1\.norm",
+        ),
+    ],
+)
+def test_wrong_names_and_shapes_are_named(change, message):
+    with pytest.raises(CheckpointError, match=message):
+        changed(change)()
+
+
+def test_copies_that_differ_are_told_when_they_are_read():
+    files = split(2)
+    files[1] |= lazy({"layers.0.norm": torch.ones(4)}, "second")
+    tensors, _ = read_through(TABLE, files, None)
+    with pytest.raises(CheckpointError, match=r"second: layers\.0\.norm: differs from"):
+        tensors["model.0.norm"].read()
+
+
+def test_two_names_for_one_tensor_are_named():
+    table = [Row("a", "x"), Row("b", "x")]
+    with pytest.raises(CheckpointError, match="b and a are the same tensor"):
+        read_through(table, [lazy({"a": torch.ones(1), "b": torch.ones(1)})], None)
+
+
+def test_row_of_several_tensors_needs_all():
+    table = [Row(("{i}.a", "{i}.b"), ("x.{i}", "y.{i}"))]
+    with pytest.raises(CheckpointError, match=r"1\.b missing, beside 1\.a"):
+        read_through(table, [lazy({"0.a": torch.ones(1), "0.b": torch.ones(1), "1.a": torch.ones(1)})], None)
+
+
+def test_size_that_files_do_not_divide_is_named():
+    with pytest.raises(CheckpointError, match="6 is no multiple of 4"):
+        split(4)

@@ -1,0 +1,307 @@
+"""Tokenizers that get tokens for pictures, and the processor in front of a multimodal model."""
+
+import base64
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import llamoe
+from llamoe.conversion import tokenizers as conversion
+from llamoe.conversion.processors import IMAGE_TOKENS, processor_files
+from llamoe.modeling.weights import CheckpointError
+
+spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
+pytest.importorskip("google.protobuf", reason="SentencePiece models need the extra 'tokenizers'")
+
+TEXTS = [
+    "",
+    " ",
+    "hello",
+    "  hello world ",
+    "\n\nx",
+    "a  b",
+    "世界 é",
+    "x y z",
+    "12 345",
+    "<0x0A>",
+    "[INST] hi [/INST]",
+]
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+RANKS = 256
+
+
+@pytest.fixture(scope="module")
+def model():
+    lines = [
+        "hello world and more of it",
+        "a picture of the world x y z",
+        "12 345 [INST] question [/INST] answer",
+    ] * 40
+    written = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=written, vocab_size=331, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, num_threads=1, minloglevel=2,
+        hard_vocab_limit=False,
+    )  # fmt: skip
+    return written.getvalue()
+
+
+@pytest.fixture(scope="module")
+def size(model):
+    return spm.SentencePieceProcessor(model_proto=model).vocab_size()
+
+
+def dense(vocabulary, context=2048):
+    return llamoe.LlamoeDenseConfig(
+        vocab_size=vocabulary, hidden_size=48, intermediate_size=99, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=context,
+    )  # fmt: skip
+
+
+def multimodal(vocabulary, ids, image=112, patch=14, ratio=0.5, **changes):
+    text = dict(
+        vocab_size=vocabulary, hidden_size=48, intermediate_size=40, intermediate_size_mlp=77, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=8, num_local_experts=3, pad_token_id=0,
+    )  # fmt: skip
+    vision = dict(
+        image_size=image, patch_size=patch, pixel_shuffle_ratio=ratio, hidden_size=32, num_hidden_layers=1,
+        num_attention_heads=2, intermediate_size=64, vision_output_dim=24, projector_input_dim=24,
+        projector_output_dim=24,
+    )  # fmt: skip
+    tokens = {
+        "boi_token_index": ids["<|image_start|>"],
+        "eoi_token_index": ids["<|image_end|>"],
+        "image_token_index": ids["<|patch|>"],
+    }
+    return llamoe.LlamoeConfig(text_config=text, vision_config={**vision, **changes}, **tokens)
+
+
+def llama_4(**options):
+    """Meta's file with bytes alone as ranks, and a configuration for it."""
+    table = b"".join(base64.b64encode(bytes([byte])) + f" {byte}\n".encode() for byte in range(RANKS))
+    ids = {"<|image_start|>": RANKS + 80, "<|image_end|>": RANKS + 81, "<|patch|>": RANKS + 92}
+    return table, multimodal(RANKS + 2048, ids, **options)
+
+
+def assembled(model, size, **options):
+    """A LLaMA 1 tokenizer's files with what a model needs that reads pictures."""
+    files, ids = conversion.extend_tokenizer(conversion.hf_files_from_meta(model, dense(size)))
+    config = multimodal(size + len(ids), ids, **options)
+    files |= processor_files(
+        config, tokenizer_files=files, image_mean=CLIP_MEAN, image_std=CLIP_STD, resample=3
+    )
+    return files | {"chat_template.jinja": conversion.multimodal_chat_template()}, ids, config
+
+
+def write(folder, files, config=None, layout=None):
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    if config is not None:
+        config.save_pretrained(folder, **({"layout": layout} if layout else {}))
+    return folder
+
+
+# More tokens
+
+
+@pytest.mark.parametrize("context", [2048, 4096])
+def test_old_texts_keep_their_ids(context, model, size, tmp_path):
+    config = dense(size, context)
+    before = conversion.hf_files_from_meta(model, config)
+    files, ids = conversion.extend_tokenizer(before)
+    assert list(ids) == list(conversion.MULTIMODAL_TOKENS)
+    assert list(ids.values()) == list(range(size, size + len(ids)))
+    old = AutoTokenizer.from_pretrained(write(tmp_path / "old", before, config))
+    new = AutoTokenizer.from_pretrained(write(tmp_path / "new", files, dense(size + len(ids), context)))
+    for text in TEXTS:
+        assert new(text)["input_ids"] == old(text)["input_ids"]
+        assert new.decode(new(text)["input_ids"]) == old.decode(old(text)["input_ids"])
+    for token, index in ids.items():
+        assert new.convert_tokens_to_ids(token) == index
+        assert new(f"x{token}y")["input_ids"].count(index) == 1
+        assert new.decode([index], skip_special_tokens=True) == ""
+    assert len(new) == size + len(ids)
+    assert before == conversion.hf_files_from_meta(model, config), "what was given is not changed"
+    again, same = conversion.extend_tokenizer(files)
+    assert (again, same) == (files, ids)
+
+
+def test_a_tokenizer_of_transformers_own_class_is_extended(model, size, tmp_path):
+    """`LlamaTokenizer` makes its own steps at load; its folders stay its own."""
+    from transformers import LlamaTokenizer
+
+    source = write(tmp_path / "source", {"tokenizer.model": model})
+    old = LlamaTokenizer.from_pretrained(source, add_bos_token=True)
+    old.save_pretrained(tmp_path / "saved")
+    old = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    files, ids = conversion.extend_tokenizer(files, ["<|image|>", "<|patch|>"])
+    new = AutoTokenizer.from_pretrained(write(tmp_path / "new", files))
+    assert type(new) is type(old) is LlamaTokenizer
+    assert ids == {"<|image|>": size, "<|patch|>": size + 1}
+    for text in TEXTS:
+        assert new(text)["input_ids"] == old(text)["input_ids"]
+    assert new("x<|patch|>")["input_ids"][-1] == size + 1
+
+
+def test_tokens_that_exist_keep_their_ids():
+    table, config = llama_4()
+    before = conversion.hf_files_from_meta(table, config)
+    files, ids = conversion.extend_tokenizer(before)
+    assert ids["<|image_start|>"] == RANKS + 80 and ids["<|eot|>"] == RANKS + 8
+    assert json.loads(files["tokenizer.json"]) == json.loads(before["tokenizer.json"])
+    files, ids = conversion.extend_tokenizer(before, ["<new>", "<|patch|>", "<new>"])
+    assert ids == {"<new>": RANKS + 2048, "<|patch|>": RANKS + 92}
+    with pytest.raises(CheckpointError, match="'<new>' the id 2304"):
+        conversion.meta_tokenizer_model(files)
+
+
+def test_a_bare_sentencepiece_model_is_enough(model, size):
+    files, ids = conversion.extend_tokenizer({"tokenizer.model": model}, ["<a>"])
+    assert ids == {"<a>": size} and {"tokenizer.json", "tokenizer_config.json"} <= files.keys()
+    with pytest.raises(CheckpointError, match="there is none, nor a tokenizer"):
+        conversion.extend_tokenizer({"tokenizer_config.json": b"{}"}, ["<a>"])
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: is no JSON"):
+        conversion.extend_tokenizer({"tokenizer.json": b"{"}, ["<a>"])
+    with pytest.raises(CheckpointError, match="tokenizers cannot read it"):
+        conversion.extend_tokenizer({"tokenizer.json": b"[]"}, ["<a>"])
+    with pytest.raises(ValueError, match="not empty"):
+        conversion.extend_tokenizer({"tokenizer.model": model}, [""])
+
+
+def test_new_tokens_reach_metas_format(model, size):
+    files, ids = conversion.extend_tokenizer(
+        conversion.hf_files_from_meta(model, dense(size)), ["<a>", "<b>"]
+    )
+    for kept in (files, {name: content for name, content in files.items() if name != "tokenizer.model"}):
+        written = spm.SentencePieceProcessor(model_proto=conversion.meta_tokenizer_model(kept))
+        assert written.vocab_size() == size + 2
+        assert written.piece_to_id("<b>") == size + 1 and written.is_control(size + 1)
+        reference = spm.SentencePieceProcessor(model_proto=model)
+        assert [written.encode(text) for text in TEXTS] == [reference.encode(text) for text in TEXTS]
+    # A padding token beyond the embedding, as many folders have it, is no row of Meta's.
+    assert conversion.meta_tokenizer_model(files, vocab_size=size) == model
+    assert (
+        spm.SentencePieceProcessor(
+            model_proto=conversion.meta_tokenizer_model(files, vocab_size=size + 1)
+        ).vocab_size()
+        == size + 1
+    )
+
+
+# The processor
+
+SIZES = {"llama_4": dict(image=112, patch=14, ratio=0.5), "whole": dict(image=64, patch=16, ratio=1.0)}
+SIZES["third"] = dict(image=126, patch=14, ratio=1 / 3)
+
+SCRIPT = """
+import json, sys
+from transformers import AutoProcessor, AutoTokenizer
+from PIL import Image
+result = {}
+for folder in sys.argv[1:]:
+    ours = folder.endswith("assembled")  # its config.json is llamoe's, and names llamoe_hub.py
+    if ours:
+        result["llamoe"] = any(name.split(".")[0] == "llamoe" for name in sys.modules)
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=ours)
+    side = processor.image_processor.size["height"]
+    counts = {}
+    for name, picture in {"small": (side, side), "wide": (2 * side, side), "tall": (side - 5, 3 * side)}.items():
+        chat = [{"role": "user", "content": [
+            {"type": "image", "image": Image.new("RGB", picture, (255, 255, 255))}, {"type": "text", "text": "hello"}]}]
+        inputs = processor.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+        ids = inputs["input_ids"][0].tolist()
+        tokens = processor.tokenizer.convert_ids_to_tokens(ids)
+        pixels = inputs["pixel_values"]
+        counts[name] = [tokens.count("<|patch|>"), list(pixels.shape), float(pixels[0, 1, 0, 0])]
+    result[folder] = [type(processor).__name__, counts, tokens,
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=ours).padding_side]
+print(json.dumps(result))
+"""
+
+
+def test_processors_load_where_only_transformers_is_imported(model, size, tmp_path):
+    pytest.importorskip("torchvision", reason="pictures need the extra 'vision'")
+    folders = {}
+    for name, sizes in SIZES.items():
+        table, config = llama_4(**sizes)
+        files = conversion.hf_files_from_meta(table, config)
+        folders[write(tmp_path / name, files, config, "stock")] = (config, 0.5, 0.5)
+    files, _, config = assembled(model, size, image=48, patch=8, ratio=0.5)
+    folders[write(tmp_path / "assembled", files, config)] = (config, CLIP_MEAN[1], CLIP_STD[1])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *map(str, folders)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["llamoe"] is False
+    for folder, (config, mean, std) in folders.items():
+        vision = config.vision_config
+        kind, counts, tokens, padding_side = result[str(folder)]
+        assert (kind, padding_side) == ("Llama4Processor", "left")
+        for name, tiles in {"small": 1, "wide": 3, "tall": 4}.items():
+            patches, shape, white = counts[name]
+            assert shape == [tiles, 3, vision.image_size, vision.image_size]
+            assert patches == tiles * vision.tokens_per_tile
+            assert abs(white - (1 - mean) / std) < 0.02  # bfloat16
+        bos = "<s>" if folder.name == "assembled" else "<|begin_of_text|>"
+        assert tokens[:3] == [bos, "<|header_start|>", *tokens[2:3]]
+        assert tokens.count("<|tile_x_separator|>") == 0 and tokens.count("<|tile_y_separator|>") == 3
+
+
+def test_a_model_answers_about_a_picture(model, size, tmp_path):
+    """From the files to tokens of an answer, in this process, with what the tower really gives."""
+    Image = pytest.importorskip("PIL.Image", reason="pictures need the extra 'vision'")
+    pytest.importorskip("torchvision", reason="pictures need the extra 'vision'")
+    from transformers import AutoProcessor
+
+    files, ids, config = assembled(model, size, image=48, patch=8)
+    torch.manual_seed(0)
+    network = llamoe.LlamoeForConditionalGeneration(config).eval()
+    processor = AutoProcessor.from_pretrained(write(tmp_path / "folder", files, config))
+    picture = {"type": "image", "image": Image.new("RGB", (100, 40), (9, 99, 199))}
+    chat = [{"role": "user", "content": [picture, {"type": "text", "text": "hello"}]}]
+    inputs = processor.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    features = network.get_image_features(inputs["pixel_values"].float())
+    features = features if isinstance(features, torch.Tensor) else features.pooler_output
+    assert features.reshape(-1, 48).shape[0] == (inputs["input_ids"] == ids["<|patch|>"]).sum()
+    answer = network.generate(**inputs.to(dtype=torch.float32), max_new_tokens=2, do_sample=False)
+    assert answer.shape[1] == inputs["input_ids"].shape[1] + 2
+
+
+def test_a_processor_that_does_not_fit_is_refused(model, size):
+    files, ids, config = assembled(model, size)
+    plain = conversion.hf_files_from_meta(model, dense(size))
+    with pytest.raises(CheckpointError, match="has no <.image_start.>.*extend_tokenizer"):
+        processor_files(config, tokenizer_files=plain)
+    for field, token in {"image_token_index": "<|patch|>", "boi_token_index": "<|image_start|>"}.items():
+        shifted = multimodal(size + len(ids), ids | {token: 3})
+        with pytest.raises(CheckpointError, match=rf"the id {ids[token]}, and LlamoeConfig.{field} is 3"):
+            processor_files(shifted, tokenizer_files=files)
+    with pytest.raises(ValueError, match="image_mean has 1 numbers, and the tower reads 3"):
+        processor_files(config, image_mean=(0.5,))
+    with pytest.raises(ValueError, match="image_std is"):
+        processor_files(config, image_std=(0.5, 0.0, 0.5))
+    with pytest.raises(ValueError, match="max_patches is 0"):
+        processor_files(config, max_patches=0)
+    with pytest.raises(ValueError, match="use_adapter"):
+        processor_files(multimodal(size + len(ids), ids, use_adapter=False))
+    table, config = llama_4()
+    config.image_token_index = 7
+    with pytest.raises(CheckpointError, match=f"id {RANKS + 92}"):
+        conversion.hf_files_from_meta(table, config)
+    assert set(IMAGE_TOKENS) < set(conversion.MULTIMODAL_TOKENS)

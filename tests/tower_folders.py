@@ -1,0 +1,158 @@
+"""Small vision towers of open_clip and their files, and how results are loaded and compared."""
+
+import json
+import math
+
+import torch
+from open_clip.model import _build_vision_tower
+from open_clip.transformer import QuickGELU, VisionTransformer
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import llamoe
+
+# bigG's ratio, which is no fraction of integers, and heads of 26 channels; the width is no multiple of 64.
+WIDTH, HEADS_HERE, LAYERS, PATCH, EMBED, GRID = 104, 4, 3, 6, 40, 7
+MLP_RATIO = 4.9231
+INNER = int(WIDTH * MLP_RATIO)
+SIZE = GRID * PATCH
+
+
+def randomize(model: nn.Module) -> nn.Module:
+    """Noise with a ramp; norms away from one, attention far from uniform."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() < 2:
+                is_norm = any(part in name for part in ("norm", "ln_")) and name.endswith("weight")
+                parameter.copy_(float(is_norm) + 0.2 * noise)
+            else:
+                attention = any(part in name for part in ("q_proj", "k_proj", "in_proj"))
+                ramp = torch.linspace(-0.1, 0.1, parameter.shape[0]).view(-1, *[1] * (parameter.dim() - 1))
+                parameter.copy_(
+                    (1.5 if attention else 1.0) * (noise + ramp) / math.sqrt(parameter[0].numel())
+                )
+    return model.eval()
+
+
+def count_up(model: nn.Module) -> nn.Module:
+    """Weights that no two elements of a tensor share, so that any wrong order shows."""
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            numbers = torch.arange(parameter.numel(), dtype=torch.float32)
+            parameter.copy_((numbers + index / 64).view(parameter.shape))
+    return model.eval()
+
+
+def pictures(size: int = SIZE) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    ramp = torch.linspace(-1, 1, size)
+    return torch.randn(3, 3, size, size, generator=generator) + 0.1 * ramp + 0.2 * ramp[:, None]
+
+
+def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape, f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}"
+    return (a.float() - b.float()).abs().max().item()
+
+
+def check_close(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """Different kernels sum in another order; measured 1e-6 to 4e-6 at a scale of 4."""
+    difference, scale = max_abs(ours, reference), reference.abs().max().item()
+    assert scale > 0.01, "the reference says nothing"
+    assert difference <= 1e-5 * scale, f"{difference} at scale {scale}"
+    return difference
+
+
+def open_clip_tower(activation: type[nn.Module] = QuickGELU, **changes) -> VisionTransformer:
+    arguments = dict(
+        image_size=SIZE,
+        patch_size=PATCH,
+        width=WIDTH,
+        layers=LAYERS,
+        heads=HEADS_HERE,
+        mlp_ratio=MLP_RATIO,
+        output_dim=EMBED,
+        act_layer=activation,
+        output_tokens=True,
+    )
+    return VisionTransformer(**{**arguments, **changes})
+
+
+def visual_state(tower: nn.Module, prefix: str = "visual.") -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": value.clone() for name, value in tower.state_dict().items()}
+
+
+def open_clip_config(quick_gelu: bool = True, preprocess: dict | None = None, **vision) -> dict:
+    described = {
+        "image_size": SIZE,
+        "layers": LAYERS,
+        "width": WIDTH,
+        "head_width": WIDTH // HEADS_HERE,
+        "mlp_ratio": MLP_RATIO,
+        "patch_size": PATCH,
+    }
+    model = {
+        "embed_dim": EMBED,
+        "vision_cfg": {**described, **vision},
+        "text_cfg": {"width": 32, "layers": 1},
+    }
+    if quick_gelu:
+        model["quick_gelu"] = True  # left out where false, as in open_clip's own files
+    return {"model_cfg": model, "preprocess_cfg": preprocess or {}}
+
+
+def write_open_clip(folder, state: dict[str, torch.Tensor], config: dict | None = None):
+    """A folder as on the hub; a bare file where there is no configuration."""
+    folder.mkdir(exist_ok=True)
+    file = folder / ("open_clip_model.safetensors" if config else "weights.safetensors")
+    save_file(state, file)
+    if config is None:
+        return file
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def load_tower(folder) -> llamoe.LlamoeVisionModel:
+    model, info = llamoe.LlamoeVisionModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def load_open_clip(folder) -> VisionTransformer:
+    """open_clip's tower as its own factory builds it from the file that was written; every key is loaded."""
+    model = json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]
+    vision = {**model["vision_cfg"], "output_tokens": True}
+    tower = _build_vision_tower(model["embed_dim"], vision, model["quick_gelu"])
+    state = load_file(folder / "open_clip_model.safetensors")
+    assert all(name.startswith("visual.") for name in state)
+    tower.load_state_dict({name.removeprefix("visual."): value for name, value in state.items()}, strict=True)
+    return tower.eval()
+
+
+def load_stock(model_class, folder):
+    model, info = model_class.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def clip_fields(activation: str = "quick_gelu", **changes) -> dict:
+    """Fields of stock configurations of CLIP and MetaCLIP 2."""
+    fields = dict(
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS_HERE,
+        image_size=SIZE,
+        patch_size=PATCH,
+        projection_dim=EMBED,
+        hidden_act=activation,
+    )
+    return {**fields, **changes}
+
+
+def same_tensors(file, expected: dict[str, torch.Tensor]) -> None:
+    found = load_file(file)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
