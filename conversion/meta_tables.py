@@ -1,8 +1,9 @@
 """Meta's names and shapes as data: LLaMA 1, 2 and 3, and Llama 4 with its two sets of names and its vision tower.
 
 The target side is stock Hugging Face. Each row's axis is that of a file's tensor along which model-parallel files hold
-parts; of flat experts, whose rows are all experts' ones, every expert's rows are shared. Meta's code takes Llama 4 under the names of the releases, where projections are fused
-and experts flat, and under those of its modules; a file may mix them, and so may the table that reads.
+parts; where experts lie one below the other in a matrix, each file holds a part of every expert's rows. Meta's code
+takes Llama 4 under the names of the releases, where projections are fused and experts flat, and under those of its
+modules; a file may mix them, and so may the table that reads.
 
 Sources: the modules and load hooks of meta-llama/llama (LLaMA 1 and 2) and of meta-llama/llama-models (Llama 3 and 4),
 and the dimensions of its `reshard_mp`.
@@ -76,7 +77,7 @@ class _FusedRows(Operation):
         shares = [share // math.gcd(*shares) for share in shares]
         if rows % sum(shares):
             raise CheckpointError(
-                f"{tensor.origin} has {rows} rows, which {sum(shares)} parts ({' + '.join(map(str, shares))}) do not divide."
+                f"{tensor.origin} has {rows} rows, which {' + '.join(map(str, shares))} parts do not divide."
             )
         unit, start, pieces = rows // sum(shares), 0, []
         for share in shares:
@@ -411,7 +412,7 @@ def _with_prefix(row: Row, prefix: str) -> Row:
 
 
 def names_for(table: Table, key: str) -> list[str]:
-    """Meta's names of the tensors that a Hugging Face key is made of, for messages; of several the first row's."""
+    """Meta's names of the tensors that a Hugging Face key is made of, of several rows the first one's; for messages."""
     for row in table:
         if not isinstance(row, Row):
             continue
@@ -458,6 +459,7 @@ def check_division(config: LlamoeBaseConfig, files: int, embedding_axis: int) ->
         fewer = " (fewer key/value heads than files)" if text.num_key_value_heads < files else ""
         valid = [n for n in range(1, files) if not any(size % n for size in sizes.values())]
         raise ValueError(
-            f"shards = {files}: Meta's files hold whole heads and equal parts of everything else, but {', '.join(wrong)} "
-            f"cannot be divided by {files}{fewer}; fewer files that work: {', '.join(map(str, valid))}."
+            f"shards = {files}: Meta's files hold whole heads and equal parts of everything else, but "
+            f"{', '.join(wrong)} cannot be divided by {files}{fewer}; fewer files that work: "
+            f"{', '.join(map(str, valid))}."
         )

@@ -1,5 +1,6 @@
 """Meta folders in and out: files that this test cuts by itself, from weights in which every number is another."""
 
+import base64
 import io
 import json
 import re
@@ -7,7 +8,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    LlamaForCausalLM,
+)
 
 from llamoe.conversion.convert import convert, open_checkpoint
 from llamoe.conversion.meta import open_meta, save_meta
@@ -15,7 +22,7 @@ from llamoe.conversion.meta_tables import llama4_table, llama_table
 from llamoe.conversion.tables import Drop
 from llamoe.modeling.weights import CheckpointError
 
-DIM, HEADS, HEAD, LAYERS = 72, 12, 6, 4
+DIM, HEADS, HEAD, LAYERS = 72, 12, 6, 2
 
 
 @dataclass
@@ -52,7 +59,7 @@ def llama4_params(**more):
         "n_heads": HEADS,
         "n_kv_heads": 4,
         "head_dim": HEAD,
-        "vocab_size": 2112,
+        "vocab_size": 2304,
         "multiple_of": 12,
         "ffn_dim_multiplier": 0.7,
         "ffn_exp": 2.5,
@@ -60,7 +67,7 @@ def llama4_params(**more):
         "rope_theta": 500000.0,
         "use_scaled_rope": True,
         "attention_chunk_size": 16,
-        "nope_layer_interval": 3,
+        "nope_layer_interval": 2,
         "use_qk_norm": True,
         "moe_args": {"num_experts": 5, "interleave_moe_layer_step": 2, "top_k": 2},
         "vision_args": None,
@@ -71,7 +78,7 @@ VISION = {
     "image_size": {"height": 56, "width": 56},
     "patch_size": {"height": 14, "width": 14},
     "dim": 96,
-    "n_layers": 2,
+    "n_layers": 1,
     "n_heads": 12,
     "mlp_ratio": 4.0,
     "output_dim": 60,
@@ -92,7 +99,7 @@ CASES = [
     Case("llama-2-gqa-of-3", dense_params(n_kv_heads=3), (1, 3), "llama", True),
     Case(
         "llama-3",
-        dense_params(n_kv_heads=4, vocab_size=1056, rope_theta=5e5, use_scaled_rope=True),
+        dense_params(n_kv_heads=4, vocab_size=512, rope_theta=5e5, use_scaled_rope=True),
         (1, 2, 4),
         "llama",
     ),
@@ -138,7 +145,7 @@ def whole_model(case):
     expert, dense = inner_sizes(case)
     full = {
         "tok_embeddings.weight": number(
-            1056 if "3" == case.name[6:7] else 132 if case.family == "llama" else case.vocab, DIM
+            512 if "3" == case.name[6:7] else 132 if case.family == "llama" else case.vocab, DIM
         ),
         "norm.weight": number(DIM),
     }
@@ -369,6 +376,11 @@ def assert_same(tensors, expected):
         assert torch.equal(given, tensor), name
 
 
+def rank_table():
+    """A tokenizer of tiktoken's that knows the 256 bytes only."""
+    return b"".join(base64.b64encode(bytes([byte])) + f" {byte}\n".encode() for byte in range(256))
+
+
 def load_files(folder):
     return [torch.load(path, weights_only=True) for path in sorted(folder.glob("consolidated.*.pth"))]
 
@@ -380,7 +392,8 @@ def test_files_are_joined_as_stock_lays_them_out_and_cut_again_bit_by_bit(case, 
     assert checkpoint.kind == ("meta-llama4" if case.family == "llama4" else "meta-llama")
     expected = hugging_face(case, full)
     assert_same(checkpoint.tensors, expected)
-    for other in case.files:
+    others = (case.files * 2)[case.files.index(count) + 1 :][:1]  # from 1 to 2 to 4 to 1, and so on
+    for other in others:
         report = save_meta(checkpoint, tmp_path / str(other), shards=other)
         assert report.files == [f"consolidated.{n:02d}.pth" for n in range(other)]
         # A file of Llama 3's is written with rows of the embedding, whatever a single file was taken for.
@@ -529,16 +542,23 @@ def test_a_dry_run_writes_nothing(tmp_path):
     [
         ("llama-2-gqa", 6, ["num_key_value_heads = 4", "6", "fewer"]),
         ("llama-2-gqa-of-3", 2, ["num_key_value_heads = 3", "2"]),
-        ("llama-4", 3, ["num_key_value_heads = 4", "vision_config", "3"]),
-        ("llama-4", 8, ["num_key_value_heads = 4", "intermediate_size = 84", "8"]),
+        ("llama-4", 3, ["num_key_value_heads = 4", "3"]),
+        (
+            "llama-4",
+            8,
+            [
+                "num_key_value_heads = 4",
+                "intermediate_size = 84",
+                "vision_config.num_attention_heads = 12",
+                "8",
+            ],
+        ),
         ("llama-2", 0, ["shards = 0"]),
     ],
 )
 def test_files_that_sizes_cannot_be_divided_by_are_refused(name, shards, numbers, tmp_path):
     make_folder(tmp_path / "meta", BY_NAME[name])
-    if name == "llama-4" and shards == 3:
-        numbers = ["num_key_value_heads = 4", "3"]
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="shards") as caught:
         save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=shards)
     for number in numbers:
         assert number in str(caught.value)
@@ -577,7 +597,11 @@ def say(**entries):
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("llama-2", drop("layers.1.attention.wo.weight"), ["model.layers.1.self_attn.o_proj.weight"]),
+        (
+            "llama-2",
+            drop("layers.1.attention.wo.weight"),
+            ["consolidated.00.pth: layers.1.attention.wo.weight missing"],
+        ),
         ("llama-2", drop("output.weight"), ["output.weight missing", "consolidated.00.pth"]),
         (
             "llama-2",
@@ -591,10 +615,10 @@ def say(**entries):
         ),
         (
             "llama-2",
-            shrink("layers.2.attention.wq.weight", 0, 30),
-            ["layers.2.attention.wq.weight", "30", "36"],
+            shrink("layers.1.attention.wq.weight", 0, 30),
+            ["layers.1.attention.wq.weight", "30", "36"],
         ),
-        ("llama-2", say(n_layers=5), ["n_layers = 5", "4 layers"]),
+        ("llama-2", say(n_layers=5), ["n_layers = 5", "2 layers"]),
         ("llama-2", say(dim=70), ["dim = 70", "72", "norm.weight"]),
         ("llama-2", say(n_heads=6), ["rope.freqs", "n_heads = 6", "3 frequencies"]),
         ("llama-2", say(n_kv_heads=4), ["layers.0.attention.wk.weight", "72", "24"]),
@@ -619,7 +643,7 @@ def say(**entries):
             say(moe_args={"num_experts": 4, "interleave_moe_layer_step": 2}),
             ["router_DE has 5", "num_experts = 4"],
         ),
-        ("llama-4", say(moe_args={"num_experts": 5}), ["[1, 3]", "[0, 1, 2, 3]"]),
+        ("llama-4", say(moe_args={"num_experts": 5}), ["[1]", "[0, 1]"]),
         ("llama-4", say(vision_args=None), ["vision_embeddings", "vision_args"]),
         ("llama-4", say(n_kv_heads=2), ["layers.0.attention.wqkv.weight", "120", "96"]),
         (
@@ -679,8 +703,8 @@ def test_numbers_of_experts_and_tokens_may_be_left_to_the_tensors(tmp_path):
     params = case.params | {"vocab_size": -1, "moe_args": {"interleave_moe_layer_step": 2, "num_experts": -1}}
     write_folder(tmp_path, params, cut(case, whole_model(case), 2))
     config = open_meta(tmp_path).config
-    assert (config.text_config.num_local_experts, config.text_config.vocab_size) == (5, 2112)
-    assert (config.boi_token_index, config.image_token_index) == (2112 - 2048 + 80, 2112 - 2048 + 92)
+    assert (config.text_config.num_local_experts, config.text_config.vocab_size) == (5, 2304)
+    assert (config.boi_token_index, config.image_token_index) == (256 + 80, 256 + 92)
 
 
 def test_which_llama_it_is_shows_in_the_context_length(tmp_path):
@@ -691,3 +715,108 @@ def test_which_llama_it_is_shows_in_the_context_length(tmp_path):
     make_folder(tmp_path / "Llama-4-Instruct" / "original", BY_NAME["llama-4"])
     text = open_meta(tmp_path / "Llama-4-Instruct" / "original").config.text_config
     assert text.max_position_embeddings == 10485760
+
+
+@pytest.mark.parametrize(("name", "begin"), [("llama-3", 256), ("llama-4", 256)])
+@pytest.mark.parametrize("place", [".", ".."])
+def test_the_tokenizer_comes_along_from_the_folder_or_from_above_and_goes_back(name, begin, place, tmp_path):
+    make_folder(tmp_path / "release" / "meta", BY_NAME[name], 2)
+    (tmp_path / "release" / "meta" / place / "tokenizer.model").write_bytes(rank_table())
+    convert(tmp_path / "release" / "meta", tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("az").input_ids == [begin, ord("a"), ord("z")]
+    assert (
+        tokenizer.bos_token_id == AutoConfig.from_pretrained(tmp_path / "hf").get_text_config().bos_token_id
+    )
+    assert (tmp_path / "hf" / "chat_template.jinja").is_file()
+    assert (tmp_path / "hf" / "generation_config.json").is_file()
+    assert (tmp_path / "hf" / "processor_config.json").is_file() == (name == "llama-4")
+    report = convert(tmp_path / "hf", tmp_path / "back", to="meta", shards=1)
+    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == rank_table()
+    assert not report.notes
+
+
+def test_a_tokenizer_decides_between_llama_2_and_3(tmp_path):
+    case = BY_NAME["llama-2-gqa"]
+    params = case.params | {"vocab_size": 512}
+    full = whole_model(case) | {
+        name: torch.ones(512, DIM) for name in ("tok_embeddings.weight", "output.weight")
+    }
+    write_folder(tmp_path, params, [full])
+    assert open_meta(tmp_path).config.rope_parameters["rope_theta"] == 10000.0
+    assert any("no tokenizer.model" in note for note in open_meta(tmp_path).notes)
+    (tmp_path / "tokenizer.model").write_bytes(rank_table())
+    config = open_meta(tmp_path).config
+    assert (config.rope_parameters["rope_theta"], config.bos_token_id) == (500000.0, 256)
+
+
+def test_a_tokenizer_of_another_size_is_refused(tmp_path):
+    make_folder(tmp_path, BY_NAME["llama-4"], 2)
+    (tmp_path / "tokenizer.model").write_bytes(rank_table() + b"YWE= 256\n")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: .*257 \+ 2048.*2304"):
+        open_meta(tmp_path)
+
+
+def test_a_tokenizer_without_a_form_of_metas_is_noted_and_left_out(tmp_path):
+    make_folder(tmp_path / "meta", BY_NAME["llama-4"], 2)
+    checkpoint = open_meta(tmp_path / "meta")
+    word_level = {"model": {"type": "WordLevel", "vocab": {"a": 0}}, "added_tokens": []}
+    checkpoint.companions = {"tokenizer.json": json.dumps(word_level).encode()}
+    report = save_meta(checkpoint, tmp_path / "to", shards=1)
+    assert any(note.startswith("no tokenizer.model is written: tokenizer.json") for note in report.notes)
+    assert not (tmp_path / "to" / "tokenizer.model").exists()
+
+
+def test_a_sentencepiece_model_comes_along_to_a_llama_2_and_goes_back(tmp_path):
+    spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
+    written = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"the {n} of a net on {n * 7}" for n in range(200)]),
+        model_writer=written,
+        vocab_size=312,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        num_threads=1,
+        minloglevel=2,
+    )
+    case = BY_NAME["llama-2"]
+    full = whole_model(case)
+    full |= {name: full[name].repeat(3, 1)[:312] for name in ("tok_embeddings.weight", "output.weight")}
+    write_folder(tmp_path / "7B", case.params | {"vocab_size": -1}, cut(case, full, 2))
+    (tmp_path / "tokenizer.model").write_bytes(written.getvalue())
+    convert(tmp_path / "7B", tmp_path / "hf")
+    tokenizer, reference = AutoTokenizer.from_pretrained(tmp_path / "hf"), spm.SentencePieceProcessor()
+    reference.LoadFromSerializedProto(written.getvalue())
+    for text in ("the net", " of a net", "  12 é"):
+        assert tokenizer(text).input_ids == [1, *reference.encode(text)]
+    convert(tmp_path / "hf", tmp_path / "back", to="meta", shards=2)
+    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == written.getvalue()
+    for given, wanted in zip(load_files(tmp_path / "back"), cut(case, full, 2), strict=True):
+        assert_same(given, wanted)
+
+
+def test_a_conversion_that_was_cut_short_goes_on(tmp_path):
+    full = make_folder(tmp_path / "meta", BY_NAME["llama-4"], 2)
+
+    class Stop:
+        """Stands for a process that ends in the middle."""
+
+        def start(self, total):
+            self.total, self.done = total, 0
+
+        def advance(self, nbytes, file):
+            self.done += nbytes
+            if self.done > self.total / 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=4, progress=Stop())
+    assert not (tmp_path / "to" / "params.json").exists()
+    assert not list((tmp_path / "to").glob("*.pth"))
+    with pytest.raises(ValueError, match="unfinished"):
+        save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=4)
+    save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=4, resume=True)
+    for given, wanted in zip(load_files(tmp_path / "to"), cut(BY_NAME["llama-4"], full, 4), strict=True):
+        assert_same(given, wanted)

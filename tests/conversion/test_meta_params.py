@@ -1,0 +1,397 @@
+"""Meta's params.json and our configurations, and every published size through the tables without a number."""
+
+import json
+import random
+
+import pytest
+import torch
+
+import llamoe
+from llamoe.configuration import PRESETS
+from llamoe.conversion.checkpoint import Checkpoint, expected_shapes
+from llamoe.conversion.lazy import LazyTensor, from_tensor
+from llamoe.conversion.meta import open_meta, save_meta
+from llamoe.conversion.meta_fit import add_kept, write_params
+from llamoe.conversion.meta_params import (
+    Params,
+    Seen,
+    expert_size,
+    feed_forward_size,
+    note_defaults,
+    read_config,
+)
+from llamoe.conversion.meta_tables import llama4_table, llama_table
+from llamoe.conversion.tables import read_through, write_through
+from llamoe.modeling.weights import CheckpointError
+
+LLAMAS = [name for name in PRESETS if name.startswith("llama")]
+
+
+class Shape(LazyTensor):
+    """A tensor of which nothing but the shape exists."""
+
+    def __init__(self, name, shape):
+        super().__init__(shape, torch.bfloat16, f"shapes: {name}")
+
+    def _read(self, start, stop):
+        raise AssertionError(f"{self.origin} was read")
+
+
+def table_of(name, config):
+    if name.startswith("llama-4"):
+        return llama4_table(config, "release")
+    return llama_table(0 if name.startswith("llama-3") else 1)
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_every_published_size_goes_through_its_table_both_ways(name):
+    config = llamoe.preset(name)
+    files = 4 if name == "llama-33b" else 8  # it has 52 heads
+    shapes = expected_shapes(config)
+    tensors = {key: Shape(key, shape) for key, shape in shapes.items()}
+    parts = write_through(table_of(name, config), tensors, files, config)
+    assert len(parts) == files
+    assert all(
+        {key: part.shape for key, part in file.items()} == {key: part.shape for key, part in parts[0].items()}
+        for file in parts
+    )
+    numbers = sum(tensor.numel for tensor in tensors.values())
+    assert sum(part.numel for file in parts for part in file.values()) >= numbers  # norms are in every file
+    again, dropped = read_through(table_of(name, config), parts, config)
+    assert {key: tensor.shape for key, tensor in again.items()} == shapes
+    assert not dropped
+
+
+@pytest.mark.parametrize(("name", "experts"), [("llama-4-scout", 16), ("llama-4-maverick", 128)])
+def test_eight_files_of_llama_4_have_the_shapes_of_the_releases(name, experts):
+    config = llamoe.preset(name)
+    tensors = {key: Shape(key, shape) for key, shape in expected_shapes(config).items()}
+    part = write_through(llama4_table(config, "release"), tensors, 8, config)[3]
+    mixture, tower = "layers.47.", "vision_embeddings.vision_encoder."
+    expected = {
+        "tok_embeddings.weight": (25256, 5120),
+        "output.weight": (25256, 5120),
+        "norm.weight": (5120,),
+        mixture + "attention.wqkv.weight": (896, 5120),
+        mixture + "attention.wqkv.layer_norm_weight": (5120,),
+        mixture + "attention.wo.weight": (5120, 640),
+        mixture + "feed_forward.norm.weight": (5120,),
+        mixture + "feed_forward.router_DE": (5120, experts),
+        mixture + "feed_forward.experts.moe_w_in_eD_F": (experts * 5120, 1024),
+        mixture + "feed_forward.experts.moe_w_swiglu_eD_F": (experts * 5120, 1024),
+        mixture + "feed_forward.experts.moe_w_out_eF_D": (experts * 1024, 5120),
+        mixture + "feed_forward.w_in_shared_FD.weight": (1024, 5120),
+        mixture + "feed_forward.w_swiglu_FD.weight": (1024, 5120),
+        mixture + "feed_forward.w_out_shared_DF.weight": (5120, 1024),
+        tower + "conv1._linear.weight": (176, 588),
+        tower + "positional_embedding_vlm": (577, 1408),
+        tower + "transformer.resblocks.33.attn.wq.bias": (176,),
+        tower + "transformer.resblocks.33.attn.wo.weight": (1408, 176),
+        tower + "transformer.resblocks.33.mlp.c_fc.bias": (704,),
+        tower + "transformer.resblocks.33.mlp.c_proj.bias": (1408,),
+        "vision_embeddings.vision_adapter.mlp.c_fc.weight": (512, 5632),
+        "vision_embeddings.vision_adapter.mlp.c_proj.weight": (4096, 512),
+        "vision_projection.weight": (640, 4096),
+    }
+    if name == "llama-4-maverick":
+        expected |= {
+            "layers.0.feed_forward.mlp.fc1_weight": (4096, 5120),
+            "layers.0.feed_forward.mlp.fc2_weight": (5120, 2048),
+            "layers.0.feed_forward.mlp.layer_norm_weight": (5120,),
+        }
+    assert {key: part[key].shape for key in expected} == expected
+
+
+# The released files, as far as they are public: numbers that the tensors do not show.
+RELEASED = {
+    "llama-7b": dict(dim=4096, multiple_of=256, n_heads=32, n_layers=32, norm_eps=1e-6),
+    "llama-33b": dict(dim=6656, multiple_of=256, n_heads=52, n_layers=60, norm_eps=1e-6),
+    "llama-65b": dict(dim=8192, multiple_of=256, n_heads=64, n_layers=80, norm_eps=1e-5),
+    "llama-2-13b": dict(dim=5120, multiple_of=256, n_heads=40, n_layers=40, norm_eps=1e-5),
+    "llama-2-70b": dict(
+        dim=8192,
+        multiple_of=4096,
+        ffn_dim_multiplier=1.3,
+        n_heads=64,
+        n_kv_heads=8,
+        n_layers=80,
+        norm_eps=1e-5,
+    ),
+    "llama-3-8b": dict(
+        dim=4096,
+        multiple_of=1024,
+        ffn_dim_multiplier=1.3,
+        n_heads=32,
+        n_kv_heads=8,
+        n_layers=32,
+        norm_eps=1e-5,
+        rope_theta=500000.0,
+    ),
+    "llama-4-scout": dict(
+        dim=5120,
+        n_layers=48,
+        n_heads=40,
+        n_kv_heads=8,
+        head_dim=128,
+        multiple_of=2048,
+        ffn_dim_multiplier=1.2,
+        ffn_exp=4.0,
+        norm_eps=1e-5,
+        rope_theta=500000.0,
+        use_scaled_rope=True,
+        attention_chunk_size=8192,
+        nope_layer_interval=4,
+        use_qk_norm=True,
+    ),
+}
+
+
+def generation(name):
+    return int(name.split("-")[1][0]) if name[6].isdigit() and "b" not in name.split("-")[1] else 1
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_a_published_configuration_survives_params_json(name):
+    config = llamoe.preset(name)
+    params, kept = write_params(config, max(generation(name), 2))
+    released = RELEASED.get(name, {})
+    assert {key: params[key] for key in released} == released
+    json.dumps([params, kept])
+    read = read_config(
+        Params.of(params, "params.json"), Seen(max(generation(name), 2), config.get_text_config().vocab_size)
+    )
+    assert add_kept(read, kept, "llamoe.json").to_dict() == config.to_dict() | {
+        "architectures": read.architectures
+    }
+
+
+def test_llamas_own_code_would_know_every_key():
+    """LLaMA's dataclasses refuse others; Llama 4's give some of these by hand."""
+    known = {"dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "norm_eps"}
+    assert set(write_params(llamoe.preset("llama-13b"), 2)[0]) == known
+    known |= {"n_kv_heads", "ffn_dim_multiplier"}
+    assert set(write_params(llamoe.preset("llama-2-70b"), 2)[0]) == known
+    for name in ("llama-3.1-8b", "llama-4-maverick"):
+        assert not {"max_seq_len", "max_batch_size"} & set(
+            write_params(llamoe.preset(name), generation(name))[0]
+        )
+
+
+def test_any_hidden_size_has_parameters_that_give_it():
+    """By Meta's formulas, for sizes at random and some that are awkward."""
+    numbers = random.Random(0)
+    cases = [(72, 92, 52), (64, 1, 1), (64, 997, 1499), (40, 1000, 7), (6, 101, 103), (5120, 16384, 8192)]
+    for _ in range(60):
+        dim = 2 * numbers.randint(2, 600)
+        cases.append((dim, numbers.randint(1, 6 * dim), numbers.randint(1, 6 * dim)))
+    for dim, dense, expert in cases:
+        heads = {"hidden_size": dim, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": dim}
+        config = llamoe.LlamoeDenseConfig(intermediate_size=dense, num_hidden_layers=1, **heads)
+        params, _ = write_params(config, 2)
+        assert feed_forward_size(dim, params["multiple_of"], params.get("ffn_dim_multiplier")) == dense
+        config = llamoe.LlamoeTextConfig(
+            intermediate_size=expert,
+            intermediate_size_mlp=dense,
+            num_hidden_layers=2,
+            interleave_moe_layer_step=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+            **heads,
+        )
+        params, _ = write_params(config, 4)
+        multiple, factor = params["multiple_of"], params["ffn_dim_multiplier"]
+        assert feed_forward_size(dim, multiple, factor) == dense
+        capacity = params["moe_args"]["capacity_factor"]
+        assert expert_size(dim, multiple, factor, params["ffn_exp"], capacity) == expert
+
+
+def test_metas_formulas_give_the_published_sizes():
+    assert [feed_forward_size(dim, 256, None) for dim in (4096, 5120, 6656, 8192)] == [
+        11008,
+        13824,
+        17920,
+        22016,
+    ]
+    assert feed_forward_size(8192, 4096, 1.3) == 28672
+    assert feed_forward_size(5120, 2048, 1.2) == 16384
+    assert expert_size(5120, 2048, 1.2, 4.0) == 8192
+    assert expert_size(5120, 2048, 1.2, 4.0, auto_scale=False) == 16384
+
+
+def read(generation=4, vocab_size=202048, **params):
+    base = dict(dim=64, n_layers=4, n_heads=4, norm_eps=1e-5)
+    return read_config(
+        Params.of(base | params, "params.json"), Seen(generation, vocab_size, inner=96, expert_inner=64)
+    )
+
+
+def test_scaled_rotary_embeddings_have_metas_own_defaults():
+    scaled = read(use_scaled_rope=True).rope_parameters
+    assert scaled == {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    }
+    given = read(use_scaled_rope=True, rope_scaling_factor=8, rope_high_freq_factor=4).rope_parameters
+    assert (given["factor"], given["high_freq_factor"]) == (8.0, 4.0)
+    assert read(use_scaled_rope=True, rope_scaling_factor=None).rope_parameters == scaled
+    assert read(use_scaled_rope=False, rope_scaling_factor=8).rope_parameters["rope_type"] == "default"
+    llama_3 = read(3, 128256, use_scaled_rope=True, rope_theta=500000).rope_parameters
+    assert (llama_3["factor"], llama_3["high_freq_factor"]) == (8.0, 4.0)
+
+
+def test_what_params_json_does_not_say_is_what_metas_code_takes():
+    dense = read(2, 32000)
+    assert (dense.num_key_value_heads, dense.rope_parameters["rope_theta"], dense.head_dim) == (
+        4,
+        10000.0,
+        16,
+    )
+    text = read()
+    assert text.rope_parameters == {"rope_type": "default", "rope_theta": 500000.0}
+    assert text.moe_layers == [] and text.no_rope_layers == [1] * 4
+    assert not text.use_qk_norm and not text.attn_temperature_tuning and text.attention_chunk_size is None
+    assert (text.bos_token_id, text.eos_token_id, text.pad_token_id) == (
+        200000,
+        [200001, 200007, 200008],
+        200018,
+    )
+    assert read(vocab_size=101).bos_token_id is None
+    assert read(nope_layer_interval=2).no_rope_layers == [1, 0, 1, 0]
+    mixed = read(moe_args={"num_experts": 3, "interleave_moe_layer_step": 2})
+    assert mixed.moe_layers == [1, 3] and mixed.num_experts_per_tok == 1
+    assert read(2, 32000, max_seq_len=777).max_position_embeddings == 777
+    assert read(2, 32000, rope_theta=1e6).max_position_embeddings == 16384  # Code Llama
+
+
+def test_a_default_of_metas_that_is_not_hugging_faces_is_noted():
+    def notes(generation, **params):
+        return note_defaults(Params.of(params, "params.json"), read(generation, 512, **params))
+
+    assert "attn_temperature_tuning" in notes(4, nope_layer_interval=2)[0]
+    assert not notes(4, nope_layer_interval=2, attn_temperature_tuning=False)
+    assert not notes(4)
+    assert "rope_scaling_factor" in notes(3, use_scaled_rope=True)[0]
+    assert not notes(3, use_scaled_rope=True, rope_scaling_factor=8)
+    assert not notes(3)
+
+
+def refused(config, generation=4):
+    with pytest.raises(ValueError, match="Meta's") as caught:
+        write_params(config, generation)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(attention_bias=True), "attention_bias = True"),
+        (dict(mlp_bias=True), "mlp_bias = True"),
+        (dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
+        (dict(rope_interleave=True), "rope_interleave = True"),
+        (dict(head_dim=64), "head_dim = 64"),
+        (dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}), "'linear'"),
+        (
+            dict(
+                rope_parameters=dict(
+                    rope_type="llama3",
+                    rope_theta=5e5,
+                    factor=8.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_max_position_embeddings=4096,
+                )
+            ),
+            "4096",
+        ),
+    ],
+)
+def test_what_a_dense_model_of_metas_cannot_be_is_refused_by_name(fields, words):
+    message = refused(llamoe.preset("llama-2-7b", **fields), 3)
+    assert message.startswith(f"LlamoeDenseConfig.{next(iter(fields))}") and words in message
+
+
+@pytest.mark.parametrize(
+    ("text", "vision", "field"),
+    [
+        (dict(moe_layers=[0, 3]), {}, "LlamoeTextConfig.moe_layers"),
+        (dict(no_rope_layers=[0, 1, 1] + [1] * 45), {}, "LlamoeTextConfig.no_rope_layers"),
+        (dict(layer_types=["chunked_attention"] * 48), {}, "LlamoeTextConfig.layer_types"),
+        (dict(attention_bias=True), {}, "LlamoeTextConfig.attention_bias"),
+        (dict(mlp_bias=True), {}, "LlamoeTextConfig.mlp_bias"),
+        (dict(rope_interleave=False), {}, "LlamoeTextConfig.rope_interleave"),
+        (dict(head_dim=64), {}, "LlamoeTextConfig.head_dim"),
+        ({}, dict(projector_input_dim=4000), "LlamoeVisionConfig.projector_input_dim"),
+        ({}, dict(norm_eps=1e-6), "LlamoeVisionConfig.norm_eps"),
+        ({}, dict(num_channels=1), "LlamoeVisionConfig.num_channels"),
+        ({}, dict(hidden_act="quick_gelu"), "LlamoeVisionConfig.hidden_act"),
+        ({}, dict(use_rope=False), "LlamoeVisionConfig.use_rope"),
+        (
+            {},
+            dict(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+            "LlamoeVisionConfig.rope_parameters",
+        ),
+    ],
+)
+def test_what_a_llama_4_of_metas_cannot_be_is_refused_by_name(text, vision, field):
+    assert refused(llamoe.preset("llama-4-scout", text_config=text, vision_config=vision)).startswith(field)
+
+
+def test_what_changes_no_number_is_kept_beside_params_json():
+    config = llamoe.preset(
+        "llama-4-maverick",
+        text_config=dict(
+            router_aux_loss_coef=0.25, attn_temperature_tuning=4, max_position_embeddings=1048576
+        ),
+        image_token_index=7,
+    )
+    _, kept = write_params(config, 4)
+    assert kept["image_token_index"] == 7
+    assert kept["text_config"]["router_aux_loss_coef"] == 0.25
+    assert kept["text_config"]["attn_temperature_tuning"] == 4
+    assert kept["text_config"]["max_position_embeddings"] == 1048576
+
+
+def test_the_file_beside_params_json_decides_nothing_that_is_computed(tmp_path):
+    config = llamoe.preset(
+        "llama-2-7b",
+        hidden_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        num_hidden_layers=1,
+        intermediate_size=36,
+        vocab_size=30,
+    )
+    tensors = {key: torch.zeros(shape) for key, shape in expected_shapes(config).items()}
+    checkpoint = Checkpoint(
+        tmp_path, "hf", config, {key: from_tensor(tensor, key) for key, tensor in tensors.items()}
+    )
+    save_meta(checkpoint, tmp_path / "meta", shards=2)
+    assert open_meta(tmp_path / "meta").config.max_position_embeddings == 4096
+    (tmp_path / "meta" / "llamoe.json").write_text('{"rms_norm_eps": 0.5}')
+    with pytest.raises(CheckpointError, match=r"llamoe\.json: rms_norm_eps = 0\.5"):
+        open_meta(tmp_path / "meta")
+
+
+def test_a_dense_model_may_scale_otherwise_than_llama_3s_code():
+    rope = dict(llamoe.preset("llama-3.1-8b").rope_parameters, factor=32.0)
+    params, _ = write_params(llamoe.preset("llama-3.1-8b", rope_parameters=rope), 3)
+    assert params["rope_scaling_factor"] == 32.0 and "rope_high_freq_factor" not in params
+
+
+@pytest.mark.parametrize(
+    ("name", "files"), [("llama-2-7b", 1), ("llama-33b", 4), ("llama-2-70b", 8), ("llama-3-8b", 1)]
+)
+def test_as_many_files_as_metas_releases_have_are_written_where_no_number_is_given(name, files, tmp_path):
+    config = llamoe.preset(name)
+    tensors = {key: Shape(key, shape) for key, shape in expected_shapes(config).items()}
+    report = save_meta(Checkpoint(tmp_path, "hf", config, tensors), tmp_path / "to", dry_run=True)
+    assert len(report.files) == files and report.bytes >= 2 * llamoe.count_parameters(config).total
+
+
+def test_a_tower_alone_has_no_format_of_metas(tmp_path):
+    with pytest.raises(ValueError, match="vision tower alone"):
+        save_meta(Checkpoint(tmp_path, "clip", llamoe.preset("metaclip-b32"), {}), tmp_path / "to")
