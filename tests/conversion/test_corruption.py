@@ -175,7 +175,7 @@ def altered(data, content: bytes, ranges: list[tuple[int, int]]) -> bytes:
 
 
 @given(data=st.data())
-@few(60)
+@few(30)
 @pytest.mark.parametrize("kind", ["hf", "bin", "meta", "meta4"])
 def test_altered_bytes_of_headers_directories_and_pickles(originals, kind, data):
     original = originals[kind]
@@ -213,7 +213,7 @@ def changed_json(data, content: bytes) -> bytes:
 
 
 @given(data=st.data())
-@few(40)
+@few(20)
 @pytest.mark.parametrize("kind", ["hf", "split", "meta", "meta4"])
 def test_altered_json_files(originals, kind, data):
     original = originals[kind]
@@ -266,7 +266,7 @@ def test_altered_headers_of_safetensors(originals, data):
 
 
 @given(data=st.data())
-@few(40)
+@few(20)
 @pytest.mark.parametrize("kind", ["one", "bin", "legacy", "meta"])
 def test_files_cut_short_anywhere(originals, kind, data):
     original = originals[kind]
@@ -303,7 +303,7 @@ def number_ranges(name: str, content: bytes) -> list[tuple[int, int]]:
 
 
 @given(data=st.data())
-@few(30)
+@few(15)
 @pytest.mark.parametrize("kind", ["one", "meta4"])
 def test_numbers_that_are_none_are_found_wherever_they_are(originals, kind, data):
     original = originals[kind]
@@ -433,7 +433,7 @@ def test_files_without_checksums_are_read(originals):
 
 
 @given(data=st.data())
-@few(25)
+@few(15)
 def test_checksums_find_any_change_of_a_torch_file(originals, data):
     original = originals["meta"]
     name = data.draw(st.sampled_from(original.weight_files()))
@@ -468,7 +468,7 @@ def test_sizes_beyond_reason_end_at_once(originals, kind):
     original = originals[kind]
     name = "params.json" if kind.startswith("meta") else "config.json"
     for path in places(json.loads(original.files[name])):
-        for size in (10**7, 10**15, 10**30):
+        for size in (10**7, 10**30):
             whole = json.loads(original.files[name])
             *above, last = path
             inner = whole

@@ -125,8 +125,10 @@ def kills(source, place):
         convert(source, place / to, **options)
         expected[to] = sums(place / to)
         total = sum(path.stat().st_size for path in weight_files(place / to))
-        moments = [{"after": int(total * share)} for share in (0.0, 0.2, 0.45, 0.7, 0.95)]
-        moments += [{"renames": count} for count in range(len(expected[to]) + 2)]
+        moments = [{"after": int(total * share)} for share in (0.0, 0.45, 0.9)]
+        # UNFINISHED is a file more; every other one, and the very last.
+        last = len(expected[to]) + 1
+        moments += [{"renames": count} for count in sorted({*range(0, last, 2), last})]
         for number, moment in enumerate(moments):
             target = place / f"{to}-{number}"
             jobs.append({**moment, "to": to, "target": str(target), "options": options})
