@@ -92,6 +92,15 @@ def source(tmp_path_factory):
     return CASE.write(folder, CASE.weights(torch.bfloat16), 3)
 
 
+@pytest.fixture(scope="module")
+def finished(source, tmp_path_factory):
+    """For each format the folder that a conversion gives which is left alone."""
+    place = tmp_path_factory.mktemp("finished")
+    for to, options in OPTIONS.items():
+        convert(source, place / to, **options)
+    return {to: place / to for to in OPTIONS}
+
+
 def weight_files(folder):
     return sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".pth"))
 
@@ -118,16 +127,14 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def kills(source, place):
-    """For each format what a conversion that is left alone gives, and folders whose conversion was killed."""
-    expected, jobs = {}, []
+def kills(source, finished, place):
+    """What is known of each killed conversion, and the answer of the limited one."""
+    jobs = []
     for to, options in OPTIONS.items():
-        convert(source, place / to, **options)
-        expected[to] = sums(place / to)
-        total = sum(path.stat().st_size for path in weight_files(place / to))
+        total = sum(path.stat().st_size for path in weight_files(finished[to]))
         moments = [{"after": int(total * share)} for share in (0.0, 0.45, 0.9)]
         # UNFINISHED is a file more; every other one, and the very last.
-        last = len(expected[to]) + 1
+        last = len(sums(finished[to])) + 1
         moments += [{"renames": count} for count in sorted({*range(0, last, 2), last})]
         for number, moment in enumerate(moments):
             target = place / f"{to}-{number}"
@@ -145,13 +152,13 @@ def kills(source, place):
     *outcomes, refused = run_jobs([job | {"source": str(source)} for job in (warm_up, *jobs, limited)])
     assert sums(source) == before
     assert outcomes == ["killed"] * len(jobs)
-    return expected, jobs, refused
+    return jobs, refused
 
 
 @pytest.mark.parametrize("to", ["hf", "meta"])
-def test_what_a_kill_leaves_looks_unfinished_and_is_gone_on_with(source, kills, to):
-    expected, jobs, _ = kills
-    options, kept = OPTIONS[to], set()
+def test_what_a_kill_leaves_looks_unfinished_and_is_gone_on_with(source, finished, kills, to):
+    jobs, _ = kills
+    expected, options, kept = sums(finished[to]), OPTIONS[to], set()
     for job in (job for job in jobs if job["to"] == to):
         target = Path(job["target"])
         if job.get("renames") != 0:  # killed before even the first file had its name
@@ -159,19 +166,21 @@ def test_what_a_kill_leaves_looks_unfinished_and_is_gone_on_with(source, kills, 
                 convert(source, target, **options)
         survivors = whole(target)
         if looks_finished(target):  # killed after the last file got its name
-            assert sums(target).items() >= expected[to].items()
+            assert sums(target).items() >= expected.items()
         elif len(survivors) not in kept:
             check_unfinished(target)
         convert(source, target, resume=True, **options)
-        assert sums(target) == expected[to]
+        assert sums(target) == expected
         kept.add(len(survivors))
         if to == "hf" or len(survivors) == 3:
             assert whole(target).items() >= survivors.items(), "a whole shard was written again"
     assert len(kept) >= 3, "the kills were to leave different numbers of whole files"
 
 
-def test_a_disk_that_refuses_a_file_gives_one_sentence_and_can_be_gone_on_with(source, kills, place):
-    expected, _, refused = kills
+def test_a_disk_that_refuses_a_file_gives_one_sentence_and_can_be_gone_on_with(
+    source, finished, kills, place
+):
+    _, refused = kills
     target = place / "limited"
     assert str(target) in refused and "File too large" in refused and "resume" in refused
     assert "\n" not in refused
@@ -179,7 +188,7 @@ def test_a_disk_that_refuses_a_file_gives_one_sentence_and_can_be_gone_on_with(s
     survivors = whole(target)
     assert survivors and not [path for path in target.iterdir() if path.name.endswith(".partial")]
     convert(source, target, resume=True, **OPTIONS["hf"])
-    assert sums(target) == expected["hf"]
+    assert sums(target) == sums(finished["hf"])
     assert whole(target).items() >= survivors.items()
 
 
@@ -203,9 +212,8 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 @pytest.mark.parametrize("to", ["hf", "meta"])
 @pytest.mark.parametrize("error", [NO_SPACE, KeyboardInterrupt()], ids=["no space", "control-c"])
-def test_errors_in_the_middle_leave_whole_files_only(source, to, error, tmp_path):
+def test_errors_in_the_middle_leave_whole_files_only(source, finished, to, error, tmp_path):
     options = OPTIONS[to]
-    convert(source, tmp_path / "expected", **options)
     with pytest.raises(type(error)) as caught:
         convert(source, tmp_path / "to", progress=Stops(error, 0.6), **options)
     if error is NO_SPACE:
@@ -217,7 +225,7 @@ def test_errors_in_the_middle_leave_whole_files_only(source, to, error, tmp_path
     survivors = whole(tmp_path / "to")
     assert survivors or to == "meta"
     convert(source, tmp_path / "to", resume=True, **options)
-    assert sums(tmp_path / "to") == sums(tmp_path / "expected")
+    assert sums(tmp_path / "to") == sums(finished[to])
     assert whole(tmp_path / "to").items() >= survivors.items()
 
 
@@ -251,13 +259,13 @@ def test_progress_counts_every_byte_also_of_what_was_there_already(source, tmp_p
 
 
 @pytest.mark.parametrize("to", ["hf", "meta"])
-def test_a_target_in_use_is_refused_and_untouched(source, to, tmp_path):
+def test_a_target_in_use_is_refused_and_untouched(source, finished, to, tmp_path):
     options = OPTIONS[to]
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    convert(source, tmp_path / "done", **options)
+    shutil.copytree(finished[to], tmp_path / "done")
     before = sums(tmp_path), sums(source)
     for resume in (False, True):
         for target in (tmp_path / "full", tmp_path / "file", tmp_path / "link", tmp_path / "done"):
