@@ -9,6 +9,7 @@ import torch
 from meta_folders import (
     LLAMA_1,
     LLAMA_2,
+    LLAMA_3,
     MAVERICK,
     PATCH_OFFSET,
     SCOUT,
@@ -55,11 +56,16 @@ class MetaCase:
 
     @property
     def embedding_axis(self) -> int:
-        return 0 if self.is_llama4 else 1
+        return 0 if self.special_tokens else 1
+
+    @property
+    def special_tokens(self) -> int:
+        """How many rows of the embedding belong to the special tokens after those of a tiktoken file."""
+        return SPECIAL_TOKENS.get(" ".join(self.name.split()[:2]), 0)
 
     @property
     def patch_id(self) -> int:
-        return self.vocabulary - SPECIAL_TOKENS + PATCH_OFFSET
+        return self.vocabulary - self.special_tokens + PATCH_OFFSET
 
     def weights(self, dtype=torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
         """Whole weights by unfused names."""
@@ -67,8 +73,8 @@ class MetaCase:
 
     def tokenizer(self) -> bytes:
         """A tokenizer.model of as many tokens as the embedding has rows."""
-        if self.is_llama4:
-            return tiktoken_model(self.vocabulary - SPECIAL_TOKENS)
+        if self.special_tokens:
+            return tiktoken_model(self.vocabulary - self.special_tokens)
         return _sentencepiece_model(self.vocabulary)
 
     def write(
@@ -100,7 +106,7 @@ class MetaCase:
     def inputs(self, length: int = 50) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Two rows of ids without a token twice in a row and, where the model sees, three tiles for them."""
         generator = torch.Generator().manual_seed(1)
-        plain = self.vocabulary - (SPECIAL_TOKENS if self.is_llama4 else 0)
+        plain = self.vocabulary - self.special_tokens
         ids = torch.randint(3, plain, (2, length), generator=generator)
         if not self.has_images:
             return ids, None
@@ -130,6 +136,7 @@ def _sentencepiece_model(vocabulary: int) -> bytes:
 
 META_LLAMA_1 = MetaCase("LLaMA 1", LLAMA_1, 306, (1, 2, 3, 6))
 META_LLAMA_2 = MetaCase("Llama 2", LLAMA_2, 310, (1, 2))
+META_LLAMA_3 = MetaCase("Llama 3", LLAMA_3, 520, (1, 2))
 META_SCOUT = MetaCase("Llama 4 Scout", SCOUT, 2312, (1, 2))
 META_MAVERICK = MetaCase("Llama 4 Maverick", MAVERICK, 2313, (1, 3))
 

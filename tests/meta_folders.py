@@ -23,6 +23,18 @@ LLAMA_2 = dict(
     multiple_of=28,
     ffn_dim_multiplier=1.3,
 )
+LLAMA_3 = dict(
+    dim=60,
+    n_heads=6,
+    n_kv_heads=2,
+    n_layers=2,
+    norm_eps=1e-5,
+    vocab_size=-1,
+    multiple_of=28,
+    ffn_dim_multiplier=1.3,
+    rope_theta=500000.0,
+    use_scaled_rope=True,
+)
 VISION = dict(
     image_size=dict(height=24, width=24),
     patch_size=dict(height=6, width=6),
@@ -68,7 +80,7 @@ MAVERICK = {
     ),
     "vision_args": None,
 }
-SPECIAL_TOKENS = 2048
+SPECIAL_TOKENS = {"Llama 3": 256, "Llama 4": 2048}
 PATCH_OFFSET = 92  # of <|patch|> among them
 
 # How the files of a model-parallel rank hold a whole tensor: the axis that is cut, None for a copy in each.

@@ -226,6 +226,15 @@ def test_altered_json_files(originals, kind, data):
 
 
 @given(data=st.data())
+@few(15)
+@pytest.mark.parametrize("kind", ["meta", "meta4"])
+def test_altered_tokenizers(originals, kind, data):
+    original = originals[kind]
+    content = original.files["tokenizer.model"]
+    check(original, {"tokenizer.model": altered(data, content, [(0, len(content))])})
+
+
+@given(data=st.data())
 @few(30)
 def test_altered_headers_of_safetensors(originals, data):
     original = originals["one"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from conversion_support import META_LLAMA_1, META_LLAMA_2, META_MAVERICK, META_SCOUT, sums
+from conversion_support import META_LLAMA_1, META_LLAMA_2, META_LLAMA_3, META_MAVERICK, META_SCOUT, sums
 from meta_folders import expert_size, hidden_size
 from support import deviation_in_range, load_whole, max_abs
 
@@ -18,6 +18,7 @@ TOLERANCE = 1e-5
 CLASSES = {
     META_LLAMA_1.name: (transformers.LlamaForCausalLM, llamoe.LlamoeDenseForCausalLM),
     META_LLAMA_2.name: (transformers.LlamaForCausalLM, llamoe.LlamoeDenseForCausalLM),
+    META_LLAMA_3.name: (transformers.LlamaForCausalLM, llamoe.LlamoeDenseForCausalLM),
     META_SCOUT.name: (transformers.Llama4ForConditionalGeneration, llamoe.LlamoeForConditionalGeneration),
     META_MAVERICK.name: (transformers.Llama4ForCausalLM, llamoe.LlamoeForCausalLM),
 }
@@ -27,6 +28,8 @@ WAYS = [
     (META_LLAMA_1, 6, {}, 1),
     (META_LLAMA_2, 2, dict(one_storage=True), 1),
     (META_LLAMA_2, 1, dict(extras=False), 2),
+    (META_LLAMA_3, 2, {}, 1),
+    (META_LLAMA_3, 1, {}, 2),
     (META_SCOUT, 2, {}, 1),
     (META_SCOUT, 1, dict(release=False), 2),
     (META_MAVERICK, 3, {}, 1),
@@ -75,7 +78,7 @@ def test_converted_folders_compute_what_metas_maths_does_and_convert_back_to_the
 
 
 @pytest.mark.parametrize(
-    "case", [META_LLAMA_1, META_LLAMA_2, META_SCOUT, META_MAVERICK], ids=lambda case: case.name
+    "case", [META_LLAMA_1, META_LLAMA_2, META_LLAMA_3, META_SCOUT, META_MAVERICK], ids=lambda case: case.name
 )
 def test_params_json_comes_back_with_the_same_meaning(case, tmp_path):
     convert(case.write(tmp_path / "meta", case.weights(), 1), tmp_path / "hf")
