@@ -31,7 +31,7 @@ from ..configuration._base import LlamoeBaseConfig
 from ..configuration._hub import written_by
 from ..modeling.weights import CheckpointError
 from .files import open_pickle, open_safetensors, read_json
-from .lazy import LazyTensor, Slot, join, stack
+from .lazy import LazyTensor, Slot, compute, join, stack
 from .writing import Plan, Progress, check_target, parse_size, split_shards, write
 
 DTYPES = {
@@ -143,6 +143,10 @@ def open_hf(folder: str | os.PathLike) -> Checkpoint:
     if getattr(config.get_text_config(), "tie_word_embeddings", False):  # a tower has no such field
         heads = [name for name in tensors if name.endswith("lm_head.weight")]
         dropped.update(dict.fromkeys(heads, "the embedding serves as the output head (tie_word_embeddings)"))
+        for head in heads:
+            name = head.replace("lm_head", "model.embed_tokens")
+            if name in tensors:
+                tensors[name] = _tied(tensors[name], tensors[head])
     kept = fuse_experts({name: tensor for name, tensor in tensors.items() if name not in dropped})
     kept = check_model(config, kept, str(folder))
     return Checkpoint(folder, "hf", config, kept, dropped, read_companions(folder), sources)
@@ -194,7 +198,7 @@ def save_hf(
     checkpoint: Checkpoint,
     target: str | os.PathLike,
     *,
-    layout: str | None = "stock",
+    layout: str | None = None,
     experts: str = "fused",
     dtype: str | torch.dtype | None = None,
     shard_size: int | str = "5GB",
@@ -422,6 +426,20 @@ def split_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
             for kind, part in parts.items():
                 result[f"{match[1]}.{expert}.{kind}.weight"] = part.transpose()
     return result
+
+
+def _tied(embedding: LazyTensor, head: LazyTensor) -> LazyTensor:
+    """The embedding; read together with the output head that it stands for, which transformers ties only if equal."""
+
+    def compare(matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if not torch.equal(matrix, other):
+            raise CheckpointError(
+                f"{head.origin}: differs from {embedding.origin}, though config.json has tie_word_embeddings. Set it to "
+                "false if the model has a head of its own."
+            )
+        return matrix
+
+    return compute(compare, [embedding, head], embedding.shape, embedding.dtype, embedding.origin)
 
 
 def _stacked(experts: Mapping[int, LazyTensor], count: int) -> LazyTensor:

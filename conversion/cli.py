@@ -54,6 +54,13 @@ class Tower(StrEnum):
     clip = "clip"
 
 
+class Style(StrEnum):
+    """What names Llama 4's tensors have in Meta's format."""
+
+    release = "release"
+    unfused = "unfused"
+
+
 class Experts(StrEnum):
     """How experts are stored."""
 
@@ -112,9 +119,13 @@ def convert(
     shards: Annotated[
         int | None,
         typer.Option(
-            help="For Meta's format: files, over which each tensor is split. Divides the key-value heads."
+            help="For Meta's format: files, over which each tensor is split. Divides the key-value heads; the "
+            "default is as Meta's releases of that size."
         ),
     ] = None,
+    style: Annotated[
+        Style, typer.Option(help="For Meta's format of Llama 4: the published files' names, or the modules'.")
+    ] = Style.release,
     dtype: ToDtype = None,
     shard_size: ShardSize = "5GB",
     experts: Annotated[
@@ -151,10 +162,11 @@ def convert(
             target,
             to=to.value,
             shards=shards,
+            style=style.value,
             dtype=_value(dtype),
             shard_size=shard_size,
             experts=experts.value,
-            layout=_value(layout) if to is Format.hf else "stock" if layout is None else layout.value,
+            layout=_value(layout),
             resume=resume,
             dry_run=dry_run,
             checksums=checksums,
@@ -227,7 +239,9 @@ def upcycle(
     source: Annotated[Path, typer.Argument(help="A dense LLaMA of any format.")],
     target: Target,
     experts: Annotated[int, typer.Option(help="Routed experts of each mixture layer.")],
-    interleave: Annotated[int, typer.Option(help="Every how manyeth layer becomes a mixture.")] = 1,
+    interleave: Annotated[
+        int, typer.Option(help="Distance between mixture layers: 1 for all, 2 for every second.")
+    ] = 1,
     top_k: Annotated[int, typer.Option(help="Experts that a token is sent to.")] = 1,
     noise: Annotated[
         float,

@@ -1,6 +1,5 @@
 """From any format to any: a checkpoint is recognised by its files, opened, and written as another."""
 
-import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,21 @@ import torch
 from ..modeling.weights import CheckpointError
 from .checkpoint import Checkpoint, Report, open_hf, save_hf
 from .files import check_sums, read_json
+from .meta import open_meta, save_meta
+from .metaclip import open_tower
 from .writing import Progress, check_target
 
 _TOWERS = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
 _OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 
 
-def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
     """Open a checkpoint of any format that llamoe knows.
 
     Args:
         path: a folder of Meta (params.json, consolidated.00.pth), of Hugging Face (config.json), or a vision tower of
             open_clip or CLIP, which may be a single file.
+        companions: whether the tokenizer and what belongs to it are wanted; translating Meta's takes seconds.
 
     Raises:
         CheckpointError: there is no such path, it is none of those formats, or it is damaged.
@@ -30,14 +32,14 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
     if path.is_file():
-        return _part("metaclip").open_tower(path)
+        return open_tower(path)
     if (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
-        return _part("meta").open_meta(path)
+        return open_meta(path, companions=companions)
     if any((path / name).is_file() for name in _OPEN_CLIP_FILES):
-        return _part("metaclip").open_tower(path)  # timm's folders have a config.json of their own beside it
+        return open_tower(path)  # timm's folders have a config.json of their own beside it
     if (path / "config.json").is_file():
         if read_json(path / "config.json").get("model_type") in _TOWERS:
-            return _part("metaclip").open_tower(path)
+            return open_tower(path)
         return open_hf(path)
     inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
     raise CheckpointError(
@@ -52,10 +54,11 @@ def convert(
     *,
     to: str = "hf",
     shards: int | None = None,
+    style: str = "release",
     dtype: str | torch.dtype | None = None,
     shard_size: int | str = "5GB",
     experts: str = "fused",
-    layout: str | None = "stock",
+    layout: str | None = None,
     resume: bool = False,
     dry_run: bool = False,
     checksums: bool = False,
@@ -67,12 +70,14 @@ def convert(
         source: a folder of Meta or of Hugging Face; it is only read.
         target: a folder that does not exist or is empty.
         to: "hf" or "meta".
-        shards: for "meta", the number of files, over which each tensor is split; None for one. It divides the key-value
-            heads.
+        shards: for "meta", the number of files, over which each tensor is split; it divides the key-value heads. None
+            for as many as Meta's releases of that size have: one up to 17.5 GB.
+        style: for "meta" and Llama 4, "release" (names of the published files, some tensors fused) or "unfused" (names
+            of the modules of Meta's code).
         dtype: "float32", "float16" or "bfloat16" for all tensors; None keeps each one's.
         shard_size: for "hf", bytes that a file should not exceed, such as "5GB".
         experts: for "hf", "fused" (stacked, as stock) or "split" (one linear layer an expert).
-        layout: for "hf", whose config.json: see `save_hf`.
+        layout: for "hf", whose config.json: "stock", "llamoe", or None for stock's where it can express the model.
         resume: go on with a folder that an earlier run left unfinished.
         dry_run: check and plan everything, write nothing.
         checksums: compare the source with its checklist.chk and the checksums inside .pth files first, which reads it
@@ -86,13 +91,13 @@ def convert(
     """
     if to not in ("hf", "meta"):
         raise ValueError(f"to = {to!r}: valid are 'hf' and 'meta'.")
-    unused: dict[str, Any] = {"shards": (shards, None)} if to == "hf" else {
-        "shard_size": (shard_size, "5GB"), "experts": (experts, "fused"), "layout": (layout, "stock"),
+    unused: dict[str, Any] = {"shards": (shards, None), "style": (style, "release")} if to == "hf" else {
+        "shard_size": (shard_size, "5GB"), "experts": (experts, "fused"), "layout": (layout, None),
     }  # fmt: skip
     for name, (value, default) in unused.items():
         if value != default:
             raise ValueError(f"{name} = {value!r}: has no meaning for to = {to!r}.")
-    _check_apart(Path(source), Path(target))
+    check_apart(Path(source), Path(target))
     check_target(Path(target), resume)
     checkpoint = open_checkpoint(source)
     if checkpoint.kind in ("open_clip", "clip"):
@@ -100,8 +105,15 @@ def convert(
     if checksums:
         check_sums(checkpoint.sources)
     if to == "meta":
-        return _part("meta").save_meta(
-            checkpoint, target, shards=shards, dtype=dtype, resume=resume, dry_run=dry_run, progress=progress
+        return save_meta(
+            checkpoint,
+            target,
+            shards=shards,
+            style=style,
+            dtype=dtype,
+            resume=resume,
+            dry_run=dry_run,
+            progress=progress,
         )
     return save_hf(
         checkpoint,
@@ -116,12 +128,13 @@ def convert(
     )
 
 
-def _check_apart(source: Path, target: Path) -> None:
+def check_apart(source: Path, target: Path) -> None:
+    """Refuse a target inside its source.
+
+    Raises:
+        ValueError: it is the source, or lies in it.
+    """
     if source.exists() and (
         target.absolute() == source.absolute() or source.absolute() in target.absolute().parents
     ):
         raise ValueError(f"{target}: lies in the source, which is never changed. Choose another target.")
-
-
-def _part(name: str) -> Any:
-    return importlib.import_module(f".{name}", __package__)

@@ -45,11 +45,12 @@ _LARGEST_FILE, _MOST_FILES = 17.5e9, 8
 _SLOTS = {"k_proj": 1, "up_proj": 1, "v_proj": 2}
 
 
-def open_meta(folder: str | os.PathLike) -> Checkpoint:
+def open_meta(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
     """Open a folder of Meta's: LLaMA 1, 2 or 3, or Llama 4.
 
     Args:
         folder: it holds params.json and consolidated.00.pth to consolidated.NN.pth, or one consolidated.pth.
+        companions: whether to translate the tokenizer, which takes seconds where it is Llama 4's.
 
     Returns:
         the checkpoint, under Hugging Face's names.
@@ -87,13 +88,13 @@ def open_meta(folder: str | os.PathLike) -> Checkpoint:
     tensors, left_out = read_through(table, files, config)
     _refuse_missing(tensors, config, table, paths)
     tensors = check_model(config, tensors, str(folder))
-    companions, notes = {}, note_defaults(params, config)
+    translated, notes = {}, note_defaults(params, config)
     if path is None or tokenizer is None:
         notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")
-    else:
-        companions = _read_tokenizer(path, tokenizer, config, seen)
+    elif companions:
+        translated = _read_tokenizer(path, tokenizer, config, seen)
     kind = "meta-llama4" if seen.generation == 4 else "meta-llama"
-    return Checkpoint(folder, kind, config, tensors, dropped | left_out, companions, paths, notes)
+    return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
 
 
 def _refuse_missing(

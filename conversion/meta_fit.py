@@ -58,13 +58,19 @@ def write_params(config: LlamoeBaseConfig, generation: int) -> tuple[dict[str, A
     Raises:
         ValueError: a field has a value that Meta's code cannot compute; the message names it.
     """
-    params = _write_dense(config, generation) if generation < 4 else _write_text(config)
+    if isinstance(config, LlamoeDenseConfig):
+        params = _write_dense(config, generation)
+    else:
+        assert isinstance(config, (LlamoeTextConfig, LlamoeConfig))
+        assert generation == 4
+        params = _write_text(config)
     vocab_size = config.get_text_config().vocab_size
     again = read_config(Params.of(params, "params.json"), Seen(generation, vocab_size))
     return params, _compare(config, again)
 
 
 def _write_decoder(config: LlamoeDenseConfig | LlamoeTextConfig) -> dict[str, Any]:
+    assert config.head_dim is not None
     if config.head_dim * config.num_attention_heads != config.hidden_size:
         problem = "Meta's code takes hidden_size / num_attention_heads for it"
         valid = f"{config.hidden_size / config.num_attention_heads:g}"
@@ -104,7 +110,9 @@ def needs_own_scaling(params: Mapping[str, Any]) -> bool:
 
 
 def _write_text(config: LlamoeTextConfig | LlamoeConfig) -> dict[str, Any]:
-    text = config.get_text_config()
+    text = config.text_config if isinstance(config, LlamoeConfig) else config
+    assert text.layer_types is not None
+    assert text.no_rope_layers is not None
     rope = text.rope_parameters or {}
     scaled = rope.get("rope_type") == "llama3"
     chunked = "chunked_attention" in text.layer_types
@@ -284,7 +292,7 @@ def _without_effect(config: Any) -> set[str]:
         fields |= {"intermediate_size", "num_local_experts", "num_experts_per_tok"}
     if all(plan.is_moe for plan in plans):
         fields.add("intermediate_size_mlp")
-    if "chunked_attention" not in config.layer_types:
+    if "chunked_attention" not in (config.layer_types or ()):
         fields.add("attention_chunk_size")
     if not any(plan.use_rope for plan in plans):
         fields |= {"use_qk_norm", "rope_parameters"}

@@ -217,9 +217,12 @@ def read_config(params: Params, seen: Seen) -> LlamoeBaseConfig:
     if vision is None:
         return LlamoeTextConfig(**text, **_common(seen, "LlamoeForCausalLM"))
     ids = _special_ids(seen)
+    parts: dict[str, Any] = {
+        "text_config": text | _dtype(seen),
+        "vision_config": _read_vision(vision, seen) | _dtype(seen),
+    }
     return LlamoeConfig(
-        text_config=text | _dtype(seen),
-        vision_config=_read_vision(vision, seen) | _dtype(seen),
+        **parts,
         **{f"{name}_token_index": ids[name] for name in ("boi", "eoi", "image") if ids},
         **_common(seen, "LlamoeForConditionalGeneration"),
     )

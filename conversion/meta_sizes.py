@@ -74,7 +74,7 @@ def find_generation(
     if tokenizer is not None:
         is_llama3 = is_tiktoken(tokenizer)
     else:
-        is_large = output is not None and output.shape[0] * len(files) > LARGEST_SENTENCEPIECE
+        is_large = output is not None and output.ndim and output.shape[0] * len(files) > LARGEST_SENTENCEPIECE
         is_llama3 = is_large or params.entries.get("rope_theta") == LLAMA3_THETA
     if is_llama3:
         return 3

@@ -38,11 +38,13 @@ class _Rotated(Operation):
 
     def forward(self, parts, axis, sizes):
         """Turn the rows of each file's heads and join them."""
+        assert axis is not None
         files = parts[0]
         return [join([self._turn(part, len(files), sizes, pairs_last=True) for part in files], axis)]
 
     def inverse(self, targets, axis, files, sizes):
         """Give each file its heads, turned back."""
+        assert axis is not None
         return [[self._turn(part, files, sizes, pairs_last=False) for part in split(targets[0], axis, files)]]
 
     def _turn(self, tensor: LazyTensor, files: int, sizes: Any, pairs_last: bool) -> LazyTensor:
@@ -64,11 +66,19 @@ class _FusedRows(Operation):
 
     def forward(self, parts, axis, sizes):
         """Cut each file's tensor, then join part by part."""
+        assert axis is not None
         pieces = [self._cut(part, sizes) for part in parts[0]]
         return [join(part, axis) for part in zip(*pieces, strict=True)]
 
     def inverse(self, targets, axis, files, sizes):
         """Split each projection over the files and put a file's parts together."""
+        assert axis is not None
+        for target in targets[1:]:
+            if target.dtype != targets[0].dtype:
+                raise CheckpointError(
+                    f"{target.origin} is {target.dtype}, but {targets[0].origin} is {targets[0].dtype}; Meta's file "
+                    "holds both in one tensor. Choose a dtype for all."
+                )
         pieces = [split(target, axis, files) for target in targets]
         return [[join(part, axis) for part in zip(*pieces, strict=True)]]
 
@@ -98,12 +108,21 @@ class _Experts(Operation):
 
     def forward(self, parts, axis, sizes):
         """Stack, join the files' slices of every expert, then put gate and up side by side."""
+        assert axis is not None
         experts = _text(sizes).num_local_experts
         stacked = [[self._stacked(part, experts) for part in files] for files in parts]
-        return [join([join(files, axis + self.flat) for files in stacked], 2)]
+        sides = [join(files, axis + self.flat) for files in stacked]
+        for side in sides[1:]:
+            if side.shape != sides[0].shape or side.dtype != sides[0].dtype:
+                raise CheckpointError(
+                    f"{side.origin}: its experts are {side.dtype} {list(side.shape)}, but those of "
+                    f"{sides[0].origin} are {sides[0].dtype} {list(sides[0].shape)}."
+                )
+        return [join(sides, 2)]
 
     def inverse(self, targets, axis, files, sizes):
         """Cut gate and up apart and slice every expert."""
+        assert axis is not None
         tensor, axis = targets[0], axis + self.flat
         columns = tensor.shape[2]
         halves = [tensor]
@@ -129,6 +148,9 @@ class _Transposed(Operation):
 
     def convert(self, tensors, sizes):
         """Exchange the axes."""
+        for tensor in tensors:
+            if tensor.ndim != 2:
+                raise CheckpointError(f"{tensor.origin} has shape {list(tensor.shape)}; expected: two axes.")
         return [tensor.transpose() for tensor in tensors]
 
     def revert(self, tensors, sizes):

@@ -220,9 +220,12 @@ def _agree(copies: list[LazyTensor]) -> LazyTensor:
 def _check_parts(parts: list[list[LazyTensor]], axis: int | None) -> None:
     for files in parts:
         first = files[0]
+        if axis is not None and axis >= first.ndim:
+            raise CheckpointError(
+                f"{first.origin} has shape {list(first.shape)}; expected: at least {axis + 1} axes."
+            )
         for part in files[1:]:
-            same = part.shape == first.shape and part.dtype == first.dtype
-            if not same or (axis is not None and axis >= part.ndim):
+            if part.shape != first.shape or part.dtype != first.dtype:
                 raise CheckpointError(
                     f"{part.origin} is {_describe(part)}, but {first.origin} is {_describe(first)}. The files do not "
                     "belong together."

@@ -285,6 +285,18 @@ def meta_tokenizer_model(companions: Mapping[str, bytes], *, vocab_size: int | N
     return sentence_pieces.from_json(content, names, origin)
 
 
+def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:
+    """Give the id of every token in tokenizer.json, special ones included.
+
+    Args:
+        companions: file name to content; tokenizer.json among them.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    return _vocabulary(_json(companions, "tokenizer.json"))
+
+
 def check_companions(companions: Mapping[str, bytes], config: Any) -> None:
     """Refuse a folder's tokenizer whose ids reach beyond the embedding; fewer tokens than rows are usual.
 

@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from meta_folders import (
+from meta_reference import llama4_logits, llama_logits
+from meta_releases import (
     LLAMA_1,
     LLAMA_2,
     LLAMA_3,
@@ -27,7 +28,6 @@ from meta_folders import (
     unfuse,
     write_folder,
 )
-from meta_reference import llama4_logits, llama_logits
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,16 @@ def run(capsys, *words):
 
 
 def test_convert_does_what_it_says(source, tmp_path, capsys):
-    status, out, _ = run(capsys, "convert", source, tmp_path / "out", "--dtype", "bfloat16", "--shard-size", "60KB")
+    status, out, _ = run(
+        capsys, "convert", source, tmp_path / "out", "--dtype", "bfloat16", "--shard-size", "60KB"
+    )
     assert status == 0
     assert "bytes" not in out
     assert "model-00001-of-" in out
-    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(next((tmp_path / "out").glob("*-00002-*"))).values())
+    assert all(
+        tensor.dtype == torch.bfloat16
+        for tensor in load_file(next((tmp_path / "out").glob("*-00002-*"))).values()
+    )
 
 
 def test_json_is_the_report(source, tmp_path, capsys):
@@ -114,7 +119,13 @@ def test_every_option_of_the_function_is_an_option_of_the_command(name):
     """All but those that make no sense in a shell."""
     from llamoe.conversion import assemble, convert, convert_vision, inspect, merge_kv_heads, upcycle, verify
 
-    functions = dict(zip(COMMANDS, (convert, convert_vision, upcycle, merge_kv_heads, assemble, inspect, verify), strict=True))
+    functions = dict(
+        zip(
+            COMMANDS,
+            (convert, convert_vision, upcycle, merge_kv_heads, assemble, inspect, verify),
+            strict=True,
+        )
+    )
     wanted = set(signatures.signature(functions[name]).parameters) - {"progress", "by_layer", "vision"}
     assert wanted <= set(signatures.signature(getattr(cli, name)).parameters)
 
@@ -122,6 +133,9 @@ def test_every_option_of_the_function_is_an_option_of_the_command(name):
 def test_command_is_installed(source):
     """As a module too, which needs no entry point on the path."""
     done = subprocess.run(
-        [sys.executable, "-m", "llamoe.conversion.cli", "inspect", source, "--json"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "llamoe.conversion.cli", "inspect", source, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert json.loads(done.stdout)["family"]

@@ -122,6 +122,11 @@ def test_tied_head_is_dropped_with_its_reason(tmp_path):
     report = convert(tmp_path / "model", tmp_path / "out")
     assert list(report.dropped) == ["lm_head.weight"]
     assert_equal(weights(tmp_path / "out"), state)
+    other = state["model.embed_tokens.weight"] + 1
+    save_file({**state, "lm_head.weight": other}, tmp_path / "model/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from .*tie_word_embeddings"):
+        convert(tmp_path / "model", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_companions_come_along(dense, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conversion_support import META_LLAMA_1, META_LLAMA_2, META_LLAMA_3, META_MAVERICK, META_SCOUT, sums
-from meta_folders import expert_size, hidden_size
+from meta_releases import expert_size, hidden_size
 from support import deviation_in_range, load_whole, max_abs
 
 import llamoe

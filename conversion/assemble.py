@@ -1,0 +1,456 @@
+"""A decoder and a vision tower become one multimodal checkpoint, ready to be trained.
+
+What the two sides know stays: the result gives the decoder's logits for every text of the decoder's tokens, and the
+tower's features for every picture. New are the adapter behind the tower (unless it has one), the projector, and rows
+of embedding and output head for the tokens around pictures; those rows are the mean of the old ones.
+
+Ids below the decoder's vocabulary keep their meaning. Where the embedding has more rows than the tokenizer has tokens,
+unused tokens fill the gap, so that new ones come behind both and a tool that resizes the embedding to the length of
+the tokenizer changes nothing.
+
+A dense decoder is written as one of Llama 4's family without mixtures, the same function (see `upcycle`).
+"""
+
+import copy
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ..configuration._base import LlamoeBaseConfig
+from ..modeling.weights import CheckpointError
+from .checkpoint import Checkpoint, Report, expected_shapes, save_hf
+from .convert import check_apart, open_checkpoint
+from .image_processors import CLIP_MEAN, CLIP_STD, normalization
+from .lazy import LazyTensor
+from .metaclip import fold, open_tower, resize
+from .processors import processor_files
+from .tokenizers import MULTIMODAL_TOKENS, extend_tokenizer, multimodal_chat_template, token_ids
+from .upcycle import as_text_model, describe, fresh, open_source, zeros
+from .writing import to_json
+
+_PAD = "<|finetune_right_pad|>"
+_ENDS = ("<|eot|>", "<|eom|>")  # of an answer, in the chat template that is written
+_TOWER_PROCESSOR = "preprocessor_config.json"
+_LLAMA_4_MEAN = _LLAMA_4_STD = (0.5, 0.5, 0.5)
+_ROWS = 4096  # of an embedding, summed at a time
+# Of a decoder's companions, what the assembled model gets anew.
+_REPLACED = (
+    _TOWER_PROCESSOR,
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+
+
+def assemble(
+    text: str | Path,
+    vision: str | Path,
+    target: str | Path,
+    *,
+    projector_dim: int | None = None,
+    pixel_shuffle_ratio: float | None = None,
+    image_size: int | None = None,
+    fold_normalization: bool = False,
+    max_tiles: int = 16,
+    activation: str | None = None,
+    tag: str | None = None,
+    heads: int | None = None,
+    seed: int = 0,
+    layout: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    shard_size: str | int = "5GB",
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Any = None,
+) -> Report:
+    """Make one multimodal checkpoint of a decoder and a vision tower.
+
+    The result loads by `AutoModelForImageTextToText` and `AutoProcessor`, answers (nonsense, until it is trained) and
+    trains. Its vocabulary is extended by the tokens around pictures and messages, as far as they are missing.
+
+    Args:
+        text: a decoder: dense LLaMA, a mixture, or a multimodal model of which the decoder is taken. It comes with
+            its tokenizer.
+        vision: a tower of any format that `open_tower` reads, or a multimodal model of which the tower is taken.
+        target: the folder to write.
+        projector_dim: width of what leaves the adapter; None for the decoder's width.
+        pixel_shuffle_ratio: the adapter merges squares of `1 / ratio` by `1 / ratio` patches; None for 0.5, Llama 4's,
+            which needs an even grid.
+        image_size: side of a tile in pixels, a multiple of the tower's patch size; None keeps the tower's.
+        fold_normalization: change the patch weights so that pixels are normalized as for Llama 4.
+        max_tiles: largest number of tiles that a picture is cut into.
+        activation: of an open_clip file that does not say it; see `open_tower`, like the next two.
+        tag: see there.
+        heads: see there.
+        seed: of adapter and projector, at least 0.
+        layout: config.json as "stock" or "llamoe"; None for stock where stock can express the model (never with a
+            tower of CLIP).
+        dtype: of all weights; None takes the decoder's.
+        shard_size: largest size of a file.
+        resume: whether to go on where an earlier call was interrupted.
+        dry_run: whether to write nothing.
+        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
+
+    Returns:
+        what was written; its notes name what is fresh.
+
+    Raises:
+        ValueError: no decoder or no tower where one was expected, sizes that do not fit, a decoder without tokenizer.
+        CheckpointError: a file that is missing or damaged (also a ValueError).
+    """
+    for name, value, least in (
+        ("projector_dim", projector_dim, 1),
+        ("seed", seed, 0),
+        ("max_tiles", max_tiles, 1),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ValueError(f"{name} = {value!r}; give an integer of at least {least}.")
+    check_apart(Path(vision), Path(target))
+    decoder = _open_decoder(text, target, resume)
+    tower = _open_tower(vision, activation, tag, heads)
+    if image_size is not None:
+        tower = resize(tower, image_size)
+    if fold_normalization:
+        tower = fold(tower)
+    tower = _with_adapter(tower, decoder.config.hidden_size, projector_dim, pixel_shuffle_ratio)
+    vocabulary = _extend(decoder)
+    whole = _join(decoder, tower, vocabulary, seed)
+    mean, std, resample, note = _pixels(tower)
+    whole.companions.update(
+        processor_files(
+            whole.config,
+            image_mean=mean,
+            image_std=std,
+            resample=resample,
+            max_patches=max_tiles,
+            tokenizer_files=whole.companions,
+        )
+    )
+    whole.notes.append(note)
+    options = {
+        "vision": str(vision),
+        "projector_dim": projector_dim,
+        "pixel_shuffle_ratio": pixel_shuffle_ratio,
+        "image_size": image_size,
+        "fold_normalization": fold_normalization,
+        "seed": seed,
+    }
+    return save_hf(
+        whole,
+        target,
+        layout=layout,
+        dtype=decoder.tensors["model.embed_tokens.weight"].dtype if dtype is None else dtype,
+        shard_size=shard_size,
+        resume=resume,
+        dry_run=dry_run,
+        progress=progress,
+        options=options,
+    )
+
+
+@dataclass
+class _Vocabulary:
+    """The decoder's vocabulary with the tokens that pictures need.
+
+    Attributes:
+        files: all companions, with the longer tokenizer.
+        ids: of the tokens that pictures and messages need.
+        known: tokens that the tokenizer had.
+        rows: of the embedding that it needs.
+        pad_token_id: of padding.
+        notes: on what was added.
+    """
+
+    files: dict[str, bytes]
+    ids: dict[str, int]
+    known: int
+    rows: int
+    pad_token_id: int
+    notes: list[str]
+
+
+def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpoint:
+    """Open a decoder, as one of Llama 4's family; of a multimodal model the decoder alone."""
+    checkpoint = open_source(text, target, resume)
+    config = checkpoint.config
+    if isinstance(config, LlamoeVisionConfig):
+        raise ValueError(
+            f"assemble: {text} is {describe(config)}; give the decoder first (LLaMA or a mixture), then the tower."
+        )
+    if not {"tokenizer.json", "tokenizer.model"} & checkpoint.companions.keys():
+        raise ValueError(
+            f"assemble: {text} has no tokenizer, which the model's prompts need; put the decoder's tokenizer.json or "
+            "tokenizer.model into that folder."
+        )
+    if isinstance(config, LlamoeDenseConfig):
+        return as_text_model(checkpoint)
+    if isinstance(config, LlamoeConfig):
+        reason = "belongs to the source's own tower, which another one replaces"
+        return _part(checkpoint, "language_model.", config.text_config, reason)
+    assert isinstance(config, LlamoeTextConfig)
+    return checkpoint
+
+
+def _open_tower(vision: str | Path, activation: str | None, tag: str | None, heads: int | None) -> Checkpoint:
+    """Open a tower; of a multimodal model of Meta's the tower alone, as `open_tower` does of Hugging Face's."""
+    if not (Path(vision) / "params.json").is_file():
+        return open_tower(vision, activation=activation, tag=tag, heads=heads)
+    whole = open_checkpoint(vision)
+    if not isinstance(whole.config, LlamoeConfig):
+        raise ValueError(
+            f"assemble: {vision} is {describe(whole.config)}; a vision tower was expected there."
+        )
+    tower = _part(whole, "vision_model.", whole.config.vision_config, "not part of the tower")
+    return replace(tower, companions={})
+
+
+def _part(whole: Checkpoint, prefix: str, config: LlamoeBaseConfig, reason: str) -> Checkpoint:
+    """Take the part of a multimodal checkpoint whose keys begin with `prefix`."""
+    kept = {key: tensor for key, tensor in whole.tensors.items() if key.startswith(prefix)}
+    dropped = dict.fromkeys((key for key in whole.tensors if key not in kept), reason)
+    return replace(
+        whole,
+        config=copy.deepcopy(config),
+        tensors={key.removeprefix(prefix): tensor for key, tensor in kept.items()},
+        dropped={**whole.dropped, **dropped},
+    )
+
+
+def _with_adapter(
+    tower: Checkpoint, hidden_size: int, projector_dim: int | None, ratio: float | None
+) -> Checkpoint:
+    """Give the tower a configuration with an adapter, and leave out what has no place before a decoder."""
+    config = copy.deepcopy(tower.config)
+    assert isinstance(config, LlamoeVisionConfig)
+    dropped = {}
+    if config.projection_dim is not None:
+        dropped["visual_projection.weight"] = (
+            "maps a class token into CLIP's space; the decoder reads the patches"
+        )
+    wanted = None if ratio is None else _nearest_ratio(ratio)
+    has_adapter = config.use_adapter
+    if has_adapter:
+        width, ratio = config.projector_output_dim, config.pixel_shuffle_ratio
+        if (projector_dim or width, wanted or ratio) != (width, ratio):
+            reason = f"is of width {width} and ratio {ratio:g}, and others were asked for"
+            dropped.update({key: reason for key in tower.tensors if key.startswith("vision_adapter.")})
+            has_adapter = False
+            projector_dim, wanted = projector_dim or width, wanted or ratio
+    if not has_adapter:
+        width = projector_dim or hidden_size
+        config.projector_input_dim = config.projector_output_dim = width
+        config.pixel_shuffle_ratio = wanted or _default_ratio(config)
+    config.vision_output_dim = config.projector_output_dim
+    config.projection_dim = None
+    config.vision_feature_select_strategy = "default"
+    config.use_adapter = True
+    config.validate()
+    tensors = {key: tensor for key, tensor in tower.tensors.items() if key not in dropped}
+    gone = {f"{tower.path}: {key}": reason for key, reason in {**tower.dropped, **dropped}.items()}
+    return replace(tower, config=config, tensors=tensors, dropped=gone)
+
+
+def _nearest_ratio(ratio: float) -> float:
+    """Take 0.3333 for a third; the configuration refuses what is no part of one."""
+    if isinstance(ratio, (int, float)) and 0 < ratio <= 1 and abs(ratio * round(1 / ratio) - 1) < 0.01:
+        return 1 / round(1 / ratio)
+    raise ValueError(f"pixel_shuffle_ratio = {ratio!r}; give one over an integer: 1.0, 0.5, 0.25 and so on.")
+
+
+def _default_ratio(config: LlamoeVisionConfig) -> float:
+    grid, patch = config.grid_size, config.patch_size
+    if grid % 2 == 0:
+        return 0.5
+    sides = [side for side in range(1, grid) if grid % side == 0]
+    choices = ", ".join(f"{1 / side:.4g} ({(grid // side) ** 2} tokens a tile)" for side in sides)
+    sizes = " or ".join(str(size * patch) for size in (grid - 1, grid + 1) if size)
+    raise ValueError(
+        f"assemble: the tower's grid of {grid} by {grid} patches is odd, so that two by two patches do not merge; give "
+        f"image_size = {sizes}, or pixel_shuffle_ratio = {choices or '1 (1 token a tile)'}."
+    )
+
+
+def _extend(decoder: Checkpoint) -> _Vocabulary:
+    """Add the tokens that pictures and messages need behind all ids that are in use."""
+    files, _ = extend_tokenizer(decoder.companions, ())
+    present, before = token_ids(files), decoder.config.vocab_size
+    known = max(present.values(), default=-1) + 1
+    settings = json.loads(files["tokenizer_config.json"])
+    pad = _pad_token(settings, present, decoder.config.pad_token_id)
+    wanted = [*MULTIMODAL_TOKENS, pad]
+    missing = [token for token in wanted if token not in present]
+    notes = []
+    if missing and known < before:
+        files["tokenizer.json"] = _filled(files["tokenizer.json"], known, before)
+        notes.append(f"{before - known} unused tokens fill the vocabulary's rows {known} to {before - 1}")
+    if known > before:
+        notes.append(
+            f"the tokenizer has {known - before} tokens more than the decoder had rows; those are new, too"
+        )
+    files, ids = extend_tokenizer(files, [token for token in wanted if token != pad or pad in missing])
+    if missing:
+        notes.append(
+            f"{len(missing)} special tokens are new, ids {ids[missing[0]]} to {ids[missing[-1]]}; their rows are the "
+            f"mean of the old ones: {' '.join(missing)}"
+        )
+    pad_token_id = ids[pad] if pad in ids else present[pad]
+    rows = max(before, known, *(index + 1 for index in ids.values()))
+    notes += _prompt_files(files, ids, decoder.config, pad, pad_token_id)
+    return _Vocabulary(files, ids, known, rows, pad_token_id, notes)
+
+
+def _pad_token(settings: dict[str, Any], present: dict[str, int], pad_token_id: int | None) -> str:
+    """Find the token that rows of a batch are filled up with: the tokenizer's, the configuration's, or a new one."""
+    pad = settings.get("pad_token")
+    pad = pad["content"] if isinstance(pad, dict) else pad
+    names = {index: token for token, index in present.items()}
+    return pad if pad in present else names.get(pad_token_id, _PAD)
+
+
+def _prompt_files(
+    files: dict[str, bytes], ids: dict[str, int], config: Any, pad: str, pad_token_id: int
+) -> list[str]:
+    """Write into `files` what prompts and answers look like; give notes on what was there before."""
+    notes = []
+    settings = json.loads(files["tokenizer_config.json"])
+    generation = _generation(files)
+    ends = generation.get("eos_token_id")
+    ends = _as_list(config.eos_token_id if ends is None else ends)
+    template = files.get("chat_template.jinja", str(settings.get("chat_template") or "").encode())
+    if b"<|image|>" not in template:
+        if template:
+            notes.append("the decoder's chat template reads no pictures and was replaced")
+        template = multimodal_chat_template()
+        ends += [ids[token] for token in _ENDS if ids[token] not in ends]
+    for name in [*files]:
+        if name in _REPLACED or name.startswith("additional_chat_templates/"):
+            del files[name]
+    settings.pop("chat_template", None)
+    settings["pad_token"] = pad
+    generation.update(eos_token_id=ends, pad_token_id=pad_token_id)
+    generation.setdefault("bos_token_id", config.bos_token_id)
+    files["chat_template.jinja"] = template
+    files["tokenizer_config.json"] = to_json(settings)
+    files["generation_config.json"] = to_json(generation)
+    return notes
+
+
+def _filled(tokenizer: bytes, start: int, stop: int) -> bytes:
+    content = json.loads(tokenizer)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] = content.get("added_tokens", []) + [
+        {"id": index, "content": f"<|unused_{index}|>", **flags, "special": True}
+        for index in range(start, stop)
+    ]
+    return to_json(content)
+
+
+def _generation(files: dict[str, bytes]) -> dict[str, Any]:
+    name = "generation_config.json"
+    try:
+        content = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise CheckpointError(f"{name}: is no JSON ({error}). Repair or remove the decoder's.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{name}: holds no JSON object. Repair or remove the decoder's.")
+    return content
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    return list(ids) if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
+
+
+def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: _Vocabulary, seed: int) -> Checkpoint:
+    """Put both sides' tensors under one configuration, and what is fresh between them."""
+    text, vision = copy.deepcopy(decoder.config), copy.deepcopy(tower.config)
+    assert isinstance(text, LlamoeTextConfig)
+    assert isinstance(vision, LlamoeVisionConfig)
+    before = text.vocab_size
+    text.vocab_size = vocabulary.rows
+    for part in (text, vision):  # said once, for the whole
+        part.architectures = part.dtype = None
+    text.eos_token_id = json.loads(vocabulary.files["generation_config.json"])["eos_token_id"]
+    text.pad_token_id = vocabulary.pad_token_id
+    config = LlamoeConfig(
+        text_config=text,
+        vision_config=vision,
+        boi_token_index=vocabulary.ids["<|image_start|>"],
+        eoi_token_index=vocabulary.ids["<|image_end|>"],
+        image_token_index=vocabulary.ids["<|patch|>"],
+        tie_word_embeddings=text.tie_word_embeddings,
+    )
+    config.check_multimodal()
+    dtype = decoder.tensors["model.embed_tokens.weight"].dtype
+    tensors = {f"vision_model.{key}": tensor.cast(dtype) for key, tensor in tower.tensors.items()}
+    for key, tensor in decoder.tensors.items():
+        if key in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensor = _lengthen(tensor, min(before, vocabulary.known), vocabulary.rows)
+        tensors[f"language_model.{key}"] = tensor
+    missing = {key: shape for key, shape in expected_shapes(config).items() if key not in tensors}
+    for key, shape in missing.items():
+        assert key.startswith(("vision_model.vision_adapter.", "multi_modal_projector.")), key
+        std = (vision if key.startswith("vision_model.") else text).initializer_range
+        tensors[key] = (
+            zeros(shape, dtype, key) if key.endswith("bias") else fresh(shape, dtype, std, seed, key)
+        )
+    companions = dict(vocabulary.files)
+    for name, content in tower.companions.items():
+        if name != _TOWER_PROCESSOR:  # licences
+            companions[f"vision_{name}" if companions.get(name, content) != content else name] = content
+    notes = [
+        *decoder.notes,
+        *tower.notes,
+        f"the tower is that of {tower.path}",
+        f"fresh (normal, deviation initializer_range, seed {seed}): {', '.join(missing)}",
+        *vocabulary.notes,
+    ]
+    return replace(
+        decoder,
+        config=config,
+        tensors=tensors,
+        dropped={**decoder.dropped, **tower.dropped},
+        companions=companions,
+        sources=[*decoder.sources, *tower.sources],
+        notes=notes,
+    )
+
+
+def _lengthen(matrix: LazyTensor, known: int, rows: int) -> LazyTensor:
+    """View a matrix with rows added at its end, each the mean of the first `known`; those that are there stay."""
+    before, width = matrix.shape
+    if rows <= before:
+        return matrix
+
+    def lengthen(old: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(width, dtype=torch.float64)
+        for start in range(0, known, _ROWS):
+            total += old[start : min(start + _ROWS, known)].double().sum(0)
+        new = torch.empty(rows, width, dtype=old.dtype)
+        new[:before] = old
+        new[before:] = (total / known).to(old.dtype)
+        return new
+
+    return matrix.map(lengthen, (rows, width))
+
+
+def _pixels(tower: Checkpoint) -> tuple[list[float], list[float], int, str]:
+    """Mean, deviation and filter that the tower's pixels want, and a note on where they are from."""
+    content = tower.companions.get(_TOWER_PROCESSOR)
+    if content is not None:
+        processor = json.loads(content)
+        mean, std = normalization(processor, f"{tower.path}: {_TOWER_PROCESSOR}")
+        resample = processor.get("resample")
+        return (
+            mean,
+            std,
+            3 if resample is None else resample,
+            "pixels are normalized as the tower's source says",
+        )
+    if tower.config.use_rope:
+        return list(_LLAMA_4_MEAN), list(_LLAMA_4_STD), 2, "pixels are normalized as for Llama 4"
+    note = f"{tower.path} does not say how its pixels are normalized: CLIP's mean and deviation were taken"
+    return list(CLIP_MEAN), list(CLIP_STD), 3, note

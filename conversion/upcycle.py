@@ -1,0 +1,435 @@
+"""Dense LLaMA to a mixture of experts, and many key/value heads to few: trained weights for models of another shape.
+
+**Upcycling** (Komatsuzaki et al. 2022, arXiv:2212.05055) makes every expert of a mixture from the one feed-forward of
+a dense model. Under the mixture of Llama 4 a token x of a layer becomes
+
+    y(x) = shared(x) + sum of e_i(s_i x) over the chosen experts i,    s_i = sigmoid(w_i . x),
+
+and `upcycle` sets shared = the dense feed-forward f, and in every routed expert the gate and up projections of f with
+a down projection of zero. Then e_i(z) = 0 for every z, so that y = f for any router, any number of chosen experts,
+any jitter, dropout or capacity: not in the limit, but at once.
+
+*No other choice of functions does this.* Say that y = f for every router. Fix x, and let the chosen w_i vary: the s_i
+cover an open set (the chosen stay chosen while their logits stay the largest), on which sum e_i(s_i x) is constant.
+SwiGLU is analytic, so each e_i(s x) is constant in s wherever it is defined, down to s = 0, where an expert without
+biases gives 0. Each routed expert is the zero function, hence shared = f. In particular copies of f as routed experts,
+as in the paper, cannot work here: SwiGLU is not homogeneous, f(s x) is no multiple of f(x), and s is not known.
+
+*Among the weights of the zero function* those with a down projection of zero learn best. With h(s x) the inner state,
+the gradient of the down projection is h(s x)^T dL/dy: the dense model's own features, for the tokens of that expert
+only, which is what tells the experts apart. It is not zero at the first step; gates, ups and the router, whose
+gradients pass through the down projection, follow from the second step on, as with the zero factor of LoRA. (Pairs of
+inner channels with opposite down rows train all three at once, at half the features and with a sum that is zero only
+up to rounding.) `noise` S adds, to each expert's gate and up, and to its zero down, Gaussian noise of S times the
+deviation of the dense matrix; then the function is the dense one up to O(S), and experts differ from the start.
+
+*Bits.* A finite inner state times zero is zero and f(x) + 0 is f(x): feed-forwards are equal bit by bit. Llama 4
+rotates neighbouring channels and Hugging Face's LLaMA files channels half a head apart, so rows of q and k are
+permuted within their heads. Rotated values are the same bits in another order, which leaves one difference: the
+product of a query and a key is summed in that order, and logits differ by rounding (about 1e-6 in float32).
+
+**Merging key/value heads** (Ainslie et al. 2023, arXiv:2305.13245): one head is made of each group of neighbouring
+ones by the mean of their projections, as multi-head attention becomes grouped-query attention. Queries stay: query n
+reads head n // (heads / kv_heads) before and after.
+"""
+
+import copy
+import math
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ..configuration.parameter_count import count_parameters
+from ..modeling.weights import CheckpointError
+from .checkpoint import Checkpoint, Report, save_hf
+from .convert import check_apart, open_checkpoint
+from .lazy import LazyTensor, Slot, compute, join, stack
+from .writing import check_target
+
+_PIECE = 1 << 20  # numbers drawn, or summed, at a time
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_KEY_VALUE = re.compile(r"(?:language_model\.)?model\.layers\.\d+\.self_attn\.[kv]_proj\.(?:weight|bias)")
+
+
+def upcycle(
+    source: str | Path,
+    target: str | Path,
+    *,
+    experts: int,
+    interleave: int = 1,
+    top_k: int = 1,
+    noise: float = 0.0,
+    seed: int = 0,
+    layout: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    shard_size: str | int = "5GB",
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Any = None,
+) -> Report:
+    """Make a mixture of experts of a dense LLaMA.
+
+    Without noise the result computes the same function as the source, whatever its routers say; see the module's
+    text. Tokenizer, chat template and generation configuration come along.
+
+    Args:
+        source: a dense LLaMA of any format that `open_checkpoint` reads.
+        target: the folder to write.
+        experts: routed experts of each mixture layer, at least 1.
+        interleave: distance between mixture layers, counted as in Llama 4: 1 means all, 2 layers 1, 3, 5 and so on.
+        top_k: experts that a token is sent to, from 1 to `experts`.
+        noise: deviation of the noise on the experts' weights, as a part of the dense weights' own deviation; 0 keeps
+            the function.
+        seed: of routers and noise, at least 0. Each tensor's numbers follow from this and its name alone.
+        layout: config.json as "stock" or "llamoe"; None for stock where stock can express the model.
+        dtype: of the result's weights; None keeps the source's.
+        shard_size: largest size of a file.
+        resume: whether to go on where an earlier call was interrupted.
+        dry_run: whether to write nothing.
+        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
+
+    Returns:
+        what was written; its notes say what is fresh.
+
+    Raises:
+        ValueError: a source that is no dense LLaMA, or numbers that make no mixture.
+        CheckpointError: a file that is missing or damaged (also a ValueError).
+    """
+    _at_least(1, experts=experts, interleave=interleave, top_k=top_k)
+    _at_least(0, seed=seed)
+    if top_k > experts:
+        raise ValueError(f"upcycle: top_k = {top_k} is more than experts = {experts}; choose 1 to {experts}.")
+    if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
+        raise ValueError(f"upcycle: noise = {noise!r}; give a number of at least 0, such as 0.01.")
+    dense = open_source(source, target, resume)
+    if not isinstance(dense.config, LlamoeDenseConfig):
+        raise ValueError(
+            f"upcycle: {source} is {describe(dense.config)}; give a dense LLaMA (llama, llamoe_dense)."
+        )
+    layers = dense.config.num_hidden_layers
+    if interleave > layers:
+        raise ValueError(
+            f"upcycle: interleave = {interleave}, but {source} has {layers} layers, so that none would be a mixture; "
+            f"choose 1 to {layers}."
+        )
+    mixture = Mixture(experts, interleave, top_k, float(noise), seed)
+    result = as_text_model(dense, mixture)
+    before, after = count_parameters(dense.config), count_parameters(result.config)
+    report = save_hf(
+        result,
+        target,
+        layout=layout,
+        dtype=dtype,
+        shard_size=shard_size,
+        resume=resume,
+        dry_run=dry_run,
+        progress=progress,
+        options={"upcycle": asdict(mixture)},
+    )
+    std, routers = dense.config.initializer_range, len(result.config.moe_layers)
+    report.notes += [
+        f"{experts} experts, {top_k} a token, in {routers} of {layers} layers: {before.total:,} parameters became "
+        f"{after.total:,}, {after.active:,} active",
+        f"{routers} routers are fresh: normal, deviation {std:g}, seed {seed}",
+        f"experts have noise of {noise:g} times the dense weights' deviation: the function is not quite the source's"
+        if noise
+        else "the experts' down_proj is zero: the function is the source's until they are trained",
+    ]
+    return report
+
+
+def merge_kv_heads(
+    source: str | Path,
+    target: str | Path,
+    *,
+    kv_heads: int,
+    layout: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    shard_size: str | int = "5GB",
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Any = None,
+) -> Report:
+    """Merge the key/value heads of a decoder into fewer by mean pooling, as a start for further training.
+
+    Means are formed in a wider dtype (float32, or float64 of float32) and cast back. Where the heads of each group are
+    equal the function stays the same; elsewhere the model needs some training (the paper: 5 % of the original's).
+    Works for dense, mixture and multimodal models; of the latter the decoder is changed and the tower is left alone.
+
+    Args:
+        source: a model of any format that `open_checkpoint` reads.
+        target: the folder to write.
+        kv_heads: key/value heads of the result; divides those of the source. 1 makes multi-query attention.
+        layout: see `upcycle`, like all that follow.
+        dtype: see there.
+        shard_size: see there.
+        resume: see there.
+        dry_run: see there.
+        progress: see there.
+
+    Returns:
+        what was written.
+
+    Raises:
+        ValueError: a source without a decoder, or a number of heads that does not divide the source's.
+        CheckpointError: a file that is missing or damaged (also a ValueError).
+    """
+    _at_least(1, kv_heads=kv_heads)
+    checkpoint = open_source(source, target, resume)
+    if isinstance(checkpoint.config, LlamoeVisionConfig):
+        raise ValueError(f"gqa: {source} is {describe(checkpoint.config)}; give a model with a decoder.")
+    config = copy.deepcopy(checkpoint.config)
+    text = config.get_text_config()
+    before = text.num_key_value_heads
+    if before % kv_heads:
+        divisors = [str(count) for count in range(1, before + 1) if before % count == 0]
+        raise ValueError(
+            f"gqa: {source} has {before} key/value heads, which do not merge into {kv_heads}; choose one of "
+            f"{', '.join(divisors)}."
+        )
+    text.num_key_value_heads = kv_heads
+    tensors = {
+        key: merge_heads(tensor, before, kv_heads) if _KEY_VALUE.fullmatch(key) else tensor
+        for key, tensor in checkpoint.tensors.items()
+    }
+    report = save_hf(
+        replace(checkpoint, config=config, tensors=tensors),
+        target,
+        layout=layout,
+        dtype=dtype,
+        shard_size=shard_size,
+        resume=resume,
+        dry_run=dry_run,
+        progress=progress,
+        options={"kv_heads": kv_heads},
+    )
+    report.notes.append(
+        f"{before} key/value heads a layer became {kv_heads}, each the mean of {before // kv_heads}"
+    )
+    return report
+
+
+def open_source(source: str | Path, target: str | Path, resume: bool) -> Checkpoint:
+    """Open what a target will be made from, after a look at the target."""
+    check_apart(Path(source), Path(target))
+    check_target(Path(target), resume)
+    return open_checkpoint(source)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What the mixture layers of an upcycled model are; see `upcycle` for the fields."""
+
+    experts: int
+    interleave: int
+    top_k: int
+    noise: float
+    seed: int
+
+    def tensors(
+        self, name: str, gate: LazyTensor, up: LazyTensor, down: LazyTensor, std: float, slot: Slot
+    ) -> dict[str, LazyTensor]:
+        """Give router and experts of the layer whose mixture is called `name`.
+
+        Args:
+            name: such as "model.layers.3.feed_forward".
+            gate: of the dense feed-forward, `[I, H]`.
+            up: likewise.
+            down: of the dense feed-forward, `[H, I]`.
+            std: deviation of a router's weights.
+            slot: where an expert is kept that is written several times.
+
+        Returns:
+            stock's three tensors by key: `[E, H]`, `[E, H, 2 I]` and `[E, I, H]`.
+        """
+        if self.noise:
+            parts = {
+                "gate_proj": _Noisy(gate),
+                "up_proj": _Noisy(up),
+                "down_proj": _Noisy(down, onto_zero=True),
+            }
+            gate_ups, downs = [], []
+            for expert in range(self.experts):
+                made = {
+                    part: dense.view(self.noise, self.seed, f"{name}.experts.{expert}.{part}").transpose()
+                    for part, dense in parts.items()
+                }
+                gate_ups.append(join([made["gate_proj"], made["up_proj"]], 1))
+                downs.append(made["down_proj"])
+        else:
+            gate_ups = [join([gate.transpose(), up.transpose()], 1).remember(slot)] * self.experts
+            downs = [zeros(down.shape[::-1], down.dtype, f"{name}.experts.down_proj (zero)")] * self.experts
+        router = f"{name}.router.weight"
+        return {
+            f"{name}.experts.gate_up_proj": stack(gate_ups),
+            f"{name}.experts.down_proj": stack(downs),
+            router: fresh((self.experts, gate.shape[1]), gate.dtype, std, self.seed, router),
+        }
+
+
+def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoint:
+    """Express a dense LLaMA as a decoder of Llama 4's family, which computes the same function.
+
+    Args:
+        dense: with a `LlamoeDenseConfig`.
+        mixture: which layers become mixtures, and of what; None for none.
+
+    Returns:
+        a checkpoint with a `LlamoeTextConfig`: every layer rotates, none is chunked, norms queries or scales them.
+    """
+    config = dense.config
+    assert isinstance(config, LlamoeDenseConfig)
+    known = {field.name for field in fields(LlamoeTextConfig)}
+    kept = {field.name: getattr(config, field.name) for field in fields(config) if field.name in known}
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"{dense.path} is quantized; give the weights that it was made of.")
+    kept.update(
+        architectures=["LlamoeForCausalLM"],
+        rope_parameters=copy.deepcopy(config.rope_parameters),
+        rope_interleave=True,
+        intermediate_size_mlp=config.intermediate_size,
+        moe_layers=[],
+        no_rope_layers=[1] * config.num_hidden_layers,
+        no_rope_layer_interval=None,
+        attention_chunk_size=None,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+        # Nothing is chosen where no layer is a mixture.
+        num_local_experts=1,
+        num_experts_per_tok=1,
+    )
+    if mixture is not None:
+        kept.update(
+            moe_layers=None,
+            interleave_moe_layer_step=mixture.interleave,
+            num_local_experts=mixture.experts,
+            num_experts_per_tok=mixture.top_k,
+        )
+    text = LlamoeTextConfig(**kept)
+    tensors = {}
+    for key, tensor in dense.tensors.items():
+        match = _LAYER.fullmatch(key)
+        if match:
+            is_moe = int(match[1]) in text.moe_layers
+            key = f"model.layers.{match[1]}.{_rename(match[2], is_moe)}"
+            if not config.rope_interleave:
+                tensor = _interleave(match[2], tensor, config)
+        tensors[key] = tensor
+    slot = Slot()
+    for index in text.moe_layers or ():
+        assert mixture is not None
+        dense_name, name = f"model.layers.{index}.mlp", f"model.layers.{index}.feed_forward"
+        gate, up, down = (
+            dense.tensors[f"{dense_name}.{part}.weight"] for part in ("gate_proj", "up_proj", "down_proj")
+        )
+        tensors.update(mixture.tensors(name, gate, up, down, config.initializer_range, slot))
+    return replace(dense, config=text, tensors=tensors)
+
+
+def _rename(rest: str, is_moe: bool) -> str:
+    place = "feed_forward.shared_expert." if is_moe else "feed_forward."
+    return place + rest.removeprefix("mlp.") if rest.startswith("mlp.") else rest
+
+
+def _interleave(rest: str, tensor: LazyTensor, config: LlamoeDenseConfig) -> LazyTensor:
+    """Bring q and k, weights and biases, from pairs half a head apart to neighbouring pairs."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    place, _, name = rest.rpartition(".")[0].rpartition(".")
+    if place != "self_attn" or name not in heads:
+        return tensor
+    count, half = heads[name], config.head_dim // 2
+    return tensor.map(lambda rows: rows.unflatten(0, (count, 2, half)).transpose(1, 2).flatten(0, 2))
+
+
+def merge_heads(tensor: LazyTensor, before: int, after: int) -> LazyTensor:
+    """View a key or value projection, `[before * D, ...]`, with groups of heads replaced by their means."""
+    if before == after:
+        return tensor
+    head_dim = tensor.shape[0] // before
+
+    def merge(rows: torch.Tensor) -> torch.Tensor:
+        grouped = rows.unflatten(0, (after, before // after, head_dim))
+        # Sums of equal numbers are exact in the wider dtype, so that their mean is that number again.
+        wide = torch.float32 if rows.dtype.itemsize < 4 else torch.float64
+        return grouped.to(wide).mean(1).to(rows.dtype).flatten(0, 1)
+
+    return tensor.map(merge, (after * head_dim, *tensor.shape[1:]))
+
+
+def fresh(shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int, name: str) -> LazyTensor:
+    """View normal numbers around 0, drawn in float32; they follow from seed and name alone."""
+
+    def draw() -> torch.Tensor:
+        return _add_normal(torch.zeros(shape, dtype=dtype), std, seed, name)
+
+    return compute(draw, [], shape, dtype, f"{name} (fresh)")
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> LazyTensor:
+    """View zeros."""
+    return compute(lambda: torch.zeros(shape, dtype=dtype), [], shape, dtype, name)
+
+
+def describe(config: Any) -> str:
+    """Say what a configuration is, for messages."""
+    if isinstance(config, LlamoeDenseConfig):
+        return "a dense LLaMA"
+    if isinstance(config, LlamoeVisionConfig):
+        return "a vision tower"
+    whole = "a multimodal model" if isinstance(config, LlamoeConfig) else "a text model of Llama 4's family"
+    text = config.get_text_config()
+    mixtures = f"{len(text.moe_layers)} of {text.num_hidden_layers} layers"
+    return f"{whole} ({mixtures} are mixtures of {text.num_local_experts} experts)"
+
+
+class _Noisy:
+    """A dense matrix, or zeros of its shape, to which each expert adds noise of its own."""
+
+    def __init__(self, dense: LazyTensor, onto_zero: bool = False):
+        self.dense, self.onto_zero = dense, onto_zero
+        self.std: float | None = None  # measured once, when the first expert is written
+
+    def view(self, noise: float, seed: int, name: str) -> LazyTensor:
+        """View it with noise of `noise` times its deviation; the numbers follow from seed and name."""
+
+        def disturb(weight: torch.Tensor) -> torch.Tensor:
+            if self.std is None:
+                self.std = _deviation(weight, self.dense.origin)
+            result = torch.zeros_like(weight) if self.onto_zero else weight.clone()
+            return _add_normal(result, noise * self.std, seed, name)
+
+        return self.dense.map(disturb)
+
+
+def _deviation(weight: torch.Tensor, origin: str) -> float:
+    # In pieces: a float32 copy of the whole would be the largest thing in memory.
+    total = squares = 0.0
+    for piece in weight.reshape(-1).split(_PIECE):
+        piece = piece.double()
+        total += piece.sum().item()
+        squares += piece.square().sum().item()
+    if not math.isfinite(squares):
+        raise CheckpointError(f"{origin}: holds values that are not finite; the source is damaged.")
+    mean = total / weight.numel()
+    std = math.sqrt(max(squares / weight.numel() - mean**2, 0.0))
+    return float(f"{std:.6g}")  # whatever the order of summation was
+
+
+def _add_normal(tensor: torch.Tensor, std: float, seed: int, name: str) -> torch.Tensor:
+    """Add normal numbers in place, each tensor's from a stream of its own: seed and name are mixed, so none collide."""
+    stream = np.random.default_rng([seed, *name.encode()])
+    for piece in tensor.view(-1).split(_PIECE):
+        drawn = torch.from_numpy(stream.standard_normal(piece.numel(), dtype=np.float32))
+        piece.copy_(piece.float().add_(drawn, alpha=std))
+    return tensor
+
+
+def _at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} = {value!r}; give an integer of at least {least}.")

@@ -1,0 +1,80 @@
+r"""Talks with a language model in a folder, line by line; its answers stream.
+
+    python examples/chat.py chat                           # a conversation; an empty line ends it
+    python examples/chat.py chat --prompt "Who are you?"   # one question
+
+With a chat template the lines are messages of a conversation; without one the model goes on with each line.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+import llamoe
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def fail(message: str) -> NoReturn:
+    """Prints one line and ends with exit status 2, as argparse does."""
+    print(f"chat: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def lines(prompt: str | None):
+    """Gives the prompt, or what is typed until an empty line."""
+    if prompt is not None:
+        yield prompt
+        return
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            return
+        if not line:
+            return
+        yield line
+
+
+def main() -> None:
+    """Reads the command line, loads the model and answers."""
+    parser = argparse.ArgumentParser(description="Talk with a language model.")
+    parser.add_argument("model", help="folder with config.json, weights and tokenizer")
+    parser.add_argument("--prompt", help="one question instead of a conversation")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: as the weights were saved")
+    parser.add_argument("--device-map", default="auto", help="auto, cpu, cuda, ...; default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
+    arguments = parser.parse_args()
+    if arguments.max_new_tokens < 1:
+        parser.error(f"argument --max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
+    if not (Path(arguments.model) / "config.json").is_file():
+        fail(f"{arguments.model} has no config.json, so it is not a model folder; `llamoe convert` makes one")
+    llamoe.adopt("llama", "llama4")  # stock folders get llamoe's models
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype=DTYPES[arguments.dtype], device_map=arguments.device_map
+        )
+    except (OSError, ValueError) as error:
+        fail(f"{arguments.model}: {error}")
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    messages: list[dict[str, str]] = []
+    for line in lines(arguments.prompt):
+        if tokenizer.chat_template:
+            messages.append({"role": "user", "content": line})
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+        else:
+            inputs = tokenizer(line, return_tensors="pt")
+        output = model.generate(**inputs.to(model.device), streamer=streamer, max_new_tokens=arguments.max_new_tokens)
+        answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": answer.strip()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,395 @@
+"""Decoder and tower become one model: texts and pictures as before, prompts that work, steps that train."""
+
+import json
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from support import make_asymmetric, max_abs, stock_dense_config, stock_multimodal_config, stock_text_config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from llamoe import LlamoeForConditionalGeneration
+from llamoe.conversion.assemble import assemble
+from llamoe.conversion.convert import convert, open_checkpoint
+from llamoe.conversion.metaclip import convert_vision
+from llamoe.conversion.tokenizers import MULTIMODAL_TOKENS
+from llamoe.conversion.upcycle import upcycle
+
+TOLERANCE = 1e-5
+WORDS = 83  # fewer than the 101 rows of the embedding
+PICTURE = Image.fromarray(np.random.default_rng(3).integers(0, 255, (70, 95, 3), dtype=np.uint8))
+
+
+def save_tokenizer(folder, size=WORDS, **special):
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"word{index}": index for index in range(3, size)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", **special
+    ).save_pretrained(folder)
+
+
+def save_decoder(folder, family="dense", dtype=torch.float32, **config):
+    """A decoder that transformers wrote, with a tokenizer; and the model."""
+    if family == "dense":
+        model = LlamaForCausalLM(stock_dense_config(**config))
+    else:
+        model = Llama4ForCausalLM(stock_text_config(**config))
+    model = make_asymmetric(model).to(dtype)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return model
+
+
+def save_tower(path, image=56, patch=14, act=torch.nn.GELU, **extra):
+    """An open_clip file with its configuration, and open_clip's tower."""
+    path.mkdir()
+    fields = dict(image_size=image, patch_size=patch, width=72, layers=2, head_width=24, mlp_ratio=3.5)
+    text = dict(context_length=9, vocab_size=40, width=16, heads=2, layers=1)
+    quick = act is not torch.nn.GELU
+    model = open_clip.model.CLIP(embed_dim=20, vision_cfg=fields, text_cfg=text, quick_gelu=quick)
+    make_asymmetric(model)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+        path / "open_clip_model.safetensors",
+    )
+    content = {"model_cfg": {"embed_dim": 20, "vision_cfg": fields, "text_cfg": text, "quick_gelu": quick}}
+    content["preprocess_cfg"] = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], **extra}
+    (path / "open_clip_config.json").write_text(json.dumps(content))
+    return model.visual
+
+
+def load(folder):
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    return model.eval(), AutoProcessor.from_pretrained(folder)
+
+
+def some_ids(size, rows=2, length=31):
+    return torch.randint(3, size, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+def prompt(processor, **options):
+    question = [{"type": "text", "text": "word7 word8"}, {"type": "image", "image": PICTURE}]
+    chat = [{"role": "user", "content": question}]
+    return processor.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **options
+    )
+
+
+def model_pad(folder):
+    return open_checkpoint(folder).config.text_config.pad_token_id
+
+
+@torch.no_grad()
+def logits(model, ids):
+    return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("family", ["dense", "text", "upcycled", "tied"])
+def test_texts_give_the_decoders_logits_for_its_whole_vocabulary(tmp_path, family, record_parity):
+    fields = {"tie_word_embeddings": True} if family == "tied" else {}
+    decoder = save_decoder(tmp_path / "decoder", "text" if family == "text" else "dense", **fields)
+    source = tmp_path / "decoder"
+    if family == "tied":  # logits of deviation about 1
+        with torch.no_grad():
+            decoder.model.embed_tokens.weight.mul_(decoder.config.hidden_size**-0.5)
+        decoder.save_pretrained(source)
+    if family == "upcycled":
+        source = tmp_path / "moe"
+        upcycle(tmp_path / "decoder", source, experts=3, interleave=2)
+    save_tower(tmp_path / "tower")
+    assemble(source, tmp_path / "tower", tmp_path / "out")
+
+    model, _ = load(tmp_path / "out")
+    assert type(model) is LlamoeForConditionalGeneration
+    ids = some_ids(101)  # rows that no token stands for as well
+    given = logits(model, ids)
+    assert given.shape[-1] == 101 + len(MULTIMODAL_TOKENS)
+    error = max_abs(given[..., :101], logits(decoder, ids))
+    record_parity(f"assembled, {family} decoder", type(decoder).__name__, "float32", error)
+    assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("act", [torch.nn.GELU, "quick"], ids=["gelu", "quick_gelu"])
+@pytest.mark.parametrize("fold", [False, True], ids=["as-it-is", "folded"])
+def test_the_adapter_reads_what_open_clips_tower_gives(tmp_path, act, fold, record_parity):
+    save_decoder(tmp_path / "decoder")
+    visual = save_tower(tmp_path / "tower", act=act).eval()
+    report = assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out", fold_normalization=fold)
+    assert any("visual_projection" in key for key in report.dropped)
+
+    model, processor = load(tmp_path / "out")
+    seen = []
+    model.vision_model.layernorm_post.register_forward_hook(lambda *call: seen.append(call[2]))
+    mean, std = (torch.tensor(values)[:, None, None] for values in ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6]))
+    raw = torch.rand(2, 3, 56, 56)
+    settings = processor.image_processor
+    our_mean, our_std = (
+        torch.tensor(values)[:, None, None] for values in (settings.image_mean, settings.image_std)
+    )
+    assert torch.equal(our_mean, torch.full_like(mean, 0.5)) if fold else torch.allclose(our_mean, mean)
+    with torch.no_grad():
+        model.get_image_features((raw - our_mean) / our_std)
+        visual.output_tokens = True
+        _, expected = visual((raw - mean) / std)
+    error = max_abs(seen[0][:, :-1], expected)
+    record_parity("assembled, MetaCLIP tower", "open_clip VisionTransformer", "float32", error)
+    assert error < 2e-5
+
+
+def test_three_commands_lead_to_a_model_that_answers_and_trains(tmp_path):
+    decoder = save_decoder(tmp_path / "llama", pad_token_id=None)
+    save_tower(tmp_path / "clip", act="quick")
+    convert_vision(tmp_path / "clip", tmp_path / "tower")
+    upcycle(tmp_path / "llama", tmp_path / "moe", experts=3)
+    report = assemble(tmp_path / "moe", tmp_path / "tower", tmp_path / "out", max_tiles=4)
+    fresh = next(note for note in report.notes if note.startswith("fresh"))
+    assert "multi_modal_projector.linear_1.weight" in fresh and "vision_adapter.mlp.fc1.weight" in fresh
+
+    model, processor = load(tmp_path / "out")
+    inputs = prompt(processor)
+    config = model.config
+    ids = inputs["input_ids"][0]
+    tiles = inputs["pixel_values"].shape[0]
+    assert 1 < tiles <= 5 and inputs["pixel_values"].shape[1:] == (3, 56, 56)
+    assert (ids == config.image_token_id).sum() == tiles * config.vision_config.tokens_per_tile == tiles * 4
+    assert (ids == config.boi_token_id).sum() == (ids == config.eoi_token_id).sum() == 1
+    assert ids.max() < config.text_config.vocab_size
+    assert config.text_config.vocab_size == len(processor.tokenizer)
+    answer = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    assert 1 <= answer.shape[1] - len(ids) <= 5
+
+    # Texts that only the old tokenizer sees, and padding to a batch.
+    old = AutoTokenizer.from_pretrained(tmp_path / "llama")
+    assert processor.tokenizer("word3 word9 other")["input_ids"] == old("word3 word9 other")["input_ids"]
+    batch = processor.tokenizer(["word3", "word4 word5"], padding=True, return_tensors="pt")
+    assert batch["input_ids"][0, 0] == config.text_config.pad_token_id == processor.tokenizer.pad_token_id
+    assert decoder.config.vocab_size <= config.text_config.pad_token_id
+    assert model.generation_config.pad_token_id == processor.tokenizer.pad_token_id
+    assert set(model.generation_config.eos_token_id) == {
+        2, *processor.tokenizer.convert_tokens_to_ids(["<|eot|>", "<|eom|>"])
+    }  # fmt: skip
+
+    model.train()
+    labels = inputs["input_ids"].clone()
+    labels[labels == config.image_token_id] = -100
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(**inputs, labels=labels).loss
+        loss.backward()
+        losses.append(loss.item())
+        for part in ("vision_adapter", "multi_modal_projector", "vision_model.model", "patch_embedding"):
+            grads = [p.grad for name, p in model.named_parameters() if part in name]
+            assert grads and all(grad.abs().max() > 0 for grad in grads), part
+        optimizer.step()
+    assert losses[2] < losses[0] < 20
+
+
+def test_rows_of_new_tokens_are_the_mean_of_the_old_ones(tmp_path):
+    decoder = save_decoder(tmp_path / "decoder", dtype=torch.bfloat16)
+    save_tower(tmp_path / "tower")
+    assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out")
+    result = open_checkpoint(tmp_path / "out")
+    assert {tensor.dtype for tensor in result.tensors.values()} == {torch.bfloat16}  # the decoder's
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+        old, new = decoder.state_dict()[key], result.tensors[f"language_model.{key}"].read()
+        assert torch.equal(new[:101], old)
+        mean = old[:WORDS].float().mean(0).bfloat16()
+        assert len(new) > 101 and torch.equal(new[101:], mean.expand(len(new) - 101, -1))
+    assert torch.equal(
+        result.tensors["language_model.model.layers.1.feed_forward.up_proj.weight"].read(),
+        decoder.model.layers[1].mlp.up_proj.weight,
+    )
+
+
+def test_what_is_fresh_follows_from_the_seed(tmp_path):
+    save_decoder(tmp_path / "decoder", initializer_range=0.05)
+    save_tower(tmp_path / "tower")
+    drawn = {}
+    for name, options in {"a": {}, "b": {}, "c": {"seed": 1}, "d": {"projector_dim": 37}}.items():
+        assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / name, **options)
+        tensors = open_checkpoint(tmp_path / name).tensors
+        drawn[name] = {
+            key: tensors[key].read()
+            for key in (
+                "vision_model.vision_adapter.mlp.fc1.weight",
+                "vision_model.vision_adapter.mlp.fc2.weight",
+                "multi_modal_projector.linear_1.weight",
+            )
+        }
+    for key, tensor in drawn["a"].items():
+        assert torch.equal(drawn["b"][key], tensor)
+        assert not torch.equal(drawn["c"][key], tensor)
+        std = 0.05 if key.startswith("multi_modal_projector") else 0.02
+        assert tensor.std().item() == pytest.approx(std, rel=0.05)
+    assert [tuple(tensor.shape) for tensor in drawn["a"].values()] == [(72, 288), (72, 72), (72, 72)]
+    assert [tuple(tensor.shape) for tensor in drawn["d"].values()] == [(37, 288), (37, 37), (72, 37)]
+
+
+def test_an_odd_grid_asks_what_to_do_and_does_it(tmp_path):
+    save_decoder(tmp_path / "decoder")
+    save_tower(tmp_path / "tower", image=126)  # 9 by 9 patches
+    with pytest.raises(
+        ValueError, match=r"9 by 9 .* odd.*image_size = 112 or 140.*1 \(81 tokens.*0.3333 \(9 tokens"
+    ):
+        assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    for name, options, tokens in [
+        ("whole", {"pixel_shuffle_ratio": 1.0}, 81),
+        ("third", {"pixel_shuffle_ratio": 0.3333}, 9),
+        ("resized", {"image_size": 56}, 4),
+    ]:
+        assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / name, **options)
+        model, processor = load(tmp_path / name)
+        inputs = prompt(processor)
+        assert (inputs["input_ids"] == model.config.image_token_id).sum() == tokens * len(
+            inputs["pixel_values"]
+        )
+        with torch.no_grad():
+            assert model(**inputs).logits.isfinite().all()
+
+
+def test_parts_of_a_multimodal_model_serve_as_decoder_and_as_tower(tmp_path):
+    whole = make_asymmetric(Llama4ForConditionalGeneration(stock_multimodal_config()))
+    whole.save_pretrained(tmp_path / "whole")
+    save_tokenizer(tmp_path / "whole")
+    save_tower(tmp_path / "tower")
+    report = assemble(tmp_path / "whole", tmp_path / "tower", tmp_path / "a")
+    assert "multi_modal_projector.linear_1.weight" in report.dropped
+    model, _ = load(tmp_path / "a")
+    ids = some_ids(97)
+    assert max_abs(logits(model, ids)[..., :101], logits(whole, ids)) < TOLERANCE
+
+    # Its tower comes with an adapter, which is kept, and the result is one that stock knows.
+    save_decoder(tmp_path / "decoder")
+    assemble(tmp_path / "decoder", tmp_path / "whole", tmp_path / "b")
+    assert json.loads((tmp_path / "b/config.json").read_text())["model_type"] == "llama4"
+    stock = Llama4ForConditionalGeneration.from_pretrained(tmp_path / "b", dtype=torch.float32).eval()
+    ours = LlamoeForConditionalGeneration.from_pretrained(tmp_path / "b", dtype=torch.float32).eval()
+    pixels = torch.randn(2, 3, 56, 56)
+    with torch.no_grad():
+        features = whole.vision_model(pixels).last_hidden_state
+        for model in (stock, ours):
+            assert max_abs(model.vision_model(pixels).last_hidden_state, features) < TOLERANCE
+    report = assemble(tmp_path / "decoder", tmp_path / "whole", tmp_path / "c", projector_dim=30)
+    assert any("vision_adapter" in key for key in report.dropped)
+    assert open_checkpoint(tmp_path / "c").config.vision_config.vision_output_dim == 30
+
+
+def test_the_tower_of_a_folder_of_metas_serves_as_tower(tmp_path):
+    pytest.importorskip("llamoe.conversion.meta", reason="folders of Meta's are written by it")
+    whole = make_asymmetric(Llama4ForConditionalGeneration(stock_multimodal_config({"head_dim": 12})))
+    whole.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "meta", to="meta")
+    save_decoder(tmp_path / "decoder")
+    report = assemble(tmp_path / "decoder", tmp_path / "meta", tmp_path / "out")
+    assert sum("not part of the tower" in reason for reason in report.dropped.values()) > 20
+    model = LlamoeForConditionalGeneration.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    pixels = torch.randn(2, 3, 56, 56)
+    with torch.no_grad():
+        features = whole.vision_model(pixels).last_hidden_state
+        assert max_abs(model.vision_model(pixels).last_hidden_state, features) < TOLERANCE
+    LlamaForCausalLM(stock_dense_config(head_dim=12)).save_pretrained(tmp_path / "llama")
+    convert(tmp_path / "llama", tmp_path / "text", to="meta")
+    with pytest.raises(ValueError, match="is a dense LLaMA; a vision tower was expected"):
+        assemble(tmp_path / "decoder", tmp_path / "text", tmp_path / "other")
+
+
+def test_a_tokenizer_that_knows_pictures_is_kept_with_its_template(tmp_path):
+    save_decoder(tmp_path / "decoder")
+    save_tower(tmp_path / "tower")
+    assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "first")
+    template = (tmp_path / "first/chat_template.jinja").read_text() + "{# ours #}"
+    (tmp_path / "first/chat_template.jinja").write_text(template)
+    assemble(tmp_path / "first", tmp_path / "tower", tmp_path / "second")
+    configs = [open_checkpoint(tmp_path / name).config for name in ("first", "second")]
+    assert configs[0].text_config.vocab_size == configs[1].text_config.vocab_size
+    assert configs[0].image_token_index == configs[1].image_token_index
+    assert (tmp_path / "second/chat_template.jinja").read_text() == template
+    tokens = [json.loads((tmp_path / name / "tokenizer.json").read_text()) for name in ("first", "second")]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_decoders_chat_template_and_settings_are_not_lost_silently(tmp_path):
+    save_decoder(tmp_path / "decoder")
+    save_tokenizer(tmp_path / "decoder", size=101, pad_token="word5")
+    (tmp_path / "decoder/chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    generation = {"bos_token_id": 1, "eos_token_id": [2, 9], "temperature": 0.7, "do_sample": True}
+    (tmp_path / "decoder/generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "decoder/LICENSE").write_text("of the decoder")
+    save_tower(tmp_path / "tower")
+    (tmp_path / "tower/LICENSE").write_text("of the tower")
+    report = assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out")
+    assert any("chat template" in note for note in report.notes)
+    written = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert written["temperature"] == 0.7 and written["eos_token_id"][:2] == [2, 9]
+    assert len(written["eos_token_id"]) == 4 and written["pad_token_id"] == 5
+    assert model_pad(tmp_path / "out") == 5
+    assert (tmp_path / "out/LICENSE").read_text() == "of the decoder"
+    assert (tmp_path / "out/vision_LICENSE").read_text() == "of the tower"
+    assert open_checkpoint(tmp_path / "out").config.text_config.vocab_size == 101 + len(MULTIMODAL_TOKENS)
+
+
+def test_a_decoder_without_tokenizer_is_refused(tmp_path):
+    LlamaForCausalLM(stock_dense_config()).save_pretrained(tmp_path / "decoder")
+    save_tower(tmp_path / "tower")
+    with pytest.raises(
+        ValueError, match=r"has no tokenizer.*put the decoder's tokenizer\.json or tokenizer\.model"
+    ):
+        assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_in_the_wrong_places_are_refused(tmp_path):
+    save_decoder(tmp_path / "decoder")
+    save_tower(tmp_path / "clip")
+    convert_vision(tmp_path / "clip", tmp_path / "tower")
+    for first, second, message in [
+        ("tower", "decoder", "is a vision tower; give the decoder first"),
+        ("clip", "decoder", "is a vision tower; give the decoder first"),
+        ("decoder", "decoder", "is no tower"),
+        ("decoder", "nothing", "nothing: no such file"),
+        ("nothing", "tower", "nothing: no such file"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            assemble(tmp_path / first, tmp_path / second, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(projector_dim=0), "projector_dim = 0"),
+        (dict(seed=-1), "seed = -1"),
+        (dict(max_tiles=0), "max_tiles = 0"),
+        (dict(pixel_shuffle_ratio=0.4), "pixel_shuffle_ratio = 0.4; give one over an integer"),
+        (dict(pixel_shuffle_ratio=0), "pixel_shuffle_ratio = 0;"),
+        (dict(pixel_shuffle_ratio=1 / 3), "not divided by the pixel shuffle"),
+        (dict(image_size=60), "image_size = 60"),
+        (dict(layout="stock"), "cannot express"),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_are_refused(tmp_path, options, message):
+    save_decoder(tmp_path / "decoder")
+    save_tower(tmp_path / "tower")
+    with pytest.raises(ValueError, match=message):
+        assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,469 @@
+"""What `inspect` says of a checkpoint, against the models themselves, and how soon it says it."""
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import struct
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import dense_config, make_asymmetric, multimodal_config, text_config, vision_config
+from torch import nn
+from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, LlamaForCausalLM
+
+import llamoe
+from llamoe.configuration import cache_bytes, count_parameters, preset, to_stock
+from llamoe.conversion.checkpoint import model_class, open_hf, save_hf
+from llamoe.conversion.files import FileTensor
+from llamoe.conversion.footprint import split_shapes
+from llamoe.conversion.inspect import inspect
+from llamoe.conversion.meta import save_meta
+from llamoe.conversion.metaclip import convert_vision
+from llamoe.conversion.running import build_empty
+from llamoe.modeling.weights import CheckpointError
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+MODELS = {
+    "dense": (LlamaForCausalLM, dense_config),
+    "text": (Llama4ForCausalLM, text_config),
+    "multimodal": (Llama4ForConditionalGeneration, multimodal_config),
+    "tower": (None, vision_config),
+}
+FAMILIES = pytest.mark.parametrize("family", MODELS)
+
+
+def stock_sized(family):
+    """A configuration of a family that stock can express."""
+    return MODELS[family][1](**({"hidden_size": 84} if family == "dense" else {}))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Gives the folder of a family, saved by stock transformers in bfloat16, and its model."""
+    root = tmp_path_factory.mktemp("saved")
+    models = {}
+
+    def folder(family):
+        if family not in models:
+            stock_class, config = MODELS[family][0], stock_sized(family)
+            if stock_class is None:
+                model = make_asymmetric(llamoe.LlamoeVisionModel(config))
+            else:
+                stock = stock_class.config_class.from_dict(to_stock(config))
+                model = make_asymmetric(stock_class(stock))
+            for parameter in model.parameters():  # not the complex buffers of stock's tower
+                parameter.data = parameter.data.bfloat16()
+            models[family] = model
+            model.save_pretrained(root / family, max_shard_size="100KB")
+        return root / family, models[family]
+
+    return folder
+
+
+def write_headers(folder: Path, shapes, config, shards=1):
+    """A folder whose files have headers, and holes of the right length in place of the numbers."""
+    folder.mkdir()
+    limit = sum(2 * math.prod(shape) for shape in shapes.values()) / shards
+    groups, filled = [{}], 0
+    for name, shape in shapes.items():
+        if groups[-1] and filled + 2 * math.prod(shape) > limit:
+            groups, filled = [*groups, {}], 0
+        groups[-1][name] = shape
+        filled += 2 * math.prod(shape)
+    weight_map = {}
+    for number, group in enumerate(groups, start=1):
+        file = (
+            f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+        )
+        header, end = {}, 0
+        for name, shape in group.items():
+            begin, end = end, end + 2 * math.prod(shape)
+            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+            weight_map[name] = file
+        encoded = json.dumps(header).encode()
+        (folder / file).write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+        os.truncate(folder / file, 8 + len(encoded) + end)
+    if len(groups) > 1:
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(to_stock(config)))
+    return len(groups)
+
+
+def shapes_of(config):
+    return {name: tuple(parameter.shape) for name, parameter in build_empty(config).named_parameters()}
+
+
+@pytest.fixture
+def no_reading(monkeypatch):
+    """Reading a number of a tensor is an error."""
+
+    def refuse(self, start, stop):
+        raise AssertionError(f"{self.origin} was read")
+
+    monkeypatch.setattr(FileTensor, "_read", refuse)
+
+
+@pytest.mark.parametrize("experts", ["fused", "split"])
+def test_a_checkpoint_of_400_billion_is_described_in_less_than_a_second(experts, tmp_path, no_reading):
+    config = preset("llama-4-maverick")
+    shapes = shapes_of(config)
+    shards = write_headers(
+        tmp_path / "maverick", shapes if experts == "fused" else split_shapes(shapes), config, 50
+    )
+    assert 45 <= shards <= 55
+    seconds = []
+    for _ in range(3):
+        begin = time.process_time()
+        found = inspect(tmp_path / "maverick")
+        seconds.append(time.process_time() - begin)
+    assert statistics.median(seconds) < 1, seconds
+    assert found.family.startswith("Llama 4 multimodal") and found.presets == ["llama-4-maverick"]
+    assert found.stored == found.parameters["total"] == 401_583_781_376
+    assert found.parameters["active"] == count_parameters(config).active
+    assert found.dtypes.keys() == {"bfloat16"} and found.dtypes["bfloat16"][1] == 2 * found.stored
+    assert len(found.files) == shards and found.bytes > 2 * found.stored
+    assert not found.problems and not found.mismatches
+    assert len(found.layers) == 48 and len(set(found.layers)) == 2
+    assert found.needs["bfloat16"].weights == 803_167_562_752
+    assert found.needs["bfloat16"].cache == sum(cache_bytes(config, 8192)) == 1_610_612_736
+    json.dumps(dataclasses.asdict(found), allow_nan=False)
+
+
+@FAMILIES
+def test_what_is_said_is_what_the_model_has(family, saved, no_reading):
+    folder, model = saved(family)
+    config = stock_sized(family)
+    found = inspect(folder)
+    assert found.kind == "hf" and not found.problems and not found.mismatches
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert found.stored == found.parameters["total"] == numbers
+    assert found.dtypes == {"bfloat16": (len(list(model.parameters())), 2 * numbers)}
+    files = sorted(folder.glob("*.safetensors"))
+    assert found.files == {file.name: file.stat().st_size for file in files} and len(files) > 1
+    layers = (model.language_model if family == "multimodal" else model).model.layers
+    assert found.layers == [
+        2 * sum(parameter.numel() for parameter in layer.parameters()) for layer in layers
+    ]
+    assert sum(size for _, size in found.parts.values()) == 2 * numbers
+    assert found.presets == []  # nobody published these sizes
+    sizes = found.sizes
+    assert sizes["hidden_size"] == config.get_text_config().hidden_size
+    if family in ("text", "multimodal"):
+        experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
+        assert found.parts["experts"][0] == sum(parameter.numel() for parameter in experts)
+        assert sizes["num_local_experts"] == 5 and sizes["layers with experts"] == len(experts) // 2 == 2
+        assert sizes["num_experts_per_tok"] == config.get_text_config().num_experts_per_tok
+        assert sizes["attention_chunk_size"] == 16
+        assert sizes["layers without rotation"] == 1
+        one = sum(parameter.numel() // 5 for parameter in experts)
+        assert found.parameters["active"] == numbers - (5 - sizes["num_experts_per_tok"]) * one
+    if family in ("tower", "multimodal"):
+        prefix = "" if family == "tower" else "vision "
+        assert sizes[f"{prefix}image_size"] == 56 and sizes[f"{prefix}tokens_per_tile"] == 4
+    words = {"dense": "dense", "text": "Llama 4 text", "multimodal": "Llama 4 multimodal", "tower": "tower"}
+    assert words[family] in found.family
+
+
+@FAMILIES
+def test_split_experts_and_bin_files_are_described_alike(family, saved, tmp_path):
+    folder, model = saved(family)
+    expected = inspect(folder)
+    layout = "stock" if family != "tower" else "llamoe"
+    save_hf(open_hf(folder), tmp_path / "split", experts="split", layout=layout)
+    (tmp_path / "bin").mkdir()
+    torch.save(dict(model.state_dict()), tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "bin" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    for other in ("split", "bin"):
+        found = inspect(tmp_path / other)
+        same = ("family", "sizes", "parameters", "stored", "dtypes", "parts", "layers", "needs", "problems")
+        for name in same:
+            assert getattr(found, name) == getattr(expected, name), (other, name)
+
+
+@pytest.mark.parametrize("family", ["dense", "text", "multimodal"])
+def test_folders_of_meta_are_described_alike(family, tmp_path, monkeypatch):
+    config = MODELS[family][1](
+        head_dim=12, vocab_size=102
+    )  # heads as Meta's code has them, rows for two files
+    make_asymmetric(model_class(config)(config)).save_pretrained(tmp_path / "hf")
+    save_meta(open_hf(tmp_path / "hf"), tmp_path / "meta", shards=2)
+    expected = inspect(tmp_path / "hf")
+    with monkeypatch.context() as patch:
+        patch.setattr(FileTensor, "_read", None)  # no number is read
+        found = inspect(tmp_path / "meta")
+    assert found.kind == ("meta-llama" if family == "dense" else "meta-llama4")
+    same = ("family", "sizes", "parameters", "stored", "dtypes", "parts", "layers", "needs", "problems")
+    for name in same:
+        assert getattr(found, name) == getattr(expected, name), name
+    assert list(found.files) == ["consolidated.00.pth", "consolidated.01.pth"]
+    (tmp_path / "meta" / "consolidated.00.pth").unlink()
+    found = inspect(tmp_path / "meta")
+    assert found.kind == "partial" and any("consolidated.00.pth" in text for text in found.problems)
+    assert list(found.files) == ["consolidated.01.pth"] and found.stored < expected.stored
+    assert found.family.startswith("looks like") and found.sizes["num_hidden_layers"]
+
+
+def test_towers_of_clip_are_described_alike(tmp_path):
+    fields = dict(use_rope=False, use_adapter=False, projection_dim=22, vision_output_dim=120)
+    config = llamoe.LlamoeVisionConfig(
+        hidden_size=120, num_hidden_layers=3, num_attention_heads=6, intermediate_size=200,
+        image_size=56, patch_size=14, hidden_act="quick_gelu", **fields,
+    )  # fmt: skip
+    model = make_asymmetric(llamoe.LlamoeVisionModel(config))
+    model.save_pretrained(tmp_path / "tower")
+    expected = inspect(tmp_path / "tower")
+    assert expected.family == "vision tower of CLIP" and expected.sizes["projection_dim"] == 22
+    assert expected.stored == expected.parameters["total"] == sum(p.numel() for p in model.parameters())
+    for kind in ("open_clip", "clip"):
+        convert_vision(tmp_path / "tower", tmp_path / kind, to=kind)
+        found = inspect(tmp_path / kind)
+        assert found.kind == kind and not found.problems
+        for name in ("family", "sizes", "parameters", "stored", "layers", "needs"):
+            assert getattr(found, name) == getattr(expected, name), name
+    # An open_clip file by itself says neither its activation nor, at this size, its heads.
+    (tmp_path / "open_clip_model.bin").write_bytes(
+        (tmp_path / "open_clip" / "open_clip_model.safetensors").read_bytes()
+    )
+    found = inspect(tmp_path / "open_clip_model.bin")
+    assert found.family == "looks like CLIP" and found.sizes["hidden_size"] == 120 and found.problems
+    assert found.sizes["num_hidden_layers"] == 3 and found.stored == expected.stored
+
+
+@pytest.fixture
+def planner(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import plan_placement
+
+    yield plan_placement
+    sys.modules.pop("plan_placement")
+
+
+def check_needs(needs, config, planner):
+    """The placement example's bytes, and the same with each expert as a linear layer."""
+    for dtype, need in needs.items():
+        model = planner.build(config, dtype)
+        assert need.weights == sum(parameter.nbytes for parameter in model.parameters()), dtype
+        split = 0
+        for name, parameter in model.named_parameters():
+            if ".experts." not in name or dtype not in planner.QUANTIZED:
+                split += parameter.nbytes
+                continue
+            experts, inputs, outputs = parameter.shape
+            halves = 2 if name.endswith("gate_up_proj") else 1
+            linear = nn.Linear(inputs, outputs // halves, bias=False, device="meta")
+            one = planner.QUANTIZED[dtype](len(linear.weight), linear.weight.numel())
+            split += experts * halves * one
+        assert need.weights_split == split, dtype
+    assert len({(need.weights, need.weights_split) for need in needs.values()}) == 3
+
+
+@FAMILIES
+def test_memory_is_what_the_placement_example_plans_with(family, saved, planner):
+    check_needs(inspect(saved(family)[0]).needs, stock_sized(family), planner)
+
+
+@pytest.mark.parametrize("name", ["llama-4-scout", "llama-2-70b", "metaclip-b16"])
+def test_a_preset_without_weights_says_what_it_would_need(name, planner):
+    found = inspect(name)
+    config = preset(name)
+    check_needs(found.needs, config, planner)
+    assert found.kind == "preset" and name in found.presets and not found.problems
+    assert (
+        found.stored is None
+        and not found.files
+        and found.parameters["total"] == count_parameters(config).total
+    )
+    assert "weights" not in dict(found.sections())
+    if name != "metaclip-b16":
+        assert found.needs["int4"].cache == sum(cache_bytes(config, found.context, piece=found.context))
+
+
+def test_a_preset_is_known_by_its_sizes():
+    names = ["llama-33b", "llama-3.1-70b", "llama-4-scout", "metaclip-h14-altogether", "metaclip-2-g14-378"]
+    assert [inspect(name).presets for name in names] == [[name] for name in names]
+    # These two differ in nothing that a configuration says.
+    assert inspect("metaclip-h14").presets == ["metaclip-h14", "metaclip-2-h14"]
+
+
+def test_the_closest_preset_of_the_same_sizes_is_named(tmp_path):
+    for name, fields, expected in (
+        ("llama-2-7b", {}, ["llama-2-7b"]),
+        ("llama-7b", {}, ["llama-7b"]),
+        ("llama-3-8b", {"max_position_embeddings": 131072}, ["llama-3-8b"]),
+        ("llama-2-7b", {"vocab_size": 32001}, []),
+        ("llama-4-scout", {"text_config": {"num_local_experts": 17}}, []),
+    ):
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(to_stock(preset(name, **fields))))
+        assert inspect(config).presets == expected, (name, fields)
+
+
+def test_context_and_batch_count_in_the_cache_alone(saved):
+    folder, _ = saved("text")
+    plain, wide = inspect(folder, context=16), inspect(folder, context=200, batch=3)
+    config = stock_sized("text")
+    assert plain.needs["int8"].cache == 2 * 2 * 2 * 20 * 16 * 5
+    assert wide.needs["int8"].cache == sum(cache_bytes(config, 200, 3, piece=200))
+    assert wide.needs["int8"].weights == plain.needs["int8"].weights
+    assert inspect(folder).context == 256  # all that the model has
+    assert inspect(saved("tower")[0]).context is None
+    for options, word in (({"context": 257}, "257"), ({"batch": 0}, "batch"), ({"context": True}, "context")):
+        with pytest.raises(ValueError, match=word):
+            inspect(folder, **options)
+
+
+def test_rows_for_people_name_what_matters(saved):
+    for family in MODELS:
+        found = inspect(saved(family)[0])
+        sections = dict(found.sections())
+        assert list(sections) == ["model", "sizes", "parameters", "weights", "memory"]
+        assert all(
+            isinstance(text, str) and text for rows in sections.values() for row in rows for text in row
+        )
+        assert dict(sections["parameters"])["total"] == f"{found.stored:,}"
+        labels = [label for label, _ in sections["memory"]]
+        assert ("int4, experts too" in labels) == (family in ("text", "multimodal"))
+
+
+def test_a_missing_shard_is_reported_with_what_it_held(saved, tmp_path):
+    folder, _ = saved("multimodal")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in folder.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    lost = sorted(broken.glob("*.safetensors"))[1]
+    held = load_file(lost)
+    lost.unlink()
+    found = inspect(broken)
+    assert found.kind == "partial" and lost.name not in found.files
+    assert any(lost.name in text and f"{len(held)} tensors" in text for text in found.problems)
+    assert not any("no such file" in text for text in found.problems)
+    assert {line.split()[0] for line in found.mismatches} == set(held)
+    whole = inspect(folder)
+    assert (
+        found.parameters == whole.parameters and found.needs == whole.needs and found.family == whole.family
+    )
+    assert found.stored == whole.stored - sum(tensor.numel() for tensor in held.values())
+    assert found.sections()[-1][0] == "problems"
+    # All shards lost: the configuration is still known.
+    for file in broken.glob("*.safetensors"):
+        file.unlink()
+    assert len(inspect(broken).problems) == len(whole.files)
+
+
+def test_a_missing_shard_of_split_experts_is_reported_by_their_names(saved, tmp_path):
+    save_hf(open_hf(saved("text")[0]), tmp_path / "split", experts="split", shard_size="100KB")
+    lost = next(file for file in sorted((tmp_path / "split").glob("*.safetensors")) if has_expert(file))
+    held = load_file(lost)
+    lost.unlink()
+    assert {line.split()[0] for line in inspect(tmp_path / "split").mismatches} == set(held)
+
+
+def has_expert(file):
+    return any(".experts.1." in name for name in load_file(file))
+
+
+def test_damaged_files_are_reported_and_the_rest_described(saved, tmp_path):
+    folder, _ = saved("dense")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    short = sorted(tmp_path.glob("*.safetensors"))[-1]
+    os.truncate(short, short.stat().st_size - 5)
+    found = inspect(tmp_path)
+    assert found.kind == "partial" and found.parameters["total"] == inspect(folder).stored
+    assert len([text for text in found.problems if str(short) in text and "cut short" in text]) == 1
+    (tmp_path / "config.json").write_text("{")
+    found = inspect(tmp_path)
+    assert found.parameters is None and found.sizes["hidden_size"] == 84 and found.stored
+    assert any("config.json" in text for text in found.problems)
+
+
+def test_tensors_that_do_not_fit_the_configuration_are_named(saved, tmp_path):
+    folder, model = saved("dense")
+    config = json.loads((folder / "config.json").read_text())
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["model.layers.0.mlp.gate_proj.weight"] = state["model.layers.0.mlp.gate_proj.weight"][:-1].clone()
+    state["model.extra.weight"] = torch.zeros(3)
+    del state["model.layers.1.input_layernorm.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = inspect(tmp_path)
+    assert len(found.mismatches) == 3
+    for name in ("layers.0.mlp.gate_proj.weight", "model.extra.weight", "layers.1.input_layernorm.weight"):
+        assert any(name in line for line in found.mismatches)
+    assert any(
+        f"{found.parameters['total']:,}" in text and f"{found.stored:,}" in text for text in found.problems
+    )
+
+
+def test_a_tied_head_counts_once_whether_or_not_it_is_stored(tmp_path):
+    config = dense_config(hidden_size=84, tie_word_embeddings=True)
+    model = make_asymmetric(llamoe.LlamoeDenseForCausalLM(config))
+    model.save_pretrained(tmp_path / "once", layout="stock")
+    state = load_file(tmp_path / "once" / "model.safetensors")
+    (tmp_path / "twice").mkdir()
+    save_file(
+        {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()},
+        tmp_path / "twice" / "model.safetensors",
+    )
+    (tmp_path / "twice" / "config.json").write_bytes((tmp_path / "once" / "config.json").read_bytes())
+    once, twice = inspect(tmp_path / "once"), inspect(tmp_path / "twice")
+    for found in (once, twice):
+        assert found.stored == found.parameters["total"] == sum(p.numel() for p in model.parameters())
+        assert not found.problems and found.sizes["tie_word_embeddings"]
+    assert once.needs == twice.needs and "lm_head.weight" in twice.dropped
+    # Also where the folder is not whole.
+    norm = state.pop("model.norm.weight")
+    save_file(
+        {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()},
+        tmp_path / "twice" / "model.safetensors",
+    )
+    found = inspect(tmp_path / "twice")
+    assert found.kind == "partial" and found.stored == once.stored - norm.numel()
+    assert [line.split()[0] for line in found.mismatches] == ["model.norm.weight"]
+
+
+def test_weights_without_a_configuration_and_the_reverse(saved, tmp_path):
+    for family in MODELS:
+        folder, model = saved(family)
+        if family == "tower":
+            continue  # opened as a vision tower
+        save_file(
+            {name: tensor.clone() for name, tensor in model.state_dict().items()},
+            tmp_path / f"{family}.safetensors",
+        )
+        found = inspect(tmp_path / f"{family}.safetensors")
+        assert found.kind == "weights" and not found.problems and found.parameters is None
+        assert found.stored == sum(parameter.numel() for parameter in model.parameters())
+        expected = inspect(folder)
+        assert found.layers == expected.layers and found.parts == expected.parts
+        assert found.sizes.items() <= expected.sizes.items() and found.sizes["num_hidden_layers"]
+        assert "looks like" in found.family and found.needs == {}
+        assert found.sections()
+        (tmp_path / family).mkdir()
+        (tmp_path / family / "config.json").write_bytes((folder / "config.json").read_bytes())
+        for place in (tmp_path / family, tmp_path / family / "config.json"):
+            bare = inspect(place)
+            assert bare.kind == "configuration" and not bare.problems and bare.stored is None
+            assert bare.parameters == expected.parameters and bare.needs == expected.needs
+
+
+def test_what_is_no_checkpoint_is_an_error(tmp_path):
+    for name in ("nowhere", "llama-5"):
+        with pytest.raises(CheckpointError, match=name):
+            inspect(tmp_path / name if name == "nowhere" else name)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        inspect(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(CheckpointError):
+        inspect(tmp_path / "notes.txt")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="gpt2"):
+        inspect(tmp_path)
