@@ -93,7 +93,7 @@ def read(content: bytes, origin: str) -> Any:
         piece = proto.pieces[number]
         if piece.type != (UNKNOWN if name == "unk" else CONTROL):
             raise CheckpointError(
-                f"{origin}: its {name}_id is {number}, but piece {number}, {piece.piece!r}, is an ordinary one. {advice}"
+                f"{origin}: its {name}_id is {number}, but that piece, {piece.piece!r}, is an ordinary one. {advice}"
             )
     return proto
 
