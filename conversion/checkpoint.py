@@ -48,6 +48,7 @@ _COMPANIONS = re.compile(
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
     r"|(LICENSE|NOTICE|USE_POLICY)(\.\w+)?"
 )
+_MOST_LAYERS = 100_000
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _DROPPED = (
@@ -312,6 +313,20 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _expected_shapes(config: LlamoeBaseConfig, count: int, place: str) -> dict[str, tuple[int, ...]]:
+    """`expected_shapes` for a configuration that may be damaged: sizes beyond reason end at once, with a message."""
+    parts = [getattr(config, name) for name in config.sub_configs] or [config]
+    layers = sum(part.num_hidden_layers for part in parts)
+    if layers > count:  # every layer has several tensors
+        raise CheckpointError(
+            f"{place}: holds {count} tensors, too few for the {layers} layers that the configuration describes."
+        )
+    try:
+        return expected_shapes(config)
+    except (RuntimeError, ArithmeticError, TypeError, ValueError, IndexError, AssertionError) as error:
+        raise CheckpointError(f"{place}: no model can be made of the configuration ({error}).") from error
+
+
 def check_model(
     config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], place: str
 ) -> dict[str, LazyTensor]:
@@ -320,7 +335,7 @@ def check_model(
     Raises:
         CheckpointError: one is missing, unknown, of another shape, or of a dtype that no weight has.
     """
-    expected = expected_shapes(config)
+    expected = _expected_shapes(config, len(tensors), place)
     for name, tensor in tensors.items():
         if name not in expected:
             origin = tensor.origin or place
@@ -443,9 +458,13 @@ def _read_config(folder: Path) -> LlamoeBaseConfig:
             f"{folder / 'config.json'}: the weights are quantized ({method}), and quantized weights are not converted. "
             "Use the original ones."
         )
+    for part in (data, *(value for value in data.values() if isinstance(value, dict))):
+        layers = part.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > _MOST_LAYERS:  # lists of as many entries follow
+            raise CheckpointError(f"{folder / 'config.json'}: num_hidden_layers = {layers} is beyond reason.")
     try:
         return from_stock(data)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
 
 

@@ -90,6 +90,11 @@ def read(content: bytes, origin: str) -> Any:
                 f"{origin}: its {name}_id is {number}, and it has {len(proto.pieces)} pieces; a LLaMA tokenizer has "
                 "all of unk, bos and eos."
             )
+        piece = proto.pieces[number]
+        if piece.type != (UNKNOWN if name == "unk" else CONTROL):
+            raise CheckpointError(
+                f"{origin}: its {name}_id is {number}, but that piece, {piece.piece!r}, is an ordinary one. {advice}"
+            )
     return proto
 
 

@@ -168,7 +168,7 @@ def check_target(target: Path, resume: bool) -> None:
         return
     if not target.is_dir():
         raise ValueError(f"{target}: is a file, where a folder will be written. Choose another target.")
-    if not any(target.iterdir()):
+    if _is_empty(target):
         return
     is_unfinished = (target / UNFINISHED).exists()
     if not resume:
@@ -181,6 +181,11 @@ def check_target(target: Path, resume: bool) -> None:
             f"{target}: there is nothing to resume: it is no folder that a conversion left unfinished. If it is "
             "finished, use it; otherwise choose another target."
         )
+
+
+def _is_empty(target: Path) -> bool:
+    """Whether a folder holds nothing, or only what a run left that was killed at its very first file."""
+    return all(path.name == _TEMPORARY.format(UNFINISHED) for path in target.iterdir())
 
 
 def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | None = None) -> None:
@@ -200,7 +205,7 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
     check_target(target, resume)
     is_new = not target.exists()
     fingerprint = plan.fingerprint()
-    done = _whole_files(plan, target, fingerprint) if target.exists() and any(target.iterdir()) else set()
+    done = set() if is_new or _is_empty(target) else _whole_files(plan, target, fingerprint)
     files = plan.files
     _check_room(target, sum(_nbytes(files[name]) for name in files if name not in done))
     if progress:

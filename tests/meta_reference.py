@@ -1,0 +1,250 @@
+"""Meta's maths for LLaMA 1, Llama 2 and Llama 4, written out on dictionaries of whole, unfused tensors.
+
+An oracle for the converters: it shares nothing with the package nor with transformers. Weights have the names of
+Meta's own modules (`layers.0.attention.wq.weight`), sizes come from a dictionary with the keys of `params.json`.
+No cache, one pass over whole sequences, everything in the dtype of the weights (float32, or float64 for an exact
+answer).
+
+Sources: meta-llama/llama (`llama/model.py`), meta-llama/llama-models (`models/llama4/model.py`, `moe.py`,
+`vision/encoder.py`, `vision/embedding.py`).
+"""
+
+import math
+
+import torch
+from torch.nn.functional import gelu, layer_norm, silu, softmax
+
+
+def llama_logits(weights: dict[str, torch.Tensor], params: dict, ids: torch.Tensor) -> torch.Tensor:
+    """Logits `[batch, tokens, vocabulary]` of LLaMA 1, 2 or 3 for ids `[batch, tokens]`."""
+    x = weights["tok_embeddings.weight"][ids]
+    turns = rotations(params, torch.arange(ids.shape[1]), theta=10000.0, factors=(8.0, 4.0))
+    is_hidden = causal_mask(ids.shape[1])
+    eps = params.get("norm_eps", 1e-5)
+    for layer in range(params["n_layers"]):
+        own = part(weights, f"layers.{layer}.")
+        normed = rms_norm(x, eps) * own["attention_norm.weight"]
+        x = x + attention(part(own, "attention."), params, normed, is_hidden, turns)
+        x = x + swiglu(part(own, "feed_forward."), rms_norm(x, eps) * own["ffn_norm.weight"])
+    return (rms_norm(x, eps) * weights["norm.weight"]) @ weights["output.weight"].T
+
+
+def llama4_logits(
+    weights: dict[str, torch.Tensor],
+    params: dict,
+    ids: torch.Tensor,
+    tiles: torch.Tensor | None = None,
+    patch_id: int | None = None,
+) -> torch.Tensor:
+    """Logits `[batch, tokens, vocabulary]` of Llama 4; tiles `[tiles, 3, height, width]` fill the `patch_id` tokens."""
+    x = weights["tok_embeddings.weight"][ids]
+    if tiles is not None:
+        features = encode_tiles(weights, params["vision_args"], tiles) @ weights["vision_projection.weight"].T
+        x[ids == patch_id] = features.flatten(0, 1)
+    positions = torch.arange(ids.shape[1])
+    turns = rotations(params, positions, theta=500000.0, factors=(16.0, 1.0))
+    causal = causal_mask(ids.shape[1])
+    chunked = causal
+    if chunk := params.get("attention_chunk_size"):
+        chunked = causal | (positions[:, None] // chunk != positions[None, :] // chunk)
+    mixture = params.get("moe_args")
+    eps = params.get("norm_eps", 1e-5)
+    for layer in range(params["n_layers"]):
+        own = part(weights, f"layers.{layer}.")
+        interval = params.get("nope_layer_interval")
+        is_nope = bool(interval) and (layer + 1) % interval == 0
+        normed = rms_norm(x, eps) * own["attention_norm.weight"]
+        if is_nope:
+            x = x + attention(
+                part(own, "attention."),
+                params,
+                normed,
+                causal,
+                None,
+                temperatures(params, positions, x.dtype),
+            )
+        else:
+            x = x + attention(part(own, "attention."), params, normed, chunked, turns)
+        normed = rms_norm(x, eps) * own["ffn_norm.weight"]
+        inner = part(own, "feed_forward.")
+        if mixture and (layer + 1) % mixture.get("interleave_moe_layer_step", 1) == 0:
+            x = x + mixture_of_experts(inner, mixture.get("top_k", 1), normed)
+        else:
+            x = x + swiglu(inner, normed)
+    return (rms_norm(x, eps) * weights["norm.weight"]) @ weights["output.weight"].T
+
+
+def part(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The weights below a prefix, under what remains of their names."""
+    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+
+
+def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x` over the root of its mean square in the last axis, without weight."""
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+def swiglu(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """The gated feed-forward: w1 is the gate, w3 what it gates, w2 the way back."""
+    return (silu(x @ weights["w1.weight"].T) * (x @ weights["w3.weight"].T)) @ weights["w2.weight"].T
+
+
+def causal_mask(length: int) -> torch.Tensor:
+    """`[length, length]`, True where a query (row) must not see a key (column)."""
+    return torch.ones(length, length, dtype=torch.bool).triu(1)
+
+
+def rotations(
+    params: dict, positions: torch.Tensor, theta: float, factors: tuple[float, float]
+) -> torch.Tensor:
+    """Complex factors `[positions, head_dim / 2]` of the rotary embedding.
+
+    `factors` are the scaling and the high-frequency factor where `use_scaled_rope` is on and params.json names none:
+    8 and 4 in Llama 3, 16 and 1 in Llama 4.
+    """
+    head_dim = params["dim"] // params["n_heads"]
+    theta = params.get("rope_theta") or theta
+    frequencies = [theta ** (-2 * j / head_dim) for j in range(head_dim // 2)]
+    if params.get("use_scaled_rope"):
+        factor = params.get("rope_scaling_factor") or factors[0]
+        high = params.get("rope_high_freq_factor") or factors[1]
+        frequencies = [scaled_frequency(f, factor, high) for f in frequencies]
+    angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float64)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def scaled_frequency(frequency: float, factor: float, high: float, old_length: float = 8192.0) -> float:
+    """Slow channels turn `factor` times slower, fast ones as before, those between by a blend (low factor 1)."""
+    wavelength = 2 * math.pi / frequency
+    if wavelength < old_length / high:
+        return frequency
+    if wavelength > old_length:
+        return frequency / factor
+    share = (old_length / wavelength - 1) / (high - 1)
+    return (1 - share) * frequency / factor + share * frequency
+
+
+def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Turn adjacent channels (2j, 2j + 1) of `x` `[batch, tokens, heads, head_dim]` as complex numbers."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turns[:, None, :].to(pairs.dtype)).flatten(-2)
+
+
+def temperatures(params: dict, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Factors `[positions]` of the queries in layers without positions, or None where tuning is off."""
+    if not params.get("attn_temperature_tuning"):
+        return None
+    floor_scale, scale = params.get("floor_scale", 8192.0), params.get("attn_scale", 0.1)
+    return 1 + scale * torch.log(1 + torch.floor((positions.to(dtype) + 1) / floor_scale))
+
+
+def attention(
+    weights: dict[str, torch.Tensor],
+    params: dict,
+    x: torch.Tensor,
+    is_hidden: torch.Tensor,
+    turns: torch.Tensor | None,
+    temperature: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Grouped-query attention: rotary embedding, then the norm of q and k, then the temperature."""
+    heads = params["n_heads"]
+    kv_heads = params.get("n_kv_heads") or heads
+    head_dim = params["dim"] // heads
+    q, k, v = (x @ weights[f"{name}.weight"].T for name in ("wq", "wk", "wv"))
+    q = q.unflatten(-1, (heads, head_dim))
+    k = k.unflatten(-1, (kv_heads, head_dim))
+    v = v.unflatten(-1, (kv_heads, head_dim))
+    if turns is not None:
+        q, k = rotate(q, turns), rotate(k, turns)
+        if params.get("use_qk_norm"):
+            eps = params.get("norm_eps", 1e-5)
+            q, k = rms_norm(q, eps), rms_norm(k, eps)
+    if temperature is not None:
+        q = q * temperature[:, None, None]
+    outputs = []
+    for head in range(heads):
+        group = head // (heads // kv_heads)
+        scores = q[:, :, head] @ k[:, :, group].mT / math.sqrt(head_dim)
+        outputs.append(softmax(scores.masked_fill(is_hidden, -math.inf), -1) @ v[:, :, group])
+    return torch.cat(outputs, -1) @ weights["wo.weight"].T
+
+
+def mixture_of_experts(weights: dict[str, torch.Tensor], top_k: int, x: torch.Tensor) -> torch.Tensor:
+    """The shared expert on `x`, plus every chosen expert on `x` times the sigmoid of its router logit."""
+    result = swiglu(part(weights, "shared_expert."), x)
+    logits = x @ weights["router_DE"]
+    chosen = torch.zeros_like(logits, dtype=torch.bool)
+    chosen.scatter_(-1, logits.topk(top_k, -1).indices, True)
+    for expert in range(logits.shape[-1]):
+        w1, w2, w3 = (weights[f"experts.{name}"][expert] for name in ("w1", "w2", "w3"))  # stored [in, out]
+        scaled = x * torch.sigmoid(logits[..., expert, None])
+        output = (silu(scaled @ w1) * (scaled @ w3)) @ w2
+        result = result + torch.where(chosen[..., expert, None], output, torch.zeros_like(output))
+    return result
+
+
+def encode_tiles(weights: dict[str, torch.Tensor], args: dict, tiles: torch.Tensor) -> torch.Tensor:
+    """Tokens `[tiles, tokens, output_dim]` of the vision encoder and its adapter, before the projection."""
+    encoder = part(weights, "vision_embeddings.vision_encoder.")
+    patch_height, patch_width = args["patch_size"]["height"], args["patch_size"]["width"]
+    count, channels, height, width = tiles.shape
+    rows, columns = height // patch_height, width // patch_width
+    patches = tiles.reshape(count, channels, rows, patch_height, columns, patch_width)
+    patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(
+        count, rows * columns, -1
+    )  # (channel, y, x) in a patch
+    x = patches @ encoder["conv1._linear.weight"].T
+    x = torch.cat([x, encoder["class_embedding"].expand(count, 1, -1)], 1)
+    x = norm_with_bias(encoder, "ln_pre", x + encoder["positional_embedding_vlm"])
+    turns = patch_rotations(rows, columns, args["dim"] // args["n_heads"])
+    for layer in range(args["n_layers"]):
+        own = part(encoder, f"transformer.resblocks.{layer}.")
+        x = x + patch_attention(own, args["n_heads"], norm_with_bias(own, "ln_1", x), turns)
+        inner = gelu(linear(own, "mlp.c_fc", norm_with_bias(own, "ln_2", x)))
+        x = x + linear(own, "mlp.c_proj", inner)
+    x = norm_with_bias(encoder, "ln_post", x)[:, :-1]
+    x = pixel_shuffle(x.unflatten(1, (rows, columns)), round(1 / args["pixel_shuffle_ratio"])).flatten(1, 2)
+    adapter = part(weights, "vision_embeddings.vision_adapter.mlp.")
+    return gelu(gelu(x @ adapter["c_fc.weight"].T) @ adapter["c_proj.weight"].T)
+
+
+def linear(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    """`x` times the transposed weight, plus the bias."""
+    return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+
+def norm_with_bias(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    """Layer norm with weight and bias, eps 1e-5."""
+    return layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
+
+
+def patch_rotations(rows: int, columns: int, head_dim: int) -> torch.Tensor:
+    """Complex factors `[patches + 1, head_dim / 2]`: the column turns the first half of the pairs, the row the rest."""
+    frequencies = [10000.0 ** (-2 * j / (head_dim // 2)) for j in range(head_dim // 4)]
+    angles = [
+        [(column + 1) * f for f in frequencies] + [(row + 1) * f for f in frequencies]
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    angles.append([0.0] * (head_dim // 2))  # the class token, which is the last
+    angles = torch.tensor(angles, dtype=torch.float64)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def patch_attention(
+    weights: dict[str, torch.Tensor], heads: int, x: torch.Tensor, turns: torch.Tensor
+) -> torch.Tensor:
+    """Attention of every patch to every patch of its tile, with 2-D rotary embedding and biases."""
+    q, k, v = (linear(weights, f"attn.{name}", x).unflatten(-1, (heads, -1)) for name in ("wq", "wk", "wv"))
+    q, k = rotate(q, turns), rotate(k, turns)
+    outputs = []
+    for head in range(heads):
+        scores = q[:, :, head] @ k[:, :, head].mT / math.sqrt(q.shape[-1])
+        outputs.append(softmax(scores, -1) @ v[:, :, head])
+    return linear(weights, "attn.wo", torch.cat(outputs, -1))
+
+
+def pixel_shuffle(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """`[tiles, rows, columns, channels]` with each square of patches as one: channels by row, column, channel."""
+    shifted = [x[:, row::factor, column::factor] for row in range(factor) for column in range(factor)]
+    return torch.cat(shifted, -1)

@@ -1,0 +1,445 @@
+"""Synthetic checkpoints as Meta distributes them: whole weights, a splitter into files, and a joiner of its own.
+
+Written from the facts of Meta's formats, not from the tables of the package, so that both can be compared. Whole
+weights have the unfused names that `meta_reference` computes with; a Llama 4 release fuses some of them in each file.
+"""
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import torch
+
+# Query heads on key-value heads are a ratio of 3 or 2; no size equals another one; six heads of ten channels.
+LLAMA_1 = dict(dim=60, n_heads=6, n_layers=2, norm_eps=1e-6, vocab_size=-1, multiple_of=9)
+LLAMA_2 = dict(
+    dim=60,
+    n_heads=6,
+    n_kv_heads=2,
+    n_layers=3,
+    norm_eps=1e-5,
+    vocab_size=-1,
+    multiple_of=28,
+    ffn_dim_multiplier=1.3,
+)
+LLAMA_3 = dict(
+    dim=60,
+    n_heads=6,
+    n_kv_heads=2,
+    n_layers=2,
+    norm_eps=1e-5,
+    vocab_size=-1,
+    multiple_of=28,
+    ffn_dim_multiplier=1.3,
+    rope_theta=500000.0,
+    use_scaled_rope=True,
+)
+VISION = dict(
+    image_size=dict(height=24, width=24),
+    patch_size=dict(height=6, width=6),
+    dim=72,
+    n_layers=2,
+    n_heads=6,
+    mlp_ratio=4.0,
+    output_dim=44,
+    pixel_shuffle_ratio=0.5,
+)
+SCOUT = dict(
+    dim=60,
+    n_layers=5,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=10,
+    vocab_size=-1,
+    multiple_of=14,
+    ffn_dim_multiplier=1.2,
+    ffn_exp=4.0,
+    norm_eps=1e-5,
+    rope_theta=500000,
+    use_scaled_rope=True,
+    attention_chunk_size=8,
+    nope_layer_interval=4,
+    use_qk_norm=True,
+    moe_args=dict(
+        num_experts=5, capacity_factor=1.0, auto_scale_F=True, top_k=1, interleave_moe_layer_step=1
+    ),
+    vision_args=VISION,
+)
+MAVERICK = {
+    **SCOUT,
+    "n_kv_heads": 3,
+    "multiple_of": 33,
+    "use_scaled_rope": False,
+    "use_qk_norm": False,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8.0,
+    "attn_scale": 0.1,
+    "moe_args": dict(
+        num_experts=7, capacity_factor=1.0, auto_scale_F=True, top_k=2, interleave_moe_layer_step=2
+    ),
+    "vision_args": None,
+}
+SPECIAL_TOKENS = {"Llama 3": 256, "Llama 4": 2048}
+PATCH_OFFSET = 92  # of <|patch|> among them
+
+# How the files of a model-parallel rank hold a whole tensor: the axis that is cut, None for a copy in each.
+TEXT_AXES = {
+    "output.weight": 0,
+    "norm.weight": None,
+    "attention.wq.weight": 0,
+    "attention.wk.weight": 0,
+    "attention.wv.weight": 0,
+    "attention.wo.weight": 1,
+    "attention_norm.weight": None,
+    "ffn_norm.weight": None,
+    "feed_forward.w1.weight": 0,
+    "feed_forward.w2.weight": 1,
+    "feed_forward.w3.weight": 0,
+    "feed_forward.router_DE": None,
+    "feed_forward.shared_expert.w1.weight": 0,
+    "feed_forward.shared_expert.w2.weight": 1,
+    "feed_forward.shared_expert.w3.weight": 0,
+    "feed_forward.experts.w1": 2,
+    "feed_forward.experts.w2": 1,
+    "feed_forward.experts.w3": 2,
+}
+VISION_AXES = {
+    "conv1._linear.weight": 0,
+    "class_embedding": None,
+    "positional_embedding_vlm": None,
+    "ln_pre.weight": None,
+    "ln_pre.bias": None,
+    "ln_post.weight": None,
+    "ln_post.bias": None,
+    "attn.wq.weight": 0,
+    "attn.wq.bias": 0,
+    "attn.wk.weight": 0,
+    "attn.wk.bias": 0,
+    "attn.wv.weight": 0,
+    "attn.wv.bias": 0,
+    "attn.wo.weight": 1,
+    "attn.wo.bias": None,
+    "mlp.c_fc.weight": 0,
+    "mlp.c_fc.bias": 0,
+    "mlp.c_proj.weight": 1,
+    "mlp.c_proj.bias": None,
+    "ln_1.weight": None,
+    "ln_1.bias": None,
+    "ln_2.weight": None,
+    "ln_2.bias": None,
+}
+# One release name where Meta's modules have another one, with the same tensor.
+RELEASE_NAMES = {
+    "feed_forward.shared_expert.w1.weight": "feed_forward.w_in_shared_FD.weight",
+    "feed_forward.shared_expert.w2.weight": "feed_forward.w_out_shared_DF.weight",
+    "feed_forward.shared_expert.w3.weight": "feed_forward.w_swiglu_FD.weight",
+    "feed_forward.experts.w1": "feed_forward.experts.moe_w_in_eD_F",
+    "feed_forward.experts.w2": "feed_forward.experts.moe_w_out_eF_D",
+    "feed_forward.experts.w3": "feed_forward.experts.moe_w_swiglu_eD_F",
+    "feed_forward.w2.weight": "feed_forward.mlp.fc2_weight",
+    "attention_norm.weight": "attention.wqkv.layer_norm_weight",
+}
+
+
+def hidden_size(params: dict) -> int:
+    """Width of a dense feed-forward by Meta's rule: `params.json` does not hold it."""
+    return _round_up(_widened(4 * params["dim"], params), params)
+
+
+def expert_size(params: dict) -> int:
+    """Width of each expert of Llama 4 and of the shared one, by Meta's rule."""
+    mixture = params["moe_args"]
+    hidden = _widened(int(params["ffn_exp"] * params["dim"]), params)
+    if mixture.get("auto_scale_F", True):
+        hidden = int(hidden / (mixture.get("capacity_factor", 1.0) + 1))
+    return _round_up(hidden, params)
+
+
+def _widened(hidden: int, params: dict) -> int:
+    return int((params.get("ffn_dim_multiplier") or 1.0) * int(2 * hidden / 3))
+
+
+def _round_up(hidden: int, params: dict) -> int:
+    multiple = params.get("multiple_of", 256)
+    return -(-hidden // multiple) * multiple
+
+
+def is_mixture(params: dict, layer: int) -> bool:
+    """Whether a layer has experts."""
+    mixture = params.get("moe_args")
+    return bool(mixture) and (layer + 1) % mixture.get("interleave_moe_layer_step", 1) == 0
+
+
+class _Draw:
+    """Random weights whose columns grow in scale, so that no split, order or transpose goes unseen."""
+
+    def __init__(self, dtype: torch.dtype, seed: int):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+
+    def matrix(self, *shape: int, fan_in: int | None = None) -> torch.Tensor:
+        noise = torch.randn(shape, generator=self.generator) * (fan_in or shape[-1]) ** -0.5
+        return (noise * torch.linspace(0.7, 1.3, shape[-1])).to(self.dtype)
+
+    def vector(self, size: int, middle: float) -> torch.Tensor:
+        return (middle + 0.1 * torch.randn(size, generator=self.generator)).to(self.dtype)
+
+
+def make_weights(
+    params: dict, vocabulary: int, dtype=torch.float32, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Whole, unfused weights of the model that the content of a params.json describes."""
+    draw = _Draw(dtype, seed)
+    dim, heads = params["dim"], params["n_heads"]
+    kv_rows = (params.get("n_kv_heads") or heads) * (dim // heads)
+    weights = {"tok_embeddings.weight": draw.matrix(vocabulary, dim, fan_in=1)}
+    for layer in range(params["n_layers"]):
+        inner = hidden_size(params)
+        own = {
+            "attention.wq.weight": draw.matrix(dim, dim),
+            "attention.wk.weight": draw.matrix(kv_rows, dim),
+            "attention.wv.weight": draw.matrix(kv_rows, dim),
+            "attention.wo.weight": draw.matrix(dim, dim),
+            "attention_norm.weight": draw.vector(dim, 1.0),
+            "ffn_norm.weight": draw.vector(dim, 1.0),
+        }
+        if is_mixture(params, layer):
+            experts, inner = params["moe_args"]["num_experts"], expert_size(params)
+            own["feed_forward.router_DE"] = draw.matrix(dim, experts, fan_in=dim)
+            own["feed_forward.experts.w1"] = draw.matrix(experts, dim, inner, fan_in=dim)
+            own["feed_forward.experts.w2"] = draw.matrix(experts, inner, dim, fan_in=inner)
+            own["feed_forward.experts.w3"] = draw.matrix(experts, dim, inner, fan_in=dim)
+        branch = "feed_forward.shared_expert" if is_mixture(params, layer) else "feed_forward"
+        own[f"{branch}.w1.weight"] = draw.matrix(inner, dim)
+        own[f"{branch}.w2.weight"] = draw.matrix(dim, inner)
+        own[f"{branch}.w3.weight"] = draw.matrix(inner, dim)
+        weights.update({f"layers.{layer}.{name}": value for name, value in own.items()})
+    weights["norm.weight"] = draw.vector(dim, 1.0)
+    weights["output.weight"] = draw.matrix(vocabulary, dim)
+    if params.get("vision_args"):
+        weights.update(_vision_weights(params, draw))
+    return weights
+
+
+def _vision_weights(params: dict, draw: _Draw) -> dict[str, torch.Tensor]:
+    args = params["vision_args"]
+    dim, inner = args["dim"], int(args["mlp_ratio"] * args["dim"])
+    size, patch = args["image_size"], args["patch_size"]
+    patches = (size["height"] // patch["height"]) * (size["width"] // patch["width"])
+    encoder = {
+        "conv1._linear.weight": draw.matrix(dim, 3 * patch["height"] * patch["width"]),
+        "class_embedding": draw.vector(dim, 0.0),
+        "positional_embedding_vlm": draw.matrix(patches + 1, dim, fan_in=4),
+    }
+    for name in ("ln_pre", "ln_post"):
+        encoder |= {f"{name}.weight": draw.vector(dim, 1.0), f"{name}.bias": draw.vector(dim, 0.0)}
+    for layer in range(args["n_layers"]):
+        shapes = {f"attn.{name}": (dim, dim) for name in ("wq", "wk", "wv", "wo")}
+        shapes |= {"mlp.c_fc": (inner, dim), "mlp.c_proj": (dim, inner)}
+        own = {}
+        for name, shape in shapes.items():
+            own |= {f"{name}.weight": draw.matrix(*shape), f"{name}.bias": draw.vector(shape[0], 0.0)}
+        for name in ("ln_1", "ln_2"):
+            own |= {f"{name}.weight": draw.vector(dim, 1.0), f"{name}.bias": draw.vector(dim, 0.0)}
+        encoder |= {f"transformer.resblocks.{layer}.{name}": value for name, value in own.items()}
+    merged = round(dim / args["pixel_shuffle_ratio"] ** 2)
+    width = args["output_dim"]
+    return {f"vision_embeddings.vision_encoder.{name}": value for name, value in encoder.items()} | {
+        "vision_embeddings.vision_adapter.mlp.c_fc.weight": draw.matrix(width, merged),
+        "vision_embeddings.vision_adapter.mlp.c_proj.weight": draw.matrix(width, width),
+        "vision_projection.weight": draw.matrix(params["dim"], width),
+    }
+
+
+def _axis(name: str, embedding_axis: int) -> int | None:
+    if name == "tok_embeddings.weight":
+        return embedding_axis
+    if name.startswith("vision_embeddings.vision_encoder."):
+        ending = name.removeprefix("vision_embeddings.vision_encoder.")
+        return VISION_AXES[ending.split(".", 3)[3] if ending.startswith("transformer.") else ending]
+    if name.startswith("vision_"):
+        return {"c_fc": 0, "c_proj": 1, "vision_projection": 0}[name.split(".")[-2]]
+    return TEXT_AXES[name.split(".", 2)[2] if name.startswith("layers.") else name]
+
+
+def split(weights: dict[str, torch.Tensor], files: int, embedding_axis: int) -> list[dict[str, torch.Tensor]]:
+    """What each of `files` model-parallel ranks holds of whole weights, by unfused names.
+
+    The embedding is cut along its channels (1) in LLaMA 1 and 2, along the vocabulary (0) in Llama 3 and 4.
+    """
+    ranks = [{} for _ in range(files)]
+    for name, value in weights.items():
+        axis = _axis(name, embedding_axis)
+        if axis is not None and value.shape[axis] % files:
+            raise ValueError(f"{name} of shape {tuple(value.shape)} has no {files} equal parts")
+        parts = [value] * files if axis is None else value.chunk(files, axis)
+        for rank, piece in zip(ranks, parts, strict=True):
+            rank[name] = piece.clone()
+    return ranks
+
+
+def fuse(rank: dict[str, torch.Tensor], params: dict) -> dict[str, torch.Tensor]:
+    """One rank's unfused tensors as a Llama 4 release names and stacks them."""
+    fused = dict(rank)
+    for layer in range(params["n_layers"]):
+        own = f"layers.{layer}."
+        query, key, value = (fused.pop(f"{own}attention.{name}.weight") for name in ("wq", "wk", "wv"))
+        fused[f"{own}attention.wqkv.weight"] = torch.cat([query, key, value])
+        if is_mixture(params, layer):
+            fused[f"{own}feed_forward.norm.weight"] = fused.pop(f"{own}ffn_norm.weight")
+            for name in ("w1", "w2", "w3"):
+                fused[f"{own}feed_forward.experts.{name}"] = fused[
+                    f"{own}feed_forward.experts.{name}"
+                ].flatten(0, 1)
+        else:
+            fused[f"{own}feed_forward.mlp.layer_norm_weight"] = fused.pop(f"{own}ffn_norm.weight")
+            gate, up = (fused.pop(f"{own}feed_forward.{name}.weight") for name in ("w1", "w3"))
+            fused[f"{own}feed_forward.mlp.fc1_weight"] = torch.cat([gate, up])
+        for unfused, release in RELEASE_NAMES.items():
+            if own + unfused in fused:
+                fused[own + release] = fused.pop(own + unfused)
+    return fused
+
+
+def llama_extras(params: dict, version: int) -> dict[str, torch.Tensor]:
+    """Entries of LLaMA 1 or 2 files that are no weights."""
+    frequencies = torch.rand(params["dim"] // params["n_heads"] // 2)
+    if version == 1:
+        names = [f"layers.{i}.attention.inner_attention.rope.freqs" for i in range(params["n_layers"])]
+    else:
+        names = ["rope.freqs"]
+    return {name: frequencies.clone() for name in names}
+
+
+def llama4_extras(params: dict) -> dict:
+    """Entries of Llama 4 release files that are no weights: statistics, frequencies and opaque states."""
+    extras = {"rope.freqs": torch.rand(params["dim"] // params["n_heads"] // 2)}
+    for layer in range(params["n_layers"]):
+        own = f"layers.{layer}."
+        extras[f"{own}attention.wqkv._extra_state"] = io.BytesIO(b"fp8 scales")
+        if is_mixture(params, layer):
+            experts = params["moe_args"]["num_experts"]
+            extras[f"{own}feed_forward.expert_activation_DE"] = torch.rand(params["dim"], experts)
+            extras[f"{own}feed_forward.global_gate_stats_3E"] = torch.rand(3, experts)
+            extras[f"{own}feed_forward.running_gate_stats_3E"] = torch.rand(3, experts)
+        else:
+            extras[f"{own}feed_forward.mlp._extra_state"] = io.BytesIO(b"")
+    return extras
+
+
+def in_one_storage(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors as slices of one storage, which is how the oldest files were saved."""
+    whole = torch.cat([value.flatten() for value in tensors.values()])
+    slices = whole.split([value.numel() for value in tensors.values()])
+    return {name: part.view(value.shape) for (name, value), part in zip(tensors.items(), slices, strict=True)}
+
+
+def write_folder(folder: Path, ranks: list[dict], params: dict, tokenizer: bytes | None = None) -> Path:
+    """A folder as Meta distributes it."""
+    folder.mkdir(parents=True)
+    for rank, entries in enumerate(ranks):
+        torch.save(entries, folder / f"consolidated.{rank:02d}.pth")
+    (folder / "params.json").write_text(json.dumps(params))
+    if tokenizer is not None:
+        (folder / "tokenizer.model").write_bytes(tokenizer)
+    return folder
+
+
+def read_ranks(folder: Path) -> list[dict]:
+    """The content of a folder's files, in the order of Meta's loaders, read by plain torch."""
+    safe = [io.BytesIO, __import__("_codecs").encode]
+    with torch.serialization.safe_globals(safe):
+        return [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pth"))]
+
+
+def unfuse(rank: dict, params: dict, files: int) -> dict[str, torch.Tensor]:
+    """One rank's weights by unfused names, whichever names it has; what is no weight is left out."""
+    head_dim = params["dim"] // params["n_heads"]
+    key_rows = (params.get("n_kv_heads") or params["n_heads"]) // files * head_dim
+    releases = {release: unfused for unfused, release in RELEASE_NAMES.items()}
+    unfused = {}
+    for name, value in rank.items():
+        own, ending = ".".join(name.split(".")[:2]) + ".", name.split(".", 2)[-1]
+        if not name.startswith("layers."):
+            own, ending = "", name
+        if (
+            not isinstance(value, torch.Tensor)
+            or "freqs" in name
+            or "stats_3E" in name
+            or "activation" in name
+        ):
+            continue
+        if ending == "attention.wqkv.weight":
+            sizes = [len(value) - 2 * key_rows, key_rows, key_rows]
+            for letter, piece in zip("qkv", value.split(sizes), strict=True):
+                unfused[f"{own}attention.w{letter}.weight"] = piece
+        elif ending == "feed_forward.mlp.fc1_weight":
+            unfused[f"{own}feed_forward.w1.weight"], unfused[f"{own}feed_forward.w3.weight"] = value.chunk(2)
+        elif ending in ("feed_forward.norm.weight", "feed_forward.mlp.layer_norm_weight"):
+            unfused[f"{own}ffn_norm.weight"] = value
+        else:
+            ending = releases.get(ending, ending)
+            if ending.startswith("feed_forward.experts.") and value.ndim == 2:
+                value = value.unflatten(0, (params["moe_args"]["num_experts"], -1))
+            unfused[own + ending] = value
+    return unfused
+
+
+def join(ranks: list[dict[str, torch.Tensor]], embedding_axis: int) -> dict[str, torch.Tensor]:
+    """Whole weights from what each rank holds by unfused names; copies must be equal."""
+    weights = {}
+    for name in ranks[0]:
+        parts = [rank[name] for rank in ranks]
+        axis = _axis(name, embedding_axis)
+        if axis is None:
+            assert all(torch.equal(piece, parts[0]) for piece in parts), name
+        weights[name] = parts[0] if axis is None else torch.cat(parts, axis)
+    assert all(rank.keys() == ranks[0].keys() for rank in ranks)
+    return weights
+
+
+def sentencepiece_model(vocabulary: int) -> bytes:
+    """A small SentencePiece model of LLaMA's kind: BPE, byte fallback, unk/bos/eos 0/1/2, no padding."""
+    import sentencepiece
+
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "lazy",
+        "dog",
+        "weights",
+        "in",
+        "and",
+        "out",
+        "llama",
+    ]
+    text = [" ".join(words[i % 13] for i in range(start, start + 9)) for start in range(40)]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text),
+        model_writer=model,
+        vocab_size=vocabulary,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=True,
+        add_dummy_prefix=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        split_digits=True,
+        pad_id=-1,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def tiktoken_model(ranks: int) -> bytes:
+    """A small tiktoken file of Llama 4's kind: the 256 bytes, then pairs of lower-case letters."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [bytes([97 + i % 26, 97 + (3 * i + 1) % 26]) for i in range(26)][: ranks - 256]
+    assert len(tokens) == ranks == len(set(tokens))
+    return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
