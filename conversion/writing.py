@@ -2,7 +2,8 @@
 
 A file is made in full size under a temporary name, filled, flushed to the disk and renamed. What makes a folder a
 checkpoint (the index of several shards, Meta's params.json) is written last. Until then `UNFINISHED` lies in the folder
-and says what is being made from what; with it, a later run goes on after the last whole file.
+and says what is being made from what; with it, a later run goes on after the last whole file, and in large files
+after the last tensors that it says are on the disk.
 """
 
 import errno
@@ -10,8 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import zipfile
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,22 +20,21 @@ from typing import Any, Protocol
 
 import torch
 
-from ..modeling._compat import load_without_storage, save_without_storage, storage_offset
 from ..modeling.weights import CheckpointError
+from .files import open_weights
 from .lazy import LazyTensor, blocks
+from .outputs import Output, SafetensorsOutput, TorchOutput
 
 UNFINISHED = ".llamoe-unfinished.json"
 _TEMPORARY = ".{}.partial"
-_DTYPE_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
-    torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 _CHECKED_AT_ONCE = 1 << 24  # elements
 _BEHIND = 1 << 27  # bytes that may wait to be written
+_NOTED = 1 << 32  # bytes after which is noted what of unfinished files is on the disk
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+Unit = list[tuple[str, str, LazyTensor]]  # file, key, tensor
 
 
 class Progress(Protocol):
@@ -194,7 +192,7 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
     Args:
         plan: what to write.
         target: the folder; it is made, or must be empty, or with `resume` one that an earlier run left unfinished.
-        resume: keep the whole files of an earlier run of the same plan.
+        resume: keep what an earlier run of the same plan has brought to the disk.
         progress: is told of every block.
 
     Raises:
@@ -204,10 +202,16 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
     """
     check_target(target, resume)
     is_new = not target.exists()
-    fingerprint = plan.fingerprint()
-    done = set() if is_new or _is_empty(target) else _whole_files(plan, target, fingerprint)
+    earlier = None if is_new or _is_empty(target) else _read_state(plan, target)
+    state = earlier or {"fingerprint": plan.fingerprint(), "made_from": plan.identity, "writing": {}}
     files = plan.files
-    _check_room(target, sum(_nbytes(files[name]) for name in files if name not in done))
+    done = _whole_files(plan, target) if earlier else set()
+    partial = [target / _TEMPORARY.format(name) for name in files] if earlier else []
+    _check_room(
+        target,
+        sum(_nbytes(files[name]) for name in files if name not in done)
+        - sum(path.stat().st_size for path in partial if path.is_file()),
+    )
     if progress:
         progress.start(plan.nbytes)
         for name in done:
@@ -215,49 +219,70 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
     target.mkdir(parents=True, exist_ok=True)
     made: list[Path] = []
     try:
-        if not (target / UNFINISHED).exists():
+        if earlier is None:
             made.append(target / UNFINISHED)
-            _write_small(
-                target / UNFINISHED, to_json({"fingerprint": fingerprint, "made_from": plan.identity})
-            )
+            _write_small(target / UNFINISHED, to_json(state))
         for name, content in plan.before.items():
             made.append(target / name)
             _write_small(target / name, content)
         for group in plan.groups:
             if not done.issuperset(group):
                 made.extend(target / name for name in group)
-                _write_group(group, target, progress)
+                _write_group(group, target, state, progress)
         for name, content in plan.last.items():
             made.append(target / name)
             _write_small(target / name, content)
         (target / UNFINISHED).unlink()
     except BaseException as error:
+        is_damaged = isinstance(error, ValueError)
         for path in made:
-            (path.parent / _TEMPORARY.format(path.name)).unlink(missing_ok=True)
-        if isinstance(error, ValueError):
+            if is_damaged or path.name not in state["writing"]:
+                (path.parent / _TEMPORARY.format(path.name)).unlink(missing_ok=True)
+        if is_damaged:
             _remove(target, made, is_new)
-        if isinstance(error, OSError) and not isinstance(error, ValueError):
+        elif isinstance(error, OSError):
             raise _explain(error, target) from error
         raise
 
 
-def _whole_files(plan: Plan, target: Path, fingerprint: str) -> set[str]:
-    """Names of the weight files that an earlier run of the same plan has finished."""
+def _read_state(plan: Plan, target: Path) -> dict[str, Any]:
+    """What an earlier run of the same plan noted.
+
+    Returns:
+        "fingerprint" and "made_from" of the plan, and "writing": of files that are not finished, name to tensors that
+        are on the disk, with their checksums.
+    """
+    path = target / UNFINISHED
     try:
-        state = json.loads((target / UNFINISHED).read_text(encoding="utf-8"))
-        earlier = state["fingerprint"]
+        state = json.loads(path.read_text(encoding="utf-8"))
+        earlier, made_from, writing = state["fingerprint"], state["made_from"], state["writing"]
+        if not isinstance(writing, dict) or not all(isinstance(keys, dict) for keys in writing.values()):
+            raise TypeError("writing is no object of objects")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{target / UNFINISHED}: cannot be read ({error!r}). Begin again elsewhere."
-        ) from error
-    if earlier != fingerprint:
-        made_from, now = state.get("made_from"), json.loads(json.dumps(plan.identity, default=str))
+        raise CheckpointError(f"{path}: cannot be read ({error!r}). Begin again elsewhere.") from error
+    if earlier != plan.fingerprint():
+        now = json.loads(json.dumps(plan.identity, default=str))
         raise ValueError(
             f"{target}: was begun from another source or with other options, so that it cannot go on: then "
             f"{made_from}, now {now}. Give the same ones, or another target."
         )
-    groups = [group for group in plan.groups if all((target / name).is_file() for name in group)]
+    return state
+
+
+def _whole_files(plan: Plan, target: Path) -> set[str]:
+    """Names of the weight files that an earlier run has finished; files that are written together count together."""
+    groups = [group for group in plan.groups if all(_is_whole(target / name, group[name]) for name in group)]
     return {name for group in groups for name in group}
+
+
+def _is_whole(path: Path, tensors: Mapping[str, LazyTensor]) -> bool:
+    try:
+        found = open_weights(path)
+    except CheckpointError:
+        return False
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()
+    }
 
 
 def _check_room(target: Path, needed: int) -> None:
@@ -304,32 +329,71 @@ def _nbytes(tensors: Mapping[str, LazyTensor]) -> int:
 
 
 def _write_group(
-    group: Mapping[str, Mapping[str, LazyTensor]], target: Path, progress: Progress | None
+    group: Mapping[str, Mapping[str, LazyTensor]],
+    target: Path,
+    state: dict[str, Any],
+    progress: Progress | None,
 ) -> None:
     """Write files side by side, so that a block of the source is read once for all of them."""
-    outputs: dict[str, _Output] = {}
+    paths = {name: target / _TEMPORARY.format(name) for name in group}
+    if state["writing"].keys() != group.keys() or not all(path.is_file() for path in paths.values()):
+        state["writing"] = {}
+    outputs: dict[str, Output] = {}
     try:
         for name, tensors in group.items():
-            make = _SafetensorsOutput if name.endswith(".safetensors") else _TorchOutput
-            outputs[name] = make(target / _TEMPORARY.format(name), tensors)
+            make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
+            outputs[name] = make(paths[name], tensors, state["writing"].get(name, {}))
+        on_disk = {name: set(output.kept) for name, output in outputs.items()}
+        fresh = 0
         with _Behind() as behind:
             for unit in _units(group):
-                pending = [(name, key, tensor, blocks(tensor)) for name, key, tensor in unit]
-                for step in range(max((len(ranges) for *_, ranges in pending), default=0)):
-                    for name, key, tensor, ranges in pending:
-                        for piece in tensor.stream(*ranges[step]) if step < len(ranges) else ():
-                            _check_finite(key, tensor, piece)
-                            behind.run(piece.nbytes, outputs[name].append, key, piece)
-                            if progress:
-                                progress.advance(piece.nbytes, name)
+                if all(key in on_disk[name] for name, key, _ in unit):
+                    if progress:
+                        for name, _, tensor in unit:
+                            progress.advance(tensor.nbytes, name)
+                    continue
+                _write_unit(unit, outputs, behind, progress)
+                fresh += sum(tensor.nbytes for *_, tensor in unit)
+                for name, key, _ in unit:
+                    on_disk[name].add(key)
+                if fresh >= _NOTED:
+                    fresh = 0
+                    behind.catch_up()
+                    _note(state, outputs, on_disk, target)
         for output in outputs.values():
             output.finish()
     finally:
         for output in outputs.values():
             output.close()
-    for name in group:
-        os.replace(target / _TEMPORARY.format(name), target / name)
+    for name, path in paths.items():
+        os.replace(path, target / name)
+    state["writing"] = {}
     _flush_folder(target)
+
+
+def _write_unit(
+    unit: Unit, outputs: Mapping[str, Output], behind: "_Behind", progress: Progress | None
+) -> None:
+    pending = [(name, key, tensor, blocks(tensor)) for name, key, tensor in unit]
+    for step in range(max(len(ranges) for *_, ranges in pending)):
+        for name, key, tensor, ranges in pending:
+            for piece in tensor.stream(*ranges[step]) if step < len(ranges) else ():
+                _check_finite(key, tensor, piece)
+                behind.run(piece.nbytes, outputs[name].append, key, piece)
+                if progress:
+                    progress.advance(piece.nbytes, name)
+
+
+def _note(
+    state: dict[str, Any], outputs: Mapping[str, Output], on_disk: Mapping[str, set[str]], target: Path
+) -> None:
+    """Write down which tensors of unfinished files need not be written again."""
+    for output in outputs.values():
+        output.flush()
+    state["writing"] = {
+        name: {key: output.sums[key] for key in on_disk[name]} for name, output in outputs.items()
+    }
+    _write_small(target / UNFINISHED, to_json(state))
 
 
 def _flush_folder(folder: Path) -> None:
@@ -341,11 +405,9 @@ def _flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _units(
-    group: Mapping[str, Mapping[str, LazyTensor]],
-) -> list[list[tuple[str, str, LazyTensor]]]:
+def _units(group: Mapping[str, Mapping[str, LazyTensor]]) -> list[Unit]:
     """Tensors of a group that are made of the same ones of the source; their blocks are written in turn."""
-    units: dict[tuple[int, ...], list[tuple[str, str, LazyTensor]]] = {}
+    units: dict[tuple[int, ...], Unit] = {}
     for name, tensors in group.items():
         for key, tensor in tensors.items():
             leaves = tuple(sorted({id(leaf) for leaf in tensor.leaves()}))
@@ -390,6 +452,11 @@ class _Behind:
         self.nbytes += nbytes
         self.waiting.append((nbytes, self.thread.submit(function, *args)))
 
+    def catch_up(self) -> None:
+        """Wait for all calls."""
+        while self.waiting:
+            self._wait()
+
     def _wait(self) -> None:
         nbytes, call = self.waiting.popleft()
         call.result()
@@ -397,112 +464,7 @@ class _Behind:
 
     def __exit__(self, kind, error, trace) -> None:
         try:
-            while self.waiting and kind is None:
-                self._wait()
+            if kind is None:
+                self.catch_up()
         finally:
             self.thread.shutdown(cancel_futures=True)
-
-
-class _Output:
-    """A file of weights in full size, of which each tensor is filled from its beginning to its end."""
-
-    def __init__(self, path: Path, offsets: Mapping[str, int], size: int):
-        self.path, self.offsets = path, offsets
-        self.written = dict.fromkeys(offsets, 0)
-        self.file = open(path, "r+b" if path.exists() else "w+b", buffering=0)
-        if hasattr(os, "posix_fallocate"):  # a disk that is too small is known before hours of work
-            try:
-                os.posix_fallocate(self.file.fileno(), 0, max(size, 1))
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                    self.close()
-                    raise
-        self.file.truncate(size)
-
-    def append(self, key: str, block: torch.Tensor) -> None:
-        data = memoryview(block.reshape(-1).view(torch.uint8).numpy())
-        self.file.seek(self.offsets[key] + self.written[key])
-        done = 0
-        while done < len(data):
-            done += self.file.write(data[done:])
-        self.written[key] += len(data)
-
-    def finish(self) -> None:
-        os.fsync(self.file.fileno())
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class _SafetensorsOutput(_Output):
-    def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]):
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        # Wide dtypes first, as the library lays them out: every tensor begins at a multiple of its item size.
-        for key in sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize):
-            tensor = tensors[key]
-            header[key] = {
-                "dtype": _DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [position, position + tensor.nbytes],
-            }
-            position += tensor.nbytes
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        begin = 8 + len(text)
-        offsets = {key: begin + header[key]["data_offsets"][0] for key in tensors}
-        path.unlink(missing_ok=True)
-        super().__init__(path, offsets, begin + position)
-        self.file.write(len(text).to_bytes(8, "little") + text)
-
-
-class _TorchOutput(_Output):
-    """What `torch.save` would write: torch lays the file out, and the numbers and their checksums follow."""
-
-    def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]):
-        empty = {
-            key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for key, tensor in tensors.items()
-        }
-        path.unlink(missing_ok=True)
-        save_without_storage(empty, path)
-        placed = load_without_storage(path)
-        offsets = {key: storage_offset(placed[key]) if tensor.numel else 0 for key, tensor in tensors.items()}
-        super().__init__(path, offsets, path.stat().st_size)
-        self.sums = dict.fromkeys(offsets, 0)
-
-    def append(self, key: str, block: torch.Tensor) -> None:
-        super().append(key, block)
-        self.sums[key] = zlib.crc32(memoryview(block.reshape(-1).view(torch.uint8).numpy()), self.sums[key])
-
-    def finish(self) -> None:
-        by_offset = {offset: self.sums[key] for key, offset in self.offsets.items() if self.written[key]}
-        _set_checksums(self.path, self.file, by_offset)
-        super().finish()
-
-
-def _set_checksums(path: Path, file: Any, by_offset: Mapping[int, int]) -> None:
-    """Enter the CRC-32 of records that were filled after the archive was laid out.
-
-    It stands in the archive's directory, and in a descriptor after the bytes of each record
-    (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.9 and 4.3.12).
-    """
-    with zipfile.ZipFile(path) as archive:
-        position, records = archive.start_dir, archive.infolist()
-    for info in records:
-        file.seek(position)
-        entry = file.read(46)
-        assert entry[:4] == b"PK\x01\x02", (path, info.filename)
-        lengths = [int.from_bytes(entry[i : i + 2], "little") for i in (28, 30, 32)]
-        file.seek(info.header_offset)
-        local = file.read(30)
-        begin = info.header_offset + 30 + sum(int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
-        if begin in by_offset and info.file_size:
-            value = by_offset[begin].to_bytes(4, "little")
-            file.seek(position + 16)
-            file.write(value)
-            file.seek(begin + info.file_size)
-            if file.read(4) == b"PK\x07\x08":
-                file.seek(begin + info.file_size + 4)
-                file.write(value)
-        position += 46 + sum(lengths)

@@ -71,7 +71,9 @@ def main() -> None:
             )
         else:
             inputs = tokenizer(line, return_tensors="pt")
-        output = model.generate(**inputs.to(model.device), streamer=streamer, max_new_tokens=arguments.max_new_tokens)
+        output = model.generate(
+            **inputs.to(model.device), streamer=streamer, max_new_tokens=arguments.max_new_tokens
+        )
         answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         messages.append({"role": "assistant", "content": answer.strip()})
 
