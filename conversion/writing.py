@@ -339,7 +339,10 @@ def _write_group(
     if state["writing"].keys() != group.keys() or not all(path.is_file() for path in paths.values()):
         state["writing"] = {}
     outputs: dict[str, Output] = {}
+    threads = torch.get_num_threads()
     try:
+        # Copies of a few MB are over before several threads have met, which on a busy machine takes ten times as long.
+        torch.set_num_threads(1)
         for name, tensors in group.items():
             make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
             outputs[name] = make(paths[name], tensors, state["writing"].get(name, {}))
@@ -363,6 +366,7 @@ def _write_group(
         for output in outputs.values():
             output.finish()
     finally:
+        torch.set_num_threads(threads)
         for output in outputs.values():
             output.close()
     for name, path in paths.items():
