@@ -18,6 +18,7 @@ from ..modeling.rotary import RotaryEmbedding
 from .lazy import LazyTensor, blocks
 
 _PIECE = 1 << 24  # numbers that are compared at once
+_ROWS = 4096  # of an embedding
 _DECODER_STRUCTURE = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "intermediate_size", "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "moe_layers",
@@ -31,7 +32,7 @@ _TOWER_STRUCTURE = (
 
 def compare_tensors(
     a: LazyTensor, b: LazyTensor, on_read: Callable[[int, str], None]
-) -> tuple[float, tuple[bool, bool]]:
+) -> tuple[float, tuple[bool, bool], set[int]]:
     """Compare the numbers of two tensors, block by block; of tensors with more and fewer rows, the common rows.
 
     Args:
@@ -40,11 +41,11 @@ def compare_tensors(
         on_read: called with the bytes and the origin of what was read.
 
     Returns:
-        the largest absolute difference, nan where only one of two numbers is one; and whether each is finite, which
-        is known of what differs or is nan only.
+        the largest absolute difference, nan where only one of two numbers is one; whether each is finite, which is
+        known of what differs or is nan only; and the rows of a stacked tensor (experts) that differ.
     """
     rows = min(a.shape[0], b.shape[0]) if a.ndim else 1
-    largest, finite = 0.0, [True, True]
+    largest, finite, unequal = 0.0, [True, True], set()
     for start, stop in blocks(a) if a.ndim else [(0, None)]:
         stop = None if stop is None else min(stop, rows)
         if stop is not None and start >= stop:
@@ -53,6 +54,8 @@ def compare_tensors(
         on_read(x.nbytes + y.nbytes, a.origin)
         if x.dtype == y.dtype and torch.equal(x, y):
             continue
+        if a.ndim > 2:
+            unequal.update(range(start, start + len(x)))
         x, y = x.flatten(), y.flatten()
         for at in range(0, len(x), _PIECE):
             difference, is_finite = _compare_numbers(x[at : at + _PIECE], y[at : at + _PIECE])
@@ -60,7 +63,39 @@ def compare_tensors(
                 max(largest, difference) if difference == difference and largest == largest else math.nan
             )
             finite = [known and now for known, now in zip(finite, is_finite, strict=True)]
-    return largest, (finite[0], finite[1])
+    return largest, (finite[0], finite[1]), unequal
+
+
+def compare_rows(
+    a: LazyTensor, b: LazyTensor, eps: float, on_read: Callable[[int, str], None]
+) -> torch.Tensor:
+    """Compare two embeddings row by row.
+
+    Args:
+        a: `[V, H]`.
+        b: `[W, H]`; of more and fewer rows the common ones are compared.
+        eps: of the norm that reads them.
+        on_read: as for `compare_tensors`.
+
+    Returns:
+        for each row the largest absolute difference, as a part of `sqrt(mean(row ** 2) + eps)` of the larger one:
+        float32 `[min(V, W)]`, infinite where one of them is not finite.
+    """
+    x, y = a.read(), b.read()
+    on_read(x.nbytes + y.nbytes, a.origin)
+    parts = []
+    for mine, its in zip(x.split(_ROWS), y.split(_ROWS), strict=False):
+        count = min(len(mine), len(its))
+        mine, its = mine[:count].float(), its[:count].float()
+        size = torch.maximum(mine.square().mean(-1), its.square().mean(-1)).add(eps).sqrt()
+        difference = (mine - its).abs()
+        difference[(mine == its) | (mine.isnan() & its.isnan())] = 0
+        differs = difference.amax(-1)
+        part = (differs / size).nan_to_num(nan=math.inf)
+        part[differs == 0] = 0
+        part[~differs.isfinite()] = math.inf
+        parts.append(part)
+    return torch.cat(parts)
 
 
 def _compare_numbers(x: torch.Tensor, y: torch.Tensor) -> tuple[float, tuple[bool, bool]]:

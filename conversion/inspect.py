@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import os
 import re
@@ -33,7 +34,11 @@ from .footprint import NOTE, Header, Need, dtypes_of, layers_of, needs_of, parts
 from .running import tied_head
 
 _DEFAULT_CONTEXT = 8192
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt")
+_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
+_EXPECTED = (
+    "expected a folder of Meta or Hugging Face, a file of weights (safetensors, or of torch.save), a config.json or "
+    "the name of a preset"
+)
 _SHOWN = 6
 _OF_CLIP = re.compile(r"(^|\.)visual\.|vision_model\.encoder\.")
 # By their keys, where no configuration says it.
@@ -234,21 +239,66 @@ def _find(given: str | os.PathLike | Checkpoint) -> _Found:
     if isinstance(given, Checkpoint):
         return _of_checkpoint(given)
     path = Path(given)
-    if not path.exists() and str(given) in PRESETS:
+    try:
+        is_there, is_file, is_folder = path.exists(), path.is_file(), path.is_dir()
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise CheckpointError(f"{given}: cannot be read ({error.strerror}).") from error
+    if not is_there and str(given) in PRESETS:
         return _Found(given, "preset", preset(str(given)), {}, [], {}, [])
-    if not path.exists():
+    if not is_there or not str(given):
         raise CheckpointError(
-            f"{given}: no such folder or file, and no preset ({', '.join(PRESETS)}) of that name."
+            f"{str(given)!r}: no such folder or file, and no preset ({', '.join(PRESETS)}) of that name."
         )
-    if path.is_file() and path.suffix == ".json":
-        return _Found(given, "configuration", from_stock(read_json(path)), {}, [], {}, [])
+    if not is_file and not is_folder:
+        raise CheckpointError(f"{given}: is neither a file nor a folder; {_EXPECTED}.")
+    if is_file and path.suffix == ".json":
+        if "model_type" not in read_json(path):
+            raise CheckpointError(
+                f"{path}: says no model_type, as the config.json of a model does; {_EXPECTED}."
+            )
+        return _Found(given, "configuration", _read_config(path), {}, [], {}, [])
+    if is_file:
+        _check_begin(path)
     try:
         return _of_checkpoint(open_checkpoint(path, companions=False))
     except (OSError, ValueError) as error:
         found = _survey(path, error)
-        if found.config is None and not found.tensors:
-            raise
-        return found
+        if found.config is not None or found.tensors:
+            return found
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise CheckpointError(f"{given}: cannot be read ({error.strerror}).") from error
+        raise
+
+
+def _read_config(path: Path) -> LlamoeBaseConfig:
+    data = read_json(path)
+    try:
+        return from_stock(data)
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _check_begin(path: Path) -> None:
+    """Refuse what is seen to be no weights before a reader of weights complains of it in its own words.
+
+    Raises:
+        CheckpointError: the file is empty, a text, or of another kind by its first bytes; or it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(4096)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
+    if path.suffix == ".safetensors" or begin.startswith((b"PK\x03\x04", b"\x80")) or begin[8:9] == b"{":
+        return  # the reader says what is wrong with it, if anything
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(begin)  # a character may be cut at the end
+        is_text = b"\0" not in begin
+    except UnicodeDecodeError:
+        is_text = False
+    if is_text or path.suffix not in _SUFFIXES:
+        what = "is empty" if not begin else "is a text" if is_text else "is another kind of file"
+        raise CheckpointError(f"{path}: {what} and holds no weights; {_EXPECTED}.")
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> _Found:
@@ -267,10 +317,10 @@ def _survey(path: Path, error: Exception) -> _Found:
     files = [path]
     config = None
     if path.is_dir():
-        files = sorted(file for pattern in _WEIGHT_FILES for file in path.glob(pattern))
+        files = sorted(file for suffix in _SUFFIXES for file in path.glob(f"*{suffix}"))
         try:
-            config = from_stock(read_json(path / "config.json"))
-        except (OSError, ValueError, TypeError, AttributeError) as problem:
+            config = _read_config(path / "config.json")
+        except CheckpointError as problem:
             problems.append(str(problem))
     tensors: dict[str, Header] = {}
     for file in files:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,7 +134,13 @@ class ExpertsOnDemand(nn.Module):
 
 
 def run(
-    config: LlamoeBaseConfig, weights: Weights, inputs: dict[str, torch.Tensor], *, stream: bool, watch: Watch
+    config: LlamoeBaseConfig,
+    weights: Weights,
+    inputs: dict[str, torch.Tensor],
+    *,
+    stream: bool,
+    watch: Watch,
+    used: dict[str, set[int]] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Run a model once.
 
@@ -145,6 +151,7 @@ def run(
         stream: one matrix at a time; else the whole model is read into memory first.
         watch: called with the name and the output of the embedding, of each layer and of the last norm, as they
             come; names are those of `LlamoeForCausalLM.model`, a tower's begin with `vision_model`.
+        used: gets the experts that a token was sent to, under the name of each layer's stack.
 
     Returns:
         `logits` `[B, T, vocab_size]`; of a tower `last_hidden_state` and, where it has one, `pooler_output`. Float32,
@@ -159,6 +166,11 @@ def run(
         if label := _label(name, module):
             module.register_forward_hook(
                 lambda _, inputs, output, label=label: watch(label, output.float().cpu())
+            )
+        if used is not None and isinstance(module, (Experts, ExpertsOnDemand)):
+            chosen = used.setdefault(name, set())
+            module.register_forward_pre_hook(
+                lambda _, inputs, chosen=chosen: chosen.update(inputs[1].unique().tolist())
             )
     more = {} if isinstance(config, LlamoeVisionConfig) else {"use_cache": False}
     with torch.no_grad():
@@ -216,7 +228,13 @@ def _takes_pictures(config: LlamoeBaseConfig) -> bool:
 
 
 def random_inputs(
-    configs: tuple[LlamoeBaseConfig, LlamoeBaseConfig], tokens: int, rows: int, seed: int
+    configs: tuple[LlamoeBaseConfig, LlamoeBaseConfig],
+    tokens: int,
+    rows: int,
+    seed: int,
+    *,
+    wanted: Sequence[int] = (),
+    normalizations: Sequence[tuple[list[float], list[float]]] | None = None,
 ) -> list[dict[str, Any]]:
     """Draw the same inputs for two models of one family.
 
@@ -225,6 +243,9 @@ def random_inputs(
         tokens: of a row, besides those of its picture.
         rows: of the batch.
         seed: of the generator.
+        wanted: token ids that are to be among them, the first of them if there is no room for all.
+        normalizations: mean and deviation of both models' pixels: random pixels between 0 and 1 are normalized for
+            each. None for the same normal numbers for both.
 
     Returns:
         keyword arguments for each. Token ids are those that both vocabularies have, none of them an image token;
@@ -236,15 +257,22 @@ def random_inputs(
     with_pictures = isinstance(visions[0], LlamoeVisionConfig) and all(map(_takes_pictures, configs))
     if with_pictures:
         shape = (rows, visions[0].num_channels, visions[0].image_size, visions[0].image_size)
-        pixels = torch.randn(shape, generator=generator)
-        for given in inputs:
-            given["pixel_values"] = pixels
+        if normalizations is None:
+            inputs[0]["pixel_values"] = inputs[1]["pixel_values"] = torch.randn(shape, generator=generator)
+        else:
+            pixels = torch.rand(shape, generator=generator, dtype=torch.float64)
+            for given, numbers in zip(inputs, normalizations, strict=True):
+                mean, std = torch.tensor(numbers, dtype=torch.float64)[..., None, None]
+                given["pixel_values"] = ((pixels - mean) / std).float()
     if isinstance(configs[0], LlamoeVisionConfig):
         return inputs
     image_tokens = {getattr(config, "image_token_index", -1) for config in configs}
     common = min(config.get_text_config().vocab_size for config in configs)
     allowed = torch.tensor([token for token in range(common) if token not in image_tokens])
     ids = allowed[torch.randint(len(allowed), (rows, tokens), generator=generator)]
+    wanted = [token for token in wanted if token < common and token not in image_tokens][: ids.numel()]
+    places = torch.randperm(ids.numel(), generator=generator)[: len(wanted)]
+    ids.view(-1)[places] = torch.tensor(wanted, dtype=torch.long)
     for given, config in zip(inputs, configs, strict=True):
         given["input_ids"] = ids
         if with_pictures and isinstance(config, LlamoeConfig):

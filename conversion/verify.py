@@ -7,11 +7,11 @@ and the models are right is what this project's tests compare with other impleme
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,129 +20,24 @@ from ..configuration import LlamoeConfig, LlamoeVisionConfig
 from ..configuration._base import LlamoeBaseConfig
 from ..modeling.weights import CheckpointError
 from .checkpoint import Checkpoint
-from .comparing import compare_configs, compare_tensors
+from .comparing import compare_configs, compare_rows, compare_tensors
 from .convert import open_checkpoint
 from .running import Weights, random_inputs, run, tied_head
+from .shared_parts import Normalization, pixel_normalization, shared_parts
+from .unreached import Seen, Side, compare_unreached, wanted_tokens
+from .verdict import (
+    TOLERANCE,
+    OutputDifference,
+    Verification,
+    agree,
+    difference,
+    reasons_of_weights,
+    sentence,
+    within,
+)
 from .writing import Progress
 
-TOLERANCE = 1e-4
-"""Largest difference of two outputs that counts as the same, as a part of their standard deviation.
-
-Formats that hold the same numbers differ by the order in which float32 adds them up, about 1e-6; two bfloat16 files
-are computed in float32 too. Weights that were rounded to another dtype on the way differ by more: give a tolerance.
-"""
-_SHOWN = 8
-
-
-@dataclass(frozen=True)
-class OutputDifference:
-    """How far two outputs are apart.
-
-    Attributes:
-        name: of the output: `logits`, `last_hidden_state`, `pooler_output`, or of a layer.
-        max_abs: largest absolute difference; nan where one of the two is not finite.
-        mean_abs: mean absolute difference.
-        std: standard deviation of the first one.
-        top1: part of the positions at which both have the same largest logit; None for what is no logits.
-    """
-
-    name: str
-    max_abs: float
-    mean_abs: float
-    std: float
-    top1: float | None = None
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What was compared, and the verdict.
-
-    Attributes:
-        a: the first path.
-        b: the second.
-        kinds: source formats of both.
-        compared: tensors compared, by number.
-        only_in_a: keys that `b` lacks.
-        only_in_b: keys that `a` lacks.
-        shapes: key to both shapes where they differ; of embedding and head the rows that both have are compared all
-            the same.
-        dtypes: both dtypes to the number of tensors, where they differ.
-        tensors: key to the largest absolute difference, for the tensors that differ; nan where only one of the two
-            numbers is one.
-        not_finite: keys of tensors with infinities or nan, with an `a: ` or `b: ` before them.
-        structure: fields of the configurations that differ, but may describe the same function (experts, heads,
-            pairing of rotated channels): whether they do is for the outputs to say.
-        function: fields that make another function of the same weights, whether or not a few tokens show it.
-        outputs: the outputs' differences; empty if they were not computed.
-        layers: the hidden states' differences, in the order in which they are computed.
-        first_layer: the first of them beyond the tolerance.
-        tokens: random tokens of a row that were run, rows, and the seed.
-        by_layer: whether weights were read one matrix at a time.
-        tolerance: largest `max_abs / std` that counts as the same output.
-        same_weights: the same keys and shapes, and every number equal; dtypes may differ.
-        same_function: the outputs agree within the tolerance, and no field stands in `function`. None where
-            outputs were not asked for and the weights do not decide.
-        reasons: the verdict in sentences.
-        seconds: it took.
-    """
-
-    a: str
-    b: str
-    kinds: tuple[str, str]
-    compared: int
-    only_in_a: list[str]
-    only_in_b: list[str]
-    shapes: dict[str, tuple[list[int], list[int]]]
-    dtypes: dict[str, int]
-    tensors: dict[str, float]
-    not_finite: list[str]
-    structure: dict[str, tuple[Any, Any]]
-    function: dict[str, tuple[Any, Any]]
-    tolerance: float
-    same_weights: bool
-    same_function: bool | None = None
-    outputs: list[OutputDifference] = field(default_factory=list)
-    layers: list[OutputDifference] = field(default_factory=list)
-    first_layer: str | None = None
-    tokens: tuple[int, int, int] | None = None
-    by_layer: bool | None = None
-    reasons: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Give all of it for JSON, which has no word for nan and infinity: those become text."""
-        return _plain(asdict(self))
-
-    def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Give titles with rows of a label and a text, for people."""
-        words = {True: "yes", False: "no", None: "not computed"}
-        sections = [
-            (
-                "verdict",
-                [
-                    ("same weights", words[self.same_weights]),
-                    ("same function", words[self.same_function]),
-                    *(("", reason) for reason in self.reasons),
-                ],
-            )
-        ]
-        tensors = [("compared", f"{self.compared:,}, of which {len(self.tensors):,} differ")]
-        tensors += [(key, f"max |a - b| = {value:.3g}") for key, value in _largest(self.tensors)]
-        for label, keys in (("only in a", self.only_in_a), ("only in b", self.only_in_b)):
-            tensors += [(label, _listed(keys))] if keys else []
-        tensors += [(key, f"{a} and {b}") for key, (a, b) in list(self.shapes.items())[:_SHOWN]]
-        tensors += [(pair, f"{count:,} tensors") for pair, count in self.dtypes.items()]
-        tensors += [("not finite", _listed(self.not_finite))] if self.not_finite else []
-        sections.append(("tensors", tensors))
-        fields = {**self.function, **self.structure}
-        if fields:
-            sections.append(("configuration", [(key, f"{a} and {b}") for key, (a, b) in fields.items()]))
-        if self.outputs:
-            sections.append(("outputs", [(part.name, _described(part)) for part in self.outputs]))
-        if self.first_layer is not None:
-            parted = [part for part in self.layers if part.max_abs != 0][:_SHOWN]
-            sections.append(("layers", [(part.name, _described(part)) for part in parted]))
-        return sections
+__all__ = ["TOLERANCE", "OutputDifference", "Verification", "verify"]
 
 
 def verify(
@@ -161,9 +56,17 @@ def verify(
     """Compare two checkpoints of any formats: keys, shapes, numbers, configurations, and what they compute.
 
     Weights are compared block by block, two blocks in memory at a time. Then both models run, one after the other, on
-    the same random tokens (and pictures, as they leave the processor), in float32. Of a multimodal model and a decoder
-    the decoders are compared, of a multimodal model and a tower the towers; of models with more and fewer tokens, the
-    common ones.
+    the same random tokens (and pictures), in float32. Of a multimodal model and a decoder the decoders are compared, of
+    a multimodal model and a tower the towers, without an adapter or projection that one of them lacks; of models with
+    more and fewer tokens, the common ones.
+
+    Where both come with a processor that says how pixels are normalized (preprocessor_config.json or
+    processor_config.json), pictures are random pixels that each side's own numbers normalize, so that a tower into
+    which they were folded is the same function. Otherwise both get the same numbers, as they leave a processor.
+
+    Random tokens are taken among the rows of the embedding that differ, as many as there is room for. What no token
+    reaches, the other rows and experts that none was sent to, is compared by itself where it differs (see
+    `conversion/unreached.py`): the same function is only what shows no difference there either.
 
     A mixture sends a token to other experts where two scores are nearly equal and rounding differs. Such a token's
     difference is large; `top1` says how many tokens still agree.
@@ -178,7 +81,7 @@ def verify(
         by_layer: read one matrix at a time, and of the experts only those that are used, which takes little memory and
             no more time; False reads a model whole before it runs.
         logits: compute outputs; otherwise weights and configurations are compared only.
-        device: where the models run.
+        device: where the models run; one that this machine has.
         progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
 
     Returns:
@@ -186,8 +89,8 @@ def verify(
 
     Raises:
         CheckpointError: a path is no checkpoint, or a file is damaged.
-        ValueError: a count below 1, a tolerance that is negative, or checkpoints of which one reads texts and one
-            pictures only.
+        ValueError: a count below 1, a tolerance that is negative, a device that is not there, or checkpoints of which
+            one reads texts and one pictures only.
     """
     begin = time.perf_counter()
     for name, value in (("tokens", tokens), ("rows", rows)):
@@ -196,16 +99,16 @@ def verify(
     tolerance = TOLERANCE if tolerance is None else tolerance
     if not tolerance >= 0:
         raise ValueError(f"tolerance = {tolerance!r}: should be a part of the standard deviation, 0 or more")
-    opened = [
-        given if isinstance(given, Checkpoint) else open_checkpoint(given, companions=False)
-        for given in (a, b)
-    ]
-    parts, notes = _comparable(*opened)
-    configs = (parts[0].config, parts[1].config)
-    structure, function = compare_configs(*configs)
+    device = _usable(device)
+    opened = [_open(given) for given in (a, b)]
+    parts, notes = shared_parts(*opened)
+    structure, function = compare_configs(parts[0].config, parts[1].config)
+    normalizations = [pixel_normalization(part) for part in parts]
+    if None not in normalizations and normalizations[0] != normalizations[1]:
+        structure["normalization of pixels"] = (normalizations[0], normalizations[1])
     total = sum(tensor.nbytes for part in parts for tensor in part.tensors.values())
     meter = _Meter(progress, total * (2 if logits else 1))
-    found = _compare_tensors(*parts, meter)
+    found, unequal, rows_differ = _compare_tensors(*parts, meter)
     result = Verification(
         a=str(opened[0].path),
         b=str(opened[1].path),
@@ -215,9 +118,10 @@ def verify(
         tolerance=tolerance,
         **found,
     )
-    reasons = notes + _reasons_of_weights(result)
+    reasons = notes + reasons_of_weights(result)
     if logits:
-        result, more = _run_both(result, parts, (tokens, rows, seed), by_layer, torch.device(device), meter)
+        runner = _Runner(parts, normalizations, (tokens, rows, seed), by_layer, device, meter)
+        result, more = runner.compare(result, unequal, rows_differ)
         reasons += more
     elif not function and result.same_weights and not structure:
         result = replace(result, same_function=True)
@@ -225,10 +129,42 @@ def verify(
         result = replace(result, same_function=False)
     if function:
         named = "; ".join(f"{name}: {x} and {y}" for name, (x, y) in function.items())
-        agree = " (although the outputs on these tokens agree)" if _agree(result) else ""
-        reasons.append(f"the configurations describe other functions{agree}: {named}")
+        although = " (although the outputs on these tokens agree)" if agree(result) else ""
+        reasons.append(f"the configurations describe other functions{although}: {named}")
     meter.finish()
     return replace(result, reasons=reasons, seconds=time.perf_counter() - begin)
+
+
+def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
+    if isinstance(given, Checkpoint):
+        return given
+    try:
+        return open_checkpoint(given, companions=False)
+    except CheckpointError:
+        raise
+    except OSError as error:  # a device, a folder that may not be read
+        raise CheckpointError(f"{Path(given)}: cannot be read ({error.strerror}).") from error
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    """Try a device before any work is done for it.
+
+    Raises:
+        ValueError: there is none of that name, or it does not compute here.
+    """
+    try:
+        found = torch.device(device)
+        torch.ones(1, device=found).add(1).cpu()
+        return found
+    except (RuntimeError, AssertionError, TypeError) as error:
+        there = ["cpu"]
+        if torch.accelerator.is_available():
+            kind = torch.accelerator.current_accelerator().type
+            there += [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"device = {str(device)!r}: cannot be used here ({reason}); there is {', '.join(there)}."
+        ) from error
 
 
 class _Meter:
@@ -249,37 +185,18 @@ class _Meter:
         self.advance(self.left, "")
 
 
-def _comparable(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint], list[str]]:
-    """Take the parts that can be compared with one another."""
-    parts, notes = [first, second], []
-    for index, (mine, other) in enumerate(((first, second), (second, first))):
-        if not isinstance(mine.config, LlamoeConfig) or isinstance(other.config, LlamoeConfig):
-            continue
-        is_tower = isinstance(other.config, LlamoeVisionConfig)
-        prefix = "vision_model." if is_tower else "language_model."
-        tensors = {
-            key.removeprefix(prefix): value for key, value in mine.tensors.items() if key.startswith(prefix)
-        }
-        config = mine.config.vision_config if is_tower else mine.config.text_config
-        parts[index] = replace(mine, config=config, tensors=tensors)
-        notes.append(
-            f"{mine.path} is multimodal and {other.path} is not: its {'tower' if is_tower else 'decoder'} is compared"
-        )
-    if isinstance(parts[0].config, LlamoeVisionConfig) != isinstance(parts[1].config, LlamoeVisionConfig):
-        raise ValueError(
-            f"{first.path} holds a {type(first.config).__name__[6:-6].lower()} model and {second.path} a "
-            f"{type(second.config).__name__[6:-6].lower()} one: a vision tower and a decoder have nothing to compare"
-        )
-    return parts, notes
-
-
-def _compare_tensors(first: Checkpoint, second: Checkpoint, meter: _Meter) -> dict[str, Any]:
+def _compare_tensors(
+    first: Checkpoint, second: Checkpoint, meter: _Meter
+) -> tuple[dict[str, Any], dict[str, set[int]], torch.Tensor | None]:
+    """Give fields of the result, the experts that differ, and how far the embeddings' rows do."""
     sides = []
     for part in (first, second):
         aliases = {head: part.tensors[key] for head, key in tied_head(part.config).items()}
         sides.append({**aliases, **part.tensors})  # a tied head counts as a copy of the embedding
     a, b = sides
     shapes, tensors, dtypes, not_finite = {}, {}, Counter(), set()
+    unequal: dict[str, set[int]] = {}
+    rows = None
     common = [key for key in a if key in b]
     for key in common:
         mine, its = a[key], b[key]
@@ -290,14 +207,20 @@ def _compare_tensors(first: Checkpoint, second: Checkpoint, meter: _Meter) -> di
             by_token = key.endswith(("embed_tokens.weight", "lm_head.weight"))
             if not by_token or mine.shape[1:] != its.shape[1:]:
                 continue
-        differs, finite = compare_tensors(mine, its, meter.advance)
+        differs, finite, unequal[key] = compare_tensors(mine, its, meter.advance)
         not_finite.update(
             f"{side}: {key}" for side, is_finite in zip("ab", finite, strict=True) if not is_finite
         )
+        is_embedding = key.endswith("embed_tokens.weight")
         if differs != 0:
             tensors[key] = differs
+            if is_embedding:
+                eps = max(part.config.get_text_config().rms_norm_eps for part in (first, second))
+                rows = compare_rows(mine, its, eps, meter.advance)
+        elif is_embedding:
+            rows = torch.zeros(min(mine.shape[0], its.shape[0]))
     only = [[key for key in mine if key not in its] for mine, its in ((a, b), (b, a))]
-    return {
+    fields = {
         "compared": len(common),
         "only_in_a": only[0],
         "only_in_b": only[1],
@@ -307,74 +230,115 @@ def _compare_tensors(first: Checkpoint, second: Checkpoint, meter: _Meter) -> di
         "not_finite": sorted(not_finite),
         "same_weights": not (only[0] or only[1] or shapes or tensors),
     }
+    return fields, unequal, rows
 
 
-def _run_both(
-    result: Verification,
-    parts: list[Checkpoint],
-    sizes: tuple[int, int, int],
-    by_layer: bool,
-    device: torch.device,
-    meter: _Meter,
-) -> tuple[Verification, list[str]]:
-    """Run both models on the same inputs and compare what leaves them, and each layer's hidden states."""
-    configs = (parts[0].config, parts[1].config)
-    if problem := _cannot_share_inputs(*configs):
-        return replace(result, same_function=False), [problem]
-    tokens, rows, seed = sizes
-    if not isinstance(configs[0], LlamoeVisionConfig):
-        tokens = min(tokens, *map(_longest, configs))
-    inputs = random_inputs(configs, tokens, rows, seed)
-    sources = []
-    for side, part in zip("ab", parts, strict=True):
-        try:
-            sources.append(Weights(part.config, part.tensors, device, meter.advance))
-        except CheckpointError as error:
-            return replace(result, same_function=False), [f"{side} cannot be run: {error}"]
+class _Runner:
+    """Runs both models on the same inputs and compares what leaves them, and each layer's hidden states."""
 
-    states: dict[str, torch.Tensor] = {}
-    layers: list[OutputDifference] = []
-    first = run(configs[0], sources[0], inputs[0], stream=by_layer, watch=states.__setitem__)
+    def __init__(
+        self,
+        parts: list[Checkpoint],
+        normalizations: list[Normalization | None],
+        sizes: tuple[int, int, int],
+        by_layer: bool,
+        device: torch.device,
+        meter: _Meter,
+    ):
+        self.parts, self.configs = parts, (parts[0].config, parts[1].config)
+        self.normalizations = [numbers for numbers in normalizations if numbers is not None]
+        self.sizes, self.by_layer, self.device, self.meter = sizes, by_layer, device, meter
 
-    def compare_state(name: str, state: torch.Tensor) -> None:
-        expected = states.pop(name, None)
-        if expected is not None and expected.shape == state.shape:
-            layers.append(_difference(name, expected, state))
-
-    second = run(configs[1], sources[1], inputs[1], stream=by_layer, watch=compare_state)
-    reasons = []
-    if configs[0].get_text_config().hidden_size != configs[1].get_text_config().hidden_size:
-        reasons.append("hidden sizes differ, so that hidden states are not compared")
-    if "logits" in first and first["logits"].shape != second["logits"].shape:
-        found = [output["logits"].shape[-1] for output in (first, second)]
-        common = min(found)
-        reasons.append(
-            f"vocabularies of {found[0]:,} and {found[1]:,} tokens: compared on the first {common:,}"
+    def compare(
+        self, result: Verification, unequal: dict[str, set[int]], rows_differ: torch.Tensor | None
+    ) -> tuple[Verification, list[str]]:
+        """Complete a result by what the models compute; give the reasons, too."""
+        configs = self.configs
+        if problem := _cannot_share_inputs(*configs):
+            return replace(result, same_function=False), [problem]
+        tokens, rows, seed = self.sizes
+        if not isinstance(configs[0], LlamoeVisionConfig):
+            tokens = min(tokens, *map(_longest, configs))
+        inputs = random_inputs(
+            configs,
+            tokens,
+            rows,
+            seed,
+            wanted=wanted_tokens(rows_differ),
+            normalizations=self.normalizations if len(self.normalizations) == 2 else None,
         )
-        first, second = ({"logits": output["logits"][..., :common]} for output in (first, second))
-    outputs = []
-    for name in sorted(first.keys() | second.keys()):
-        shapes = [list(output[name].shape) if name in output else None for output in (first, second)]
-        if shapes[0] != shapes[1]:
-            reasons.append(f"{name}: {' and '.join('none' if s is None else str(s) for s in shapes)}")
-        else:
-            outputs.append(_difference(name, first[name], second[name]))
-    agree = len(outputs) == len(first.keys() | second.keys())
-    agree = agree and all(_within(part, result.tolerance) for part in outputs)
-    reasons += [_sentence(part, result.tolerance) for part in outputs]
-    parted = next((layer.name for layer in layers if not _within(layer, result.tolerance)), None)
-    if parted is not None:
-        reasons.append(f"the hidden states part at {parted}")
-    result = replace(
-        result,
-        outputs=outputs,
-        layers=layers,
-        first_layer=parted,
-        tokens=(tokens, rows, seed),
-        by_layer=by_layer,
-        same_function=agree and not result.function,
-    )
-    return result, reasons
+        sides = []
+        for side, part in zip("ab", self.parts, strict=True):
+            try:
+                weights = Weights(part.config, part.tensors, self.device, self.meter.advance)
+            except CheckpointError as error:
+                return replace(result, same_function=False), [f"{side} cannot be run: {error}"]
+            sides.append(Side(part.config, weights, {}))
+        result = replace(result, tokens=(tokens, rows, seed), by_layer=self.by_layer)
+        result, reasons = self._outputs(result, (sides[0], sides[1]), inputs)
+        if result.same_function and (not result.same_weights or result.structure):
+            seen = Seen(
+                tokens=set(inputs[0]["input_ids"].unique().tolist()) if "input_ids" in inputs[0] else set(),
+                rows=rows_differ,
+                experts=unequal,
+                others=[*result.tensors, *result.shapes, *result.only_in_a, *result.only_in_b],
+                layers=result.layers,
+                has_pictures="pixel_values" in inputs[0],
+            )
+            answers = compare_unreached((sides[0], sides[1]), seen, result.tolerance, seed)
+            if answers:
+                is_other = any(same is False for same, _ in answers)
+                result = replace(result, same_function=False if is_other else None)
+                reasons += [reason for _, reason in answers]
+        return result, reasons
+
+    def _outputs(
+        self, result: Verification, sides: tuple[Side, Side], inputs: list[dict[str, Any]]
+    ) -> tuple[Verification, list[str]]:
+        configs = self.configs
+        states: dict[str, torch.Tensor] = {}
+        layers: list[OutputDifference] = []
+
+        def compare_state(name: str, state: torch.Tensor) -> None:
+            expected = states.pop(name, None)
+            if expected is not None and expected.shape == state.shape:
+                layers.append(difference(name, expected, state))
+
+        first, second = (
+            run(side.config, side.weights, given, stream=self.by_layer, watch=watch, used=side.used)
+            for side, given, watch in zip(sides, inputs, (states.__setitem__, compare_state), strict=True)
+        )
+        reasons = []
+        if configs[0].get_text_config().hidden_size != configs[1].get_text_config().hidden_size:
+            reasons.append("hidden sizes differ, so that hidden states are not compared")
+        if "logits" in first and first["logits"].shape != second["logits"].shape:
+            found = [output["logits"].shape[-1] for output in (first, second)]
+            common = min(found)
+            reasons.append(
+                f"vocabularies of {found[0]:,} and {found[1]:,} tokens: compared on the first {common:,}"
+            )
+            first, second = ({"logits": output["logits"][..., :common]} for output in (first, second))
+        outputs = []
+        for name in sorted(first.keys() | second.keys()):
+            shapes = [list(output[name].shape) if name in output else None for output in (first, second)]
+            if shapes[0] != shapes[1]:
+                reasons.append(f"{name}: {' and '.join('none' if s is None else str(s) for s in shapes)}")
+            else:
+                outputs.append(difference(name, first[name], second[name]))
+        is_same = len(outputs) == len(first.keys() | second.keys())
+        is_same = is_same and all(within(part, result.tolerance) for part in outputs)
+        reasons += [sentence(part, result.tolerance) for part in outputs]
+        parted = next((layer.name for layer in layers if not within(layer, result.tolerance)), None)
+        if parted is not None:
+            reasons.append(f"the hidden states part at {parted}")
+        result = replace(
+            result,
+            outputs=outputs,
+            layers=layers,
+            first_layer=parted,
+            same_function=is_same and not result.function,
+        )
+        return result, reasons
 
 
 def _cannot_share_inputs(a: LlamoeBaseConfig, b: LlamoeBaseConfig) -> str | None:
@@ -395,70 +359,6 @@ def _longest(config: LlamoeBaseConfig) -> int:
     """Random tokens that a row can have, besides a picture's."""
     picture = config.vision_config.tokens_per_tile if isinstance(config, LlamoeConfig) else 0
     return max(config.get_text_config().max_position_embeddings - picture, 1)
-
-
-def _difference(name: str, a: torch.Tensor, b: torch.Tensor) -> OutputDifference:
-    difference = (a - b).abs()
-    top1 = (a.argmax(-1) == b.argmax(-1)).float().mean().item() if name == "logits" else None
-    return OutputDifference(
-        name, difference.max().item(), difference.mean().item(), a.std(correction=0).item(), top1
-    )
-
-
-def _within(part: OutputDifference, tolerance: float) -> bool:
-    return part.max_abs <= tolerance * part.std  # nan is not
-
-
-def _agree(result: Verification) -> bool:
-    return bool(result.outputs) and all(_within(part, result.tolerance) for part in result.outputs)
-
-
-def _reasons_of_weights(result: Verification) -> list[str]:
-    if result.same_weights:
-        return [f"every number of {result.compared:,} tensors is equal"]
-    reasons = []
-    if result.tensors:
-        (key, value), *_ = _largest(result.tensors)
-        reasons.append(
-            f"{len(result.tensors):,} of {result.compared:,} tensors differ, {key} by as much as {value:.3g}"
-        )
-    for label, keys in (("a", result.only_in_a), ("b", result.only_in_b)):
-        if keys:
-            reasons.append(f"only {label} has {_listed(keys)}")
-    if result.shapes:
-        key, (a, b) = next(iter(result.shapes.items()))
-        more = f", and {len(result.shapes) - 1} other shapes differ" if len(result.shapes) > 1 else ""
-        reasons.append(f"{key} has shape {a} in a and {b} in b{more}")
-    return reasons
-
-
-def _sentence(part: OutputDifference, tolerance: float) -> str:
-    verdict = "within" if _within(part, tolerance) else "beyond"
-    return f"{_described(part, part.name + ' differ by')}, {verdict} the tolerance of {tolerance:.3g}"
-
-
-def _described(part: OutputDifference, begin: str = "max") -> str:
-    share = f", {part.max_abs / part.std:.2g} of the standard deviation" if part.std > 0 else ""
-    top1 = "" if part.top1 is None else f"; top-1 agrees at {part.top1:.1%}"
-    return f"{begin} {part.max_abs:.3g} (mean {part.mean_abs:.3g}){share}{top1}"
-
-
-def _largest(tensors: dict[str, float]) -> list[tuple[str, float]]:
-    """The tensors that differ most; nan before all."""
-    return sorted(tensors.items(), key=lambda pair: (pair[1] == pair[1], -pair[1]))[:_SHOWN]
-
-
-def _listed(keys: list[str]) -> str:
-    more = f" and {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else ""
-    return ", ".join(keys[:_SHOWN]) + more
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _name(dtype: torch.dtype) -> str:
