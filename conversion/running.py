@@ -167,7 +167,7 @@ def run(
             module.register_forward_hook(
                 lambda _, inputs, output, label=label: watch(label, output.float().cpu())
             )
-        if used is not None and isinstance(module, (Experts, ExpertsOnDemand)):
+        if used is not None and isinstance(module, ExpertsOnDemand if stream else Experts):
             chosen = used.setdefault(name, set())
             module.register_forward_pre_hook(
                 lambda _, inputs, chosen=chosen: chosen.update(inputs[1].unique().tolist())

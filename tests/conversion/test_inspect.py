@@ -467,3 +467,42 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ValueError, match="gpt2"):
         inspect(tmp_path)
+
+
+def test_an_architecture_that_is_unknown_is_one_problem(saved, tmp_path):
+    folder, _ = saved("dense")
+    for file in folder.glob("*.safetensors*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "hidden_size": 84}))
+    found = inspect(tmp_path)
+    (problem,) = found.problems
+    assert problem.startswith(f"{tmp_path / 'config.json'}: ") and "mistral" in problem and found.stored
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'config.json'}: .*mistral"):
+        inspect(tmp_path / "config.json")
+
+
+def test_what_holds_no_weights_is_named_in_plain_words(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name, content, words in (
+        ("script.py", b"import os\n", "is a text"),
+        ("notes.bin", "Gewichte f\u00fcr alle".encode(), "is a text"),
+        ("nothing.pt", b"", "is empty"),
+        ("picture.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is another kind of file"),
+        ("tokenizer.json", b'{"version": "1.0"}', "model_type"),
+        ("list.json", b"[]", "JSON object"),
+        ("pipe", None, "neither a file nor a folder"),
+        ("a" * 300, None, "too long"),
+    ):
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=words) as raised:
+            inspect(path)
+        assert str(raised.value).startswith(f"{path}: ") and len(str(raised.value)) < 2000
+        if name not in ("list.json", "a" * 300):
+            assert "config.json" in str(raised.value) and "weights_only" not in str(raised.value)
+    with pytest.raises(CheckpointError, match="/dev/null: is neither"):
+        inspect("/dev/null")
+    for name in ("", "a\0b"):
+        with pytest.raises(CheckpointError, match="no such folder"):
+            inspect(name)
