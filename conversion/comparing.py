@@ -54,8 +54,6 @@ def compare_tensors(
         on_read(x.nbytes + y.nbytes, a.origin)
         if x.dtype == y.dtype and torch.equal(x, y):
             continue
-        if a.ndim > 2:
-            unequal.update(range(start, start + len(x)))
         x, y = x.flatten(), y.flatten()
         for at in range(0, len(x), _PIECE):
             difference, is_finite = _compare_numbers(x[at : at + _PIECE], y[at : at + _PIECE])
@@ -63,6 +61,8 @@ def compare_tensors(
                 max(largest, difference) if difference == difference and largest == largest else math.nan
             )
             finite = [known and now for known, now in zip(finite, is_finite, strict=True)]
+            if a.ndim > 2 and difference != 0:
+                unequal.update(range(start, stop))  # of a stack a block is a row
     return largest, (finite[0], finite[1]), unequal
 
 
