@@ -248,7 +248,17 @@ def save_hf(
     )
     if not dry_run:
         write(plan, target, resume, progress)
-    return make_report(checkpoint, target, "hf", plan, begun, dry_run)
+    report = make_report(checkpoint, target, "hf", plan, begun, dry_run)
+    if (
+        isinstance(checkpoint.config, LlamoeConfig)
+        and layout == "stock"
+        and _main_dtype(tensors) != torch.bfloat16
+    ):
+        report.notes.append(
+            "transformers' image processor gives bfloat16 pixels, which its own model class does not cast: give it "
+            "inputs.to(model.dtype), or load the folder as LlamoeForConditionalGeneration, which casts them"
+        )
+    return report
 
 
 def make_report(
@@ -477,6 +487,14 @@ def _check_index(folder: Path, sources: Sequence[Path], tensors: Mapping[str, La
             raise CheckpointError(f"{folder / name}: says that {key} is in {file}, which does not hold it.")
 
 
+def _main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
+    """The dtype of most numbers."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
 def _config_files(
     config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], layout: str | None
 ) -> tuple[dict[str, bytes], str]:
@@ -487,10 +505,7 @@ def _config_files(
         )
     config = copy.deepcopy(config)
     config.architectures = [model_class(config).__name__]
-    counts: dict[torch.dtype, int] = {}
-    for tensor in tensors.values():
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
-    config.dtype = max(counts, key=lambda dtype: counts[dtype])
+    config.dtype = _main_dtype(tensors)
     if layout is None:
         try:
             to_stock(config)

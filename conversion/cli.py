@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -90,6 +90,8 @@ class Activation(StrEnum):
     gelu = "gelu"
 
 
+_INTERRUPTED = "interrupted; --resume goes on with what is on the disk, where a folder was being written"
+
 Source = Annotated[Path, typer.Argument(help="Folder or file to read; its format is recognised.")]
 Target = Annotated[Path, typer.Argument(help="Folder to write; it must not exist or be empty.")]
 ToDtype = Annotated[
@@ -141,6 +143,14 @@ def convert(
             "--checksums", help="First compare the source with its checklist.chk and .pth checksums."
         ),
     ] = False,
+    instruct: Annotated[
+        bool | None,
+        typer.Option(
+            "--instruct/--no-instruct",
+            help="Whether a model of Meta's was tuned for conversations: chat template, stop tokens, sampling. The "
+            "default goes by the folder's name.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Convert a LLaMA or Llama 4 checkpoint between Meta's files and Hugging Face's.
@@ -170,6 +180,7 @@ def convert(
             resume=resume,
             dry_run=dry_run,
             checksums=checksums,
+            instruct=instruct,
             progress=progress,
         )
     _print_report(report, as_json)
@@ -450,21 +461,28 @@ def verify(
 
 def main(args: list[str] | None = None) -> None:
     """Run the command and end the process with its exit status."""
-    # Decided by hand since `--json` must work for errors, too, and options are not parsed yet.
     given = sys.argv[1:] if args is None else args
+    as_json = "--json" in given  # also where the options cannot be parsed
     try:
         app(given)
+    except SystemExit as end:
+        if end.code == 130:
+            _fail(_INTERRUPTED, 130, as_json)
+        if end.code == 2 and as_json:
+            print(json.dumps({"error": "wrong options; standard error says which", "status": 2}))
+        raise
     except ValueError as error:
-        _fail(error, 2, "--json" in given)
+        _fail(error, 2, as_json)
     except OSError as error:
-        _fail(error.strerror or error, 3, "--json" in given)
-    except ImportError as error:
-        _fail(error, 3, "--json" in given)
+        told = error.strerror or str(error)
+        _fail(f"{error.filename}: {told}" if error.filename else told, 3, as_json)
+    except (ImportError, RuntimeError, MemoryError) as error:
+        _fail(str(error) or type(error).__name__, 3, as_json)
     except KeyboardInterrupt:
-        _fail("interrupted; `--resume` goes on with what was finished", 130, "--json" in given)
+        _fail(_INTERRUPTED, 130, as_json)
 
 
-def _fail(error: object, status: int, as_json: bool) -> None:
+def _fail(error: object, status: int, as_json: bool) -> NoReturn:
     message = " ".join(str(error).split())
     if as_json:
         print(json.dumps({"error": message, "status": status}))
