@@ -5,27 +5,17 @@ text or with `--json` as JSON; progress and errors go to standard error. Exit st
 two functions, 2 for wrong options or a source that cannot be used, 3 if reading or writing failed, 130 if interrupted.
 """
 
-import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
+from transformers.utils import logging
+
+from .printing import print_report, print_sections, progress_bar
 
 app = typer.Typer(
     name="llamoe",
@@ -166,7 +156,7 @@ def convert(
     """
     from .convert import convert as run
 
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         report = run(
             source,
             target,
@@ -183,7 +173,7 @@ def convert(
             instruct=instruct,
             progress=progress,
         )
-    _print_report(report, as_json)
+    print_report(report, as_json)
 
 
 @app.command()
@@ -227,7 +217,7 @@ def vision(
     """
     from .metaclip import convert_vision as run
 
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         report = run(
             source,
             target,
@@ -242,7 +232,7 @@ def vision(
             dry_run=dry_run,
             progress=progress,
         )
-    _print_report(report, as_json)
+    print_report(report, as_json)
 
 
 @app.command()
@@ -277,7 +267,7 @@ def upcycle(
     """
     from .upcycle import upcycle as run
 
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         report = run(
             source,
             target,
@@ -293,7 +283,7 @@ def upcycle(
             dry_run=dry_run,
             progress=progress,
         )
-    _print_report(report, as_json)
+    print_report(report, as_json)
 
 
 @app.command()
@@ -316,7 +306,7 @@ def gqa(
     """
     from .upcycle import merge_kv_heads as run
 
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         report = run(
             source,
             target,
@@ -328,7 +318,7 @@ def gqa(
             dry_run=dry_run,
             progress=progress,
         )
-    _print_report(report, as_json)
+    print_report(report, as_json)
 
 
 @app.command()
@@ -373,7 +363,7 @@ def assemble(
     """
     from .assemble import assemble as run
 
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         report = run(
             text,
             vision_tower,
@@ -394,7 +384,7 @@ def assemble(
             dry_run=dry_run,
             progress=progress,
         )
-    _print_report(report, as_json)
+    print_report(report, as_json)
 
 
 @app.command()
@@ -415,7 +405,7 @@ def inspect(
     from .inspect import inspect as run
 
     found = run(path, context=context, batch=batch)
-    _print(dataclasses.asdict(found), found.sections(), as_json)
+    print_sections(dataclasses.asdict(found), found.sections(), as_json)
 
 
 @app.command()
@@ -441,7 +431,7 @@ def verify(
     """
     from .verify import verify as run
 
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         found = run(
             a,
             b,
@@ -453,7 +443,7 @@ def verify(
             device=device,
             progress=progress,
         )
-    _print(found.as_dict(), found.sections(), as_json)
+    print_sections(found.as_dict(), found.sections(), as_json)
     same = found.same_weights if found.same_function is None else found.same_function
     if not same:
         raise typer.Exit(1)
@@ -463,6 +453,7 @@ def main(args: list[str] | None = None) -> None:
     """Run the command and end the process with its exit status."""
     given = sys.argv[1:] if args is None else args
     as_json = "--json" in given  # also where the options cannot be parsed
+    logging.set_verbosity_error()  # of transformers, whose advice on configurations is for those who write them
     try:
         app(given)
     except SystemExit as end:
@@ -492,80 +483,6 @@ def _fail(error: object, status: int, as_json: bool) -> NoReturn:
 
 def _value(choice: StrEnum | None) -> str | None:
     return None if choice is None else choice.value
-
-
-class _Bar:
-    """Shows bytes, rate and time left; what `writing.Progress` asks for."""
-
-    def __init__(self, progress: Progress):
-        self.progress = progress
-        self.task = None
-
-    def start(self, total: int) -> None:
-        self.task = self.progress.add_task("", total=total)
-
-    def advance(self, nbytes: int, file: str) -> None:
-        if self.task is not None:
-            self.progress.update(self.task, advance=nbytes, description=escape(file))
-
-
-@contextlib.contextmanager
-def _progress(as_json: bool) -> Iterator[_Bar | None]:
-    console = Console(stderr=True)
-    if as_json or not console.is_terminal:
-        yield None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield _Bar(progress)
-
-
-def _print_report(report: Any, as_json: bool) -> None:
-    verb = "would write" if report.dry_run else "wrote"
-    rows = [
-        ("source", f"{report.source} ({report.kind})"),
-        (verb, f"{report.target} ({report.to})"),
-        ("files", f"{len(report.files):,}: {_shorten(report.files)}"),
-        ("tensors", f"{report.tensors:,}, {report.bytes / 1e9:.3f} GB"),
-        ("seconds", f"{report.seconds:.1f}, {report.bytes / 1e9 / max(report.seconds, 1e-9):.2f} GB/s"),
-    ]
-    reasons: dict[str, list[str]] = {}
-    for name, reason in report.dropped.items():
-        reasons.setdefault(reason, []).append(name)
-    rows += [("left out", f"{_shorten(names)}: {reason}") for reason, names in reasons.items()]
-    rows += [("note", note) for note in report.notes]
-    _print(dataclasses.asdict(report), [("", rows)], as_json)
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names if len(names) < 4 else [*names[:2], "…", names[-1]])
-
-
-def _print(content: dict[str, Any], sections: list[tuple[str, list[tuple[str, str]]]], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(content, indent=2, default=str))
-        return
-    # A pipe gets whole lines: what reads them should not meet the width of a window.
-    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
-    for title, rows in sections:
-        if title:
-            console.print(f"[bold]{escape(title)}[/bold]")
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim" if console.is_terminal else None, no_wrap=True)
-        table.add_column(overflow="fold")
-        if not console.is_terminal:
-            for label, text in rows:
-                print(f"  {label:<20} {text}" if label else f"  {text}")
-            continue
-        for label, text in rows:
-            table.add_row(f"  {escape(label)}", escape(text))
-        console.print(table)
 
 
 if __name__ == "__main__":
