@@ -2,10 +2,10 @@
 
 Everything goes through lazy tensors under stock Hugging Face keys: `open_checkpoint` gives them for every format, and
 every command writes views of them, block by block. A file imports only files that stand above it in this order: lazy,
-files, outputs, writing, tables, checkpoint; for texts: chat_templates, sentence_pieces, tiktoken_tables, processors,
-tokenizers; for Meta: meta_tables, meta_params, meta_fit, meta_sizes, meta; for towers: image_processors, positions,
-metaclip_tables, open_clip_config, towers, metaclip; then convert, upcycle, assemble, running, comparing, footprint,
-inspect, verify, cli.
+experts, files, outputs, writing, tables, checkpoint; for texts: chat_templates, sentence_pieces, tiktoken_tables,
+processors, tokenizers; for Meta: meta_tables, meta_params, meta_fit, meta_sizes, meta; for pictures:
+image_processors, positions, metaclip_tables, open_clip_config, towers, metaclip; then convert, upcycle, assemble,
+running, comparing, footprint, inspect, verify, printing, cli.
 """
 
 from .assemble import assemble

@@ -23,14 +23,14 @@ from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, L
 from ..configuration._base import LlamoeBaseConfig
 from ..modeling.weights import CheckpointError
 from .checkpoint import Checkpoint, Report, expected_shapes, save_hf
-from .convert import check_apart, open_checkpoint
+from .convert import open_checkpoint
 from .image_processors import CLIP_MEAN, CLIP_STD, normalization
 from .lazy import LazyTensor
 from .metaclip import fold, open_tower, resize
 from .processors import processor_files
 from .tokenizers import MULTIMODAL_TOKENS, extend_tokenizer, multimodal_chat_template, token_ids
 from .upcycle import as_text_model, describe, fresh, open_source, zeros
-from .writing import to_json
+from .writing import check_apart, to_json
 
 _PAD = "<|finetune_right_pad|>"
 _ENDS = ("<|eot|>", "<|eom|>")  # of an answer, in the chat template that is written

@@ -1,13 +1,10 @@
 """A checkpoint, whatever it came from: a configuration and lazy tensors under stock Hugging Face keys.
 
 Every source becomes one of these and every target is written from one, so that a command that changes weights works on
-all formats. Here are those for Hugging Face folders: safetensors or .bin, in one file or many, experts stacked as stock
-keeps them (`experts.gate_up_proj [E, H, 2I]`, `experts.down_proj [E, I, H]`) or as one linear layer an expert
-(`experts.0.gate_proj.weight [I, H]` and so on), which quantizers and other tools want.
+all formats. Here are those for Hugging Face folders: safetensors or .bin, in one file or many.
 """
 
 import copy
-import json
 import os
 import re
 import tempfile
@@ -30,8 +27,9 @@ from ..configuration import (
 from ..configuration._base import LlamoeBaseConfig
 from ..configuration._hub import written_by
 from ..modeling.weights import CheckpointError
+from .experts import fuse_experts, split_experts
 from .files import open_pickle, open_safetensors, read_json
-from .lazy import LazyTensor, Slot, compute, join, stack
+from .lazy import LazyTensor, compute
 from .writing import Plan, Progress, check_target, parse_size, split_shards, write
 
 DTYPES = {
@@ -55,8 +53,6 @@ _DROPPED = (
     (r".*rotary_emb\.inv_freq", "computed from the configuration"),
     (r".*rotary_embedding\.freqs_ci", "computed from the configuration"),
 )
-_EXPERT = re.compile(r"(.*feed_forward\.experts)\.(0|[1-9]\d*)\.(gate_proj|up_proj|down_proj)\.weight")
-_EXPERTS = re.compile(r"(.*feed_forward\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass
@@ -248,7 +244,17 @@ def save_hf(
     )
     if not dry_run:
         write(plan, target, resume, progress)
-    return make_report(checkpoint, target, "hf", plan, begun, dry_run)
+    report = make_report(checkpoint, target, "hf", plan, begun, dry_run)
+    if (
+        isinstance(checkpoint.config, LlamoeConfig)
+        and layout == "stock"
+        and _main_dtype(tensors) != torch.bfloat16
+    ):
+        report.notes.append(
+            "transformers' image processor gives bfloat16 pixels, which its own model class does not cast: give it "
+            "inputs.to(model.dtype), or load the folder as LlamoeForConditionalGeneration, which casts them"
+        )
+    return report
 
 
 def make_report(
@@ -359,75 +365,6 @@ def check_model(
     return {name: tensors[name] for name in expected}
 
 
-def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Stack experts that are one linear layer each; other tensors pass.
-
-    Raises:
-        CheckpointError: the experts of a layer are not numbered from 0, or differ in shape or dtype.
-    """
-    found: dict[str, dict[str, dict[int, LazyTensor]]] = {}
-    result: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        match = _EXPERT.fullmatch(name)
-        if match:
-            found.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
-        else:
-            result[name] = tensor
-    for prefix, kinds in found.items():
-        count = max(len(experts) for experts in kinds.values())
-        for kind in ("gate_proj", "up_proj", "down_proj"):
-            experts = kinds.get(kind, {})
-            for expert in range(count):
-                if expert not in experts:
-                    raise CheckpointError(
-                        f"{prefix}.{expert}.{kind}.weight missing, though {prefix} has {count} experts."
-                    )
-                first, tensor = experts[0], experts[expert]
-                if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.ndim != 2:
-                    raise CheckpointError(
-                        f"{tensor.origin}: is {tensor.dtype} {list(tensor.shape)}, but {first.origin} is {first.dtype} "
-                        f"{list(first.shape)}."
-                    )
-        if (
-            kinds["gate_proj"][0].shape != kinds["up_proj"][0].shape
-            or len({experts[0].dtype for experts in kinds.values()}) > 1
-        ):
-            raise CheckpointError(f"{prefix}: gate_proj and up_proj differ in shape or dtype.")
-        halves = [_stacked(kinds[kind], count) for kind in ("gate_proj", "up_proj")]
-        for name, tensor in (
-            ("gate_up_proj", join(halves, 2)),
-            ("down_proj", _stacked(kinds["down_proj"], count)),
-        ):
-            if f"{prefix}.{name}" in result:
-                raise CheckpointError(
-                    f"{result[f'{prefix}.{name}'].origin}: its experts are there one by one, too."
-                )
-            result[f"{prefix}.{name}"] = tensor
-    return result
-
-
-def split_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Undo `fuse_experts`: one linear layer `[out, in]` an expert for gate, up and down."""
-    slot = Slot()
-    result: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        match = _EXPERTS.fullmatch(name)
-        if not match:
-            result[name] = tensor
-            continue
-        whole = tensor.remember(slot)
-        for expert in range(tensor.shape[0]):
-            row = whole.row(expert)  # [in, out]
-            if match[2] == "down_proj":
-                parts = {"down_proj": row}
-            else:
-                inner = row.shape[1] // 2
-                parts = {"gate_proj": row.cut(1, 0, inner), "up_proj": row.cut(1, inner, 2 * inner)}
-            for kind, part in parts.items():
-                result[f"{match[1]}.{expert}.{kind}.weight"] = part.transpose()
-    return result
-
-
 def _tied(embedding: LazyTensor, head: LazyTensor) -> LazyTensor:
     """The embedding, read together with the output head that it stands for: transformers ties them only if equal."""
 
@@ -440,10 +377,6 @@ def _tied(embedding: LazyTensor, head: LazyTensor) -> LazyTensor:
         return matrix
 
     return compute(compare, [embedding, head], embedding.shape, embedding.dtype, embedding.origin)
-
-
-def _stacked(experts: Mapping[int, LazyTensor], count: int) -> LazyTensor:
-    return stack([experts[expert].transpose() for expert in range(count)])
 
 
 def _read_config(folder: Path) -> LlamoeBaseConfig:
@@ -477,6 +410,14 @@ def _check_index(folder: Path, sources: Sequence[Path], tensors: Mapping[str, La
             raise CheckpointError(f"{folder / name}: says that {key} is in {file}, which does not hold it.")
 
 
+def _main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
+    """The dtype of most numbers."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
 def _config_files(
     config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], layout: str | None
 ) -> tuple[dict[str, bytes], str]:
@@ -487,10 +428,7 @@ def _config_files(
         )
     config = copy.deepcopy(config)
     config.architectures = [model_class(config).__name__]
-    counts: dict[torch.dtype, int] = {}
-    for tensor in tensors.values():
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
-    config.dtype = max(counts, key=lambda dtype: counts[dtype])
+    config.dtype = _main_dtype(tensors)
     if layout is None:
         try:
             to_stock(config)
@@ -502,8 +440,3 @@ def _config_files(
     with tempfile.TemporaryDirectory() as folder, written_by(to_stock if layout == "stock" else None):
         config.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, layout
-
-
-def describe_json(report: Report) -> str:
-    """A report as JSON."""
-    return json.dumps(report.__dict__, indent=2)

@@ -5,27 +5,17 @@ text or with `--json` as JSON; progress and errors go to standard error. Exit st
 two functions, 2 for wrong options or a source that cannot be used, 3 if reading or writing failed, 130 if interrupted.
 """
 
-import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
+from transformers.utils import logging
+
+from .printing import print_report, print_sections, progress_bar
 
 app = typer.Typer(
     name="llamoe",
@@ -90,6 +80,8 @@ class Activation(StrEnum):
     gelu = "gelu"
 
 
+_INTERRUPTED = "interrupted; --resume goes on with what is on the disk, where a folder was being written"
+
 Source = Annotated[Path, typer.Argument(help="Folder or file to read; its format is recognised.")]
 Target = Annotated[Path, typer.Argument(help="Folder to write; it must not exist or be empty.")]
 ToDtype = Annotated[
@@ -141,6 +133,14 @@ def convert(
             "--checksums", help="First compare the source with its checklist.chk and .pth checksums."
         ),
     ] = False,
+    instruct: Annotated[
+        bool | None,
+        typer.Option(
+            "--instruct/--no-instruct",
+            help="Whether a model of Meta's was tuned for conversations: chat template, stop tokens, sampling. The "
+            "default goes by the folder's name.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Convert a LLaMA or Llama 4 checkpoint between Meta's files and Hugging Face's.
@@ -156,7 +156,7 @@ def convert(
     """
     from .convert import convert as run
 
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         report = run(
             source,
             target,
@@ -170,9 +170,10 @@ def convert(
             resume=resume,
             dry_run=dry_run,
             checksums=checksums,
+            instruct=instruct,
             progress=progress,
         )
-    _print_report(report, as_json)
+    print_report(report, as_json)
 
 
 @app.command()
@@ -216,7 +217,7 @@ def vision(
     """
     from .metaclip import convert_vision as run
 
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         report = run(
             source,
             target,
@@ -231,7 +232,7 @@ def vision(
             dry_run=dry_run,
             progress=progress,
         )
-    _print_report(report, as_json)
+    print_report(report, as_json)
 
 
 @app.command()
@@ -266,7 +267,7 @@ def upcycle(
     """
     from .upcycle import upcycle as run
 
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         report = run(
             source,
             target,
@@ -282,7 +283,7 @@ def upcycle(
             dry_run=dry_run,
             progress=progress,
         )
-    _print_report(report, as_json)
+    print_report(report, as_json)
 
 
 @app.command()
@@ -305,7 +306,7 @@ def gqa(
     """
     from .upcycle import merge_kv_heads as run
 
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         report = run(
             source,
             target,
@@ -317,7 +318,7 @@ def gqa(
             dry_run=dry_run,
             progress=progress,
         )
-    _print_report(report, as_json)
+    print_report(report, as_json)
 
 
 @app.command()
@@ -362,7 +363,7 @@ def assemble(
     """
     from .assemble import assemble as run
 
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         report = run(
             text,
             vision_tower,
@@ -383,7 +384,7 @@ def assemble(
             dry_run=dry_run,
             progress=progress,
         )
-    _print_report(report, as_json)
+    print_report(report, as_json)
 
 
 @app.command()
@@ -404,7 +405,7 @@ def inspect(
     from .inspect import inspect as run
 
     found = run(path, context=context, batch=batch)
-    _print(dataclasses.asdict(found), found.sections(), as_json)
+    print_sections(dataclasses.asdict(found), found.sections(), as_json)
 
 
 @app.command()
@@ -430,7 +431,7 @@ def verify(
     """
     from .verify import verify as run
 
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         found = run(
             a,
             b,
@@ -442,7 +443,7 @@ def verify(
             device=device,
             progress=progress,
         )
-    _print(found.as_dict(), found.sections(), as_json)
+    print_sections(found.as_dict(), found.sections(), as_json)
     same = found.same_weights if found.same_function is None else found.same_function
     if not same:
         raise typer.Exit(1)
@@ -450,21 +451,29 @@ def verify(
 
 def main(args: list[str] | None = None) -> None:
     """Run the command and end the process with its exit status."""
-    # Decided by hand since `--json` must work for errors, too, and options are not parsed yet.
     given = sys.argv[1:] if args is None else args
+    as_json = "--json" in given  # also where the options cannot be parsed
+    logging.set_verbosity_error()  # of transformers, whose advice on configurations is for those who write them
     try:
         app(given)
+    except SystemExit as end:
+        if end.code == 130:
+            _fail(_INTERRUPTED, 130, as_json)
+        if end.code == 2 and as_json:
+            print(json.dumps({"error": "wrong options; standard error says which", "status": 2}))
+        raise
     except ValueError as error:
-        _fail(error, 2, "--json" in given)
+        _fail(error, 2, as_json)
     except OSError as error:
-        _fail(error.strerror or error, 3, "--json" in given)
-    except ImportError as error:
-        _fail(error, 3, "--json" in given)
+        told = error.strerror or str(error)
+        _fail(f"{error.filename}: {told}" if error.filename else told, 3, as_json)
+    except (ImportError, RuntimeError, MemoryError) as error:
+        _fail(str(error) or type(error).__name__, 3, as_json)
     except KeyboardInterrupt:
-        _fail("interrupted; `--resume` goes on with what was finished", 130, "--json" in given)
+        _fail(_INTERRUPTED, 130, as_json)
 
 
-def _fail(error: object, status: int, as_json: bool) -> None:
+def _fail(error: object, status: int, as_json: bool) -> NoReturn:
     message = " ".join(str(error).split())
     if as_json:
         print(json.dumps({"error": message, "status": status}))
@@ -474,80 +483,6 @@ def _fail(error: object, status: int, as_json: bool) -> None:
 
 def _value(choice: StrEnum | None) -> str | None:
     return None if choice is None else choice.value
-
-
-class _Bar:
-    """Shows bytes, rate and time left; what `writing.Progress` asks for."""
-
-    def __init__(self, progress: Progress):
-        self.progress = progress
-        self.task = None
-
-    def start(self, total: int) -> None:
-        self.task = self.progress.add_task("", total=total)
-
-    def advance(self, nbytes: int, file: str) -> None:
-        if self.task is not None:
-            self.progress.update(self.task, advance=nbytes, description=escape(file))
-
-
-@contextlib.contextmanager
-def _progress(as_json: bool) -> Iterator[_Bar | None]:
-    console = Console(stderr=True)
-    if as_json or not console.is_terminal:
-        yield None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield _Bar(progress)
-
-
-def _print_report(report: Any, as_json: bool) -> None:
-    verb = "would write" if report.dry_run else "wrote"
-    rows = [
-        ("source", f"{report.source} ({report.kind})"),
-        (verb, f"{report.target} ({report.to})"),
-        ("files", f"{len(report.files):,}: {_shorten(report.files)}"),
-        ("tensors", f"{report.tensors:,}, {report.bytes / 1e9:.3f} GB"),
-        ("seconds", f"{report.seconds:.1f}, {report.bytes / 1e9 / max(report.seconds, 1e-9):.2f} GB/s"),
-    ]
-    reasons: dict[str, list[str]] = {}
-    for name, reason in report.dropped.items():
-        reasons.setdefault(reason, []).append(name)
-    rows += [("left out", f"{_shorten(names)}: {reason}") for reason, names in reasons.items()]
-    rows += [("note", note) for note in report.notes]
-    _print(dataclasses.asdict(report), [("", rows)], as_json)
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names if len(names) < 4 else [*names[:2], "…", names[-1]])
-
-
-def _print(content: dict[str, Any], sections: list[tuple[str, list[tuple[str, str]]]], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(content, indent=2, default=str))
-        return
-    # A pipe gets whole lines: what reads them should not meet the width of a window.
-    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
-    for title, rows in sections:
-        if title:
-            console.print(f"[bold]{escape(title)}[/bold]")
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim" if console.is_terminal else None, no_wrap=True)
-        table.add_column(overflow="fold")
-        if not console.is_terminal:
-            for label, text in rows:
-                print(f"  {label:<20} {text}" if label else f"  {text}")
-            continue
-        for label, text in rows:
-            table.add_row(f"  {escape(label)}", escape(text))
-        console.print(table)
 
 
 if __name__ == "__main__":

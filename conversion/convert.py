@@ -11,19 +11,22 @@ from .checkpoint import Checkpoint, Report, open_hf, save_hf
 from .files import check_sums, read_json
 from .meta import open_meta, save_meta
 from .metaclip import open_tower
-from .writing import Progress, check_target
+from .writing import Progress, check_apart, check_target
 
 _TOWERS = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
 _OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 
 
-def open_checkpoint(path: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
+) -> Checkpoint:
     """Open a checkpoint of any format that llamoe knows.
 
     Args:
         path: a folder of Meta (params.json, consolidated.00.pth), of Hugging Face (config.json), or a vision tower of
             open_clip or CLIP, which may be a single file.
         companions: whether the tokenizer and what belongs to it are wanted; translating Meta's takes seconds.
+        instruct: of a folder of Meta's, whether the model was tuned for conversations; None goes by the folder's name.
 
     Raises:
         CheckpointError: there is no such path, it is none of those formats, or it is damaged.
@@ -34,7 +37,7 @@ def open_checkpoint(path: str | os.PathLike, *, companions: bool = True) -> Chec
     if path.is_file():
         return open_tower(path)
     if (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
-        return open_meta(path, companions=companions)
+        return open_meta(path, companions=companions, instruct=instruct)
     if any((path / name).is_file() for name in _OPEN_CLIP_FILES):
         return open_tower(path)  # timm's folders have a config.json of their own beside it
     if (path / "config.json").is_file():
@@ -62,6 +65,7 @@ def convert(
     resume: bool = False,
     dry_run: bool = False,
     checksums: bool = False,
+    instruct: bool | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Convert a language or multimodal checkpoint from any format to any.
@@ -82,6 +86,8 @@ def convert(
         dry_run: check and plan everything, write nothing.
         checksums: compare the source with its checklist.chk and the checksums inside .pth files first, which reads it
             once more.
+        instruct: of a folder of Meta's, whether the model was tuned for conversations, which decides on chat template,
+            stop tokens and sampling; None goes by the folder's name.
         progress: is told of every block.
 
     Raises:
@@ -99,7 +105,7 @@ def convert(
             raise ValueError(f"{name} = {value!r}: has no meaning for to = {to!r}.")
     check_apart(Path(source), Path(target))
     check_target(Path(target), resume)
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, instruct=instruct)
     if checkpoint.kind in ("open_clip", "clip"):
         raise ValueError(f"{source}: is a vision tower; convert it with `llamoe vision` (convert_vision).")
     if checksums:
@@ -126,15 +132,3 @@ def convert(
         dry_run=dry_run,
         progress=progress,
     )
-
-
-def check_apart(source: Path, target: Path) -> None:
-    """Refuse a target inside its source.
-
-    Raises:
-        ValueError: it is the source, or lies in it.
-    """
-    if source.exists() and (
-        target.absolute() == source.absolute() or source.absolute() in target.absolute().parents
-    ):
-        raise ValueError(f"{target}: lies in the source, which is never changed. Choose another target.")

@@ -11,6 +11,8 @@ import io
 import json
 import os
 import pickle
+import re
+import warnings
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -127,24 +129,40 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
     path = Path(path)
     try:
         with open(path, "rb") as file:
-            is_zip = file.read(4) == b"PK\x03\x04"
+            begin = file.read(4)
+        if not begin:
+            raise CheckpointError(f"{path}: is empty. Download or copy it again.")
+        is_zip = begin == b"PK\x03\x04"
+        if not is_zip and begin[0] != 0x80:  # what every other pickle begins with
+            raise CheckpointError(f"{path}: is neither a safetensors file nor one of torch.save.")
         records = _records(path) if is_zip else None
         # Meta's files hold BytesIO objects as `_extra_state`; these are what bytes are unpickled with.
-        with torch.serialization.safe_globals([io.BytesIO, _codecs.encode, bytes]):
+        with warnings.catch_warnings(), torch.serialization.safe_globals([io.BytesIO, _codecs.encode, bytes]):
+            warnings.simplefilter(
+                "ignore"
+            )  # of formats of pickle: what cannot be read is an error all the same
             content = load_without_storage(path) if is_zip else torch.load(path, "cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file.") from error
     except pickle.UnpicklingError as error:
+        wanted = re.search(r"GLOBAL (\S+)|Unsupported (?:class|global) (\S+)", str(error))
         raise CheckpointError(
-            f"{path}: is no plain file of tensors, and may want to run code ({_first_line(error)}). It is not opened; "
-            "get the weights as safetensors or from their original source."
+            f"{path}: is no plain file of tensors, and may want to run code"
+            f"{f' ({wanted[1] or wanted[2]})' if wanted else ''}. It is not opened; get the weights as safetensors or "
+            "from their original source."
         ) from error
     except CheckpointError:
         raise
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(
+            f"{path}: is cut short or damaged ({error}). Download or copy it again."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
     except Exception as error:  # a damaged pickle can fail in any way
         raise CheckpointError(
-            f"{path}: cannot be read as a file of torch.save ({type(error).__name__}: {_first_line(error)}). Download "
-            "or copy it again."
+            f"{path}: cannot be read as a file of torch.save ({type(error).__name__}: {str(error)[:200]}). Download or "
+            "copy it again."
         ) from error
     for _ in range(3):  # wrapped in one another, but not without end
         found = isinstance(content, Mapping) and [
@@ -337,11 +355,3 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    told = next(
-        (line for line in lines if "WeightsUnpickler error" in line), lines[0]
-    )  # torch's advice around it
-    return told.strip().removeprefix("WeightsUnpickler error: ")[:200]

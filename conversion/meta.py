@@ -26,7 +26,6 @@ from .meta_params import (
     LARGEST_SENTENCEPIECE,
     LLAMA3_THETA,
     Params,
-    Seen,
     check_entries,
     note_defaults,
     read_config,
@@ -45,12 +44,16 @@ _LARGEST_FILE, _MOST_FILES = 17.5e9, 8
 _SLOTS = {"k_proj": 1, "up_proj": 1, "v_proj": 2}
 
 
-def open_meta(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
+def open_meta(
+    folder: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
+) -> Checkpoint:
     """Open a folder of Meta's: LLaMA 1, 2 or 3, or Llama 4.
 
     Args:
         folder: it holds params.json and consolidated.00.pth to consolidated.NN.pth, or one consolidated.pth.
         companions: whether to translate the tokenizer, which takes seconds where it is Llama 4's.
+        instruct: whether the model was tuned for conversations; None goes by the folder's name ("chat", "instruct").
+            See `hf_files_from_meta` for what follows from it.
 
     Returns:
         the checkpoint, under Hugging Face's names.
@@ -74,7 +77,9 @@ def open_meta(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoi
     generation = find_generation(params, files, tokenizer)
     dropped |= check_entries(params, generation == 4)
     params, seen, axis = measure(params, files, generation)
-    seen = replace(seen, instruct=_is_tuned(folder))
+    # A name that does not say so may still be that of a model which was tuned.
+    tuned = instruct if instruct is not None else _is_tuned(folder) or None
+    seen = replace(seen, instruct=bool(tuned))
     try:
         config = read_config(params, seen)
         if (folder / KEPT).is_file():
@@ -92,7 +97,7 @@ def open_meta(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoi
     if path is None or tokenizer is None:
         notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")
     elif companions:
-        translated = _read_tokenizer(path, tokenizer, config, seen)
+        translated = _read_tokenizer(path, tokenizer, config, seen.generation, tuned)
     kind = "meta-llama4" if seen.generation == 4 else "meta-llama"
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
 
@@ -124,13 +129,12 @@ def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
     return None, None
 
 
-def _read_tokenizer(path: Path, content: bytes, config: LlamoeBaseConfig, seen: Seen) -> dict[str, bytes]:
+def _read_tokenizer(
+    path: Path, content: bytes, config: LlamoeBaseConfig, generation: int, instruct: bool | None
+) -> dict[str, bytes]:
     """Tokenizer and what belongs to it, for a Hugging Face folder."""
-    family = f"llama-{seen.generation}" if is_tiktoken(content) else None
-    # A name that does not say so may still be that of a model which was tuned.
-    return hf_files_from_meta(
-        content, config, instruct=seen.instruct or None, family=family, origin=str(path)
-    )
+    family = f"llama-{generation}" if is_tiktoken(content) else None
+    return hf_files_from_meta(content, config, instruct=instruct, family=family, origin=str(path))
 
 
 def save_meta(

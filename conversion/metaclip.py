@@ -25,7 +25,7 @@ from .open_clip_config import OPEN_CLIP_CONFIG, write_model_cfg
 from .positions import POSITIONS, fold_normalization, resize_positions
 from .tables import write_through
 from .towers import OPEN_CLIP_FILES, PROCESSOR, open_tower, tower_kind
-from .writing import Plan, Progress, check_target, split_shards, to_json, write
+from .writing import Plan, Progress, check_apart, check_target, split_shards, to_json, write
 
 __all__ = ["convert_vision", "fold", "open_tower", "resize", "tower_kind"]
 
@@ -92,9 +92,7 @@ def convert_vision(
     if to not in _TARGETS:
         raise ValueError(f"to = {to!r}: valid are {', '.join(map(repr, _TARGETS))}.")
     wanted = parse_dtype(dtype)
-    inside = source.exists() and source.resolve() in (target.resolve(), *target.resolve().parents)
-    if inside:
-        raise ValueError(f"{target}: lies in the source, which is never changed. Choose another target.")
+    check_apart(source, target)
     check_target(target, resume)
     checkpoint = open_tower(source, activation=activation, tag=tag, heads=heads)
     if to != "tower":

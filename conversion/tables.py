@@ -118,7 +118,7 @@ def read_through(
         CheckpointError: files hold different names, or a name is unknown, missing or gives a tensor that another one
             gives already.
     """
-    names = _common_names(files)
+    names = list(dict.fromkeys(name for file in files for name in file))
     rows = [row for row in table if isinstance(row, Row)]
     drops = [(_regex(drop.pattern), drop.reason) for drop in table if isinstance(drop, Drop)]
     found, unknown = _sort_names(names, [row.sources for row in rows], rows, sizes)
@@ -128,6 +128,7 @@ def read_through(
         if reason is not None:
             dropped[name] = reason
             unknown.remove(name)
+    _check_common([name for name in names if name not in dropped], files)
     where = _place(files, names)
     _refuse_unknown(unknown, where)
     results: dict[str, LazyTensor] = {}
@@ -236,18 +237,14 @@ def _describe(tensor: LazyTensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _common_names(files: Sequence[Mapping[str, LazyTensor]]) -> list[str]:
-    first = files[0]
-    for file in files[1:]:
-        for name in first:
+def _check_common(names: Sequence[str], files: Sequence[Mapping[str, LazyTensor]]) -> None:
+    for name in names:
+        holder = next(file for file in files if name in file)
+        for file in files:
             if name not in file:
                 raise CheckpointError(
-                    f"{_place([file], list(file))}{name} is missing, which {first[name].origin} has."
+                    f"{_place([file], list(file))}{name} is missing, which {holder[name].origin} has."
                 )
-        for name in file:
-            if name not in first:
-                raise CheckpointError(f"{file[name].origin}: {_place([first], list(first))}does not have it.")
-    return list(first)
 
 
 def _sort_names(

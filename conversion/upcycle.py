@@ -47,9 +47,9 @@ from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, L
 from ..configuration.parameter_count import count_parameters
 from ..modeling.weights import CheckpointError
 from .checkpoint import Checkpoint, Report, save_hf
-from .convert import check_apart, open_checkpoint
+from .convert import open_checkpoint
 from .lazy import LazyTensor, Slot, compute, join, stack
-from .writing import check_target
+from .writing import check_apart, check_target
 
 _PIECE = 1 << 20  # numbers drawn, or summed, at a time
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")

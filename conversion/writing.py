@@ -149,6 +149,16 @@ def to_json(content: Any) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def check_apart(source: Path, target: Path) -> None:
+    """Refuse a target inside a folder that is the source, by whatever path.
+
+    Raises:
+        ValueError: it is the source, or lies in it.
+    """
+    if source.is_dir() and source.resolve() in (target.resolve(), *target.resolve().parents):
+        raise ValueError(f"{target}: lies in the source, which is never changed. Choose another target.")
+
+
 def check_target(target: Path, resume: bool) -> None:
     """Refuse a target that is in use, before any work.
 

@@ -93,9 +93,11 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorHeader]:
             f"{'cut short' if size < 8 + header_length + position else 'too long'}. Download or copy it again."
         )
     try:
-        with safe_open(path, framework="pt"):  # the library that will read it has the last word
+        # The library that will read it has the last word. For torch it would map the whole file as its own memory,
+        # which a machine with less than that refuses.
+        with safe_open(path, framework="np"):
             pass
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {error}. Download or copy it again.") from error
     return {name: TensorHeader(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
 

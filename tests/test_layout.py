@@ -108,3 +108,23 @@ def test_changelog_names_the_version():
     assert version is not None
     assert newest is not None
     assert newest[1] == version[1]
+
+
+@pytest.mark.parametrize("folder", LIBRARY)
+def test_files_import_only_what_stands_before_them(folder):
+    """In the order that the folder's `__init__` gives, after its words "in this order" or "Reading order"."""
+    files = {path.stem: path for path in library_files(folder) if path.suffix == ".py"} | {"_compat": None}
+    text = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
+    text = re.split(r"in this order|Reading order", text)[1]
+    order = list(dict.fromkeys(word for word in re.findall(r"\w+", text) if word in files))
+    assert set(files) - {"__init__", "_compat", "kernels"} <= set(order), "files that the list does not name"
+    wrong = {
+        f"{name} imports {module}"
+        for place, name in enumerate(order)
+        if files[name] is not None
+        for module in imported_modules(files[name])
+        if (base := module.removeprefix(f"llamoe.{folder}.").split(".")[0]) in order[place + 1 :]
+        and module.startswith(f"llamoe.{folder}.")
+        and base != "_compat"
+    }
+    assert not wrong

@@ -85,6 +85,30 @@ def test_failing_disk_is_status_3(source, tmp_path, capsys, monkeypatch):
     assert run(capsys, "convert", source, tmp_path / "out", "--resume")[0] == 0
 
 
+@pytest.mark.parametrize("words", [["convert", "one"], ["convert", "a", "b", "--to", "gguf"], ["fly"], []])
+def test_wrong_words_are_told_in_json_too(capsys, words):
+    status, out, err = run(capsys, *words, "--json")
+    assert status == 2
+    assert json.loads(out)["status"] == 2
+    assert err
+
+
+def test_interruption_is_one_line_and_status_130(source, tmp_path, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    status, _, err = run(capsys, "convert", source, tmp_path / "out")
+    assert status == 130
+    assert err.startswith("llamoe: interrupted; --resume")
+
+
+def test_status_1_is_kept_for_the_verdict(source, capsys):
+    status, _, err = run(capsys, "verify", source, source, "--device", "nothing")
+    assert status in (2, 3)
+    assert "nothing" in err
+
+
 def test_verify_tells_by_its_status(source, tmp_path, capsys):
     run(capsys, "convert", source, tmp_path / "same", "--shard-size", "60KB")
     status, out, _ = run(capsys, "verify", source, tmp_path / "same", "--tokens", "8")

@@ -2,8 +2,11 @@
 
 import hashlib
 import io
+import json
 import os
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,3 +155,16 @@ def test_checksums_tell_damage_that_nothing_else_does(tmp_path):
     (tmp_path / "checklist.chk").unlink()
     with pytest.raises(CheckpointError, match=r"consolidated\.00\.pth: (is damaged|record)"):
         check_sums([path])
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="reads the size of memory from /proc/meminfo")
+def test_file_larger_than_memory_opens(tmp_path):
+    """A stack of experts can be larger than a laptop's memory; the file here is a hole."""
+    memory = 1024 * int(re.search(r"MemTotal: +(\d+)", Path("/proc/meminfo").read_text())[1])
+    rows = 2 * memory // 2**20
+    path = tmp_path / "x.safetensors"
+    header = {"x": {"dtype": "U8", "shape": [rows, 2**20], "data_offsets": [0, rows * 2**20]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + rows * 2**20)
+    assert not open_safetensors(path)["x"].read(rows - 1, rows).any()

@@ -200,6 +200,10 @@ def test_target_that_exists_is_refused_and_stays(dense, tmp_path):
         convert(folder, folder / "out")
     with pytest.raises(ValueError, match="lies in the source"):
         convert(folder, folder)
+    (tmp_path / "link").symlink_to(folder)
+    for source, target in ((tmp_path / "link", folder / "out"), (folder, tmp_path / "link/out")):
+        with pytest.raises(ValueError, match="lies in the source"):
+            convert(source, target)
 
 
 def test_number_that_is_not_finite_is_refused_and_nothing_left(dense, tmp_path):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from conversion_support import META_LLAMA_2
 from meta_folders import (
     BY_NAME,
     CASES,
@@ -303,3 +304,13 @@ def test_a_conversion_that_was_cut_short_goes_on(tmp_path):
     save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=4, resume=True)
     for given, wanted in zip(load_files(tmp_path / "to"), cut(BY_NAME["llama-4"], full, 4), strict=True):
         assert_same(given, wanted)
+
+
+@pytest.mark.parametrize(("instruct", "template"), [(None, True), (True, True), (False, False)])
+def test_it_can_be_said_whether_a_model_was_tuned(instruct, template, tmp_path):
+    """Llama 2 not tuned has no template, and text that spells a special token is not read as one."""
+    META_LLAMA_2.write(tmp_path / "meta", META_LLAMA_2.weights(), 1)
+    convert(tmp_path / "meta", tmp_path / "hf", instruct=instruct)
+    assert (tmp_path / "hf" / "chat_template.jinja").is_file() == template
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert settings.get("split_special_tokens", False) != template

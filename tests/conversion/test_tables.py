@@ -93,6 +93,15 @@ def test_copies_that_differ_are_told_when_they_are_read():
         tensors["model.0.norm"].read()
 
 
+def test_what_is_dropped_need_not_be_in_every_file():
+    files = split(2)
+    files[0] |= lazy({"layers.0.rope": torch.ones(1)})
+    files[1] |= lazy({"b._extra": torch.ones(1)})
+    tensors, dropped = read_through(TABLE, files, None)
+    assert tensors.keys() == WHOLE.keys()
+    assert dropped.keys() == {"layers.0.rope", "b._extra"}
+
+
 def test_two_names_for_one_tensor_are_named():
     table = [Row("a", "x"), Row("b", "x")]
     with pytest.raises(CheckpointError, match="b and a are the same tensor"):
