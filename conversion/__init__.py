@@ -5,7 +5,7 @@ every command writes views of them, block by block. A file imports only files th
 experts, files, outputs, writing, tables, checkpoint; for texts: chat_templates, sentence_pieces, tiktoken_tables,
 processors, tokenizers; for Meta: meta_tables, meta_params, meta_fit, meta_sizes, meta; for pictures:
 image_processors, positions, metaclip_tables, open_clip_config, towers, metaclip; then convert, upcycle, assemble,
-running, comparing, footprint, inspect, verify, printing, cli.
+running, comparing, footprint, inspect, shared_parts, verdict, unreached, verify, printing, cli.
 """
 
 from .assemble import assemble
