@@ -10,4 +10,7 @@ extras = project["optional-dependencies"]
 for requirement in project["dependencies"] + extras["vision"] + extras["tokenizers"]:
     name, lowest = re.match(r"([\w-]+)>=([\w.]+)", requirement).groups()
     print(f"{name}=={lowest}")
-print(*(requirement for requirement in extras["test"] if requirement.startswith(("hypothesis", "pytest"))), sep="\n")
+print(
+    *(requirement for requirement in extras["test"] if requirement.startswith(("hypothesis", "pytest"))),
+    sep="\n",
+)
