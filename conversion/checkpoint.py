@@ -30,6 +30,7 @@ from ..modeling.weights import CheckpointError
 from .experts import fuse_experts, split_experts
 from .files import open_pickle, open_safetensors, read_json
 from .lazy import LazyTensor, compute
+from .tokenizers import check_companions
 from .writing import Plan, Progress, check_target, parse_size, split_shards, write
 
 DTYPES = {
@@ -110,22 +111,25 @@ class Report:
     dry_run: bool
 
 
-def open_hf(folder: str | os.PathLike) -> Checkpoint:
+def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
     """Open a Hugging Face folder of LLaMA, Llama 4 or llamoe.
 
     Args:
         folder: it holds config.json and the weights.
+        companions: whether to read the tokenizer and what belongs to it.
 
     Raises:
-        CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized, or tensors
-            are missing, unknown, or of other shapes than config.json says.
+        CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized, tensors are
+            missing, unknown, or of other shapes than config.json says, or the tokenizer is another model's.
     """
     folder = Path(folder)
     config = _read_config(folder)
     sources = weight_files(folder)
     tensors: dict[str, LazyTensor] = {}
+    dropped: dict[str, str] = {}
     for path in sources:
-        opened = open_safetensors(path) if path.suffix == ".safetensors" else open_pickle(path)[0]
+        opened, others = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
+        dropped |= {name: f"no tensor but a {kind}" for name, kind in others.items()}
         for name, tensor in opened.items():
             if name in tensors:
                 raise CheckpointError(
@@ -133,19 +137,16 @@ def open_hf(folder: str | os.PathLike) -> Checkpoint:
                 )
             tensors[name] = tensor
     _check_index(folder, sources, tensors)
-    dropped = {
+    dropped |= {
         name: reason for name in tensors for pattern, reason in _DROPPED if re.fullmatch(pattern, name)
     }
     if getattr(config.get_text_config(), "tie_word_embeddings", False):  # a tower has no such field
-        heads = [name for name in tensors if name.endswith("lm_head.weight")]
-        dropped.update(dict.fromkeys(heads, "the embedding serves as the output head (tie_word_embeddings)"))
-        for head in heads:
-            name = head.replace("lm_head", "model.embed_tokens")
-            if name in tensors:
-                tensors[name] = _tied(tensors[name], tensors[head])
+        dropped |= tie_heads(tensors)
     kept = fuse_experts({name: tensor for name, tensor in tensors.items() if name not in dropped})
     kept = check_model(config, kept, str(folder))
-    return Checkpoint(folder, "hf", config, kept, dropped, read_companions(folder), sources)
+    found = read_companions(folder) if companions else {}
+    notes = check_companions(found, config, str(folder)) if companions else []
+    return Checkpoint(folder, "hf", config, kept, dropped, found, sources, notes)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -176,12 +177,19 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:
-    """Read the small files of a Hugging Face folder that belong to the model: tokenizer, templates, processor."""
+    """Read the small files of a Hugging Face folder that belong to the model: tokenizer, templates, processor.
+
+    Raises:
+        CheckpointError: one cannot be read, or is called .json and is none.
+    """
     found = {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
         if path.is_file() and _COMPANIONS.fullmatch(path.name)
     }
+    for name in found:
+        if name.endswith(".json"):
+            read_json(folder / name)
     templates = folder / "additional_chat_templates"
     if templates.is_dir():
         found |= {
@@ -319,7 +327,7 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _expected_shapes(config: LlamoeBaseConfig, count: int, place: str) -> dict[str, tuple[int, ...]]:
+def expected_shapes_of(config: LlamoeBaseConfig, count: int, place: str) -> dict[str, tuple[int, ...]]:
     """`expected_shapes` for a configuration that may be damaged: sizes beyond reason end at once, with a message."""
     parts = [getattr(config, name) for name in config.sub_configs] or [config]
     layers = sum(part.num_hidden_layers for part in parts)
@@ -341,7 +349,7 @@ def check_model(
     Raises:
         CheckpointError: one is missing, unknown, of another shape, or of a dtype that no weight has.
     """
-    expected = _expected_shapes(config, len(tensors), place)
+    expected = expected_shapes_of(config, len(tensors), place)
     for name, tensor in tensors.items():
         if name not in expected:
             origin = tensor.origin or place
@@ -365,15 +373,38 @@ def check_model(
     return {name: tensors[name] for name in expected}
 
 
+def tie_heads(tensors: dict[str, LazyTensor]) -> dict[str, str]:
+    """Let the embedding stand for the output head, whose model has one weight for both.
+
+    Args:
+        tensors: stock key to tensor. An embedding beside a head is from then on compared with it when it is read, since
+            transformers ties only what is equal.
+
+    Returns:
+        key of each head to the reason why it has no place.
+
+    Raises:
+        CheckpointError: shape or dtype of the two differ.
+    """
+    heads = [name for name in tensors if name.endswith("lm_head.weight")]
+    for head in heads:
+        name = head.replace("lm_head", "model.embed_tokens")
+        if name in tensors:
+            tensors[name] = _tied(tensors[name], tensors[head])
+    return dict.fromkeys(heads, "the embedding serves as the output head (tie_word_embeddings)")
+
+
 def _tied(embedding: LazyTensor, head: LazyTensor) -> LazyTensor:
-    """The embedding, read together with the output head that it stands for: transformers ties them only if equal."""
+    differs = (
+        f"{head.origin}: differs from {embedding.origin}, though the configuration has tie_word_embeddings. Set it to "
+        "false if the model has a head of its own."
+    )
+    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
+        raise CheckpointError(differs)
 
     def compare(matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         if not torch.equal(matrix, other):
-            raise CheckpointError(
-                f"{head.origin}: differs from {embedding.origin}, though config.json has tie_word_embeddings. Set it "
-                "to false if the model has a head of its own."
-            )
+            raise CheckpointError(differs)
         return matrix
 
     return compute(compare, [embedding, head], embedding.shape, embedding.dtype, embedding.origin)
@@ -402,12 +433,18 @@ def _read_config(folder: Path) -> LlamoeBaseConfig:
 
 
 def _check_index(folder: Path, sources: Sequence[Path], tensors: Mapping[str, LazyTensor]) -> None:
-    if len(sources) < 2:
+    if sources[0].name in _SINGLES:
         return
     name = _INDEXES[0] if sources[0].suffix == ".safetensors" else _INDEXES[1]
-    for key, file in read_json(folder / name)["weight_map"].items():
+    weight_map = read_json(folder / name)["weight_map"]
+    for key, file in weight_map.items():
         if key not in tensors or tensors[key].origin != f"{folder / file}: {key}":
             raise CheckpointError(f"{folder / name}: says that {key} is in {file}, which does not hold it.")
+    for key, tensor in tensors.items():
+        if key not in weight_map:
+            raise CheckpointError(
+                f"{folder / name}: does not name {key}, which {tensor.origin.rpartition(': ')[0]} holds."
+            )
 
 
 def _main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
@@ -429,6 +466,8 @@ def _config_files(
     config = copy.deepcopy(config)
     config.architectures = [model_class(config).__name__]
     config.dtype = _main_dtype(tensors)
+    for part in (getattr(config, name) for name in config.sub_configs):
+        part.dtype = None if part.dtype is None else config.dtype
     if layout is None:
         try:
             to_stock(config)

@@ -43,7 +43,7 @@ def open_checkpoint(
     if (path / "config.json").is_file():
         if read_json(path / "config.json").get("model_type") in _TOWERS:
             return open_tower(path)
-        return open_hf(path)
+        return open_hf(path, companions=companions)
     inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
     raise CheckpointError(
         f"{path}: is no checkpoint that is known here: neither params.json with consolidated.00.pth (Meta), nor "

@@ -3,7 +3,7 @@
 Opening reads headers only. Tensors are read from the file at their offsets, never through a memory map: what was read
 does not stay in memory, and a file that shrinks meanwhile gives an error instead of ending the process. A torch file is
 unpickled with `weights_only=True`, without its numbers: torch gives tensors that know where theirs stand
-(https://docs.pytorch.org/docs/stable/notes/serialization.html).
+(https://docs.pytorch.org/docs/stable/notes/serialization.html). Files in torch's format before 1.6 are read whole.
 """
 
 import _codecs
@@ -47,10 +47,13 @@ class FileTensor(LazyTensor):
             self.strides = None
 
     def _read(self, start, stop):
-        if self.strides is not None:
-            span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
-            whole = self._bytes(0, span).as_strided(self.shape, self.strides) if self.numel else None
-            return torch.empty(self.shape, dtype=self.dtype) if whole is None else whole[start:stop]
+        if self.strides is not None and self.numel:
+            # What these rows reach, from their first element; where the first axis is not the slowest, nearly all.
+            shape = (stop - start, *self.shape[1:])
+            if start == stop:
+                return torch.empty(shape, dtype=self.dtype)
+            span = 1 + sum((size - 1) * step for size, step in zip(shape, self.strides, strict=True))
+            return self._bytes(start * self.strides[0], span).as_strided(shape, self.strides)
         width = self.numel // self.shape[0] if self.shape and self.shape[0] else 1
         shape = (stop - start, *self.shape[1:]) if self.shape else ()
         return self._bytes(start * width, (stop - start) * width if self.numel else 0).view(shape)
@@ -164,15 +167,29 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
             f"{path}: cannot be read as a file of torch.save ({type(error).__name__}: {str(error)[:200]}). Download or "
             "copy it again."
         ) from error
+    others: dict[str, str] = {}
     for _ in range(3):  # wrapped in one another, but not without end
-        found = isinstance(content, Mapping) and [
-            content[name] for name in _WRAPPERS if isinstance(content.get(name), Mapping)
-        ]
-        content = found[0] if found else content
+        wrapper = next(
+            (
+                name
+                for name in _WRAPPERS
+                if isinstance(content, Mapping) and isinstance(content.get(name), Mapping)
+            ),
+            None,
+        )
+        if wrapper is None:
+            break
+        for name, value in content.items():
+            if isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"{path}: has {name} beside {wrapper!r}; one of them only was expected."
+                )
+            if name != wrapper:
+                others[str(name)] = type(value).__name__
+        content = content[wrapper]
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a dictionary of tensors.")
     tensors: dict[str, LazyTensor] = {}
-    others: dict[str, str] = {}
     for name, value in content.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: a key is {name!r}, where names of tensors were expected.")

@@ -18,7 +18,16 @@ import torch
 from ..configuration import LlamoeDenseConfig, LlamoeVisionConfig, count_parameters
 from ..configuration._base import LlamoeBaseConfig
 from ..modeling.weights import CheckpointError
-from .checkpoint import Checkpoint, Report, check_model, expected_shapes, identify, make_report, parse_dtype
+from .checkpoint import (
+    Checkpoint,
+    Report,
+    check_model,
+    expected_shapes_of,
+    identify,
+    make_report,
+    parse_dtype,
+    tie_heads,
+)
 from .files import open_pickle, read_json
 from .lazy import LazyTensor, Slot
 from .meta_fit import add_kept, needs_own_scaling, write_params
@@ -31,7 +40,7 @@ from .meta_params import (
     read_config,
 )
 from .meta_sizes import find_generation, is_tiktoken, measure, weight_files
-from .meta_tables import check_division, llama4_table, llama_table, names_for
+from .meta_tables import STYLES, check_division, llama4_table, llama_table, names_for
 from .tables import Table, read_through, write_through
 from .tokenizers import check_tokenizer, hf_files_from_meta, meta_tokenizer_model
 from .writing import Plan, Progress, check_target, to_json, write
@@ -91,6 +100,10 @@ def open_meta(
         raise CheckpointError(f"{params.origin}: {error}") from error
     table = llama4_table(config) if seen.generation == 4 else llama_table(axis)
     tensors, left_out = read_through(table, files, config)
+    if config.get_text_config().tie_word_embeddings:
+        heads = tie_heads(tensors)
+        dropped |= {"output.weight": reason for reason in heads.values()}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in heads}
     _refuse_missing(tensors, config, table, paths)
     tensors = check_model(config, tensors, str(folder))
     translated, notes = {}, note_defaults(params, config)
@@ -106,7 +119,8 @@ def _refuse_missing(
     tensors: Mapping[str, LazyTensor], config: LlamoeBaseConfig, table: Table, paths: Sequence[Path]
 ) -> None:
     """Name what is missing as Meta's files call it."""
-    keys = [key for key in expected_shapes(config) if key not in tensors]
+    expected = expected_shapes_of(config, len(tensors), str(paths[0].parent))
+    keys = [key for key in expected if key not in tensors]
     names = list(dict.fromkeys(name for key in keys for name in names_for(table, key)))
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -175,6 +189,8 @@ def save_meta(
     """
     begun = time.monotonic()
     target, config = Path(target), checkpoint.config
+    if style not in STYLES:
+        raise ValueError(f"style = {style!r}: valid are {', '.join(map(repr, STYLES))}.")
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError(f"{checkpoint.path}: is a vision tower alone, for which Meta has no format.")
     wanted = parse_dtype(dtype)

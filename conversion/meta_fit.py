@@ -30,7 +30,7 @@ _FREE = frozenset(
     "max_position_embeddings initializer_range use_cache pad_token_id bos_token_id eos_token_id pretraining_tp "
     "attention_dropout projector_dropout no_rope_layer_interval interleave_moe_layer_step output_router_logits "
     "router_aux_loss_coef router_jitter_noise router_z_loss_coef router_dropout expert_capacity_factor "
-    "output_expert_load boi_token_index eoi_token_index image_token_index".split()
+    "output_expert_load boi_token_index eoi_token_index image_token_index tie_word_embeddings".split()
 )
 # Of those what a reader would otherwise guess: from the folder's name, from which LLaMA it takes it for.
 _ALWAYS_KEPT = frozenset(
@@ -248,8 +248,6 @@ def _compare(config: Any, again: Any) -> dict[str, Any]:
         elif name in free or (name == "attn_temperature_tuning" and bool(value) == bool(read)):
             if value != read or name in _ALWAYS_KEPT:
                 kept[name] = value
-        elif name == "tie_word_embeddings":
-            pass  # written as a copy; the caller says so
         elif name == "rope_parameters":
             mine, its = _rope_content(value), _rope_content(read)
             for key in ("rope_type", *sorted(mine | its)):

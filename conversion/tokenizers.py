@@ -297,26 +297,42 @@ def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:
     return _vocabulary(_json(companions, "tokenizer.json"))
 
 
-def check_companions(companions: Mapping[str, bytes], config: Any) -> None:
+def check_companions(companions: Mapping[str, bytes], config: Any, origin: str | None = None) -> list[str]:
     """Refuse a folder's tokenizer whose ids reach beyond the embedding; fewer tokens than rows are usual.
 
     Args:
         companions: file name to content.
         config: a configuration of llamoe.
+        origin: the folder, for messages.
+
+    Returns:
+        what to note: tokens that were added and have no row, such as padding that is never read.
 
     Raises:
-        CheckpointError: tokenizer.json is damaged, or holds an id that is no row of the embedding.
+        CheckpointError: tokenizer.json is damaged, or its vocabulary holds an id that is no row of the embedding.
     """
     if "tokenizer.json" not in companions:
-        return
+        return []
+    place = f"{origin}: " if origin else ""
     text = getattr(config, "text_config", config)
-    known = _vocabulary(_json(companions, "tokenizer.json"))
-    token = max(known, key=known.__getitem__, default=None)
-    if token is not None and known[token] >= text.vocab_size:
+    try:
+        content = _json(companions, "tokenizer.json")
+    except CheckpointError as error:
+        raise CheckpointError(f"{place}{error}") from error
+    rows = f"{type(text).__name__}.vocab_size is {text.vocab_size}"
+    added = {token["content"] for token in content.get("added_tokens", [])}
+    beyond = {token: index for token, index in _vocabulary(content).items() if index >= text.vocab_size}
+    if wrong := [token for token in beyond if token not in added]:
+        token = max(wrong, key=beyond.__getitem__)
         raise CheckpointError(
-            f"tokenizer.json: gives {token!r} the id {known[token]}, and {type(text).__name__}.vocab_size is "
-            f"{text.vocab_size}. Take this model's own tokenizer, or resize the embedding."
+            f"{place}tokenizer.json: gives {token!r} the id {beyond[token]}, and {rows}. Take this model's own "
+            "tokenizer, or resize the embedding."
         )
+    return (
+        [f"tokenizer.json: added tokens {', '.join(map(repr, list(beyond)[:5]))} have no row: {rows}"]
+        if beyond
+        else []
+    )
 
 
 def _read(path: Path) -> bytes:

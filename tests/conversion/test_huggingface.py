@@ -8,7 +8,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support import for_models, make_asymmetric, stock_model
+from support import MULTIMODAL, for_models, make_asymmetric, stock_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llamoe
@@ -122,6 +124,10 @@ def test_tied_head_is_dropped_with_its_reason(tmp_path):
     report = convert(tmp_path / "model", tmp_path / "out")
     assert list(report.dropped) == ["lm_head.weight"]
     assert_equal(weights(tmp_path / "out"), state)
+    other = state["model.embed_tokens.weight"].half()
+    save_file({**state, "lm_head.weight": other}, tmp_path / "model/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from .*tie_word_embeddings"):
+        convert(tmp_path / "model", tmp_path / "other", dry_run=True)
     other = state["model.embed_tokens.weight"] + 1
     save_file({**state, "lm_head.weight": other}, tmp_path / "model/model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from .*tie_word_embeddings"):
@@ -131,7 +137,8 @@ def test_tied_head_is_dropped_with_its_reason(tmp_path):
 
 def test_companions_come_along(dense, tmp_path):
     folder, _ = dense
-    (folder / "tokenizer.json").write_text("{}")
+    tokenizer = Tokenizer(WordLevel({f"word{i}": i for i in range(97)}, unk_token="word0"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "notes.txt").write_text("mine")
     convert(folder, tmp_path / "out")
@@ -143,6 +150,61 @@ def test_companions_come_along(dense, tmp_path):
         "tokenizer.json",
         "chat_template.jinja",
     }
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_damaged_companions_are_refused(dense, tmp_path, name):
+    folder, _ = dense
+    (folder / name).write_text('{"model": {"voc')
+    for to in ("hf", "meta"):
+        with pytest.raises(CheckpointError, match=rf"{folder.name}/{name}"):
+            convert(folder, tmp_path / "out", to=to)
+        assert not (tmp_path / "out").exists()
+
+
+def test_tokenizer_of_another_model_is_refused_and_added_padding_noted(dense, tmp_path):
+    folder, _ = dense
+    tokenizer = Tokenizer(WordLevel({f"word{i}": i for i in range(97)}, unk_token="word0"))
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert any("'<pad>' have no row" in note for note in convert(folder, tmp_path / "out").notes)
+    Tokenizer(WordLevel({f"word{i}": i for i in range(98)}, unk_token="word0")).save(
+        str(folder / "tokenizer.json")
+    )
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json: gives 'word97' the id 97, .*vocab_size is 97"
+    ):
+        convert(folder, tmp_path / "other")
+
+
+def test_index_that_does_not_say_what_is_there_is_named(dense, tmp_path):
+    _, model = dense
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="30KB")
+    path = tmp_path / "sharded/model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first = index["weight_map"].pop("model.norm.weight")
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json: does not name model\.norm\.weight"):
+        convert(tmp_path / "sharded", tmp_path / "out")
+    path.write_text(json.dumps({**index, "weight_map": {"nonsense": first}}))
+    with pytest.raises(CheckpointError, match=r"index\.json: says that nonsense is in"):
+        convert(tmp_path / "sharded", tmp_path / "out")
+
+
+def test_what_is_no_tensor_is_listed(dense, tmp_path):
+    folder, _ = dense
+    torch.save({**weights(folder), "step": 3}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert convert(folder, tmp_path / "out").dropped == {"step": "no tensor but a int"}
+
+
+def test_dtype_is_that_of_every_part(tmp_path):
+    MULTIMODAL.make().save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config["text_config"]["dtype"] = "float32"
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    convert(tmp_path / "model", tmp_path / "out", dtype="bfloat16")
+    assert llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 
 def test_dry_run_writes_nothing(dense, tmp_path):

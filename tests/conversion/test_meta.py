@@ -33,6 +33,7 @@ from llamoe.conversion.convert import convert, open_checkpoint
 from llamoe.conversion.meta import open_meta, save_meta
 from llamoe.conversion.meta_tables import llama4_table, llama_table
 from llamoe.conversion.tables import Drop
+from llamoe.modeling.weights import CheckpointError
 
 EACH_COUNT = [pytest.param(case, n, id=f"{case.name}-{n}") for case in CASES for n in case.files]
 
@@ -168,9 +169,21 @@ def test_a_head_that_is_the_embedding_is_written_as_a_copy(tmp_path):
     report = save_meta(checkpoint, tmp_path / "tied", shards=2)
     assert any("tie_word_embeddings" in note for note in report.notes)
     again = open_meta(tmp_path / "tied")
-    assert not again.config.tie_word_embeddings
-    for name in ("lm_head.weight", "model.embed_tokens.weight"):
-        assert torch.equal(again.tensors[name].read(), full["tok_embeddings.weight"])
+    assert again.config.tie_word_embeddings
+    assert "tie_word_embeddings" in again.dropped["output.weight"]
+    assert again.tensors.keys() == checkpoint.tensors.keys()
+    files = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "tied").glob("*.pth"))]
+    embedding = full["tok_embeddings.weight"]
+    assert torch.equal(again.tensors["model.embed_tokens.weight"].read(), embedding)
+    assert torch.equal(torch.cat([file["output.weight"] for file in files]), embedding)
+
+
+@pytest.mark.parametrize("pad", [-400, 5000])
+def test_padding_that_no_model_can_have_is_told_with_its_folder(pad, tmp_path):
+    make_folder(tmp_path, BY_NAME["llama-2"])
+    (tmp_path / "llamoe.json").write_text(json.dumps({"pad_token_id": pad}))
+    with pytest.raises(CheckpointError, match=f"{tmp_path.name}.*no model can be made"):
+        open_meta(tmp_path)
 
 
 def test_another_dtype_is_written_for_every_tensor(tmp_path):
