@@ -102,7 +102,8 @@ def open_meta(
     tensors, left_out = read_through(table, files, config)
     if config.get_text_config().tie_word_embeddings:
         heads = tie_heads(tensors)
-        dropped |= {"output.weight": reason for reason in heads.values()}
+        if heads:
+            dropped["output.weight"] = next(iter(heads.values()))
         tensors = {name: tensor for name, tensor in tensors.items() if name not in heads}
     _refuse_missing(tensors, config, table, paths)
     tensors = check_model(config, tensors, str(folder))
