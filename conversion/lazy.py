@@ -93,7 +93,11 @@ class LazyTensor(ABC):
     def cut(self, dim: int, start: int, stop: int) -> "LazyTensor":
         """View indices `start` to `stop` along an axis."""
         dim %= self.ndim
-        return self if (start, stop) == (0, self.shape[dim]) else _Cut(self, dim, start, stop)
+        if (start, stop) == (0, self.shape[dim]):
+            return self
+        if isinstance(self, _Cut) and self.dim == dim:  # one copy of what is wanted, none of what lies between
+            return _Cut(self.tensor, dim, self.start + start, self.start + stop)
+        return _Cut(self, dim, start, stop)
 
     def view(self, *shape: int) -> "LazyTensor":
         """View under another shape of as many elements, row-major."""

@@ -28,7 +28,7 @@ from .outputs import Output, SafetensorsOutput, TorchOutput
 UNFINISHED = ".llamoe-unfinished.json"
 _TEMPORARY = ".{}.partial"
 _CHECKED_AT_ONCE = 1 << 24  # elements
-_BEHIND = 1 << 27  # bytes that may wait to be written
+_BEHIND = 1 << 26  # bytes that may wait to be written
 _NOTED = 1 << 32  # bytes after which is noted what of unfinished files is on the disk
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip

@@ -30,6 +30,8 @@ VIEWS = {
         MATRIX @ MATRIX.t(),
     ),
     "remembered": (cube.remember(Slot()).cut(2, 2, 5).transpose(), CUBE[..., 2:5].transpose(1, 2)),
+    "cut of a cut": (cube.cut(2, 2, 7).cut(2, 1, 4), CUBE[..., 3:6]),
+    "cut of a cut of rows": (cube.cut(0, 1, 5).cut(0, 1, 3).cut(1, 2, 4), CUBE[2:4, 2:4]),
     "cut of a view of a join": (join(parts, 0).view(30, 8).cut(0, 7, 23), CUBE.view(30, 8)[7:23]),
 }
 
