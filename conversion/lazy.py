@@ -95,7 +95,9 @@ class LazyTensor(ABC):
         dim %= self.ndim
         if (start, stop) == (0, self.shape[dim]):
             return self
-        if isinstance(self, _Cut) and self.dim == dim:  # one copy of what is wanted, none of what lies between
+        if (
+            isinstance(self, _Cut) and self.dim == dim
+        ):  # one copy of what is wanted, none of what lies between
             return _Cut(self.tensor, dim, self.start + start, self.start + stop)
         return _Cut(self, dim, start, stop)
 
