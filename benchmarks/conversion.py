@@ -2,10 +2,10 @@
 
     python benchmarks/conversion.py --folder /fast/disk
 
-Each conversion runs in a process of its own, in turn with a plain copy of the source (`cp`, flushed to the disk). Memory
-is the process's peak above its base, which is what it holds after its imports and a first small conversion. The limit
-is 1 GiB and three times the largest matrix: one expert, or the embedding. Takes four times the checkpoint's size on the
-disk.
+Each conversion runs in a process of its own, in turn with a plain copy of the source (`cp`, flushed to the disk). Its
+memory is the process's peak above its base, which is what it holds after its imports and a first small conversion. The
+limit is 1 GiB and three times the largest matrix: one expert, or the embedding. Takes four times the checkpoint's size
+on the disk.
 """
 
 import argparse
