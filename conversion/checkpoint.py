@@ -116,7 +116,7 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
 
     Args:
         folder: it holds config.json and the weights.
-        companions: whether to read the tokenizer and what belongs to it.
+        companions: whether the tokenizer and what belongs to it will be used, and so are checked.
 
     Raises:
         CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized, tensors are
@@ -144,7 +144,7 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
         dropped |= tie_heads(tensors)
     kept = fuse_experts({name: tensor for name, tensor in tensors.items() if name not in dropped})
     kept = check_model(config, kept, str(folder))
-    found = read_companions(folder) if companions else {}
+    found = read_companions(folder, check=companions)
     notes = check_companions(found, config, str(folder)) if companions else []
     return Checkpoint(folder, "hf", config, kept, dropped, found, sources, notes)
 
@@ -176,11 +176,15 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
-def read_companions(folder: Path) -> dict[str, bytes]:
+def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
     """Read the small files of a Hugging Face folder that belong to the model: tokenizer, templates, processor.
 
+    Args:
+        folder: it holds config.json.
+        check: whether to look into the files.
+
     Raises:
-        CheckpointError: one cannot be read, or is called .json and is none.
+        CheckpointError: one is called .json and is none.
     """
     found = {
         path.name: path.read_bytes()
@@ -188,7 +192,7 @@ def read_companions(folder: Path) -> dict[str, bytes]:
         if path.is_file() and _COMPANIONS.fullmatch(path.name)
     }
     for name in found:
-        if name.endswith(".json"):
+        if check and name.endswith(".json"):
             read_json(folder / name)
     templates = folder / "additional_chat_templates"
     if templates.is_dir():
