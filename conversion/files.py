@@ -25,7 +25,7 @@ from ..modeling._compat import load_without_storage, storage_offset
 from ..modeling.weights import CheckpointError, read_header
 from .lazy import LazyTensor, from_tensor
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
     "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
@@ -110,10 +110,10 @@ def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
         entries = json.loads(file.read(length))
     tensors: dict[str, LazyTensor] = {}
     for name, header in headers.items():
-        if header.dtype not in _DTYPES:
+        if header.dtype not in DTYPES:
             raise CheckpointError(f"{path}: {name} has dtype {header.dtype}, which cannot be converted.")
         offset = 8 + length + entries[name]["data_offsets"][0]
-        tensors[name] = FileTensor(path, name, offset, _DTYPES[header.dtype], header.shape)
+        tensors[name] = FileTensor(path, name, offset, DTYPES[header.dtype], header.shape)
     return tensors
 
 

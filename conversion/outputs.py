@@ -12,14 +12,10 @@ from typing import Any
 import torch
 
 from ..modeling._compat import load_without_storage, save_without_storage, storage_offset
+from .files import DTYPES
 from .lazy import LazyTensor
 
-_DTYPE_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
-    torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Output:

@@ -296,6 +296,7 @@ def test_large_numbers_whose_sum_overflows_pass(dense, tmp_path):
     state["model.layers.1.mlp.up_proj.weight"].fill_(60000)
     save_file(state, folder / "model.safetensors")
     convert(folder, tmp_path / "out", dtype="float16")
+    assert_equal(weights(tmp_path / "out"), {name: tensor.half() for name, tensor in state.items()})
 
 
 @pytest.mark.parametrize(
