@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
+from .linear import Linear
 from .normalization import L2Norm
 from .rotary import apply_rotary
 from .sequences import Sequences, attend_in_sequences
@@ -75,10 +76,10 @@ class Attention(nn.Module):
         hidden_size, bias = config.hidden_size, config.attention_bias
         query_size = config.num_attention_heads * self.head_dim
         key_value_size = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden_size, query_size, bias=bias)
-        self.k_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
-        self.v_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
-        self.o_proj = nn.Linear(query_size, hidden_size, bias=bias)
+        self.q_proj = Linear(hidden_size, query_size, bias=bias)
+        self.k_proj = Linear(hidden_size, key_value_size, bias=bias)
+        self.v_proj = Linear(hidden_size, key_value_size, bias=bias)
+        self.o_proj = Linear(query_size, hidden_size, bias=bias)
         self.qk_norm = L2Norm(config.rms_norm_eps) if plan.use_qk_norm else None
 
     def forward(

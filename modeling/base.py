@@ -18,6 +18,7 @@ from ..configuration._hub import written_by
 from ..configuration.stock import to_stock
 from .adapters import HUB_ARGUMENTS, LoadsAdapters
 from .distribution import Distributed
+from .expert_paths import IMPLEMENTATION
 from .masks import attention_masks
 from .moe import Experts, Router
 from .placement import check_devices, check_offload, check_on_disk, settle_device_map
@@ -105,6 +106,24 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return cls._has_experts
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """Give the experts implementation to use, `llamoe` where none is asked for.
+
+        Args:
+            requested_experts: a name in transformers' registry. None: what the environment variable LLAMOE_EXPERTS
+                names, or `llamoe`.
+
+        Raises:
+            ValueError: an unknown implementation.
+        """
+        if requested_experts is not None:
+            return super().get_correct_experts_implementation(requested_experts)
+        name = os.environ.get("LLAMOE_EXPERTS") or IMPLEMENTATION
+        try:
+            return super().get_correct_experts_implementation(name)
+        except ValueError as error:
+            raise ValueError(f"The environment variable LLAMOE_EXPERTS is {name!r}. {error}") from None
 
     def _grouped_mm_can_dispatch(self) -> bool:
         # Asked of every part of a multimodal model, also of the tower, which has no experts to dispatch. Sizes

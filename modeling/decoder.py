@@ -26,6 +26,7 @@ from .base import LlamoePreTrainedModel
 from .feed_forward import FeedForward
 from .generation import ChunkedGeneration
 from .inputs import check_cache, check_labels, check_output_attentions, check_row_inputs, check_tokens
+from .linear import Linear
 from .losses import TrainsRouters, expert_load, load_balancing_loss
 from .masks import (
     attention_masks,
@@ -239,7 +240,7 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
         super().__init__(config)
         self.model = self._model_class(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from .linear import Linear
+
 
 def activation(name: str) -> nn.Module:
     """Give the activation function that transformers knows by a name.
@@ -21,9 +23,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str, bias: bool = False):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
         self.act_fn = activation(hidden_act)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,10 @@ expert's *input* (not its output) is x * score; the result is the sum of the rou
 that sees the unscaled x (Meta's llama-models reference, models/llama4/moe.py). SwiGLU is not homogeneous, so
 scaling the output instead would be another function.
 
-Differences from transformers' `Llama4TextMoe`, which multiplies every token by every expert: tokens are sorted
-by expert and only those products are formed, through transformers' experts interface (`eager`, `grouped_mm`,
-`batched_mm`; see `set_experts_implementation`). Pre-scaled rows go in, with routing weights of one.
+Differences from transformers' `Llama4TextMoe`, which multiplies every token by every expert: only the products of
+chosen experts are formed, through transformers' experts interface. The implementation `llamoe` (see `expert_paths`)
+is the default; `eager`, `grouped_mm`, `batched_mm` and what else is registered there can be set
+(`set_experts_implementation`). Pre-scaled rows go in, with routing weights of one.
 
 Shapes: T tokens, H hidden_size, E experts, K experts a token, N = T * K rows, I intermediate_size.
 """
@@ -27,8 +28,8 @@ from transformers.integrations.moe import (
 from transformers.utils import is_torchdynamo_compiling
 
 from ._compat import grouped_mm_exists
+from .expert_paths import compute_experts, register_paths
 from .feed_forward import FeedForward, activation
-from .grouped_product import grouped_product
 
 
 class Router(nn.Module):
@@ -61,7 +62,8 @@ class Router(nn.Module):
             noise = torch.empty_like(hidden_states).uniform_(1 - self.jitter_noise, 1 + self.jitter_noise)
             hidden_states = hidden_states * noise
         logits_TE = F.linear(hidden_states, self.weight)
-        logits_TE = F.dropout(logits_TE, p=self.dropout, training=self.training)
+        if self.training and self.dropout > 0:
+            logits_TE = F.dropout(logits_TE, p=self.dropout)
         top_logits_TK, indices_TK = logits_TE.topk(self.top_k, dim=-1)
         return logits_TE, top_logits_TK.float().sigmoid().to(logits_TE.dtype), indices_TK
 
@@ -97,6 +99,7 @@ class _ExpertsInDtype:
         return getattr(self.experts, name)
 
 
+register_paths()
 EXPERTS_INTERFACE = ExpertsInterface()
 """transformers' registry of experts implementations, with `grouped_mm` guarded for sizes it cannot take."""
 EXPERTS_INTERFACE["grouped_mm"] = _grouped_or_eager
@@ -109,6 +112,8 @@ class Experts(nn.Module):
     # Named, shaped and declared in this order because quantizers, peft and transformers' backends rely on it.
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
+    # What `expert_paths` asks of experts that are handed to it.
+    takes_llamoe_paths = True
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -119,22 +124,24 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, intermediate_size, hidden_size))
         self.act_fn = activation(config.hidden_act)
 
-    def fits_grouped_mm(self, device: torch.device | None = None) -> bool:
+    def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.
 
         Args:
             device: by default where the weights are.
+            dtype: of the product; by default that of the weights.
         """
         weight = self.down_proj
         device = weight.device if device is None else device
+        dtype = weight.dtype if dtype is None else dtype
         if not grouped_mm_exists(device):
             return False
-        if device.type == "cpu" and weight.dtype == torch.float16:
+        if device.type == "cpu" and dtype == torch.float16:
             return False  # falls into a scalar loop for input-first weights
-        if is_torchdynamo_compiling() and weight.dtype != torch.bfloat16:
+        if is_torchdynamo_compiling() and dtype != torch.bfloat16:
             return False  # the compiler takes it in bfloat16 only
         # Rows must be multiples of 16 bytes.
-        return all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
+        return all(size * dtype.itemsize % 16 == 0 for size in weight.shape[1:])
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -155,8 +162,8 @@ class Experts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Sort the rows by expert, then one product for each expert that was hit: the `eager` implementation."""
-        if is_torchdynamo_compiling():
-            return self._compiled_loop(hidden_states, top_k_index, top_k_weights)
+        if is_torchdynamo_compiling():  # the same with shapes that do not depend on the routing
+            return compute_experts(self, hidden_states, top_k_index, top_k_weights, path="loop")
         num_rows, top_k = top_k_index.shape
         expert_ids = top_k_index.reshape(-1)
         order = expert_ids.argsort(stable=True)
@@ -174,22 +181,6 @@ class Experts(nn.Module):
         weighted = torch.cat(outputs) * top_k_weights.reshape(-1)[order, None]
         result = torch.zeros_like(hidden_states)
         return result.index_add(0, rows, weighted.to(result.dtype))
-
-    def _compiled_loop(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        # The same with shapes that do not depend on the routing, so that it fits in one graph.
-        num_rows, top_k = top_k_index.shape
-        expert_ids = top_k_index.reshape(-1)
-        order = expert_ids.argsort(stable=True)
-        experts = torch.arange(self.num_experts, device=order.device)
-        ends = (expert_ids[:, None] <= experts).sum(0)  # rows of an expert and all before it
-        x = hidden_states[order // top_k].to(self.gate_up_proj.dtype)
-        hidden = self._apply_gate(grouped_product(x, self.gate_up_proj, ends))
-        outputs = grouped_product(hidden, self.down_proj, ends)
-        weighted = outputs * top_k_weights.reshape(-1)[order, None]
-        unsorted = torch.zeros_like(weighted).index_copy(0, order, weighted)
-        return unsorted.view(num_rows, top_k, -1).sum(1).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""
@@ -215,11 +206,15 @@ class MixtureOfExperts(nn.Module):
         _, scores_TK, indices_TK = self.router(x_TH)
         if self.training and self.capacity_factor is not None:
             scores_TK = self._drop_over_capacity(scores_TK, indices_TK)
-        scaled_NH = (x_TH[:, None] * scores_TK[..., None]).flatten(0, 1)
-        indices_N1 = indices_TK.reshape(-1, 1)
+        if self.router.top_k == 1:
+            scaled_NH, indices_N1 = x_TH * scores_TK, indices_TK
+        else:
+            scaled_NH = (x_TH[:, None] * scores_TK[..., None]).flatten(0, 1)
+            indices_N1 = indices_TK.reshape(-1, 1)
         routed_NH = self.experts(scaled_NH, indices_N1, torch.ones_like(indices_N1, dtype=scaled_NH.dtype))
-        routed_TH = routed_NH.view(*indices_TK.shape, x_TH.shape[-1]).sum(1)
-        return (self.shared_expert(x_TH) + routed_TH).view(hidden_states.shape)
+        if self.router.top_k > 1:
+            routed_NH = routed_NH.view(*indices_TK.shape, x_TH.shape[-1]).sum(1)
+        return (self.shared_expert(x_TH) + routed_NH).view(hidden_states.shape)
 
     def _drop_over_capacity(self, scores_TK: torch.Tensor, indices_TK: torch.Tensor) -> torch.Tensor:
         """Set to zero the scores of the tokens that come too late in their expert's list, best score first.

@@ -120,14 +120,16 @@ def test_one_line_names_the_backends(case, how, tmp_path, caplog):
         else:
             case.auto_class.from_config(case.make_config(), attn_implementation="eager")
     lines = [record.getMessage() for record in caplog.records if record.name == "llamoe"]
-    experts = ", experts grouped_mm" if case.has_experts else ""
+    experts = ", experts llamoe" if case.has_experts else ""
     assert lines == [f"{case.name}: attention eager{experts}"]
 
 
 def test_the_line_says_where_grouped_mm_gives_way(tmp_path, caplog):
     """A width of 52 in bfloat16 is 104 bytes, no multiple of 16."""
     with caplog.at_level(logging.INFO, logger="llamoe"):
-        AutoModelForCausalLM.from_config(text_config(), dtype=torch.bfloat16)
+        AutoModelForCausalLM.from_config(
+            text_config(), dtype=torch.bfloat16, experts_implementation="grouped_mm"
+        )
     assert "experts eager (grouped_mm does not take" in caplog.text
 
 

@@ -11,7 +11,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 import llamoe
 from llamoe.modeling.moe import Experts, MixtureOfExperts
 
-BACKENDS = ["eager", "grouped_mm", "batched_mm"]
+BACKENDS = ["llamoe", "llamoe_loop", "eager", "grouped_mm", "batched_mm"]
 # Odd sizes are not multiples of 16 bytes, which grouped_mm refuses: there llamoe falls back to the loop.
 SIZES = {
     "odd": dict(hidden_size=70, intermediate_size=51),
@@ -76,7 +76,7 @@ def test_gradients_equal_stocks(backend, sizes):
         assert max_abs(parameter.grad, expected[name].grad) < 1e-5, name
 
 
-@pytest.mark.parametrize("backend", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("backend", ["llamoe", "llamoe_grouped", "eager", "grouped_mm"])
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_every_expert_stays_in_the_graph(backend, num_rows):
     _, ours = blocks(backend)

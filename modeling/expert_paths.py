@@ -1,0 +1,186 @@
+"""The experts implementation `llamoe`: how the chosen experts are computed, decided by the number of rows alone.
+
+Two ways lead to the same result:
+
+* `loop`: sort the rows by expert, then one product for each expert that was hit. The rows are counted on the host,
+  which costs nothing on the CPU; there it is the way for everything, and a single row goes straight to its expert.
+* `grouped`: many rows on a GPU. Sort once, then torch's grouped product.
+
+The number of rows, the sizes, the dtype and the device are all that is looked at: the choice is the same for every
+routing, and a compiler makes it once. As `llamoe_loop` and `llamoe_grouped` each can be forced. The names stand in
+transformers' registry of experts implementations. `generate` leaves them alone; it changes `grouped_mm` into
+`batched_mm`, which copies an expert for each token.
+
+Shapes: T tokens, k experts a token, N = T * k rows, E experts, H hidden_size, I intermediate_size.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional as F
+from transformers.integrations.moe import ExpertsInterface
+
+from .grouped_product import grouped_product, multiply_groups
+
+Path = Literal["loop", "grouped"]
+PATHS: tuple[Path, ...] = ("loop", "grouped")
+
+IMPLEMENTATION = "llamoe"
+"""The name in transformers' registry; `llamoe_` and a path forces that path."""
+
+# Rows up to which sorting costs more than reading an expert twice where two rows share it.
+_ROWS_ONE_BY_ONE = 4
+
+
+def compute_experts(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    path: Path | None = None,
+) -> torch.Tensor:
+    """Send each token to its experts: what `Experts.forward` does under the name `llamoe`.
+
+    Args:
+        experts: llamoe's `Experts`.
+        hidden_states: `[T, H]`.
+        top_k_index: `[T, k]` experts of each token; ids of `num_experts` and above are passed over.
+        top_k_weights: `[T, k]` what each expert's output is multiplied by.
+        path: one of `PATHS` to force it; None: by the number of rows.
+
+    Returns:
+        `[T, H]` in the dtype of `hidden_states`, summed over the k experts.
+
+    Raises:
+        ValueError: experts of another library, or a forced path that cannot be taken.
+    """
+    if not getattr(experts, "takes_llamoe_paths", False):
+        raise ValueError(
+            f'experts_implementation="{_name(path)}" computes llamoe\'s own experts, not {type(experts).__name__}: '
+            'choose "grouped_mm" or another of transformers\'.'
+        )
+    gate_up_EHF, down_EIH = experts.gate_up_proj, experts.down_proj
+    dtype = _compute_dtype(down_EIH)
+    if path is None:
+        path = choose_path(experts, dtype)
+    elif reason := why_not(path, experts, dtype):
+        raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
+
+    x_TH = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
+    if path == "grouped":
+        product = _grouped_mm
+    elif _is_followed(x_TH, gate_up_EHF, down_EIH, top_k_weights):
+        product = grouped_product
+    else:
+        product = multiply_groups  # casts what it reads, and no more
+        if top_k_index.shape[1] == 1 and 0 < len(top_k_index) <= _ROWS_ONE_BY_ONE:
+            y_TH = _compute_one_by_one(experts, x_TH, gate_up_EHF, down_EIH, top_k_index, top_k_weights)
+            return y_TH.to(hidden_states.dtype)
+    if product is not multiply_groups and down_EIH.dtype != dtype:
+        gate_up_EHF, down_EIH = gate_up_EHF.to(dtype), down_EIH.to(dtype)
+    y_TH = _compute_sorted(experts, x_TH, gate_up_EHF, down_EIH, top_k_index, top_k_weights, product)
+    return y_TH.to(hidden_states.dtype)
+
+
+def _compute_sorted(
+    experts: Any,
+    x_TH: torch.Tensor,
+    gate_up_EHF: torch.Tensor,
+    down_EIH: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Sort the rows by expert, multiply each expert's rows at once, and put the outputs back into their order."""
+    num_tokens, top_k = top_k_index.shape
+    # Ids of `num_experts` and above come last, behind every end.
+    ids_N, order_N = top_k_index.reshape(-1).sort(stable=True)
+    expert_E = torch.arange(experts.num_experts, device=ids_N.device)
+    ends_E = torch.searchsorted(ids_N, expert_E, right=True, out_int32=True)
+    x_NH = x_TH[order_N // top_k]
+    passed_over_N1 = None
+    if product is _grouped_mm and experts._is_expert_parallel:
+        # It leaves rows behind the last end to chance, in forward and in backward.
+        passed_over_N1 = (ids_N >= experts.num_experts)[:, None]
+        x_NH = x_NH.masked_fill(passed_over_N1, 0)
+    hidden_NI = experts._apply_gate(product(x_NH, gate_up_EHF, ends_E))
+    y_NH = product(hidden_NI, down_EIH, ends_E) * top_k_weights.reshape(-1, 1)[order_N]
+    if passed_over_N1 is not None:
+        y_NH = y_NH.masked_fill(passed_over_N1, 0)
+    y_NH = torch.empty_like(y_NH).index_copy(0, order_N, y_NH)
+    return y_NH if top_k == 1 else y_NH.view(num_tokens, top_k, -1).sum(1)
+
+
+def _compute_one_by_one(
+    experts: Any,
+    x_TH: torch.Tensor,
+    gate_up_EHF: torch.Tensor,
+    down_EIH: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Send each row straight to its expert, on the host, without sorting."""
+    y_TH = []
+    for x_1H, expert in zip(x_TH.split(1), top_k_index[:, 0].tolist(), strict=True):
+        if expert >= experts.num_experts:
+            y_TH.append(torch.zeros_like(x_1H))
+            continue
+        gate_up_HF, down_IH = gate_up_EHF[expert], down_EIH[expert]
+        if down_IH.dtype != x_1H.dtype:
+            gate_up_HF, down_IH = gate_up_HF.to(x_1H.dtype), down_IH.to(x_1H.dtype)
+        y_TH.append(torch.mm(experts._apply_gate(torch.mm(x_1H, gate_up_HF)), down_IH))
+    return (y_TH[0] if len(y_TH) == 1 else torch.cat(y_TH)) * top_k_weights
+
+
+def choose_path(experts: Any, dtype: torch.dtype) -> Path:
+    """Choose how experts are computed, from sizes, dtype and device.
+
+    Args:
+        experts: llamoe's `Experts`.
+        dtype: of the products.
+    """
+    is_on_host = experts.down_proj.device.type in ("cpu", "meta")
+    return "loop" if is_on_host or why_not("grouped", experts, dtype) else "grouped"
+
+
+def why_not(path: Path, experts: Any, dtype: torch.dtype) -> str | None:
+    """Say why a path cannot be taken; None if it can. The arguments are those of `choose_path`."""
+    if path == "grouped" and not experts.fits_grouped_mm(dtype=dtype):
+        num_experts, intermediate_size, hidden_size = experts.down_proj.shape
+        return (
+            f"torch's grouped product does not take experts of {hidden_size} x {intermediate_size} in {dtype} on "
+            f"{experts.down_proj.device}: their rows must be multiples of 16 bytes, float16 is not for the CPU, and "
+            "compilers take bfloat16 only."
+        )
+    return None
+
+
+def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
+    device_type = weight.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
+
+
+def _is_followed(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether autograd or a compiler must see what is computed, or there are shapes only."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *others)):
+        return True
+    # Tensors that stand for others (fake ones, those of a tracer) are of a class of their own.
+    return x.is_meta or type(x) is not torch.Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def _grouped_mm(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    return F.grouped_mm(x_NI, weight_EIO, offs=ends_E)
+
+
+def _name(path: Path | None) -> str:
+    return IMPLEMENTATION if path is None else f"{IMPLEMENTATION}_{path}"
+
+
+def register_paths() -> dict[str, Callable]:
+    """Enter `llamoe`, and each path as `llamoe_...`, into transformers' registry of experts implementations."""
+    functions = {_name(path): partial(compute_experts, path=path) for path in (None, *PATHS)}
+    for name, function in functions.items():
+        ExpertsInterface.register(name, function)
+    return functions
