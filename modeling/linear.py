@@ -43,8 +43,9 @@ def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.T
     parts = next((parts for parts in _PARTS if num_out % parts == 0), None)
     if parts is None or not weight_OI.is_contiguous() or not x.numel():
         return nn.functional.linear(x, weight_OI, bias_O)
-    x_RI = x.reshape(-1, num_in)
-    weight_POI = weight_OI.view(parts, num_out // parts, num_in)
-    out_OR = torch.bmm(weight_POI, x_RI.T.expand(parts, num_in, len(x_RI))).view(num_out, len(x_RI))
+    num_rows = x.numel() // num_in
+    x_IR = x.reshape(num_rows, num_in).T
+    out_POR = torch.bmm(weight_OI.view(parts, -1, num_in), x_IR.expand(parts, -1, -1))
+    out_OR = out_POR.view(num_out, num_rows)
     out = out_OR.T.reshape(*x.shape[:-1], num_out)
     return out if bias_O is None else out + bias_O
