@@ -113,7 +113,8 @@ def few_rows_experts(
         RuntimeError: a gradient is asked of the result.
     """
     num_experts, hidden_size, intermediate_size = *gate_up_EHF.shape[:2], down_EIH.shape[1]
-    assert x_NH.ndim == 2 and expert_ids_N.shape == x_NH.shape[:1], (x_NH.shape, expert_ids_N.shape)
+    assert x_NH.ndim == 2, x_NH.shape
+    assert expert_ids_N.shape == x_NH.shape[:1], (x_NH.shape, expert_ids_N.shape)
     assert gate_up_EHF.shape == (num_experts, x_NH.shape[1], 2 * intermediate_size), gate_up_EHF.shape
     assert down_EIH.shape == (num_experts, intermediate_size, hidden_size), down_EIH.shape
     assert x_NH.dtype == gate_up_EHF.dtype == down_EIH.dtype, (x_NH.dtype, gate_up_EHF.dtype, down_EIH.dtype)
@@ -174,6 +175,7 @@ def run_kernels(
             *expert_ids_N.stride(),
             **constants(plan.gate_up, 2, num_rows, element_size, shared_bytes),
             num_warps=plan.gate_up.warps,
+            enable_fp_fusion=True,
         )
         blocks = _ceil_div(hidden_size, plan.down.columns)
         # One expert alone has too few column blocks to keep the whole device busy.
@@ -200,10 +202,17 @@ def run_kernels(
             *expert_ids_N.stride(),
             **constants(plan.down, 1, num_rows, element_size, shared_bytes),
             num_warps=plan.down.warps,
+            enable_fp_fusion=True,
         )
         if splits > 1:
             kernels.sum_splits_kernel[(_ceil_div(out_NH.numel(), 512),)](
-                parts_SNH, out_NH, out_NH.numel(), SPLITS=splits, BLOCK=512, num_warps=4
+                parts_SNH,
+                out_NH,
+                out_NH.numel(),
+                SPLITS=splits,
+                BLOCK=512,
+                num_warps=4,
+                enable_fp_fusion=True,
             )
     return out_NH
 
