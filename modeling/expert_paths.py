@@ -1,15 +1,17 @@
 """The experts implementation `llamoe`: how the chosen experts are computed, decided by the number of rows alone.
 
-Two ways lead to the same result:
+Three ways lead to the same result:
 
 * `loop`: sort the rows by expert, then one product for each expert that was hit. The rows are counted on the host,
-  which costs nothing on the CPU; there it is the way for everything, and a single row goes straight to its expert.
+  which costs nothing on the CPU; there it is the way for everything, and a few rows go straight to their experts.
+* `kernel`: few rows on a GPU, without gradients. Each hit expert is read once, by a kernel that finds out on the
+  device which they are: nothing waits for the host, and a step fits into a CUDA graph.
 * `grouped`: many rows on a GPU. Sort once, then torch's grouped product.
 
-The number of rows, the sizes, the dtype and the device are all that is looked at: the choice is the same for every
-routing, and a compiler makes it once. As `llamoe_loop` and `llamoe_grouped` each can be forced. The names stand in
-transformers' registry of experts implementations. `generate` leaves them alone; it changes `grouped_mm` into
-`batched_mm`, which copies an expert for each token.
+The number of rows, the sizes, the dtype, the device and whether gradients are wanted are all that is looked at: the
+choice is the same for every routing, and a compiler makes it once. As `llamoe_loop`, `llamoe_kernel` and
+`llamoe_grouped` each can be forced. The names stand in transformers' registry of experts implementations. `generate`
+leaves them alone; it changes `grouped_mm` into `batched_mm`, which copies an expert for each token.
 
 Shapes: T tokens, k experts a token, N = T * k rows, E experts, H hidden_size, I intermediate_size.
 """
@@ -23,14 +25,18 @@ from torch.nn import functional as F
 from transformers.integrations.moe import ExpertsInterface
 
 from .grouped_product import grouped_product, multiply_groups
+from .kernels.few_rows import MAX_ROWS, few_rows_experts, few_rows_fits
 
-Path = Literal["loop", "grouped"]
-PATHS: tuple[Path, ...] = ("loop", "grouped")
+Path = Literal["loop", "kernel", "grouped"]
+PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
 
 IMPLEMENTATION = "llamoe"
 """The name in transformers' registry; `llamoe_` and a path forces that path."""
 
-# Rows up to which sorting costs more than reading an expert twice where two rows share it.
+# Rows up to which a GPU takes the kernel. Where the two cross is not measured; below it both are bound by reading the
+# experts, of which the kernel reads each once.
+_FEW_ROWS = 64
+# Rows up to which, on the CPU, sorting costs more than reading an expert twice where two rows share it.
 _ROWS_ONE_BY_ONE = 4
 
 
@@ -63,19 +69,27 @@ def compute_experts(
         )
     gate_up_EHF, down_EIH = experts.gate_up_proj, experts.down_proj
     dtype = _compute_dtype(down_EIH)
+    num_rows = top_k_index.numel()
+    needs_gradient = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (hidden_states, gate_up_EHF, down_EIH, top_k_weights)
+    )
     if path is None:
-        path = choose_path(experts, dtype)
-    elif reason := why_not(path, experts, dtype):
+        path = choose_path(experts, num_rows, dtype, needs_gradient)
+    elif reason := why_not(path, experts, num_rows, dtype, needs_gradient):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
 
     x_TH = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
+    if path == "kernel":
+        return _compute_few_rows(x_TH, gate_up_EHF, down_EIH, top_k_index, top_k_weights).to(
+            hidden_states.dtype
+        )
     if path == "grouped":
         product = _grouped_mm
-    elif _is_followed(x_TH, gate_up_EHF, down_EIH, top_k_weights):
+    elif needs_gradient or _is_traced(x_TH):
         product = grouped_product
     else:
         product = multiply_groups  # casts what it reads, and no more
-        if top_k_index.shape[1] == 1 and 0 < len(top_k_index) <= _ROWS_ONE_BY_ONE:
+        if top_k_index.shape[1] == 1 and 0 < num_rows <= _ROWS_ONE_BY_ONE:
             y_TH = _compute_one_by_one(experts, x_TH, gate_up_EHF, down_EIH, top_k_index, top_k_weights)
             return y_TH.to(hidden_states.dtype)
     if product is not multiply_groups and down_EIH.dtype != dtype:
@@ -134,25 +148,57 @@ def _compute_one_by_one(
     return (y_TH[0] if len(y_TH) == 1 else torch.cat(y_TH)) * top_k_weights
 
 
-def choose_path(experts: Any, dtype: torch.dtype) -> Path:
-    """Choose how experts are computed, from sizes, dtype and device.
+def _compute_few_rows(
+    x_TH: torch.Tensor,
+    gate_up_EHF: torch.Tensor,
+    down_EIH: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    num_tokens, top_k = top_k_index.shape
+    x_NH = x_TH if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
+    y_NH = few_rows_experts(x_NH, gate_up_EHF, down_EIH, top_k_index.reshape(-1))
+    y_NH = y_NH * top_k_weights.reshape(-1, 1)
+    return y_NH if top_k == 1 else y_NH.view(num_tokens, top_k, -1).sum(1)
+
+
+def choose_path(experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> Path:
+    """Choose how experts are computed.
 
     Args:
-        experts: llamoe's `Experts`.
+        experts: llamoe's `Experts`; sizes, dtype and device are looked at.
+        num_rows: N.
         dtype: of the products.
+        needs_gradient: whether there will be a backward pass.
     """
-    is_on_host = experts.down_proj.device.type in ("cpu", "meta")
-    return "loop" if is_on_host or why_not("grouped", experts, dtype) else "grouped"
+    if experts.down_proj.device.type in ("cpu", "meta"):
+        return "loop"
+    if num_rows <= _FEW_ROWS and not why_not("kernel", experts, num_rows, dtype, needs_gradient):
+        return "kernel"
+    return "loop" if why_not("grouped", experts, num_rows, dtype, needs_gradient) else "grouped"
 
 
-def why_not(path: Path, experts: Any, dtype: torch.dtype) -> str | None:
+def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> str | None:
     """Say why a path cannot be taken; None if it can. The arguments are those of `choose_path`."""
+    weight = experts.down_proj
+    _, intermediate_size, hidden_size = weight.shape
+    if path == "kernel":
+        if needs_gradient:
+            return "the kernel has no gradient."
+        fits = few_rows_fits(
+            num_rows, hidden_size, intermediate_size, dtype, weight.device, experts.hidden_act
+        )
+        if dtype != weight.dtype or not fits:
+            return (
+                f"the kernel takes up to {MAX_ROWS} rows ({num_rows} here) of 16 or 32 bits in the weights' dtype "
+                f"({dtype} for {weight.dtype} here) with silu ({experts.hidden_act} here), on a CUDA device from "
+                f"Ampere on ({weight.device} here), where Triton is installed."
+            )
     if path == "grouped" and not experts.fits_grouped_mm(dtype=dtype):
-        num_experts, intermediate_size, hidden_size = experts.down_proj.shape
         return (
             f"torch's grouped product does not take experts of {hidden_size} x {intermediate_size} in {dtype} on "
-            f"{experts.down_proj.device}: their rows must be multiples of 16 bytes, float16 is not for the CPU, and "
-            "compilers take bfloat16 only."
+            f"{weight.device}: their rows must be multiples of 16 bytes, float16 is not for the CPU, and compilers "
+            "take bfloat16 only."
         )
     return None
 
@@ -162,10 +208,8 @@ def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
 
 
-def _is_followed(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether autograd or a compiler must see what is computed, or there are shapes only."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *others)):
-        return True
+def _is_traced(x: torch.Tensor) -> bool:
+    """Whether a compiler must see what is computed, or there are shapes only."""
     # Tensors that stand for others (fake ones, those of a tracer) are of a class of their own.
     return x.is_meta or type(x) is not torch.Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing()
 

@@ -122,6 +122,7 @@ class Experts(nn.Module):
         # Gate in the first I columns, up in the last I.
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, hidden_size, 2 * intermediate_size))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, intermediate_size, hidden_size))
+        self.hidden_act = config.hidden_act
         self.act_fn = activation(config.hidden_act)
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:

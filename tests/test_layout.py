@@ -65,7 +65,8 @@ def test_every_data_file_is_packaged():
 
 
 def test_every_library_folder_is_mapped():
-    assert SETUPTOOLS["package-dir"] == {f"llamoe.{folder}": folder for folder in LIBRARY}
+    folders = [path.parent.relative_to(ROOT) for f in LIBRARY for path in (ROOT / f).rglob("__init__.py")]
+    assert SETUPTOOLS["package-dir"] == {package_of(ROOT / folder): str(folder) for folder in folders}
 
 
 def test_root_and_tests_are_no_packages():
@@ -110,21 +111,32 @@ def test_changelog_names_the_version():
     assert newest[1] == version[1]
 
 
-@pytest.mark.parametrize("folder", LIBRARY)
+PACKAGES = sorted(
+    str(path.parent.relative_to(ROOT)) for f in LIBRARY for path in (ROOT / f).rglob("__init__.py")
+)
+
+
+@pytest.mark.parametrize("folder", PACKAGES)
 def test_files_import_only_what_stands_before_them(folder):
-    """In the order that the folder's `__init__` gives, after its words "in this order" or "Reading order"."""
-    files = {path.stem: path for path in library_files(folder) if path.suffix == ".py"} | {"_compat": None}
+    """In the order that the folder's `__init__` gives, after its words "in this order" or "Reading order".
+
+    A folder inside stands there as a file does, and has an order of its own.
+    """
+    package = package_of(ROOT / folder)
+    files = {path.stem: [path] for path in (ROOT / folder).glob("*.py")} | {"_compat": []}
+    for path in (ROOT / folder).glob("*/__init__.py"):
+        files[path.parent.name] = list(path.parent.rglob("*.py"))
     text = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
     text = re.split(r"in this order|Reading order", text)[1]
     order = list(dict.fromkeys(word for word in re.findall(r"\w+", text) if word in files))
-    assert set(files) - {"__init__", "_compat", "kernels"} <= set(order), "files that the list does not name"
+    assert set(files) - {"__init__", "_compat"} <= set(order), "files that the list does not name"
     wrong = {
         f"{name} imports {module}"
         for place, name in enumerate(order)
-        if files[name] is not None
-        for module in imported_modules(files[name])
-        if (base := module.removeprefix(f"llamoe.{folder}.").split(".")[0]) in order[place + 1 :]
-        and module.startswith(f"llamoe.{folder}.")
+        for path in files[name]
+        for module in imported_modules(path)
+        if module.startswith(f"{package}.")
+        and (base := module.removeprefix(f"{package}.").split(".")[0]) in order[place + 1 :]
         and base != "_compat"
     }
     assert not wrong

@@ -1,0 +1,258 @@
+"""The experts' SwiGLU for few rows on a GPU: each expert that is hit is read once, without asking the host which.
+
+Decoding is bound by reading weights. Gathering a copy of the weights for each row reads and writes them again, and
+a product by groups that was made for many rows leaves most of the memory's speed unused. These kernels find out on
+the device which experts are hit. Launches and grids depend on shapes only, so that a CUDA graph may hold them.
+
+Shapes: N rows, E experts, H hidden size, I intermediate size, F = 2 I, gate in its first half; S splits.
+"""
+
+import contextlib
+import importlib.util
+import os
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+MAX_ROWS = 128
+"""Above this the comparison of all rows with each other is no longer small beside the products."""
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Triton asks for this itself, when it is imported: kernels then run in Python, on the CPU too.
+_INTERPRETED = _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+# The rows of a tile for an expert with up to that many, which is nearly every one: what one matrix instruction takes.
+_SMALL_M = 16
+# The rows of a tile for one with more; with more than these its weights are read once for each tile.
+_LARGE_M = 64
+# The loop that adds them up is unrolled.
+_MAX_SPLITS = 16
+# The beginning of a pipeline is unrolled.
+_MAX_STAGES = 8
+
+
+class Tile(NamedTuple):
+    """How one of the products is cut up."""
+
+    columns: int
+    """Output columns of a program; in the first product as many of gate and of up."""
+    depth: int
+    """Inner extent of the blocks that are loaded at a time."""
+    warps: int
+
+
+class Plan(NamedTuple):
+    """How both products are cut up, for a size of the elements."""
+
+    gate_up: Tile
+    down: Tile
+    shared_bytes: int
+    """What a program's pipeline may take of shared memory; it decides the number of stages."""
+    programs: int
+    """About how many programs are worth a launch. Where there could be more, a program takes several experts."""
+    concurrent: int
+    """Up to how many programs the second product is split along its inner extent."""
+
+
+# Chosen for an H200: 132 multiprocessors with 228 KB of shared memory each, of which two programs take 113 KB each.
+# Rows of a block are 128 bytes or more, and a program keeps about 80 KB on the way, so that one of them for each
+# multiprocessor already covers the memory's latency, and the last programs of a launch leave no gap.
+PLANS = {
+    2: Plan(Tile(64, 64, 4), Tile(64, 128, 4), shared_bytes=110 * 1024, programs=2048, concurrent=264),
+    4: Plan(Tile(32, 32, 4), Tile(32, 64, 4), shared_bytes=110 * 1024, programs=2048, concurrent=264),
+}
+
+
+def few_rows_fits(
+    num_rows: int,
+    hidden_size: int,
+    intermediate_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    hidden_act: str,
+) -> bool:
+    """Whether `few_rows_experts` runs as kernels here. They take no gradient: that is the caller's to know.
+
+    Args:
+        num_rows: N, of all experts together.
+        dtype: of rows and weights alike.
+        hidden_act: transformers' name of the activation.
+    """
+    if not _HAS_TRITON or num_rows > MAX_ROWS or min(hidden_size, intermediate_size) < 1:
+        return False
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32) or hidden_act not in ("silu", "swish"):
+        return False
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and _INTERPRETED
+
+
+# Opaque to the compiler, not a `triton_op`: what runs in a graph is then exactly what runs outside one, on each
+# release of torch. Inductor could fuse nothing into these kernels, and a CUDA graph holds an opaque operator as well.
+# Strides of the weights reach the kernels as they are, since arguments of such an operator keep their layout.
+@torch.library.custom_op("llamoe::few_rows_experts", mutates_args=())
+def few_rows_experts(
+    x_NH: torch.Tensor, gate_up_EHF: torch.Tensor, down_EIH: torch.Tensor, expert_ids_N: torch.Tensor
+) -> torch.Tensor:
+    """Send each row through its expert: `(silu(x gate) * (x up)) down`.
+
+    Kernels where `few_rows_fits`, the plain version elsewhere. Sums are float32, and float32 is never rounded to
+    TF32. Rounding happens where it does in the plain version, so that results differ by the order of sums alone.
+
+    Args:
+        x_NH: `[N, H]`.
+        gate_up_EHF: `[E, H, F]` in the dtype of `x_NH`, with any strides; those with a last one of 1 are fast.
+        down_EIH: `[E, I, H]`, the same.
+        expert_ids_N: `[N]` integers; rows with an id outside of `0 … E - 1` are passed over.
+
+    Returns:
+        `[N, H]`; rows that are passed over are zero.
+
+    Raises:
+        RuntimeError: a gradient is asked of the result.
+    """
+    num_experts, hidden_size, intermediate_size = *gate_up_EHF.shape[:2], down_EIH.shape[1]
+    assert x_NH.ndim == 2, x_NH.shape
+    assert expert_ids_N.shape == x_NH.shape[:1], (x_NH.shape, expert_ids_N.shape)
+    assert gate_up_EHF.shape == (num_experts, x_NH.shape[1], 2 * intermediate_size), gate_up_EHF.shape
+    assert down_EIH.shape == (num_experts, intermediate_size, hidden_size), down_EIH.shape
+    assert x_NH.dtype == gate_up_EHF.dtype == down_EIH.dtype, (x_NH.dtype, gate_up_EHF.dtype, down_EIH.dtype)
+    if few_rows_fits(len(x_NH), hidden_size, intermediate_size, x_NH.dtype, x_NH.device, "silu"):
+        return run_kernels(x_NH, gate_up_EHF, down_EIH, expert_ids_N, PLANS[x_NH.element_size()])
+    return few_rows_experts_reference(x_NH, gate_up_EHF, down_EIH, expert_ids_N)
+
+
+@few_rows_experts.register_fake
+def _(x_NH, gate_up_EHF, down_EIH, expert_ids_N):
+    return x_NH.new_empty(x_NH.shape)
+
+
+def few_rows_experts_reference(
+    x_NH: torch.Tensor, gate_up_EHF: torch.Tensor, down_EIH: torch.Tensor, expert_ids_N: torch.Tensor
+) -> torch.Tensor:
+    """Compute the same as `few_rows_experts` with PyTorch's own operations, in a loop that the host runs."""
+    out_NH = x_NH.new_zeros(x_NH.shape)
+    for expert in expert_ids_N.unique().tolist():
+        if 0 <= expert < len(down_EIH):
+            rows = (expert_ids_N == expert).nonzero().squeeze(1)
+            gate, up = (x_NH[rows] @ gate_up_EHF[expert]).chunk(2, dim=-1)
+            out_NH[rows] = (F.silu(gate) * up) @ down_EIH[expert]
+    return out_NH
+
+
+def run_kernels(
+    x_NH: torch.Tensor,
+    gate_up_EHF: torch.Tensor,
+    down_EIH: torch.Tensor,
+    expert_ids_N: torch.Tensor,
+    plan: Plan,
+) -> torch.Tensor:
+    """Launch the kernels, cut up by a plan; `few_rows_experts` has the plan for it."""
+    # Here and not above: importing Triton takes long, and it is not installed everywhere.
+    from . import few_rows_triton as kernels
+
+    (num_rows, hidden_size), (num_experts, intermediate_size) = x_NH.shape, down_EIH.shape[:2]
+    if num_rows == 0:
+        return x_NH.new_empty(x_NH.shape)
+    hidden_NI = x_NH.new_empty(num_rows, intermediate_size)
+    slots = min(num_rows, num_experts)
+    element_size, shared_bytes = x_NH.element_size(), min(plan.shared_bytes, _shared_memory(x_NH.device))
+    on_device = torch.cuda.device(x_NH.device) if x_NH.is_cuda else contextlib.nullcontext()
+    with on_device:
+        blocks = _ceil_div(intermediate_size, plan.gate_up.columns)
+        kernels.gate_up_kernel[blocks, min(slots, _ceil_div(plan.programs, blocks))](
+            x_NH,
+            gate_up_EHF,
+            expert_ids_N,
+            hidden_NI,
+            num_rows,
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            *x_NH.stride(),
+            *gate_up_EHF.stride(),
+            *expert_ids_N.stride(),
+            **constants(plan.gate_up, 2, num_rows, element_size, shared_bytes),
+            num_warps=plan.gate_up.warps,
+            enable_fp_fusion=True,
+        )
+        blocks = _ceil_div(hidden_size, plan.down.columns)
+        # One expert alone has too few column blocks to keep the whole device busy.
+        split_size = plan.down.depth * _ceil_div(
+            intermediate_size,
+            plan.down.depth * min(_MAX_SPLITS, max(1, plan.concurrent // (blocks * slots))),
+        )
+        splits = _ceil_div(intermediate_size, split_size)
+        out_NH = x_NH.new_empty(num_rows, hidden_size)
+        parts_SNH = out_NH
+        if splits > 1:
+            parts_SNH = x_NH.new_empty(splits, num_rows, hidden_size, dtype=torch.float32)
+        kernels.down_kernel[blocks, min(slots, _ceil_div(plan.programs, blocks)), splits](
+            hidden_NI,
+            down_EIH,
+            expert_ids_N,
+            parts_SNH,
+            num_rows,
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            split_size,
+            *down_EIH.stride(),
+            *expert_ids_N.stride(),
+            **constants(plan.down, 1, num_rows, element_size, shared_bytes),
+            num_warps=plan.down.warps,
+            enable_fp_fusion=True,
+        )
+        if splits > 1:
+            kernels.sum_splits_kernel[(_ceil_div(out_NH.numel(), 512),)](
+                parts_SNH,
+                out_NH,
+                out_NH.numel(),
+                SPLITS=splits,
+                BLOCK=512,
+                num_warps=4,
+                enable_fp_fusion=True,
+            )
+    return out_NH
+
+
+def constants(
+    tile: Tile, matrices: int, num_rows: int, element_size: int, shared_bytes: int
+) -> dict[str, int]:
+    """Give what the kernels are compiled for.
+
+    Args:
+        matrices: how many weights a program streams side by side.
+        element_size: bytes.
+        shared_bytes: what the blocks that are on the way may take together.
+    """
+    padded_rows = max(2, 1 << (num_rows - 1).bit_length())
+    small_m, large_m = _SMALL_M, min(_LARGE_M, max(_SMALL_M, padded_rows))
+    blocks = [
+        shared_bytes // (element_size * tile.depth * (m + matrices * tile.columns))
+        for m in (small_m, large_m)
+    ]
+    return dict(
+        R=padded_rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        SMALL_M=small_m,
+        # A stage more than blocks: the last one computes. The instructions for large tiles read a block while the
+        # next one arrives in its place, and so need one more.
+        SMALL_STAGES=max(2, min(_MAX_STAGES, blocks[0] + 1)),
+        LARGE_M=large_m,
+        LARGE_STAGES=max(2, min(_MAX_STAGES, blocks[1])),
+    )
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have for its pipeline, on devices with less than the one that the plans are for."""
+    if device.type != "cuda":
+        return PLANS[2].shared_bytes
+    # Reductions before the pipeline starts take little, and that room is used again.
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 2048
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
