@@ -113,7 +113,7 @@ def _compute_sorted(
     ids_N, order_N = top_k_index.reshape(-1).sort(stable=True)
     expert_E = torch.arange(experts.num_experts, device=ids_N.device)
     ends_E = torch.searchsorted(ids_N, expert_E, right=True, out_int32=True)
-    x_NH = x_TH[order_N // top_k]
+    x_NH = x_TH.index_select(0, order_N // top_k)
     passed_over_N1 = None
     if product is _grouped_mm and experts._is_expert_parallel:
         # It leaves rows behind the last end to chance, in forward and in backward.
@@ -123,8 +123,10 @@ def _compute_sorted(
     y_NH = product(hidden_NI, down_EIH, ends_E) * top_k_weights.reshape(-1, 1)[order_N]
     if passed_over_N1 is not None:
         y_NH = y_NH.masked_fill(passed_over_N1, 0)
-    y_NH = torch.empty_like(y_NH).index_copy(0, order_N, y_NH)
-    return y_NH if top_k == 1 else y_NH.view(num_tokens, top_k, -1).sum(1)
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    y_NH = y_NH.index_select(0, place_N)
+    return y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
 
 
 def _compute_one_by_one(
@@ -159,7 +161,7 @@ def _compute_few_rows(
     x_NH = x_TH if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
     y_NH = few_rows_experts(x_NH, gate_up_EHF, down_EIH, top_k_index.reshape(-1))
     y_NH = y_NH * top_k_weights.reshape(-1, 1)
-    return y_NH if top_k == 1 else y_NH.view(num_tokens, top_k, -1).sum(1)
+    return y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
 
 
 def choose_path(experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> Path:
@@ -205,7 +207,9 @@ def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_g
 
 def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
     device_type = weight.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return weight.dtype
 
 
 def _is_traced(x: torch.Tensor) -> bool:

@@ -123,7 +123,7 @@ def test_tensor_parallel_equals_one_process(measured, name, record_parity):
         record_parity(f"tensor parallel, {name}", "one process", "float32", figures["logits"])
 
 
-@pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm", "multimodal"])
+@pytest.mark.parametrize("name", ["llamoe", "eager", "grouped_mm", "batched_mm", "multimodal"])
 def test_expert_parallel_equals_one_process(measured, name, record_parity):
     for figures in both(measured, f"expert-{name}"):
         assert_equal_outputs(figures)

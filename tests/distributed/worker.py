@@ -33,7 +33,7 @@ CLASSES = {
     "top1": "LlamoeForCausalLM",
     "multimodal": "LlamoeForConditionalGeneration",
 }
-BACKENDS = ("eager", "grouped_mm", "batched_mm")
+BACKENDS = ("llamoe", "eager", "grouped_mm", "batched_mm")
 LEARNING_RATE = 0.5
 CHECKS = {}
 

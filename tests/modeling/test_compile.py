@@ -169,7 +169,7 @@ def test_few_graphs_for_all_lengths():
 # The experts, for every size and dtype
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("implementation", ["llamoe", "eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [52, 48], ids=["odd", "aligned"])
 def test_experts_are_one_graph(width, dtype, implementation):

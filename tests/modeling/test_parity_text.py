@@ -26,7 +26,7 @@ from llamoe import LlamoeForCausalLM, LlamoeTextModel
 from llamoe.modeling.moe import Experts
 
 NAME, STOCK = "LlamoeForCausalLM", "Llama4ForCausalLM"
-BACKENDS = ["eager", "grouped_mm", "batched_mm"]
+BACKENDS = ["llamoe", "eager", "grouped_mm", "batched_mm"]
 # More than three attention chunks of 16 tokens, and six steps of the temperature (floor_scale is 8).
 LENGTH = 53
 

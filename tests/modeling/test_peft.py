@@ -220,7 +220,7 @@ def expert_config(**options):
     return LoraConfig(target_modules=["q_proj"], target_parameters=EXPERTS, r=3, lora_alpha=5, **options)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("implementation", ["llamoe", "eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("case", [TEXT, MULTIMODAL], ids=lambda case: case.name)
 def test_expert_adapters_lie_the_right_way_round(case, implementation):
     """A reads the input, B writes the output; merged by hand, expert by expert, they give the same logits."""
@@ -255,7 +255,7 @@ def test_expert_adapters_lie_the_right_way_round(case, implementation):
     assert max_abs(given, run(case.make(), **inputs)) > 0.5
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("implementation", ["llamoe", "eager", "grouped_mm", "batched_mm"])
 def test_expert_adapters_get_gradients_only(implementation):
     model, inputs = TEXT.make().train(), TEXT.inputs()
     model.set_experts_implementation(implementation)

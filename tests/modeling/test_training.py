@@ -423,7 +423,8 @@ def under_autocast(model, batch):
 
 @pytest.mark.parametrize(
     ("case", "implementation"),
-    [(DENSE, None)] + [(case, name) for case in MIXTURES for name in ("eager", "grouped_mm", "batched_mm")],
+    [(DENSE, None)]
+    + [(case, name) for case in MIXTURES for name in ("llamoe", "eager", "grouped_mm", "batched_mm")],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_bfloat16_autocast_errs_as_stock_does(case, implementation):
