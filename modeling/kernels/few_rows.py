@@ -2,7 +2,8 @@
 
 Decoding is bound by reading weights. Gathering a copy of the weights for each row reads and writes them again, and
 a product by groups that was made for many rows leaves most of the memory's speed unused. These kernels find out on
-the device which experts are hit. Launches and grids depend on shapes only, so that a CUDA graph may hold them.
+the device which experts are hit. Launches and grids depend on shapes only, so that a CUDA graph may hold them. An
+expert with more than 64 rows is read once for each 64 of them, any other once.
 
 Shapes: N rows, E experts, H hidden size, I intermediate size, F = 2 I, gate in its first half; S splits.
 """
