@@ -1,8 +1,9 @@
 """The experts' SwiGLU for few rows on a GPU: each expert that is hit is read once, without asking the host which.
 
 Decoding is bound by reading weights. Gathering a copy of the weights for each row reads and writes them again, and
-a loop over the experts that are hit has to ask the device for them first. These kernels find out on the device. Launches and grids depend on shapes only, so that a CUDA graph may hold them. An
-expert with more than 64 rows is read once for each 64 of them, any other once.
+a loop over the experts that are hit has to ask the device for them first. These kernels find out on the device.
+Launches and grids depend on shapes only, so that a CUDA graph may hold them. An expert with more than 64 rows is read
+once for each 64 of them, any other once.
 
 Shapes: N rows, E experts, H hidden size, I intermediate size, F = 2 I, gate in its first half; S splits.
 """
