@@ -1,8 +1,9 @@
 """The experts' SwiGLU for few rows on a GPU: each expert that is hit is read once, without asking the host which.
 
 Decoding is bound by reading weights. Gathering a copy of the weights for each row reads and writes them again, and
-a product by groups that was made for many rows leaves most of the memory's speed unused. These kernels find out on
-the device which experts are hit. Launches and grids depend on shapes only, so that a CUDA graph may hold them.
+a loop over the experts that are hit has to ask the device for them first. These kernels find out on the device.
+Launches and grids depend on shapes only, so that a CUDA graph may hold them. An expert with more than 64 rows is read
+once for each 64 of them, any other once.
 
 Shapes: N rows, E experts, H hidden size, I intermediate size, F = 2 I, gate in its first half; S splits.
 """
@@ -55,9 +56,9 @@ class Plan(NamedTuple):
     """Up to how many programs the second product is split along its inner extent."""
 
 
-# Chosen for an H200: 132 multiprocessors with 228 KB of shared memory each, of which two programs take 113 KB each.
-# Rows of a block are 128 bytes or more, and a program keeps about 80 KB on the way, so that one of them for each
-# multiprocessor already covers the memory's latency, and the last programs of a launch leave no gap.
+# Reasoned for an H200, and to be measured with `benchmarks/tune_few_rows.py`: 132 multiprocessors with 228 KB of shared
+# memory each, room for two programs. Rows of a block are 128 bytes, and a program has about 90 KB on the way, so that
+# one for each multiprocessor should cover the memory's latency, and the last programs of a launch leave no gap.
 PLANS = {
     2: Plan(Tile(64, 64, 4), Tile(64, 128, 4), shared_bytes=110 * 1024, programs=2048, concurrent=264),
     4: Plan(Tile(32, 32, 4), Tile(32, 64, 4), shared_bytes=110 * 1024, programs=2048, concurrent=264),

@@ -9,9 +9,10 @@ Shapes: N rows, E experts, H hidden size, I intermediate size, S splits; R is N 
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 # What the interpreter lacks: it keeps bfloat16 as integers, multiplies these, and cuts numbers off to get them.
-_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+_INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit

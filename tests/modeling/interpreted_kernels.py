@@ -83,9 +83,9 @@ def check(given, x, gate_up, down, ids):
 @pytest.mark.parametrize(
     ("num_rows", "dtype"),
     [
-        *((num_rows, torch.bfloat16) for num_rows in (1, 2, 3, 5, 17, 33)),
+        *((num_rows, torch.bfloat16) for num_rows in (1, 2, 3, 5, 33)),
         *((num_rows, torch.float32) for num_rows in (1, 17)),
-        *((num_rows, torch.float16) for num_rows in (1, 5)),
+        *((num_rows, torch.float16) for num_rows in (5,)),
     ],
     ids=str,
 )
@@ -95,10 +95,10 @@ def test_kernels_equal_the_plain_version(num_rows, dtype):
     check(few_rows_experts(*inputs), *inputs)
 
 
-@pytest.mark.parametrize("num_rows", [3, 64])
+@pytest.mark.parametrize("num_rows", [3, 20])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 40), (48, 1), (64, 32), (67, 35)])
 def test_sizes_of_every_kind(num_rows, sizes):
-    inputs = draw(num_rows, 3, *sizes)
+    inputs = draw(num_rows, 2, *sizes)
     check(few_rows_experts(*inputs), *inputs)
 
 
@@ -154,7 +154,7 @@ def test_rows_of_no_expert_are_zero(dtype):
     check(given, x, gate_up, down, ids)
 
 
-@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("num_rows", [1, 2])
 def test_no_expert_at_all(num_rows):
     x, gate_up, down, _ = draw(num_rows, 3)
     nothing = few_rows_experts(x, gate_up * float("nan"), down, torch.full((num_rows,), 3))
