@@ -5,7 +5,6 @@ implementations, which are the peers. On a device, ours and the peers under `tor
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -91,7 +90,7 @@ def training(setting: Setting, shape: Shape, tokens: int) -> Cases:
             name=f"T = {tokens}, {'experts frozen' if frozen else 'all weights'}",
             contestants=contestants,
             work=work.of_training(forward, 0.5 if frozen else 0.0),
-            tolerance=replace(tolerance),
+            tolerance=tolerance,
             facts={
                 "phase": "training",
                 "frozen": frozen,

@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("svg")
 
 from matplotlib import pyplot
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from . import OURS, REFERENCE
 
@@ -109,6 +110,9 @@ def _finish(axes, title: str, has_lines: bool) -> None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter("{x:.0f}")
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1000 else (1,)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter("{x:g}")
         axes.legend(fontsize=8)
 

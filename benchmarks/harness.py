@@ -37,9 +37,10 @@ IN_FLOAT32 = Tolerance(1e-3, 1e-4, "the same sums in another order, in float32")
 IN_BFLOAT16 = Tolerance(0.25, 0.03, "the same sums in another order, rounded to bfloat16 at each step")
 
 
-def tolerance_of(dtype: torch.dtype) -> Tolerance:
-    """The tolerance for one block or model computed in a dtype."""
-    return IN_FLOAT32 if dtype == torch.float32 else IN_BFLOAT16
+def tolerance_of(dtype: torch.dtype, layers: int = 1) -> Tolerance:
+    """The tolerance for what is computed in a dtype; differences of layers add up like a random walk."""
+    one = IN_FLOAT32 if dtype == torch.float32 else IN_BFLOAT16
+    return Tolerance(one.largest * layers**0.5, one.mean * layers**0.5, one.why)
 
 
 @dataclass

@@ -39,7 +39,7 @@ def _peak_on_cuda(run: Callable[[], Any], device: torch.device) -> tuple[Any, in
 
 
 def _peak_on_cpu(run: Callable[[], Any]) -> tuple[Any, int]:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         result = run()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"

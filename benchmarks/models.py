@@ -74,7 +74,7 @@ def _prefill(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases:
                 models, lambda model, ids=ids: lambda: model(ids, use_cache=False).logits
             ),
             work=_work(models, ids),
-            tolerance=tolerance_of(setting.dtype),
+            tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
             facts={"phase": "prefill", "tokens": length},
         )
 
@@ -101,7 +101,7 @@ def _decode(setting: Setting, models: dict, batches: tuple[int, ...]) -> Cases:
             name=f"decode, B = {batch}",
             contestants=_contestants(models, step),
             work=_work(models, ids, PAST),
-            tolerance=tolerance_of(setting.dtype),
+            tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
             facts={"phase": "decode", "tokens": batch},
         )
 
@@ -113,7 +113,7 @@ def _training(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases
         for parameter in parameters:
             parameter.grad = None
 
-    own = tolerance_of(setting.dtype)
+    own = tolerance_of(setting.dtype, len(models[OURS].model.layers))
     tolerance = Tolerance(20 * own.largest, 3 * own.mean, "gradients through all layers; " + own.why)
     for length in lengths:
         ids = setting.tokens(1, length, models[OURS].vocab_size)
@@ -162,6 +162,6 @@ def _generate(setting: Setting, models: dict, batches: tuple[int, ...], new: int
                 for name, model in models.items()
             },
             work=None,
-            tolerance=tolerance_of(setting.dtype),
+            tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
             facts={"phase": "generate", "tokens": batch},
         )

@@ -1,7 +1,6 @@
 """Cases of the vision tower, and of small parts: norms, SwiGLU, rotary embedding; eager and compiled."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -49,7 +48,7 @@ def vision(
                 weights * setting.dtype.itemsize + pixels.nbytes,
                 2 * count * patches * _encoder_weights(pair[0]) + scores,
             ),
-            tolerance=tolerance_of(setting.dtype),
+            tolerance=tolerance_of(setting.dtype, layers),
             facts={"phase": "vision", "tokens": count},
         )
 
@@ -82,7 +81,7 @@ def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) ->
                     for who, function in functions.items()
                 },
                 work=work,
-                tolerance=replace(tolerance_of(setting.dtype)),
+                tolerance=tolerance_of(setting.dtype),
                 facts={"phase": "part", "tokens": tokens, "compiled": compiles},
             )
             torch._dynamo.reset()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
 from . import report
 from .clocks import Clock
@@ -70,6 +71,7 @@ def run(
     """
     begun = time.perf_counter()
     output.mkdir(parents=True, exist_ok=True)
+    logging.disable_progress_bar()
     measured = measure_rates(clock, dtype, **rates)
     about = {
         **describe(clock.device),
