@@ -27,8 +27,10 @@ NOTES = {
     "dense": "`LlamaForCausalLM` and `LlamoeDenseForCausalLM`, as above.",
     "chunked": "The layer's feed-forward is as small as its attention.",
     "parts": "`nn.LayerNorm` computes another function and is not compared.",
-    "loading": "Wall clock, each load in a process of its own, files in the page cache. The peak is the process's, "
-    "above what it held before, with mapped pages of the files; in brackets without them.",
+    "loading": "Wall clock, each load in a process of its own, files in the page cache. On a CPU transformers maps the "
+    "files; so each weight is read once, and the time until then is given, in brackets that of `from_pretrained` "
+    "alone. The peak is the process's, above what it held before, with mapped pages of the files; in brackets without "
+    "them.",
 }
 HOW = {
     "cpu": "One thread; processor time of the process. Caches are emptied before each run, since in a model of many "
@@ -69,7 +71,9 @@ def write(results: dict, folder: Path, name: str) -> None:
     """Write the page and, where matplotlib is installed, the figure."""
     try:
         from .figure import draw
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
         print(
             "matplotlib is not installed: no figure. `python -m benchmarks.figure` draws it from the results."
         )
@@ -129,7 +133,10 @@ def group_table(cases: list[dict]) -> list[str]:
             cells = [label, name]
             if row.get("seconds"):
                 low, high = row["quartiles"]
-                cells += [milliseconds(row["median"]), f"{milliseconds(low)}–{milliseconds(high)}"]
+                median = milliseconds(row["median"])
+                if "returned" in row:
+                    median += f" ({milliseconds(row['returned'])})"
+                cells += [median, f"{milliseconds(low)}–{milliseconds(high)}"]
                 cells += [ratio(row), megabytes(row), percent(row.get("roofline"))]
             else:
                 cells += [f"skipped: {row.get('skipped', '')}", "", "", megabytes(row), ""]

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from benchmarks import (
     OURS,
@@ -15,6 +16,7 @@ from benchmarks import (
     block,
     gpu,
     harness,
+    loading,
     models,
     parts,
     readme,
@@ -295,6 +297,23 @@ def test_results_keep_the_runs_that_they_come_from():
     ]
     third = report.merge(second, made("b", {"date": "3"}), ["a", "b"])
     assert [about["date"] for about in third["runs"]] == ["2", "3"]
+
+
+def test_loading_is_measured_in_a_process_of_its_own(tmp_path):
+    """Of 30 MB of weights at least 27 have to be held, and the sum tells that they are the ones that were saved."""
+    shape = Shape(hidden=256, expert=320, experts=25, heads=6, key_value_heads=2, head_dim=20, vocabulary=101)
+    loading.save(SETTING, shape, 1, tmp_path / "checkpoint", "10MB")
+    loading.save(SETTING, loading.SMALL, 1, tmp_path / "small", "10MB")
+    shards = list((tmp_path / "checkpoint").glob("*.safetensors"))
+    nbytes = sum(path.stat().st_size for path in shards)
+    assert len(shards) > 1
+    found = loading.load_in_process(OURS, tmp_path / "checkpoint", tmp_path / "small", SETTING)
+    assert found["peak_bytes"] > 0.9 * nbytes
+    assert found["seconds"] > 0
+    expected = sum(
+        tensor.double().abs().sum().item() for path in shards for tensor in load_file(path).values()
+    )
+    assert found["checksum"] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")
