@@ -78,6 +78,7 @@ clean: ## remove what was built or installed here
 WITH-vision := vision
 WITH-test := vision test
 WITH-dev := vision test dev
+WITH-bench := bench
 
 $(VENV)/.installed-%: pyproject.toml | $(BIN)
 	$(PIP) install -q -e '.[$*]'

@@ -58,7 +58,7 @@ def inference(
             skipped=_too_much_gathered(setting, shape, tokens, contestants),
         )
         del contestants
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
 
 def training(setting: Setting, shape: Shape, tokens: int) -> Cases:

@@ -24,8 +24,8 @@ SETTING = Setting(torch.device("cuda", 0), torch.bfloat16)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
 PREFILL = (512, 1024, 2048, 8192)
 # Compiling is what takes the time: few sizes, and the mode that tries kernels out only where it is the peer to fear.
-GRAPHS = replace(SETTING, compile_modes=("reduce-overhead",), compiled_tokens=(1, 4, 8, 32, 128))
-TUNED = replace(SETTING, compile_modes=("max-autotune",), compiled_tokens=(1, 8, 32))
+GRAPHS = replace(SETTING, compile_modes=("reduce-overhead",), compiled_tokens=(1, 8, 32, 128))
+TUNED = replace(SETTING, compile_modes=("max-autotune",), compiled_tokens=(1, 8))
 # LLaMA 2 13B has this width; a vocabulary of 32000 rows.
 DENSE = replace(SCOUT, vocabulary=32000)
 LEFT_FOR_ACTIVATIONS = 40e9
@@ -58,7 +58,7 @@ GROUPS: dict[str, Group] = {
     ),
     "vision": partial(parts.vision, SETTING, hidden=1408, layers=34, heads=16, output=4096, tiles=(1, 8)),
     "parts": partial(parts.small, SETTING, SCOUT, 8192),
-    "loading": partial(loading.loading, SETTING, SCOUT, 1, "1GB", rounds=3),
+    "loading": partial(loading.loading, SETTING, SCOUT, 1, "1GB"),
 }
 
 

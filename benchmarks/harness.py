@@ -216,7 +216,7 @@ def difference(given: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[
     """
     if len(given) != len(expected):
         raise ValueError(f"{len(given)} outputs, and {len(expected)} of the reference")
-    deviations = [tensor.float().std(correction=0).item() for tensor in expected]
+    deviations = [_deviation(tensor) for tensor in expected]
     floor = max(deviations) / 100
     largest = mean = 0.0
     for one, other, deviation in zip(given, expected, deviations, strict=True):
@@ -226,11 +226,8 @@ def difference(given: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[
             )
         scale = max(deviation, floor) or 1.0
         squares = count = 0.0
-        # In pieces: a float copy of everything at once would need more than the case itself.
-        for piece, its in zip(
-            one.detach().reshape(-1).split(2**26), other.reshape(-1).split(2**26), strict=True
-        ):
-            delta = piece.float() - its.float()
+        for piece, its in zip(_pieces(one.detach()), _pieces(other), strict=True):
+            delta = piece - its
             highest = delta.abs().max().item()
             largest = highest / scale if not highest / scale <= largest else largest  # keeps NaN
             squares += delta.square().sum().item()
@@ -238,6 +235,17 @@ def difference(given: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[
         one_mean = (squares / count) ** 0.5 / scale
         mean = one_mean if not one_mean <= mean else mean
     return {"largest": largest, "mean": mean}
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    # A float copy of everything at once would need more memory than the case itself.
+    return (piece.float() for piece in tensor.reshape(-1).split(2**26))
+
+
+def _deviation(tensor: torch.Tensor) -> float:
+    mean = sum(piece.sum().item() for piece in _pieces(tensor)) / tensor.numel()
+    squares = sum((piece - mean).square().sum().item() for piece in _pieces(tensor))
+    return (squares / tensor.numel()) ** 0.5
 
 
 def beyond(found: Mapping[str, float], tolerance: Tolerance) -> str:

@@ -35,7 +35,7 @@ SAMPLED_EVERY = 2e-3
 
 
 def loading(
-    setting: Setting, shape: Shape, layers: int, shard_size: str, rounds: int = 5
+    setting: Setting, shape: Shape, layers: int, shard_size: str, rounds: int = 3
 ) -> Generator[dict, dict, None]:
     """Load a checkpoint that transformers saved; gives a ready result, not a case."""
     with tempfile.TemporaryDirectory() as name:

@@ -84,7 +84,7 @@ def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) ->
                 tolerance=tolerance_of(setting.dtype),
                 facts={"phase": "part", "tokens": tokens, "compiled": compiles},
             )
-            torch._dynamo.reset()
+            torch.compiler.reset()
 
 
 def _small_contestant(function: Callable, compiles: bool, compared: bool) -> Contestant:
