@@ -4,7 +4,7 @@
 PYTHON ?=
 # Test processes: one per core, up to eight. "make test WORKERS=0" runs them all in this process.
 WORKERS ?= auto
-# More words for pytest: make test ARGS="-k rotary"
+# More words for pytest or the benchmark: make test ARGS="-k rotary"
 ARGS ?=
 
 MODEL ?= examples/llamoe-tiny
@@ -19,11 +19,11 @@ PYTEST := -m pytest -n $(WORKERS) --maxprocesses=8 --dist=worksteal
 
 LIBRARY := $(wildcard configuration modeling conversion)
 # Tests of the repository itself; everything else must pass on an installed wheel, far from the checkout.
-NOT_IN_WHEEL := test_layout.py test_readme.py test_readme_conversion.py test_wheel.py
+NOT_IN_WHEEL := test_benchmarks.py test_layout.py test_readme.py test_readme_conversion.py test_wheel.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest lint format types wheel clean
+.PHONY: help demo test test-lowest lint format types wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ wheel: $(VENV)/.installed-test ## build the source archive and the wheel in dist
 	$(BIN) -m build --no-isolation --outdir dist . > $(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
 	@ls dist
 
+bench: $(VENV)/.installed-bench ## measure speed and memory against transformers on this CPU, in ten minutes
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN) -m benchmarks.cpu $(ARGS)
+
 clean: ## remove what was built or installed here
 	rm -rf $(VENV) $(LOWEST) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -75,6 +78,7 @@ clean: ## remove what was built or installed here
 WITH-vision := vision
 WITH-test := vision test
 WITH-dev := vision test dev
+WITH-bench := bench
 
 $(VENV)/.installed-%: pyproject.toml | $(BIN)
 	$(PIP) install -q -e '.[$*]'

@@ -1,0 +1,96 @@
+"""Cases of chunked attention: one decoder layer with a small feed-forward, prefill, its masks built each time."""
+
+import torch
+from transformers import Llama4TextModel
+
+import llamoe
+
+from . import OURS, REFERENCE, work
+from .harness import Case, Cases, Contestant, tolerance_of
+from .memory import available_bytes
+from .pairs import model_pair, text_config
+from .shapes import Setting, Shape
+
+QUADRATIC_NUMBERS = 2
+"""Bytes for each pair of tokens while a mask is built: the mask, and one of the two that it is the product of."""
+
+
+def chunked(
+    setting: Setting,
+    shape: Shape,
+    chunk: int,
+    counts: tuple[int, ...],
+    long: int,
+    patience: float,
+) -> Cases:
+    """Prefill of several chunks, then of a long text.
+
+    Args:
+        setting: where, and in which dtype.
+        shape: sizes.
+        chunk: tokens a chunk.
+        counts: numbers of chunks, rising.
+        long: tokens of the long text. A contestant is left out of it where its mask would take more than half of the
+            memory, or where the last time before, scaled with the square of the length, is beyond the patience.
+        patience: seconds.
+    """
+    config = text_config(
+        shape,
+        moe_layers=[],
+        num_local_experts=1,
+        intermediate_size_mlp=shape.hidden,
+        attention_chunk_size=chunk,
+        no_rope_layers=[1],
+        max_position_embeddings=max(long, chunk * max(counts)),
+    )
+    pair = model_pair(setting, Llama4TextModel, llamoe.LlamoeTextModel, config)
+    models = dict(zip((REFERENCE, OURS), pair, strict=True))
+    result: dict | None = None
+    length = 0
+    for tokens in [*(chunk * count for count in counts), long]:
+        skipped = _left_out(setting, result, length, tokens, patience) if tokens == long and result else {}
+        ids = setting.tokens(1, tokens, shape.vocabulary)
+
+        def run(model, ids=ids):
+            return lambda: model(ids, use_cache=False).last_hidden_state
+
+        contestants = {name: Contestant(torch.no_grad()(run(model))) for name, model in models.items()}
+        result = yield Case(
+            name=f"T = {tokens}, {tokens // chunk} chunks",
+            contestants=contestants,
+            work=_work(models[OURS], tokens, chunk),
+            tolerance=tolerance_of(setting.dtype),
+            facts={"phase": "chunked", "tokens": tokens, "chunks": tokens // chunk, "chunk": chunk},
+            skipped=skipped,
+        )
+        length = tokens
+
+
+def _work(model, tokens: int, chunk: int) -> work.Work:
+    """As of a decoder, with scores inside of chunks only, and no head."""
+    layer = sum(p.numel() for p in model.layers.parameters())
+    itemsize = next(model.parameters()).element_size()
+    pairs = tokens // chunk * chunk * (chunk + 1) // 2
+    attended = 4 * pairs * model.config.num_attention_heads * model.config.head_dim
+    return work.Work(
+        (layer + 2 * tokens * model.config.hidden_size) * itemsize, 2 * tokens * layer + attended
+    )
+
+
+def _left_out(setting: Setting, last: dict, length: int, tokens: int, patience: float) -> dict[str, str]:
+    reasons = {}
+    available = available_bytes(setting.device)
+    mask = QUADRATIC_NUMBERS * tokens**2
+    if mask > available / 2:
+        reasons[REFERENCE] = (
+            f"a mask of {tokens} x {tokens} takes {mask / 1e9:.1f} GB; {available / 1e9:.1f} GB are free"
+        )
+    for name, row in last["contestants"].items():
+        if name not in reasons and "median" in row:
+            expected = row["median"] * (tokens / length) ** 2
+            if expected > patience:
+                reasons[name] = (
+                    f"{row['median']:.2f} s at {length} tokens make {expected:.0f} s if it grows with the square, "
+                    f"more than {patience:g} s"
+                )
+    return reasons

@@ -1,0 +1,151 @@
+"""Cases of the mixture block: prefill, decoding, uneven routing, training.
+
+Contestants: transformers' `Llama4TextMoe`; our block as it comes; and our block with transformers' own experts
+implementations, which are the peers. On a device, ours and the peers under `torch.compile`, too.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from . import REFERENCE, work
+from .harness import Case, Cases, Contestant, Tolerance, tolerance_of
+from .pairs import block_pair
+from .routing import draw_experts, shares, steer
+from .shapes import Setting, Shape
+
+PEERS = ("grouped_mm", "batched_mm")
+GATHERED = 2**28
+"""`batched_mm` copies an expert's weights for each token; it is skipped where a CPU would copy more than this."""
+
+
+def inference(
+    setting: Setting,
+    shape: Shape,
+    decode: tuple[int, ...],
+    prefill: tuple[int, ...],
+    skewed: tuple[int, ...],
+) -> Cases:
+    """Forward passes without gradients.
+
+    Args:
+        setting: where, and in which dtype.
+        shape: sizes.
+        decode: batch sizes of decoding: so many tokens, one a row.
+        prefill: lengths of one row.
+        skewed: numbers of tokens that are measured with Zipf's routing besides the uniform one.
+    """
+    stock, ours = block_pair(setting, shape, PEERS)
+    for tokens, skew in [(count, "uniform") for count in sorted({*decode, *prefill})] + [
+        (count, "zipf") for count in skewed
+    ]:
+        x, routing = tokens_for(setting, shape, stock, tokens, skew)
+        phase = "decode" if tokens in decode else "prefill"
+        x = x.view(tokens, 1, -1) if phase == "decode" else x[None]
+        contestants = {REFERENCE: Contestant(_forward(lambda module=stock, x=x: module(x)[0].view_as(x)))}
+        contestants |= {
+            name: Contestant(_forward(lambda module=module, x=x: module(x))) for name, module in ours.items()
+        }
+        if tokens in setting.compiled_tokens and skew == "uniform":
+            contestants |= _compiled(setting, ours, x)
+        yield Case(
+            name=f"{'B' if phase == 'decode' else 'T'} = {tokens}" + (", Zipf" if skew == "zipf" else ""),
+            contestants=contestants,
+            work=work.of_block(shape, tokens, routing["distinct"], setting.dtype.itemsize),
+            tolerance=tolerance_of(setting.dtype),
+            facts={"phase": phase, "tokens": tokens, "experts": shape.experts, "routing": skew, **routing},
+            skipped=_too_much_gathered(setting, shape, tokens, contestants),
+        )
+        del contestants
+        torch.compiler.reset()
+
+
+def training(setting: Setting, shape: Shape, tokens: int) -> Cases:
+    """Forward and backward passes; the gradients are what is compared."""
+    stock, ours = block_pair(setting, shape, PEERS)
+    x, routing = tokens_for(setting, shape, stock, tokens, "uniform")
+    x = x[None].requires_grad_()
+    upstream = setting.randn(*x.shape, offset=3)
+
+    def step(module: nn.Module) -> Callable[[], list[torch.Tensor]]:
+        def run():
+            _forget_gradients(stock, x)
+            output = module(x)
+            (output[0] if isinstance(output, tuple) else output).view_as(x).backward(upstream)
+            return [x.grad, *(p.grad for p in stock.parameters() if p.grad is not None)]
+
+        return run
+
+    own = tolerance_of(setting.dtype)
+    tolerance = Tolerance(10 * own.largest, own.mean, "gradients are sums over many tokens; " + own.why)
+    forward = work.of_block(shape, tokens, routing["distinct"], setting.dtype.itemsize)
+    for frozen in (False, True):
+        stock.experts.requires_grad_(not frozen)
+        contestants = {
+            name: Contestant(step(module), outputs=list)
+            for name, module in {REFERENCE: stock, **ours}.items()
+        }
+        yield Case(
+            name=f"T = {tokens}, {'experts frozen' if frozen else 'all weights'}",
+            contestants=contestants,
+            work=work.of_training(forward, 0.5 if frozen else 0.0),
+            tolerance=tolerance,
+            facts={
+                "phase": "training",
+                "frozen": frozen,
+                "tokens": tokens,
+                "experts": shape.experts,
+                "routing": "uniform",
+                **routing,
+            },
+            skipped=_too_much_gathered(setting, shape, tokens, contestants),
+            before=lambda: _forget_gradients(stock, x),
+        )
+    stock.requires_grad_(True)
+
+
+def tokens_for(
+    setting: Setting, shape: Shape, block: nn.Module, tokens: int, skew: str
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Inputs `[tokens, hidden]`, and how their routing turned out."""
+    chosen = draw_experts(tokens, shape.experts, skew, setting.generator(tokens))
+    noise = setting.randn(tokens, shape.hidden, offset=tokens + 1)
+    return steer(noise, block.router.weight, chosen), shares(chosen)
+
+
+def _forward(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    return torch.no_grad()(run)
+
+
+def _forget_gradients(module: nn.Module, x: torch.Tensor) -> None:
+    x.grad = None
+    module.zero_grad(set_to_none=True)
+
+
+def _compiled(setting: Setting, ours: dict[str, nn.Module], x: torch.Tensor) -> dict[str, Contestant]:
+    contestants = {}
+    for mode in setting.compile_modes:
+        for name, module in ours.items():
+            compiled = torch.compile(module.forward, mode=mode, dynamic=False)
+
+            def run(compiled=compiled) -> torch.Tensor:
+                torch.compiler.cudagraph_mark_step_begin()
+                return compiled(x)
+
+            contestants[f"{name}, {mode}"] = Contestant(_forward(run), warm_up=3, has_own_pool=True)
+    return contestants
+
+
+def _too_much_gathered(
+    setting: Setting, shape: Shape, tokens: int, contestants: dict[str, Contestant]
+) -> dict[str, str]:
+    expert = 3 * shape.hidden * shape.expert * setting.dtype.itemsize
+    if setting.device.type == "cuda":
+        limit = torch.cuda.get_device_properties(setting.device).total_memory
+    else:
+        limit = GATHERED
+    if tokens * expert <= limit:
+        return {}
+    reason = f"copies {tokens * expert / 1e9:.1f} GB of weights, an expert's for each token"
+    return {name: reason for name in contestants if name.startswith("batched_mm")}

@@ -1,0 +1,68 @@
+"""Time of a run: the processor time of this process on a CPU, the time between two events on a CUDA device."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class ProcessorClock:
+    """Processor time, with the caches emptied before each run.
+
+    In a model, a layer's weights have left the caches when it is their turn again; of the repeated runs of one layer
+    they would not, which flatters whoever reads little. The wall clock would count what else the machine does.
+    """
+
+    unit = "seconds of processor time"
+    shortest = 1e-3  # one sample; shorter runs are repeated within it, on warm caches
+
+    def __init__(self, cache_bytes: int | None = None):
+        self.device = torch.device("cpu")
+        cache_bytes = last_cache_bytes() if cache_bytes is None else cache_bytes
+        self._elsewhere = torch.zeros(2 * cache_bytes // 8, dtype=torch.int64)
+
+    def sample(self, run: Callable[[], Any], repeats: int) -> float:
+        """Seconds of one run, as the mean of `repeats` runs."""
+        self._elsewhere.add_(1)
+        begun = time.process_time()
+        for _ in range(repeats):
+            run()
+        return (time.process_time() - begun) / repeats
+
+
+class DeviceClock:
+    """Time between two events around runs that follow one another without a pause.
+
+    What the host needs to launch a run counts where it is more than what the device needs, as in a model of many
+    layers. The layers' weights are many times the device's cache, which is not emptied.
+    """
+
+    unit = "seconds between CUDA events"
+    shortest = 5e-3
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def sample(self, run: Callable[[], Any], repeats: int) -> float:
+        """Seconds of one run, as the mean of `repeats` runs."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        begin.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return begin.elapsed_time(end) / 1e3 / repeats
+
+
+Clock = ProcessorClock | DeviceClock
+
+
+def last_cache_bytes() -> int:
+    """Size of the processor's last cache; 64 MiB where the system does not say."""
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    units = {"K": 2**10, "M": 2**20}
+    found = [text.strip() for text in (path.read_text() for path in sizes)]
+    return max((int(text[:-1]) * units[text[-1]] for text in found if text[-1:] in units), default=2**26)

@@ -1,0 +1,50 @@
+"""The benchmark on a CPU: mini shapes in float32, one thread, processor time.
+
+python -m benchmarks.cpu
+python -m benchmarks.cpu --cases block-16 dense
+"""
+
+import sys
+from functools import partial
+
+import torch
+
+from . import attention, block, loading, models, parts, session
+from .clocks import ProcessorClock
+from .harness import Budget, Group
+from .shapes import MINI, MINI_128, Setting
+
+SETTING = Setting(torch.device("cpu"), torch.float32)
+DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
+LAYERS = 4
+
+GROUPS: dict[str, Group] = {
+    "block-16": partial(block.inference, SETTING, MINI, DECODE, (256, 512, 1024, 2048, 8192), (32, 1024)),
+    "block-128": partial(block.inference, SETTING, MINI_128, DECODE, (256, 512, 1024), (32, 256)),
+    "training-16": partial(block.training, SETTING, MINI, 256),
+    "training-128": partial(block.training, SETTING, MINI_128, 256),
+    "decoder": partial(
+        models.mixture, SETTING, MINI, LAYERS, prefill=(128, 1024), decode=DECODE, training=(256,)
+    ),
+    "dense": partial(
+        models.dense, SETTING, MINI, LAYERS, prefill=(128, 1024), decode=DECODE, training=(256,)
+    ),
+    "chunked": partial(
+        attention.chunked, SETTING, MINI, chunk=1024, counts=(2, 4, 8), long=65536, patience=60.0
+    ),
+    "vision": partial(parts.vision, SETTING, hidden=512, layers=4, heads=8, output=512, tiles=(1, 2)),
+    "parts": partial(parts.small, SETTING, MINI, 1024),
+    "loading": partial(loading.loading, SETTING, MINI, LAYERS, "100MB"),
+}
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    options = session.parser("cpu", GROUPS, __doc__).parse_args()
+    torch.set_num_threads(1)
+    budget = Budget(seconds=options.seconds, least=options.rounds)
+    return session.run("cpu", GROUPS, options.cases, ProcessorClock(), SETTING.dtype, options.output, budget)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

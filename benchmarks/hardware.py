@@ -1,0 +1,102 @@
+"""What it ran on: the machine, the versions, and two measured rates that the roofline is made of."""
+
+import os
+import platform
+import statistics
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from .clocks import Clock
+
+PACKAGES = ("llamoe", "torch", "transformers", "triton", "safetensors")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the machine was seen to do, for the bound under every case's time.
+
+    Attributes:
+        bytes_per_second: of a copy of one large tensor, what is read and what is written.
+        flops_per_second: of a product of two large square matrices, two operations a multiplication and addition.
+    """
+
+    bytes_per_second: float
+    flops_per_second: float
+
+    def ideal_seconds(self, nbytes: float, flops: float) -> tuple[float, str]:
+        """The larger of the two times that a case needs at these rates, and what it is bound by."""
+        times = {"memory": nbytes / self.bytes_per_second, "compute": flops / self.flops_per_second}
+        bound = max(times, key=times.__getitem__)
+        return times[bound], bound
+
+
+def measure_rates(clock: Clock, dtype: torch.dtype, rounds: int = 7, side: int = 0, nbytes: int = 0) -> Rates:
+    """Measure both rates, as medians.
+
+    Args:
+        clock: what time is taken with.
+        dtype: of the matrices.
+        rounds: number of samples.
+        side: rows of the matrices; by default 2048 on a CPU, 8192 on CUDA.
+        nbytes: size of the copied tensor; by default 256 MiB on a CPU, 4 GiB on CUDA.
+    """
+    on_cuda = clock.device.type == "cuda"
+    side = side or (8192 if on_cuda else 2048)
+    source = torch.ones(
+        nbytes or (2**32 if on_cuda else 2**28), dtype=torch.uint8, device=clock.device
+    )  # no zeros: fresh zeros may be one page of the system, many times over
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=clock.device).to(dtype) for _ in range(2))
+    repeats = 10 if on_cuda else 1
+
+    def median(run) -> float:
+        run()
+        return statistics.median(clock.sample(run, repeats) for _ in range(rounds))
+
+    copied = median(lambda: target.copy_(source))
+    multiplied = median(lambda: a @ b)
+    return Rates(2 * source.nbytes / copied, 2 * side**3 / multiplied)
+
+
+def describe(device: torch.device) -> dict:
+    """Machine, versions and date, as they go into the results."""
+    about = {
+        "date": date.today().isoformat(),
+        "processor": processor_name(),
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        about["device"] = properties.name
+        about["device_bytes"] = properties.total_memory
+        about["cuda"] = torch.version.cuda
+    return about
+
+
+def processor_name() -> str:
+    """The processor's name as the system gives it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    if package == "torch":
+        return torch.__version__  # with the kind of build
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        if package == "llamoe":
+            import llamoe
+
+            return llamoe.__version__
+        return None

@@ -1,0 +1,284 @@
+"""Runs a case: contestants on the same weights and inputs, compared, then timed in turn in one process."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import OURS, REFERENCE
+from .clocks import Clock
+from .hardware import Rates
+from .memory import peak_of
+from .work import Work
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far outputs may lie from the reference's.
+
+    Attributes:
+        largest: the largest difference, in standard deviations of the reference's output.
+        mean: the root mean square of the differences, likewise.
+        why: where the numbers come from.
+    """
+
+    largest: float
+    mean: float
+    why: str
+
+
+# Measured on the CPU: at most 5e-6 and 6e-7 for outputs, 6e-5 and 7e-7 for gradients.
+IN_FLOAT32 = Tolerance(1e-3, 1e-4, "the same sums in another order, in float32")
+# A rounding is 2^-9 of a value; a value of 5 deviations goes through about six.
+IN_BFLOAT16 = Tolerance(0.25, 0.03, "the same sums in another order, rounded to bfloat16 at each step")
+
+
+def tolerance_of(dtype: torch.dtype, layers: int = 1) -> Tolerance:
+    """The tolerance for what is computed in a dtype; differences of layers add up like a random walk."""
+    one = IN_FLOAT32 if dtype == torch.float32 else IN_BFLOAT16
+    return Tolerance(one.largest * layers**0.5, one.mean * layers**0.5, one.why)
+
+
+@dataclass
+class Contestant:
+    """One way to compute a case.
+
+    Attributes:
+        run: computes it once.
+        outputs: of what `run` returns, the tensors that are compared; None where another function is computed.
+        warm_up: runs before anything is measured, for what compiles.
+        has_own_pool: its memory lies in the pool of a CUDA graph, where no counter sees a run.
+    """
+
+    run: Callable[[], Any]
+    outputs: Callable[[Any], list[torch.Tensor]] | None = lambda result: [result]
+    warm_up: int = 0
+    has_own_pool: bool = False
+
+
+@dataclass
+class Case:
+    """What is computed, by whom.
+
+    Attributes:
+        name: unique in its group.
+        contestants: by name; ratios are the time of `REFERENCE` over theirs. Those of ours begin with `OURS`.
+        work: the least that has to be read and computed.
+        tolerance: for the outputs.
+        facts: what tables and figures sort by: phase, tokens, experts and so on.
+        skipped: contestants that are not run, with the reason.
+        before: called before each run whose memory is measured.
+    """
+
+    name: str
+    contestants: dict[str, Contestant]
+    work: Work | None
+    tolerance: Tolerance
+    facts: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    before: Callable[[], Any] | None = None
+
+
+# A group makes its cases one after another, gets each one's result back, and frees what it built when it ends. What
+# cannot be measured in this process it gives as a ready result.
+Cases = Generator[Case | dict, dict, None]
+Group = Callable[[], Cases]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a case is measured: at least `least` rounds, then until `seconds` are over or `most` rounds."""
+
+    seconds: float = 2.0
+    least: int = 3
+    most: int = 15
+
+
+def run_group(group: Group, clock: Clock, rates: Rates, budget: Budget) -> Iterator[dict]:
+    """Measure each case of a group; give the results as plain data."""
+    cases = group()
+    result = None
+    while True:
+        try:
+            case = cases.send(result)  # None begins it
+        except StopIteration:
+            break
+        result = case if isinstance(case, dict) else measure(case, clock, rates, budget)
+        del case
+        free(clock.device)
+        yield result
+    free(clock.device)
+
+
+def free(device: torch.device) -> None:
+    """Give back what nothing holds any more."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measure(case: Case, clock: Clock, rates: Rates, budget: Budget) -> dict:
+    """Compare, weigh and time the contestants of a case.
+
+    A contestant that runs out of memory is skipped and says so; so is another's that fails. One of ours that fails,
+    and any whose outputs differ, goes into `failures`.
+    """
+    rows: dict[str, dict] = {name: {"skipped": reason} for name, reason in case.skipped.items()}
+    failures: list[str] = []
+    expected: list[torch.Tensor] | None = None
+    running = {}
+    for name, contestant in case.contestants.items():
+        if name in case.skipped:
+            continue
+        row = rows[name] = {}
+        try:
+            if case.before:
+                case.before()
+            begun = time.perf_counter()
+            outputs, row["peak_bytes"] = _first_run(contestant, clock)
+            taken = time.perf_counter() - begun
+            if outputs is not None and expected is not None:
+                row["difference"] = difference(outputs, expected)
+                if problem := beyond(row["difference"], case.tolerance):
+                    failures.append(f"{name} differs from {REFERENCE}: {problem}")
+            if name == REFERENCE and outputs is not None:
+                expected = [tensor.detach().clone() for tensor in outputs]
+            del outputs
+            running[name] = (contestant, taken)
+        except Exception as error:
+            row["skipped"] = _reason(error)
+            if name.startswith(OURS) and not isinstance(error, torch.OutOfMemoryError):
+                failures.append(f"{name} failed: {row['skipped']}")
+        free(clock.device)
+    del expected
+    free(clock.device)
+    if case.before:
+        case.before()
+    for name, samples in _time_in_turn(running, clock, budget).items():
+        rows[name]["seconds"] = samples
+    result = {"case": case.name, **case.facts, "contestants": {name: rows[name] for name in rows}}
+    result["tolerance"] = vars(case.tolerance)
+    if case.work:
+        seconds, bound = rates.ideal_seconds(case.work.nbytes, case.work.flops)
+        result["work"] = {**vars(case.work), "ideal_seconds": seconds, "bound": bound}
+    _summarize(result)
+    return {**result, "failures": failures}
+
+
+def _first_run(contestant: Contestant, clock: Clock) -> tuple[list[torch.Tensor] | None, int | None]:
+    for _ in range(contestant.warm_up):
+        contestant.run()
+    if contestant.has_own_pool:
+        result, peak = contestant.run(), None
+    else:
+        result, peak = peak_of(contestant.run, clock.device)
+    return (None if contestant.outputs is None else contestant.outputs(result)), peak
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def _time_in_turn(
+    running: Mapping[str, tuple[Contestant, float]], clock: Clock, budget: Budget
+) -> dict[str, list[float]]:
+    repeats = {}
+    for name, (contestant, taken) in running.items():
+        if (
+            taken < 1
+        ):  # a guess that holds what a first run does besides; after a long one there is nothing to repeat
+            taken = clock.sample(contestant.run, 1)
+        repeats[name] = max(1, round(clock.shortest / max(taken, 1e-7)))
+    samples: dict[str, list[float]] = {name: [] for name in running}
+    spent = 0.0
+    for round_ in range(budget.most):
+        if not running or (round_ >= budget.least and spent >= budget.seconds):
+            break
+        # Forth and back, so that nobody is always first.
+        for name in list(running)[:: 1 if round_ % 2 == 0 else -1]:
+            seconds = clock.sample(running[name][0].run, repeats[name])
+            samples[name].append(seconds)
+            spent += seconds * repeats[name]
+    return samples
+
+
+def difference(given: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[str, float]:
+    """Largest and root mean square difference over all tensors, each in its own standard deviations.
+
+    A tensor that varies by less than a hundredth of the one that varies most is measured by that hundredth.
+    """
+    if len(given) != len(expected):
+        raise ValueError(f"{len(given)} outputs, and {len(expected)} of the reference")
+    deviations = [_deviation(tensor) for tensor in expected]
+    floor = max(deviations) / 100
+    largest = mean = 0.0
+    for one, other, deviation in zip(given, expected, deviations, strict=True):
+        if one.shape != other.shape:
+            raise ValueError(
+                f"an output of shape {list(one.shape)}, and {list(other.shape)} of the reference"
+            )
+        scale = max(deviation, floor) or 1.0
+        squares = count = 0.0
+        for piece, its in zip(_pieces(one.detach()), _pieces(other), strict=True):
+            delta = piece - its
+            highest = delta.abs().max().item()
+            largest = highest / scale if not highest / scale <= largest else largest  # keeps NaN
+            squares += delta.square().sum().item()
+            count += delta.numel()
+        one_mean = (squares / count) ** 0.5 / scale
+        mean = one_mean if not one_mean <= mean else mean
+    return {"largest": largest, "mean": mean}
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    # A float copy of everything at once would need more memory than the case itself.
+    return (piece.float() for piece in tensor.reshape(-1).split(2**26))
+
+
+def _deviation(tensor: torch.Tensor) -> float:
+    mean = sum(piece.sum().item() for piece in _pieces(tensor)) / tensor.numel()
+    squares = sum((piece - mean).square().sum().item() for piece in _pieces(tensor))
+    return (squares / tensor.numel()) ** 0.5
+
+
+def beyond(found: Mapping[str, float], tolerance: Tolerance) -> str:
+    """What of a difference is beyond the tolerance, in words; empty if nothing is."""
+    limits = {"largest": tolerance.largest, "mean": tolerance.mean}
+    return ", ".join(
+        f"{kind} difference of {found[kind]:.3g} deviations, at most {limit:g} allowed ({tolerance.why})"
+        for kind, limit in limits.items()
+        if not found[kind] <= limit
+    )
+
+
+def _summarize(result: dict) -> None:
+    """Add medians, quartiles, ratios and fractions of the roofline to the rows."""
+    rows = result["contestants"]
+    reference = rows.get(REFERENCE, {}).get("seconds")
+    for row in rows.values():
+        if not row.get("seconds"):
+            continue
+        row["median"] = statistics.median(row["seconds"])
+        row["quartiles"] = quartiles(row["seconds"])
+        if reference:
+            # Of the pairs of a round: what slows the machine for a while slows both.
+            ratios = [theirs / own for theirs, own in zip(reference, row["seconds"], strict=True)]
+            row["ratio"] = statistics.median(ratios)
+            row["ratio_quartiles"] = quartiles(ratios)
+        if "work" in result:
+            row["roofline"] = result["work"]["ideal_seconds"] / row["median"]
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """The first and the third."""
+    if len(values) < 2:
+        return [values[0], values[0]]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return [first, third]

@@ -1,0 +1,160 @@
+"""Cases of `from_pretrained`: time and peak memory of a sharded checkpoint, each load in a process of its own.
+
+On a CPU transformers maps the files and reads nothing until a weight is used; so each weight is summed once, and both
+are measured, the return of `from_pretrained` and the end of the sums.
+
+Peak memory is the process's high-water mark above what it holds after its imports and a first small load. Pages of the
+checkpoint's files count while they are mapped, although the system could take them back; the high-water mark of
+anonymous memory, sampled, is given beside it. The files are in the page cache for both.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import torch
+from transformers import Llama4ForCausalLM
+
+import llamoe
+
+from . import OURS, REFERENCE
+from .harness import Tolerance, quartiles
+from .pairs import text_config
+from .shapes import Setting, Shape
+
+CLASSES = {REFERENCE: Llama4ForCausalLM, OURS: llamoe.LlamoeForCausalLM}
+SMALL = Shape(64, 32, 2, 2, 1, 32, 64)
+SAMPLED_EVERY = 2e-3
+
+
+def loading(
+    setting: Setting, shape: Shape, layers: int, shard_size: str, rounds: int = 3
+) -> Generator[dict, dict, None]:
+    """Load a checkpoint that transformers saved; gives a ready result, not a case."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, small = Path(name) / "checkpoint", Path(name) / "small"
+        save(setting, shape, layers, folder, shard_size)
+        save(setting, SMALL, 1, small, shard_size)
+        nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        runs: dict[str, list[dict]] = {who: [] for who in CLASSES}
+        failures = []
+        for round_ in range(rounds + 1):
+            for who in list(CLASSES)[:: 1 if round_ % 2 == 0 else -1]:
+                run = load_in_process(who, folder, small, setting)
+                if round_:  # the first brings the files into the page cache
+                    runs[who].append(run)
+        checksums = {who: runs[who][0]["checksum"] for who in CLASSES}
+        if len(set(checksums.values())) > 1:
+            failures.append(f"the loaded weights differ: {checksums}")
+    rows = {}
+    for who, its in runs.items():
+        seconds = [run["seconds"] for run in its]
+        returned = [run["returned_seconds"] for run in its]
+        rows[who] = {
+            "seconds": seconds,
+            "median": statistics.median(seconds),
+            "quartiles": quartiles(seconds),
+            "returned_seconds": returned,
+            "returned": statistics.median(returned),
+            "peak_bytes": max(run["peak_bytes"] for run in its),
+            "anonymous_bytes": max(run["anonymous_bytes"] for run in its),
+            "device_bytes": max(run["device_bytes"] for run in its),
+        }
+    for row in rows.values():
+        ratios = [a / b for a, b in zip(rows[REFERENCE]["seconds"], row["seconds"], strict=True)]
+        row["ratio"] = statistics.median(ratios)
+        row["ratio_quartiles"] = quartiles(ratios)
+        row["returned_ratio"] = rows[REFERENCE]["returned"] / row["returned"]
+    yield {
+        "case": f"{nbytes / 1e9:.2f} GB in shards of {shard_size}",
+        "phase": "loading",
+        "nbytes": nbytes,
+        "clock": "wall clock",
+        "contestants": rows,
+        "tolerance": vars(Tolerance(0, 0, "the same weights")),
+        "failures": failures,
+    }
+
+
+def save(setting: Setting, shape: Shape, layers: int, folder: Path, shard_size: str) -> None:
+    """Let transformers save a checkpoint in shards."""
+    with torch.device(setting.device):
+        model = Llama4ForCausalLM._from_config(text_config(shape, layers), dtype=setting.dtype)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+
+
+def load_in_process(who: str, folder: Path, small: Path, setting: Setting) -> dict:
+    """Run `child` in a new process."""
+    words = [who, str(folder), str(small), str(setting.device), str(torch.get_num_threads())]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.loading", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    if done.returncode:
+        raise RuntimeError(f"loading {who} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def child(who: str, folder: str, small: str, device: str, threads: str) -> dict:
+    """Load and read in this process; seconds, bytes above the base, and a sum that tells weights apart."""
+    torch.set_num_threads(int(threads))
+    options = {"dtype": "auto"} | ({} if device == "cpu" else {"device_map": {"": device}})
+    CLASSES[who].from_pretrained(small, **options)  # imports, threads, the device's context
+    base, anonymous = status("VmRSS"), status("RssAnon")
+    watched = Watch()
+    begun = time.perf_counter()
+    model = CLASSES[who].from_pretrained(folder, **options)
+    returned = time.perf_counter() - begun
+    for parameter in model.parameters():
+        parameter.detach().sum().item()
+    seconds = time.perf_counter() - begun
+    highest, peak = watched.stop(), status("VmHWM")
+    return {
+        "seconds": seconds,
+        "returned_seconds": returned,
+        "peak_bytes": max(peak - base, 0),
+        "anonymous_bytes": max(highest - anonymous, 0),
+        "device_bytes": 0 if device == "cpu" else torch.cuda.max_memory_allocated(),
+        "checksum": sum(p.double().abs().sum().item() for p in model.parameters()),
+    }
+
+
+class Watch:
+    """Looks at the process's anonymous memory every other millisecond, and keeps the most."""
+
+    def __init__(self):
+        self.highest = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._stopped.wait(SAMPLED_EVERY):
+            self.highest = max(self.highest, status("RssAnon"))
+
+    def stop(self) -> int:
+        """Stop looking; give the most that was seen, in bytes."""
+        self._stopped.set()
+        self._thread.join()
+        return max(self.highest, status("RssAnon"))
+
+
+def status(field: str) -> int:
+    """A field of this process's status, in bytes."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.partition(f"{field}:")[2].split()[0])
+
+
+if __name__ == "__main__":
+    print(json.dumps(child(*sys.argv[1:])))

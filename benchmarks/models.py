@@ -1,0 +1,167 @@
+"""Cases of whole decoders, mixture and dense: prefill, decoding with a cache, training, `generate` in one graph."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import DynamicCache, Llama4ForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+import llamoe
+
+from . import OURS, REFERENCE, work
+from .harness import Case, Cases, Contestant, Tolerance, tolerance_of
+from .pairs import dense_config, model_pair, text_config
+from .shapes import Setting, Shape
+
+PAST = 64
+"""Cached tokens a row when decoding."""
+
+
+def mixture(setting: Setting, shape: Shape, layers: int, **what) -> Cases:
+    """`Llama4ForCausalLM` and `LlamoeForCausalLM`, every layer a mixture; the rest as in `decoder`."""
+    config = text_config(shape, layers)
+    pair = model_pair(setting, Llama4ForCausalLM, llamoe.LlamoeForCausalLM, config)
+    yield from decoder(setting, pair, **what)
+
+
+def dense(setting: Setting, shape: Shape, layers: int, **what) -> Cases:
+    """`LlamaForCausalLM` and `LlamoeDenseForCausalLM`; the rest as in `decoder`."""
+    config = dense_config(shape, layers)
+    pair = model_pair(setting, LlamaForCausalLM, llamoe.LlamoeDenseForCausalLM, config)
+    yield from decoder(setting, pair, **what)
+
+
+def decoder(
+    setting: Setting,
+    pair: tuple[PreTrainedModel, PreTrainedModel],
+    prefill: tuple[int, ...] = (),
+    decode: tuple[int, ...] = (),
+    training: tuple[int, ...] = (),
+    generate: tuple[int, ...] = (),
+) -> Cases:
+    """Cases of a decoder.
+
+    Args:
+        setting: where, and in which dtype.
+        pair: transformers' model and ours.
+        prefill: lengths of one row.
+        decode: batch sizes of one step, after `PAST` tokens.
+        training: lengths of one row, forward and backward.
+        generate: batch sizes of `generate` with a static cache, which transformers compiles on a device.
+    """
+    models = dict(zip((REFERENCE, OURS), pair, strict=True))
+    yield from _prefill(setting, models, prefill)
+    yield from _decode(setting, models, decode)
+    yield from _training(setting, models, training)
+    yield from _generate(setting, models, generate)
+
+
+def _contestants(models: dict, make: Callable) -> dict[str, Contestant]:
+    return {name: Contestant(torch.no_grad()(make(model))) for name, model in models.items()}
+
+
+def _work(models: dict, ids: torch.Tensor, past: int = 0) -> work.Work:
+    ours = models[OURS]
+    hit = work.experts_hit(ours, input_ids=ids) if isinstance(ours, llamoe.LlamoeForCausalLM) else []
+    return work.of_decoder(ours, *ids.shape, past, hit)
+
+
+def _prefill(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases:
+    for length in lengths:
+        ids = setting.tokens(1, length, models[OURS].vocab_size)
+        yield Case(
+            name=f"prefill, T = {length}",
+            contestants=_contestants(
+                models, lambda model, ids=ids: lambda: model(ids, use_cache=False).logits
+            ),
+            work=_work(models, ids),
+            tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
+            facts={"phase": "prefill", "tokens": length},
+        )
+
+
+def _decode(setting: Setting, models: dict, batches: tuple[int, ...]) -> Cases:
+    vocabulary = models[OURS].vocab_size
+    for batch in batches:
+        prompt = setting.tokens(batch, PAST, vocabulary)
+        ids = setting.tokens(batch, 1, vocabulary, offset=2)
+
+        def step(model, prompt=prompt, ids=ids) -> Callable[[], torch.Tensor]:
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                model(prompt, past_key_values=cache, logits_to_keep=1)
+
+            def run() -> torch.Tensor:
+                logits = model(ids, past_key_values=cache).logits
+                cache.crop(-1)
+                return logits
+
+            return run
+
+        yield Case(
+            name=f"decode, B = {batch}",
+            contestants=_contestants(models, step),
+            work=_work(models, ids, PAST),
+            tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
+            facts={"phase": "decode", "tokens": batch},
+        )
+
+
+def _training(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases:
+    parameters = list(models[REFERENCE].parameters())  # ours are the same
+
+    def forget() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    own = tolerance_of(setting.dtype, len(models[OURS].model.layers))
+    tolerance = Tolerance(20 * own.largest, 3 * own.mean, "gradients through all layers; " + own.why)
+    for length in lengths:
+        ids = setting.tokens(1, length, models[OURS].vocab_size)
+
+        def step(model, ids=ids) -> Callable[[], list[torch.Tensor]]:
+            def run():
+                forget()
+                model(ids, labels=ids, use_cache=False).loss.backward()
+                return [parameter.grad for parameter in parameters]
+
+            return run
+
+        yield Case(
+            name=f"training, T = {length}",
+            contestants={name: Contestant(step(model), outputs=list) for name, model in models.items()},
+            work=work.of_training(_work(models, ids)),
+            tolerance=tolerance,
+            facts={"phase": "training", "tokens": length},
+            before=forget,
+        )
+    forget()
+
+
+def _generate(setting: Setting, models: dict, batches: tuple[int, ...], new: int = 64) -> Cases:
+    for batch in batches:
+        prompt = setting.tokens(batch, PAST, models[OURS].vocab_size)
+
+        def whole(model, prompt=prompt) -> Callable[[], torch.Tensor]:
+            def run():
+                return model.generate(
+                    prompt,
+                    max_new_tokens=new,
+                    min_new_tokens=new,
+                    do_sample=False,
+                    cache_implementation="static",
+                    pad_token_id=0,
+                )
+
+            return run
+
+        # Logits are compared where a single step is measured; here one tie would change all that follows.
+        yield Case(
+            name=f"generate {new} tokens, static cache, B = {batch}",
+            contestants={
+                name: Contestant(whole(model), outputs=None, warm_up=2, has_own_pool=True)
+                for name, model in models.items()
+            },
+            work=None,
+            tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
+            facts={"phase": "generate", "tokens": batch},
+        )

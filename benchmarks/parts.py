@@ -1,0 +1,159 @@
+"""Cases of the vision tower, and of small parts: norms, SwiGLU, rotary embedding; eager and compiled."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import Llama4TextConfig, Llama4VisionModel
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding, apply_rotary_emb
+
+import llamoe
+from llamoe.modeling.feed_forward import FeedForward
+from llamoe.modeling.normalization import RMSNorm
+from llamoe.modeling.rotary import RotaryEmbedding, apply_rotary
+
+from . import OURS, REFERENCE
+from .harness import Case, Cases, Contestant, tolerance_of
+from .pairs import dense_config, draw_weights, model_pair, text_config, vision_config
+from .shapes import Setting, Shape
+from .work import Work
+
+EPS = 1e-5
+
+
+def vision(
+    setting: Setting, hidden: int, layers: int, heads: int, output: int, tiles: tuple[int, ...]
+) -> Cases:
+    """`Llama4VisionModel` and `LlamoeVisionModel` over tiles of 336 pixels."""
+    config = vision_config(hidden, layers, heads, output)
+    pair = model_pair(setting, Llama4VisionModel, llamoe.LlamoeVisionModel, config)
+    weights = sum(parameter.numel() for parameter in pair[0].parameters())
+    patches = (config.image_size // config.patch_size) ** 2 + 1
+    for count in tiles:
+        pixels = setting.randn(count, 3, config.image_size, config.image_size)
+
+        def run(model, pixels=pixels) -> Callable[[], torch.Tensor]:
+            return lambda: model(pixels).last_hidden_state
+
+        scores = 4 * layers * count * patches**2 * hidden
+        yield Case(
+            name=f"{count} tile{'s' if count > 1 else ''}",
+            contestants={
+                name: Contestant(torch.no_grad()(run(model)))
+                for name, model in zip((REFERENCE, OURS), pair, strict=True)
+            },
+            # The adapter sees a quarter of the patches; counting it for all of them overstates less than 1 %.
+            work=Work(
+                weights * setting.dtype.itemsize + pixels.nbytes,
+                2 * count * patches * _encoder_weights(pair[0]) + scores,
+            ),
+            tolerance=tolerance_of(setting.dtype, layers),
+            facts={"phase": "vision", "tokens": count},
+        )
+
+
+def _encoder_weights(tower: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in tower.model.parameters() if parameter.ndim == 2)
+
+
+def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) -> Cases:
+    """RMSNorm, SwiGLU and rotary embedding.
+
+    Args:
+        setting: where, and in which dtype.
+        shape: sizes.
+        tokens: length of one row.
+        compiled: also under `torch.compile`.
+    """
+    kinds = (False, True) if compiled else (False,)
+    for name, functions, differing, work in (
+        _norms(setting, shape, tokens),
+        _feed_forwards(setting, shape, tokens),
+        _rotary_half_split(setting, shape, tokens),
+        _rotary_interleaved(setting, shape, tokens),
+    ):
+        for compiles in kinds:
+            yield Case(
+                name=f"{name}, {'compiled' if compiles else 'eager'}",
+                contestants={
+                    who: _small_contestant(function, compiles, who not in differing)
+                    for who, function in functions.items()
+                },
+                work=work,
+                tolerance=tolerance_of(setting.dtype),
+                facts={"phase": "part", "tokens": tokens, "compiled": compiles},
+            )
+            torch.compiler.reset()
+
+
+def _small_contestant(function: Callable, compiles: bool, compared: bool) -> Contestant:
+    run = torch.compile(function, dynamic=False) if compiles else function
+    outputs = (lambda result: list(result) if isinstance(result, tuple) else [result]) if compared else None
+    return Contestant(torch.no_grad()(run), outputs=outputs, warm_up=2 if compiles else 1)
+
+
+def _norms(setting: Setting, shape: Shape, tokens: int):
+    x = setting.randn(1, tokens, shape.hidden)
+    norms = {
+        REFERENCE: LlamaRMSNorm(shape.hidden, EPS),
+        OURS: RMSNorm(shape.hidden, EPS),
+        "nn.RMSNorm": nn.RMSNorm(shape.hidden, EPS),
+        "nn.LayerNorm": nn.LayerNorm(shape.hidden, EPS),
+    }
+    for norm in norms.values():
+        norm.to(setting.device, setting.dtype)
+        draw_weights(norm, setting)
+    functions = {name: (lambda norm=norm: norm(x)) for name, norm in norms.items()}
+    return f"RMSNorm, T = {tokens}", functions, {"nn.LayerNorm"}, Work(2 * x.nbytes, 0)
+
+
+def _feed_forwards(setting: Setting, shape: Shape, tokens: int):
+    x = setting.randn(1, tokens, shape.hidden)
+    config = dense_config(shape, 1)
+    stock = LlamaMLP(config).to(setting.device, setting.dtype)
+    draw_weights(stock, setting)
+    ours = FeedForward(config.hidden_size, config.intermediate_size, config.hidden_act)
+    ours.load_state_dict(dict(stock.named_parameters()), assign=True)
+    weights = sum(parameter.numel() for parameter in stock.parameters())
+    work = Work((weights + 2 * x.numel()) * x.itemsize, 2 * tokens * weights)
+    return f"SwiGLU, T = {tokens}", {REFERENCE: lambda: stock(x), OURS: lambda: ours(x)}, set(), work
+
+
+def _heads(setting: Setting, shape: Shape, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # As a projection gives them: heads after tokens.
+    query = setting.randn(1, tokens, shape.heads, shape.head_dim)
+    key = setting.randn(1, tokens, shape.key_value_heads, shape.head_dim, offset=2)
+    return query, key, torch.arange(tokens, device=setting.device)[None]
+
+
+def _rotary_half_split(setting: Setting, shape: Shape, tokens: int):
+    query, key, positions = _heads(setting, shape, tokens)
+    query, key = query.transpose(1, 2), key.transpose(1, 2)
+    embedding = RotaryEmbedding(llamoe.from_stock(dense_config(shape, 1))).to(setting.device)
+    cos, sin = embedding(query, positions)
+    # Stock's angles cover both halves of a head, in the dtype of the states.
+    full = [torch.cat((angle, angle), dim=-1).to(setting.dtype) for angle in (cos, sin)]
+    functions = {
+        REFERENCE: lambda: apply_rotary_pos_emb(query, key, *full),
+        OURS: lambda: (
+            apply_rotary(query, cos, sin, interleave=False),
+            apply_rotary(key, cos, sin, interleave=False),
+        ),
+    }
+    return f"rotary of LLaMA, T = {tokens}", functions, set(), Work(2 * (query.nbytes + key.nbytes), 0)
+
+
+def _rotary_interleaved(setting: Setting, shape: Shape, tokens: int):
+    query, key, positions = _heads(setting, shape, tokens)
+    config: Llama4TextConfig = text_config(shape, no_rope_layers=[1])
+    with torch.device(setting.device):
+        angles = Llama4TextRotaryEmbedding(config)(query, positions)
+        cos, sin = RotaryEmbedding(llamoe.from_stock(config))(query, positions)
+
+    def ours() -> tuple[torch.Tensor, torch.Tensor]:
+        rotated = (apply_rotary(x.transpose(1, 2), cos, sin, interleave=True) for x in (query, key))
+        return tuple(x.transpose(1, 2) for x in rotated)
+
+    functions = {REFERENCE: lambda: apply_rotary_emb(query, key, angles), OURS: ours}
+    return f"rotary of Llama 4, T = {tokens}", functions, set(), Work(2 * (query.nbytes + key.nbytes), 0)

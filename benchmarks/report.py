@@ -1,0 +1,197 @@
+"""Results as JSON (everything), Markdown (tables) and lines on the terminal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import REFERENCE, bars
+
+TITLES = {"cpu": "Speed on a CPU", "gpu": "Speed on a GPU"}
+GROUPS = {
+    "block": "Mixture block, forward",
+    "training": "Mixture block, forward and backward",
+    "decoder": "Whole decoder, every layer a mixture",
+    "generate": "`generate` with a static cache",
+    "dense": "Dense LLaMA",
+    "chunked": "One layer of chunked attention, prefill, with its masks built",
+    "vision": "Vision tower",
+    "parts": "Small parts",
+    "loading": "`from_pretrained`",
+}
+NOTES = {
+    "block": "`stock` is transformers' `Llama4TextMoe`, `llamoe` our block as it comes; `grouped_mm` and `batched_mm` "
+    "are our block with transformers' implementations of the experts. All hold the same weights. B tokens of B rows, "
+    "or T tokens of one. Each token's expert is drawn evenly, or by Zipf's law.",
+    "training": "Gradients of weights and inputs are compared.",
+    "decoder": "`Llama4ForCausalLM` and `LlamoeForCausalLM` with logits of all positions. Decoding is one step after "
+    "64 cached tokens a row. On the CPU the head has 2048 rows: 1 % of the weights, as in Scout.",
+    "dense": "`LlamaForCausalLM` and `LlamoeDenseForCausalLM`, as above.",
+    "chunked": "The layer's feed-forward is as small as its attention.",
+    "parts": "`nn.LayerNorm` computes another function and is not compared.",
+    "loading": "Wall clock, each load in a process of its own, files in the page cache. On a CPU transformers maps the "
+    "files; so each weight is read once, and the time until then is given, in brackets that of `from_pretrained` "
+    "alone. The peak is the process's, above what it held before, with mapped pages of the files; in brackets without "
+    "them.",
+}
+HOW = {
+    "cpu": "One thread; processor time of the process. Caches are emptied before each run, since in a model of many "
+    "layers a layer's weights have left them: of repeated runs they would not, which flatters whoever reads little. "
+    "Runs below a millisecond are repeated on warm caches. Peak memory is what torch's allocator gives out above "
+    "weights and inputs.",
+    "gpu": "Time between CUDA events around runs that follow one another; peak memory is that of torch's allocator, "
+    "above weights and inputs. Runs from CUDA graphs have their memory in the graph's pool, where it is not seen.",
+}
+
+
+def merge(results: dict, new: dict, order: Sequence[str]) -> dict:
+    """Put the results of a group that was run into those there are, in place of its earlier ones.
+
+    Args:
+        results: `{"runs": [...], "cases": [...]}`, or empty.
+        new: `about` of the run, name of the `group`, its `results`.
+        order: of the groups.
+
+    Returns:
+        the new results; runs that no case refers to any more are gone.
+    """
+    runs, cases = list(results.get("runs", [])), results.get("cases", [])
+    if new["about"] not in runs:
+        runs.append(new["about"])
+    number = runs.index(new["about"])
+    cases = [case for case in cases if case["group"] != new["group"]]
+    cases += [{"run": number, **case} for case in new["results"]]
+    cases.sort(key=lambda case: order.index(case["group"]) if case["group"] in order else len(order))
+    used = sorted({case["run"] for case in cases})
+    return {
+        "runs": [runs[number] for number in used],
+        "cases": [{**case, "run": used.index(case["run"])} for case in cases],
+    }
+
+
+def write(results: dict, folder: Path, name: str) -> None:
+    """Write the page and, where matplotlib is installed, the figure."""
+    try:
+        from .figure import draw
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        print(
+            "matplotlib is not installed: no figure. `python -m benchmarks.figure` draws it from the results."
+        )
+    else:
+        draw(results, folder / f"{name}.svg")
+    (folder / f"{name}.md").write_text(page(results, name, (folder / f"{name}.svg").exists()))
+
+
+def page(results: dict, name: str, has_figure: bool = True) -> str:
+    """The results as a Markdown page."""
+    lines = [f"# {TITLES[name]}", "", HOW[name], ""]
+    lines += [
+        "Ratios are stock's time over the contestant's, the median of the rounds, quartiles in brackets. The roofline "
+        "is the larger of two times, over the measured one: the bytes that must move at the rate of a large copy, "
+        "the operations at the rate of a large product.",
+        "",
+    ]
+    if has_figure:
+        lines += [f"![Ratios and memory]({name}.svg)", ""]
+    lines += ["## What is wanted", "", *bars.table(results, name), ""]
+    groups = list(dict.fromkeys(case["group"] for case in results["cases"]))
+    for kind, title in GROUPS.items():
+        its = [group for group in groups if group.split("-")[0] == kind]
+        if not its:
+            continue
+        lines += [f"## {title}", ""]
+        if kind in NOTES:
+            lines += [NOTES[kind], ""]
+        for group in its:
+            cases = [case for case in results["cases"] if case["group"] == group]
+            if len(its) > 1:
+                lines += [f"### {group}", ""]
+            lines += [*group_table(cases), ""]
+    lines += ["## Made by", ""]
+    for number, about in enumerate(results["runs"]):
+        its = list(dict.fromkeys(case["group"] for case in results["cases"] if case["run"] == number))
+        lines += [f"- `{about['command']}` ({', '.join(its)}): {about_line(about)}"]
+    failures = [
+        f"- {case['group']}, {case['case']}: {text}" for case in results["cases"] for text in case["failures"]
+    ]
+    if failures:
+        lines += ["", "## Failures", "", *failures]
+    return "\n".join(lines) + "\n"
+
+
+def group_table(cases: list[dict]) -> list[str]:
+    """Rows for each contestant of each case."""
+    lines = [
+        "| case | | ms | quartiles | ratio | peak MB | roofline |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        label = case["case"]
+        if "distinct" in case:
+            label += f" ({case['distinct']} experts hit, largest share {case['largest_share']:.0%})"
+        for name, row in case["contestants"].items():
+            cells = [label, name]
+            if row.get("seconds"):
+                low, high = row["quartiles"]
+                median = milliseconds(row["median"])
+                if "returned" in row:
+                    median += f" ({milliseconds(row['returned'])})"
+                cells += [median, f"{milliseconds(low)}–{milliseconds(high)}"]
+                cells += [ratio(row), megabytes(row), percent(row.get("roofline"))]
+            else:
+                cells += [f"skipped: {row.get('skipped', '')}", "", "", megabytes(row), ""]
+            lines.append("| " + " | ".join(cells) + " |")
+            label = ""
+    return lines
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits that count."""
+    value = 1e3 * seconds
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def ratio(row: dict) -> str:
+    """A contestant's ratio with its quartiles."""
+    if "ratio" not in row:
+        return "—"
+    low, high = row["ratio_quartiles"]
+    return f"{row['ratio']:.2f} ({low:.2f}–{high:.2f})"
+
+
+def megabytes(row: dict) -> str:
+    """A contestant's peak memory."""
+    if row.get("peak_bytes") is None:
+        return "—"
+    text = f"{row['peak_bytes'] / 1e6:.1f}"
+    return f"{text} ({row['anonymous_bytes'] / 1e6:.1f})" if "anonymous_bytes" in row else text
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction of the roofline."""
+    return "—" if fraction is None else f"{fraction:.0%}"
+
+
+def about_line(about: dict) -> str:
+    """Machine, versions and rates in a line."""
+    where = (
+        about.get("device") or f"{about['processor']}, {about['threads']} of {about['processors']} processors"
+    )
+    versions = ", ".join(f"{name} {found}" for name, found in about["versions"].items())
+    return (
+        f"{about['date']}, {where}, {about['system']}, Python {about['python']}, {versions}; {about['dtype']}; copy "
+        f"{about['bytes_per_second'] / 1e9:.3g} GB/s, product {about['flops_per_second'] / 1e9:.3g} GFLOP/s"
+    )
+
+
+def case_line(result: dict) -> str:
+    """A case's result in a line, for the terminal."""
+    parts = []
+    for name, row in result["contestants"].items():
+        if not row.get("seconds"):
+            parts.append(f"{name} skipped ({row.get('skipped', '')})")
+        elif name == REFERENCE:
+            parts.append(f"{name} {milliseconds(row['median'])} ms")
+        else:
+            parts.append(f"{name} {milliseconds(row['median'])} ms = {row.get('ratio', float('nan')):.2f}x")
+    return f"{result['group']}: {result['case']}: {'; '.join(parts)}"

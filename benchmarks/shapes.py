@@ -1,0 +1,68 @@
+"""The sizes that are measured, and where: a setting is a device, a dtype and what the cases share."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a layer of Llama 4's kind.
+
+    Attributes:
+        hidden: width of the model.
+        expert: width inside one expert, the shared one included.
+        experts: their number.
+        heads: query heads.
+        key_value_heads: key/value heads.
+        head_dim: width of a head.
+        vocabulary: rows of embedding and head.
+    """
+
+    hidden: int
+    expert: int
+    experts: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    vocabulary: int
+
+
+# Of Scout's weights the head is about 1 %; with 2048 rows it keeps that share in four layers of 16 experts.
+MINI = Shape(512, 1024, 16, 8, 2, 64, 2048)
+MINI_128 = replace(MINI, experts=128)
+SCOUT = Shape(5120, 8192, 16, 40, 8, 128, 202048)
+MAVERICK = replace(SCOUT, experts=128)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how the cases run.
+
+    Attributes:
+        device: where.
+        dtype: of weights and activations.
+        seed: of weights and inputs.
+        compile_modes: modes of `torch.compile` that the block's contestants are measured under as well.
+        compiled_tokens: numbers of tokens at which they are.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    seed: int = 0
+    compile_modes: tuple[str, ...] = ()
+    compiled_tokens: tuple[int, ...] = field(default=())
+
+    def generator(self, offset: int = 0) -> torch.Generator:
+        """Random numbers that are the same each time."""
+        return torch.Generator(self.device).manual_seed(self.seed + offset)
+
+    def randn(self, *shape: int, offset: int = 1) -> torch.Tensor:
+        """Normal random numbers in the setting's dtype, on its device."""
+        noise = torch.randn(*shape, generator=self.generator(offset), device=self.device)
+        return noise.to(self.dtype)
+
+    def tokens(self, batch: int, length: int, vocabulary: int, offset: int = 1) -> torch.Tensor:
+        """Random token ids `[batch, length]`."""
+        generator = self.generator(offset)
+        return torch.randint(0, vocabulary, (batch, length), generator=generator, device=self.device)

@@ -1,0 +1,334 @@
+"""The benchmarks' own machinery on tiny sizes; no figure is judged here, since a busy machine would fail it."""
+
+import json
+import sys
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks import (
+    OURS,
+    REFERENCE,
+    attention,
+    bars,
+    block,
+    gpu,
+    harness,
+    loading,
+    models,
+    parts,
+    readme,
+    report,
+    routing,
+    session,
+)
+from benchmarks.clocks import ProcessorClock
+from benchmarks.hardware import Rates
+from benchmarks.harness import Budget, Case, Contestant, Tolerance
+from benchmarks.memory import peak_of
+from benchmarks.shapes import Setting, Shape
+from benchmarks.work import Work, of_block, of_decoder
+
+CPU = torch.device("cpu")
+SETTING = Setting(CPU, torch.float32)
+TINY = Shape(hidden=72, expert=52, experts=5, heads=6, key_value_heads=2, head_dim=20, vocabulary=101)
+RATES = Rates(1e9, 1e10)
+QUICK = Budget(seconds=0.0, least=2, most=2)
+MB = 2**20
+
+
+@pytest.fixture(scope="module")
+def clock():
+    made = ProcessorClock(cache_bytes=2**16)
+    made.shortest = 1e-5
+    return made
+
+
+def test_memory_of_known_allocations():
+    """Three tensors, the first gone before the last comes: the most is the first two."""
+
+    def run():
+        first = torch.empty(3 * MB, dtype=torch.uint8)
+        second = torch.empty(5 * MB, dtype=torch.uint8)
+        del first
+        third = torch.empty(2 * MB, dtype=torch.uint8)
+        return second, third
+
+    result, peak = peak_of(run, CPU)
+    assert peak == 8 * MB
+    assert [tensor.numel() for tensor in result] == [5 * MB, 2 * MB]
+
+
+def test_memory_counts_scratch_inside_of_operators_and_nothing_from_before():
+    before = torch.randn(1, 4, 256, 32)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    _, peak = peak_of(lambda: attend(before, before, before, is_causal=True), CPU)
+    assert peak > before.nbytes
+    held = torch.empty(MB, dtype=torch.uint8)
+    assert peak_of(lambda: held.add_(1), CPU)[1] < 64  # the number one
+
+
+def test_memory_sees_the_backward_pass():
+    weight = torch.randn(300, 200, requires_grad=True)
+    _, peak = peak_of(lambda: weight.exp().sum().backward(), CPU)
+    assert peak >= 2 * weight.nbytes  # the saved result and the gradient
+
+
+@pytest.mark.parametrize("skew", ["uniform", "zipf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_go_where_they_are_steered(skew, dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.empty(7, 96)
+    routing.set_router(weight, generator)
+    chosen = routing.draw_experts(2000, 7, skew, generator)
+    x = routing.steer(torch.randn(2000, 96, generator=generator).to(dtype), weight, chosen)
+    assert torch.equal((x @ weight.to(dtype).T).argmax(-1), chosen)
+    assert routing.shares(chosen)["distinct"] == 7
+    # Of seven the first has 1 / (1 + 1/2 + ... + 1/7) = 0.386 of Zipf's tokens.
+    expected = 1 / 7 if skew == "uniform" else 0.386
+    assert routing.shares(chosen)["largest_share"] == pytest.approx(expected, abs=0.04)
+
+
+def test_work_is_counted_as_written_out():
+    expert, router = 3 * 72 * 52, 5 * 72
+    assert of_block(TINY, 11, 3, 4) == Work(
+        4 * (4 * expert + router + 2 * 11 * 72), 2 * 11 * (2 * expert + router)
+    )
+    from benchmarks.pairs import text_config
+    from llamoe import LlamoeForCausalLM, from_stock
+
+    model = LlamoeForCausalLM(from_stock(text_config(TINY, 2)))
+    attention_, head, norms = 72 * 120 * 2 + 72 * 40 * 2, 72 * 101, 5 * 72
+    weights = 2 * (attention_ + router) + head + norms
+    counted = of_decoder(model, 1, 7, 0, hit=[2, 3])
+    layer_states = 2 * 2 * 7 * 40
+    assert counted.nbytes == 4 * (weights + (2 + 3 + 2) * expert + layer_states + 7 * (72 + 101))
+    assert counted.flops == 2 * 7 * (weights + 4 * expert) + 4 * 2 * (7 * 8 // 2) * 120
+
+
+def make_case(given, **options):
+    expected = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    contestants = {REFERENCE: Contestant(lambda: expected), OURS: Contestant(lambda: given(expected))}
+    return Case("a case", contestants, Work(4e6, 0), Tolerance(1e-3, 1e-4, "rounding"), **options)
+
+
+def fails(expected):
+    raise RuntimeError("no such kernel\nand more")
+
+
+def out_of_memory(expected):
+    raise torch.OutOfMemoryError("too much")
+
+
+def test_agreement_gives_no_failure(clock):
+    result = harness.measure(make_case(lambda x: x * (1 + 1e-6)), clock, RATES, QUICK)
+    assert result["failures"] == []
+    assert 0 < result["contestants"][OURS]["difference"]["largest"] < 1e-5
+    assert len(result["contestants"][OURS]["seconds"]) == 2
+    assert result["work"]["ideal_seconds"] == 4e-3
+    assert result["work"]["bound"] == "memory"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda x: x + 0.01, "llamoe differs from stock: largest difference of 0.0"),
+        (lambda x: x * float("nan"), "llamoe differs from stock: largest difference of nan"),
+        (lambda x: x[1:], "llamoe failed: ValueError: an output of shape"),
+        (fails, "llamoe failed: RuntimeError: no such kernel"),
+    ],
+)
+def test_other_numbers_fail_the_case(clock, given, message):
+    (failure,) = harness.measure(make_case(given), clock, RATES, QUICK)["failures"]
+    assert failure.startswith(message)
+
+
+def test_what_does_not_fit_is_skipped_with_a_reason(clock):
+    result = harness.measure(make_case(out_of_memory), clock, RATES, QUICK)
+    assert result["failures"] == []
+    assert result["contestants"][OURS]["skipped"] == "out of memory"
+    assert "seconds" not in result["contestants"][OURS]
+    left_out = make_case(fails, skipped={OURS: "needs 90 GB"})
+    result = harness.measure(left_out, clock, RATES, QUICK)
+    assert (result["failures"], result["contestants"][OURS]["skipped"]) == ([], "needs 90 GB")
+
+
+GROUPS = {
+    "block-16": partial(block.inference, SETTING, TINY, (1, 3), (9,), (9,)),
+    "training-16": partial(block.training, SETTING, TINY, 9),
+    "decoder": partial(models.mixture, SETTING, TINY, 2, prefill=(9,), decode=(1, 3), training=(9,)),
+    "dense": partial(models.dense, SETTING, TINY, 2, prefill=(9,), decode=(3,), training=(9,)),
+    "chunked": partial(attention.chunked, SETTING, TINY, chunk=8, counts=(2,), long=40, patience=60.0),
+    "vision": partial(parts.vision, SETTING, hidden=64, layers=1, heads=4, output=32, tiles=(1,)),
+    "parts": partial(parts.small, SETTING, TINY, 9, compiled=False),
+}
+
+
+def run_session(folder, clock, chosen, rounds=2):
+    budget = Budget(seconds=0.0, least=rounds, most=rounds)
+    rates = dict(rounds=1, side=64, nbytes=MB)
+    return session.run("cpu", GROUPS, chosen, clock, torch.float32, folder, budget, **rates)
+
+
+def test_from_the_cases_to_the_reports(tmp_path, clock, capsys):
+    """Every group on tiny sizes: outputs agree, and all that was measured stands in JSON, page and README."""
+    assert run_session(tmp_path, clock, list(GROUPS)) == 0
+    results = json.loads((tmp_path / "cpu.json").read_text())
+    assert [case["group"] for case in results["cases"]] == sorted(
+        (case["group"] for case in results["cases"]), key=list(GROUPS).index
+    )
+    assert {case["group"] for case in results["cases"]} == set(GROUPS)
+    for case in results["cases"]:
+        for name, row in case["contestants"].items():
+            assert len(row["seconds"]) == 2
+            assert row["ratio"] > 0
+            assert row["roofline"] > 0
+            assert row["peak_bytes"] > 0
+            assert ("difference" in row) == (name not in (REFERENCE, "nn.LayerNorm"))
+    found = {case["case"]: case for case in results["cases"] if case["group"] == "block-16"}
+    assert set(found) == {"B = 1", "B = 3", "T = 9", "T = 9, Zipf"}
+    assert set(found["B = 1"]["contestants"]) == {"stock", "llamoe", "grouped_mm", "batched_mm"}
+    assert found["B = 1"]["distinct"] == 1
+
+    page = (tmp_path / "cpu.md").read_text()
+    assert all(f"| {case['case']}" in page for case in results["cases"])
+    assert "| mixture block, 16 experts, T = 1 | at least 8× |" in page
+    assert "not measured" in page  # the bars at T = 1024
+    capsys.readouterr()
+
+    text = readme.section(results, None)
+    assert "No GPU was measured" in text
+    ratio = found["B = 1"]["contestants"][OURS]["ratio"]
+    assert f"| mixture block, 16 experts | {f'{ratio:.1f}' if ratio >= 1.5 else f'{ratio:.2f}'} |" in text
+
+    # A second run of one group takes the place of its cases, and of no others.
+    assert run_session(tmp_path, clock, ["vision"], rounds=3) == 0
+    again = json.loads((tmp_path / "cpu.json").read_text())
+    assert len(again["cases"]) == len(results["cases"])
+    assert {
+        len(case["contestants"][OURS]["seconds"]) for case in again["cases"] if case["group"] == "vision"
+    } == {3}
+    assert len(again["runs"]) == 2
+    assert (tmp_path / "cpu.svg").exists() == _has_matplotlib()
+
+
+def _has_matplotlib():
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def test_a_failure_is_the_exit_status(tmp_path, clock, capsys):
+    def group():
+        yield make_case(lambda x: x + 1)
+
+    rates = dict(rounds=1, side=64, nbytes=MB)
+    status = session.run("cpu", {"a": group}, ["a"], clock, torch.float32, tmp_path, QUICK, **rates)
+    assert status == 1
+    assert "FAILED: a, a case: llamoe differs from stock" in capsys.readouterr().err
+    assert "llamoe differs from stock" in (tmp_path / "cpu.md").read_text()
+
+
+def test_bars_take_the_worst_case_of_ours():
+    def case(group, tokens, **rows):
+        contestants = {name: {"ratio": ratio, "peak_bytes": peak} for name, (ratio, peak) in rows.items()}
+        return {
+            "group": group,
+            "case": "",
+            "tokens": tokens,
+            "routing": "uniform",
+            "contestants": contestants,
+        }
+
+    results = {
+        "cases": [
+            case("block-16", 1, stock=(1, 100), llamoe=(9, 5), grouped_mm=(12, 10)),
+            case("block-16", 1024, stock=(1, 100), llamoe=(6, 30), grouped_mm=(3, 40)),
+            case("block-128", 1024, stock=(1, 100), llamoe=(40, 4), grouped_mm=(3, 1)),
+        ]
+    }
+    found = bars.Results(results)
+    assert found.ratio("block-16") == 6
+    assert found.ratio("block-16", tokens=1) == 9
+    assert found.ratio_of_peers(("block-16", "block-128")) == 9 / 12
+    assert found.memory("block-128", (REFERENCE,), tokens=1024) == 0.04
+    noisy = case("dense", 1, stock=(1, 1), llamoe=(0.9, 1))
+    noisy["contestants"][OURS]["ratio_quartiles"] = [0.8, 1.01]
+    assert bars.Results({"cases": [noisy]}).upper_ratio("dense") == 1.01
+    rows = bars.table(results, "cpu")
+    assert "| mixture block, 16 experts, T = 1024 | at least 7.5× | 6× | **no** |" in rows
+    assert "| mixture block, 128 experts, T = 1024 | at least 35× | 40× | yes |" in rows
+    assert any(row.endswith("at most 0.05× | 0.04× | yes |") for row in rows)
+
+
+def test_readme_section_is_replaced_and_checked(tmp_path, monkeypatch):
+    stale = f"# name\n\n{readme.BEGIN}\nold\n{readme.END}\n\nmore\n"
+    assert readme.replaced(stale, "new") == f"# name\n\n{readme.BEGIN}\n\nnew\n\n{readme.END}\n\nmore\n"
+    with pytest.raises(ValueError, match="once each"):
+        readme.replaced("# name\n", "new")
+    page = tmp_path / "README.md"
+    page.write_text(stale)
+
+    def run(*words):
+        monkeypatch.setattr(
+            sys, "argv", ["readme", "--readme", str(page), "--results", str(tmp_path), *words]
+        )
+        return readme.main()
+
+    assert run("--check") == 1
+    assert page.read_text() == stale
+    assert run() == 0
+    assert "No figures of a CPU are committed." in page.read_text()
+    assert run("--check") == 0
+    page.write_text("# name\n")
+    assert run() == 1
+
+
+def test_results_keep_the_runs_that_they_come_from():
+    def made(group, about):
+        return {"about": about, "group": group, "results": [{"group": group, "case": about["date"]}]}
+
+    first = report.merge({}, made("b", {"date": "1"}), ["a", "b"])
+    second = report.merge(first, made("a", {"date": "2"}), ["a", "b"])
+    assert [(case["group"], second["runs"][case["run"]]["date"]) for case in second["cases"]] == [
+        ("a", "2"),
+        ("b", "1"),
+    ]
+    third = report.merge(second, made("b", {"date": "3"}), ["a", "b"])
+    assert [about["date"] for about in third["runs"]] == ["2", "3"]
+
+
+def test_loading_is_measured_in_a_process_of_its_own(tmp_path):
+    """Of 30 MB of weights at least 27 have to be held, and the sum tells that they are the ones that were saved."""
+    shape = Shape(hidden=256, expert=320, experts=25, heads=6, key_value_heads=2, head_dim=20, vocabulary=101)
+    loading.save(SETTING, shape, 1, tmp_path / "checkpoint", "10MB")
+    loading.save(SETTING, loading.SMALL, 1, tmp_path / "small", "10MB")
+    shards = list((tmp_path / "checkpoint").glob("*.safetensors"))
+    nbytes = sum(path.stat().st_size for path in shards)
+    assert len(shards) > 1
+    found = loading.load_in_process(OURS, tmp_path / "checkpoint", tmp_path / "small", SETTING)
+    assert found["peak_bytes"] > 0.9 * nbytes
+    assert found["seconds"] > 0
+    expected = sum(
+        tensor.double().abs().sum().item() for path in shards for tensor in load_file(path).values()
+    )
+    assert found["checksum"] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")
+def test_the_gpu_benchmark_refuses_without_a_device(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path)])
+    assert gpu.main() == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_memory_on_a_device():
+    device = torch.device("cuda")
+    _, peak = peak_of(lambda: torch.empty(8 * MB, dtype=torch.uint8, device=device), device)
+    assert peak == 8 * MB
