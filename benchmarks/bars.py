@@ -115,7 +115,14 @@ def _block_bars(group: str, what: str, one: float, many: float, tokens: int) -> 
     even = dict(routing="uniform")
     return [
         Bar(f"{what}, T = {tokens}", lambda r: r.ratio(group, tokens=tokens, **even), many),
-        Bar(f"{what}, T = 1", lambda r: r.ratio(group, tokens=1, **even), one),
+        Bar(
+            f"{what}, T = 1, layers in turn", lambda r: r.ratio(group, tokens=1, repeated=False, **even), one
+        ),
+        Bar(
+            f"{what}, T = 1, one layer again and again",
+            lambda r: r.ratio(group, tokens=1, repeated=True, **even),
+            one,
+        ),
     ]
 
 

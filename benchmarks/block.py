@@ -4,7 +4,8 @@ Contestants: transformers' `Llama4TextMoe`; our block as it comes; and our block
 implementations, which are the peers. On a device, ours and the peers under `torch.compile`, too.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from .routing import draw_experts, shares, steer
 from .shapes import Setting, Shape
 
 PEERS = ("grouped_mm", "batched_mm")
+IN_TURN = 16
+"""Tokens up to which a block's weights are not used long enough to leave the caches by themselves."""
 GATHERED = 2**28
 """`batched_mm` copies an expert's weights for each token; it is skipped where a CPU would copy more than this."""
 
@@ -26,6 +29,7 @@ def inference(
     decode: tuple[int, ...],
     prefill: tuple[int, ...],
     skewed: tuple[int, ...],
+    copies: int = 1,
 ) -> Cases:
     """Forward passes without gradients.
 
@@ -35,30 +39,51 @@ def inference(
         decode: batch sizes of decoding: so many tokens, one a row.
         prefill: lengths of one row.
         skewed: numbers of tokens that are measured with Zipf's routing besides the uniform one.
+        copies: blocks with the same numbers in other places, which few tokens go through in turn. As in a model of
+            many layers, their code is then in the caches and their weights are not.
     """
-    stock, ours = block_pair(setting, shape, PEERS)
-    for tokens, skew in [(count, "uniform") for count in sorted({*decode, *prefill})] + [
-        (count, "zipf") for count in skewed
-    ]:
+    pairs = [block_pair(setting, shape, PEERS) for _ in range(copies)]
+    stock, ours = pairs[0]
+    for tokens, skew, used in _variants(pairs, decode, prefill, skewed):
         x, routing = tokens_for(setting, shape, stock, tokens, skew)
         phase = "decode" if tokens in decode else "prefill"
         x = x.view(tokens, 1, -1) if phase == "decode" else x[None]
-        contestants = {REFERENCE: Contestant(_forward(lambda module=stock, x=x: module(x)[0].view_as(x)))}
-        contestants |= {
-            name: Contestant(_forward(lambda module=module, x=x: module(x))) for name, module in ours.items()
-        }
+        is_repeated = tokens <= IN_TURN and len(used) < len(pairs)
+        contestants = {REFERENCE: Contestant(_forward([theirs for theirs, _ in used], x))}
+        contestants |= {name: Contestant(_forward([own[name] for _, own in used], x)) for name in ours}
         if tokens in setting.compiled_tokens and skew == "uniform":
             contestants |= _compiled(setting, ours, x)
         yield Case(
-            name=f"{'B' if phase == 'decode' else 'T'} = {tokens}" + (", Zipf" if skew == "zipf" else ""),
+            name=f"{'B' if phase == 'decode' else 'T'} = {tokens}"
+            + (", Zipf" if skew == "zipf" else "")
+            + (", one layer again and again" if is_repeated else ""),
             contestants=contestants,
             work=work.of_block(shape, tokens, routing["distinct"], setting.dtype.itemsize),
             tolerance=tolerance_of(setting.dtype),
-            facts={"phase": phase, "tokens": tokens, "experts": shape.experts, "routing": skew, **routing},
+            facts={
+                "phase": phase,
+                "tokens": tokens,
+                "experts": shape.experts,
+                "routing": skew,
+                "repeated": is_repeated,
+                **routing,
+            },
             skipped=_too_much_gathered(setting, shape, tokens, contestants),
         )
         del contestants
         torch.compiler.reset()
+
+
+def _variants(
+    pairs: list, decode: tuple[int, ...], prefill: tuple[int, ...], skewed: tuple[int, ...]
+) -> Iterator[tuple[int, str, list]]:
+    """Give numbers of tokens, their routing, and the pairs of blocks that they go through in turn."""
+    for tokens in sorted({*decode, *prefill}):
+        yield tokens, "uniform", pairs if tokens <= IN_TURN else pairs[:1]
+        if tokens == 1 and len(pairs) > 1:
+            yield tokens, "uniform", pairs[:1]
+    for tokens in skewed:
+        yield tokens, "zipf", pairs[:1]
 
 
 def training(setting: Setting, shape: Shape, tokens: int) -> Cases:
@@ -114,8 +139,15 @@ def tokens_for(
     return steer(noise, block.router.weight, chosen), shares(chosen)
 
 
-def _forward(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    return torch.no_grad()(run)
+def _forward(modules: list[nn.Module], x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    turn = itertools.cycle(modules)
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        output = next(turn)(x)
+        return output[0].view_as(x) if isinstance(output, tuple) else output
+
+    return run
 
 
 def _forget_gradients(module: nn.Module, x: torch.Tensor) -> None:
@@ -133,7 +165,7 @@ def _compiled(setting: Setting, ours: dict[str, nn.Module], x: torch.Tensor) -> 
                 torch.compiler.cudagraph_mark_step_begin()
                 return compiled(x)
 
-            contestants[f"{name}, {mode}"] = Contestant(_forward(run), warm_up=3, has_own_pool=True)
+            contestants[f"{name}, {mode}"] = Contestant(torch.no_grad()(run), warm_up=3, has_own_pool=True)
     return contestants
 
 

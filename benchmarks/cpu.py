@@ -17,10 +17,11 @@ from .shapes import MINI, MINI_128, Setting
 SETTING = Setting(torch.device("cpu"), torch.float32)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
 LAYERS = 4
+COPIES = 4  # of a block: what one token reads of them is more than a large cache
 
 GROUPS: dict[str, Group] = {
-    "block-16": partial(block.inference, SETTING, MINI, DECODE, (256, 512, 1024, 2048, 8192), (32, 1024)),
-    "block-128": partial(block.inference, SETTING, MINI_128, DECODE, (256, 512, 1024), (32, 256)),
+    "block-16": partial(block.inference, SETTING, MINI, DECODE, (256, 512, 1024, 8192), (32, 1024), COPIES),
+    "block-128": partial(block.inference, SETTING, MINI_128, DECODE, (256, 512, 1024), (32, 256), COPIES),
     "training-16": partial(block.training, SETTING, MINI, 256),
     "training-128": partial(block.training, SETTING, MINI_128, 256),
     "decoder": partial(

@@ -48,7 +48,12 @@ def _block_lines(cases: list[dict], field: str, who: str = OURS) -> dict[str, li
     lines: dict[str, list[tuple]] = {}
     for case in cases:
         row = case["contestants"].get(who, {})
-        if case["group"].startswith("block-") and case["routing"] == "uniform" and row.get(field) is not None:
+        if (
+            case["group"].startswith("block-")
+            and case["routing"] == "uniform"
+            and not case["repeated"]
+            and row.get(field) is not None
+        ):
             spread = row.get("ratio_quartiles") if field == "ratio" else None
             label = f"{case['experts']} experts"
             lines.setdefault(label, []).append((case["tokens"], row[field], spread))

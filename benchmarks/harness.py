@@ -191,9 +191,7 @@ def _time_in_turn(
 ) -> dict[str, list[float]]:
     repeats = {}
     for name, (contestant, taken) in running.items():
-        if (
-            taken < 1
-        ):  # a guess that holds what a first run does besides; after a long one there is nothing to repeat
+        if taken < 1:  # a first run does more besides; a long one is not repeated anyway
             taken = clock.sample(contestant.run, 1)
         repeats[name] = max(1, round(clock.shortest / max(taken, 1e-7)))
     samples: dict[str, list[float]] = {name: [] for name in running}

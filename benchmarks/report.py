@@ -33,10 +33,10 @@ NOTES = {
     "them.",
 }
 HOW = {
-    "cpu": "One thread; processor time of the process. Caches are emptied before each run, since in a model of many "
-    "layers a layer's weights have left them: of repeated runs they would not, which flatters whoever reads little. "
-    "Runs below a millisecond are repeated on warm caches. Peak memory is what torch's allocator gives out above "
-    "weights and inputs.",
+    "cpu": "One thread; processor time of the process. Other data is read before each sample, since in a model of many "
+    "layers a layer's weights have left the caches: of repeated runs they would not, which flatters whoever reads "
+    "little. Up to 16 tokens go through equal blocks in turn for the same reason; one token is measured on a single "
+    "block besides, again and again. Peak memory is what torch's allocator gives out above weights and inputs.",
     "gpu": "Time between CUDA events around runs that follow one another; peak memory is that of torch's allocator, "
     "above weights and inputs. Runs from CUDA graphs have their memory in the graph's pool, where it is not seen.",
 }

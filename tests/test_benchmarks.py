@@ -194,7 +194,7 @@ def test_from_the_cases_to_the_reports(tmp_path, clock, capsys):
 
     page = (tmp_path / "cpu.md").read_text()
     assert all(f"| {case['case']}" in page for case in results["cases"])
-    assert "| mixture block, 16 experts, T = 1 | at least 8× |" in page
+    assert "| mixture block, 16 experts, T = 1, layers in turn | at least 8× |" in page
     assert "not measured" in page  # the bars at T = 1024
     capsys.readouterr()
 
@@ -241,6 +241,7 @@ def test_bars_take_the_worst_case_of_ours():
             "case": "",
             "tokens": tokens,
             "routing": "uniform",
+            "repeated": False,
             "contestants": contestants,
         }
 
