@@ -17,7 +17,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .linear import Linear
 from .normalization import L2Norm
-from .rotary import apply_rotary
+from .rotary import rotate
 from .sequences import Sequences, attend_in_sequences
 
 
@@ -85,7 +85,7 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, ...],
         attention_mask: torch.Tensor | Sequences | None,
         position_ids: torch.Tensor,
         past_key_values: Cache | None = None,
@@ -95,7 +95,7 @@ class Attention(nn.Module):
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            position_embeddings: cos and sin of `RotaryEmbedding`.
+            position_embeddings: the tables of `rotary_tables`.
             attention_mask: as the attention implementation wants it, or None for plain causal.
             position_ids: `[B or 1, T]`.
             past_key_values: cache that keys (rotated) and values are added to.
@@ -106,30 +106,33 @@ class Attention(nn.Module):
         """
         input_shape = hidden_states.shape[:-1]
         heads_shape = (*input_shape, -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(heads_shape).transpose(1, 2)  # [B, H, T, D]
-        key = self.k_proj(hidden_states).view(heads_shape).transpose(1, 2)
+        query = self.q_proj(hidden_states).view(heads_shape)  # [B, T, H, D]
+        key = self.k_proj(hidden_states).view(heads_shape)
         value = self.v_proj(hidden_states).view(heads_shape).transpose(1, 2)
 
-        if self.use_rope:
-            query = apply_rotary(query, *position_embeddings, interleave=self.rope_interleave)
-            key = apply_rotary(key, *position_embeddings, interleave=self.rope_interleave)
-        if self.qk_norm is not None:
-            query, key = self.qk_norm(query), self.qk_norm(key)
+        if self.use_rope or self.qk_norm is not None:
+            # Both at once: half as many calls.
+            both = torch.cat((query, key), dim=2)
+            if self.use_rope:
+                both = rotate(both, position_embeddings, self.rope_interleave)
+            if self.qk_norm is not None:
+                both = self.qk_norm(both)
+            query, key = both.split_with_sizes((query.shape[2], key.shape[2]), dim=2)
         if self.use_temperature_tuning:
             query = (query * self._temperature(position_ids)).to(query.dtype)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)  # [B, H, T, D]
 
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        implementation = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         kwargs["dropout"] = self.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
         if isinstance(attention_mask, Sequences):
             output, weights = attend_in_sequences(attend, self, query, key, value, attention_mask, **kwargs)
         else:
-            if is_flash_attention_requested(self.config):
+            if is_flash_attention_requested(requested_attention_implementation=implementation):
                 position_ids = None  # read for packed rows again, in every layer; `masks` has done that
             output, weights = attend(
                 self, query, key, value, attention_mask, position_ids=position_ids, **kwargs
@@ -139,4 +142,4 @@ class Attention(nn.Module):
     def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:
         # log1p(floor((position + 1) / floor_scale)) * attn_scale + 1: no effect below position floor_scale - 1.
         steps = torch.floor((position_ids.float() + 1.0) / self.config.floor_scale)
-        return (torch.log1p(steps) * self.config.attn_scale + 1.0)[:, None, :, None]  # [B or 1, 1, T, 1]
+        return (torch.log1p(steps) * self.config.attn_scale + 1.0)[..., None, None]  # [B or 1, T, 1, 1]

@@ -22,7 +22,7 @@ from .expert_paths import IMPLEMENTATION
 from .masks import attention_masks
 from .moe import Experts, Router
 from .placement import check_devices, check_offload, check_on_disk, settle_device_map
-from .weights import check_fit, check_folder, check_place
+from .weights import check_fit, check_folder, check_place, each_header_once
 
 logger = logging.getLogger("llamoe")
 
@@ -185,11 +185,12 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
             except OSError:
                 config = None  # transformers says what is missing, or follows an adapter to its base model
         cls._check_quantization(config, kwargs.get("quantization_config"))
-        if pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
-            check_folder(
-                pretrained_model_name_or_path, kwargs.get("subfolder") or "", variant=kwargs.get("variant")
-            )
-        result = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        with each_header_once():
+            if pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
+                check_folder(
+                    pretrained_model_name_or_path, kwargs.get("subfolder") or "", variant=kwargs.get("variant")
+                )
+            result = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         model._log_backends()
         return result
@@ -217,7 +218,9 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
             device_map.clear()
             device_map.update(settled)
         if state_dict is None and checkpoint_files:
-            expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+            # Not `state_dict`, which takes as long as all of the checks together.
+            named = model.named_parameters(remove_duplicate=False)
+            expected = {name: tuple(parameter.shape) for name, parameter in named}
             quantized = getattr(load_config, "hf_quantizer", None) is not None
             if not getattr(load_config, "ignore_mismatched_sizes", False):
                 check_fit(checkpoint_files, expected, model._checkpoint_prefixes, quantized)
@@ -251,7 +254,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
     def _log_backends(self) -> None:
         text_config = self.config.get_text_config()
         message = f"{type(self).__name__}: attention {text_config._attn_implementation}"
-        experts = next((module for module in self.modules() if isinstance(module, Experts)), None)
+        modules = self.modules() if self._has_experts else ()
+        experts = next((module for module in modules if isinstance(module, Experts)), None)
         if experts is not None:
             implementation = text_config._experts_implementation
             # Weights that are offloaded come to the hook's device for their turn.

@@ -37,7 +37,7 @@ from .masks import (
 )
 from .moe import MixtureOfExperts, Router
 from .normalization import RMSNorm
-from .rotary import RotaryEmbedding
+from .rotary import RotaryEmbedding, rotary_tables
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -63,7 +63,7 @@ class DecoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, ...],
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor,
         past_key_values: Cache | None = None,
@@ -159,11 +159,15 @@ class DecoderModel(LlamoePreTrainedModel):
         )
         if position_ids is None:
             past_length = cached_length(past_key_values)
+            # Where sdpa needs no mask, there is no padding either: somebody has looked, and waited for it, already.
+            is_plain = self.config._attn_implementation == "sdpa" and mask_mapping["full_attention"] is None
+            padding = None if is_plain else attention_mask
             position_ids = positions_from_padding(
-                attention_mask, inputs_embeds.shape[1], past_length, inputs_embeds.device
+                padding, inputs_embeds.shape[1], past_length, inputs_embeds.device
             )
         hidden_states = inputs_embeds
-        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        cos, sin = self.rotary_emb(hidden_states, position_ids)
+        position_embeddings = rotary_tables(cos, sin, self.rotary_emb.interleave)
         # The types are not asked of the layers: under pipeline parallelism other stages' are placeholders. Nor is their
         # number: `generate(assistant_early_exit=...)` drafts with fewer, and lowers it in the config meanwhile.
         attention_types = self.attention_types[: self.config.num_hidden_layers]
@@ -278,10 +282,11 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
             ValueError: inputs or labels of a wrong shape, or router losses under reentrant gradient checkpointing,
                 where they would train nothing.
         """
-        check_tokens(self.config, input_ids, inputs_embeds)
-        check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
-        balance = self._option("output_router_logits", output_router_logits)
-        count = self._option("output_expert_load", output_expert_load)
+        if labels is not None:  # else the model checks its inputs itself
+            check_tokens(self.config, input_ids, inputs_embeds)
+            check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
+        balance = self._has_experts and self._option("output_router_logits", output_router_logits)
+        count = self._has_experts and self._option("output_expert_load", output_expert_load)
         z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
         if self._has_experts:
             kwargs["output_router_logits"] = bool(balance or count or z_loss_coef)

@@ -4,15 +4,28 @@ Each complaint says what was given and what was expected. Where torch would have
 values of token ids), only tensors on the CPU are looked into.
 """
 
+from dataclasses import dataclass
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import Cache, PreTrainedConfig
-from transformers.utils import is_tracing
+from transformers.utils import is_torchdynamo_compiling
 
 from .masks import cached_length
 
 _INTEGERS = (torch.int32, torch.int64)
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be looked at without waiting for a device, and outside of any tracing.
+
+    transformers' `is_tracing` asks besides whether a CUDA graph is being captured, which says nothing of a tensor on
+    the CPU; where torch was built for CUDA and there is none, that one question costs more than all other checks of a
+    step of decoding.
+    """
+    is_traced = is_torchdynamo_compiling() or torch.jit.is_tracing()
+    return not is_traced and type(tensor) is torch.Tensor and tensor.is_cpu  # fakes and proxies are of other types
 
 
 def check_tokens(
@@ -34,8 +47,8 @@ def check_tokens(
     if input_ids is not None:
         if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.dtype not in _INTEGERS:
             _fail("input_ids", input_ids, "int64 or int32 of shape [batch, tokens], with one token or more")
-        if input_ids.device.type == "cpu" and input_ids.numel() and not is_tracing(input_ids):
-            lowest, highest = input_ids.min().item(), input_ids.max().item()
+        if input_ids.numel() and is_readable(input_ids):
+            lowest, highest = (value.item() for value in input_ids.aminmax())
             if lowest < 0 or highest >= config.vocab_size:
                 raise ValueError(
                     f"input_ids contain {lowest if lowest < 0 else highest} where the model has "
@@ -115,7 +128,7 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
         ValueError: no cache, or one with another number of layers, with layers that forget tokens which ours still
             need, of other key/value heads, head size or batch size, or without room for the new tokens.
     """
-    if past_key_values is None or is_tracing():
+    if past_key_values is None or is_torchdynamo_compiling() or torch.jit.is_tracing():
         return
     cache = getattr(past_key_values, "self_attention_cache", past_key_values)
     if not hasattr(cache, "get_seq_length"):
@@ -126,23 +139,55 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
     layers = getattr(cache, "layers", None)
     if not layers:
         return  # its layers are made with the first pass
-    _check_cache_layers(config, layers)
-    fixed = next((layer for layer in layers if _is_static(layer, is_sliding=False)), None)
-    if fixed is None:  # windows only: one that is shorter than a chunk has to hold everything
-        windows = (layer for layer in layers if _is_static(layer, is_sliding=True))
-        chunk_size = getattr(config, "attention_chunk_size", None) or 0
-        fixed = next((layer for layer in windows if layer.max_cache_len < chunk_size), None)
+    keys = getattr(layers[0], "keys", None)
+    shape = keys.shape if isinstance(keys, torch.Tensor) and keys.ndim == 4 else None  # else empty, or quantized
+    sizes = (len(layers), batch_size, shape and (shape[0], shape[1], shape[3]))
+    checked = _CHECKED_CACHES.get(cache) if isinstance(cache, Cache) else None
+    is_new = checked is None or checked.config is not config or checked.sizes != sizes
+    if is_new:
+        _check_cache_layers(config, layers)
+    fixed = _first_fixed(config, layers) if checked is None or is_new else checked.fixed
     if fixed is not None:
-        written = getattr(fixed, "cumulative_length", 0)
-        is_known = not isinstance(written, torch.Tensor) or (written.is_cpu and not is_tracing(written))
-        if is_known and int(written) + num_tokens > fixed.max_cache_len:
+        layer = layers[fixed]
+        written = getattr(layer, "cumulative_length", 0)
+        is_known = not isinstance(written, torch.Tensor) or is_readable(written)
+        if is_known and int(written) + num_tokens > layer.max_cache_len:
             raise ValueError(
-                f"past_key_values holds at most {fixed.max_cache_len} tokens: {int(written)} are in it and "
+                f"past_key_values holds at most {layer.max_cache_len} tokens: {int(written)} are in it and "
                 f"{num_tokens} are new. Make it with a larger max_cache_len, or empty it with reset()."
             )
-    keys = getattr(layers[0], "keys", None)
-    if isinstance(keys, torch.Tensor) and keys.ndim == 4:  # else empty, or quantized
-        _check_cached_shape(config, keys.shape, batch_size)
+    if is_new:
+        if shape is not None:
+            _check_cached_shape(config, shape, batch_size)
+        if isinstance(cache, Cache):
+            _CHECKED_CACHES[cache] = _CheckedCache(config, sizes, fixed)
+
+
+@dataclass(frozen=True)
+class _CheckedCache:
+    """What a cache was when it was found to fit, so that a step of decoding asks its many layers nothing again.
+
+    Attributes:
+        config: the decoder's.
+        sizes: number of layers, batch size, and of the first layer's keys all but their number.
+        fixed: index of the layer whose length says whether there is room; None: they grow.
+    """
+
+    config: PreTrainedConfig
+    sizes: tuple[Any, ...]
+    fixed: int | None
+
+
+_CHECKED_CACHES: WeakKeyDictionary[Cache, _CheckedCache] = WeakKeyDictionary()
+
+
+def _first_fixed(config: PreTrainedConfig, layers: list[Any]) -> int | None:
+    fixed = [i for i, layer in enumerate(layers) if _is_static(layer, is_sliding=False)]
+    if not fixed:  # windows only: one that is shorter than a chunk has to hold everything
+        windows = [i for i, layer in enumerate(layers) if _is_static(layer, is_sliding=True)]
+        chunk_size = getattr(config, "attention_chunk_size", None) or 0
+        fixed = [i for i in windows if layers[i].max_cache_len < chunk_size]
+    return fixed[0] if fixed else None
 
 
 def _check_cache_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
@@ -281,7 +326,7 @@ def check_answers(start: torch.Tensor | None, end: torch.Tensor | None, batch_si
 
 
 def _check_classes(labels: torch.Tensor, num_labels: int) -> None:
-    if labels.device.type != "cpu" or not labels.numel() or is_tracing(labels):
+    if not labels.numel() or not is_readable(labels):
         return
     wrong = labels[(labels != -100) & ((labels < 0) | (labels >= num_labels))]
     if wrong.numel():
@@ -301,7 +346,8 @@ def check_output_attentions(config: PreTrainedConfig, kwargs: dict[str, Any]) ->
     Raises:
         ValueError: `output_attentions` with an implementation that keeps no weights.
     """
-    if not kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
+    wanted = kwargs["output_attentions"] if "output_attentions" in kwargs else config.output_attentions
+    if not wanted:
         return
     implementation = config._attn_implementation or "eager"
     if implementation in ("sdpa", "flex_attention") or "flash" in implementation:

@@ -10,6 +10,9 @@ Frequencies and their scaling (linear, dynamic, yarn, longrope, llama3, proporti
 functions. `dynamic` and `longrope` choose their frequencies by the length of the pass, so a prefill in pieces
 can differ from a single full pass: there llamoe matches transformers on single full passes.
 
+`apply_rotary` is the definition. The decoder uses `rotary_tables`, worked out once a pass, and `rotate`, which turns
+queries and keys together: a step of decoding is bound by the number of calls, not by their work.
+
 Shapes: B batch, H heads, T tokens, D head_dim, R = D/2 rotated pairs.
 """
 
@@ -17,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.utils import is_torchdynamo_compiling
 
 
 class RotaryEmbedding(nn.Module):
@@ -32,6 +36,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.config = config
+        self.interleave = config.rope_interleave
         self.rope_type = config.rope_parameters["rope_type"]
         # Read and updated by `dynamic_rope_update`.
         self.max_seq_len_cached = config.max_position_embeddings
@@ -88,7 +93,10 @@ class RotaryEmbedding(nn.Module):
     @dynamic_rope_update
     def _cos_sin(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = position_ids[..., None].float() * self.inv_freq.to(x.device)
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_scaling == 1.0:
+            return cos, sin
+        return cos * self.attention_scaling, sin * self.attention_scaling
 
 
 def apply_rotary(
@@ -111,3 +119,54 @@ def apply_rotary(
     rotated = (first * cos - second * sin, second * cos + first * sin)
     joined = torch.stack(rotated, dim=-1).flatten(-2) if interleave else torch.cat(rotated, dim=-1)
     return joined.to(x_BHTD.dtype)
+
+
+def rotary_tables(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple[torch.Tensor, ...]:
+    """Prepare the angles of a pass for `rotate` in every layer.
+
+    Args:
+        cos: `[B or 1, T, R]` float32, from `RotaryEmbedding`.
+        sin: likewise.
+        interleave: as in `apply_rotary`.
+
+    Returns:
+        what each channel and what its partner is multiplied by, two tensors `[B or 1, T, 1, D]` float32. For
+        interleaved pairs outside of a compiler, one tensor `[B or 1, T, 1, R]` complex64 instead: a pair is a complex
+        number in memory, and one product turns it, where real arithmetic has to move the channels first. Compilers do
+        the opposite: they fuse real arithmetic, and leave complex numbers to a kernel of their own.
+    """
+    if interleave and cos.device.type in ("cpu", "cuda") and not _is_traced():
+        return (torch.complex(cos, sin)[:, :, None],)
+    if interleave:
+        own, other = torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
+    else:
+        own, other = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return own[:, :, None], other[:, :, None]
+
+
+def _is_traced() -> bool:
+    return is_torchdynamo_compiling() or torch.jit.is_tracing()
+
+
+def rotate(x_BTHD: torch.Tensor, tables: tuple[torch.Tensor, ...], interleave: bool) -> torch.Tensor:
+    """Rotate each pair of channels, as `apply_rotary` does, by the tables of `rotary_tables`.
+
+    Args:
+        x_BTHD: queries, keys or both, one behind the other along H; not as `apply_rotary` wants them, but as the
+            projections give them.
+        tables: of `rotary_tables`, for the same `interleave`.
+        interleave: as in `apply_rotary`.
+
+    Returns:
+        `[B, T, H, D]` in the dtype of the input; rotated in float32.
+    """
+    if len(tables) == 1:
+        pairs_BTHR = torch.view_as_complex(x_BTHD.float().reshape(*x_BTHD.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs_BTHR * tables[0]).flatten(-2).to(x_BTHD.dtype)
+    own, other = tables
+    if interleave:
+        partners = x_BTHD.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partners = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
+    # The tables are float32, and so are the products.
+    return (partners * other).add_(x_BTHD * own).to(x_BTHD.dtype)

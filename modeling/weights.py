@@ -7,7 +7,9 @@ byte offsets; then the bytes of all tensors without gaps (https://github.com/hug
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
 
@@ -34,6 +36,19 @@ class TensorHeader:
     shape: tuple[int, ...]
 
 
+_headers_read: ContextVar[dict[str, dict[str, TensorHeader]] | None] = ContextVar("headers_read", default=None)
+
+
+@contextmanager
+def each_header_once() -> Iterator[None]:
+    """Inside, read each file's header only once: loading asks first whether the folder is whole, then if it fits."""
+    token = _headers_read.set({})
+    try:
+        yield
+    finally:
+        _headers_read.reset(token)
+
+
 def read_header(path: str | os.PathLike) -> dict[str, TensorHeader]:
     """Read and check the header of one safetensors file.
 
@@ -41,11 +56,21 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorHeader]:
         path: the file.
 
     Returns:
-        tensor name to dtype and shape.
+        tensor name to dtype and shape; not to be changed inside `each_header_once`.
 
     Raises:
         CheckpointError: the file is missing, cut short, or its header contradicts itself or the file's size.
     """
+    known = _headers_read.get()
+    if known is None:
+        return _read_header(path)
+    key = os.path.realpath(path)
+    if key not in known:
+        known[key] = _read_header(path)
+    return known[key]
+
+
+def _read_header(path: str | os.PathLike) -> dict[str, TensorHeader]:
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -194,12 +219,15 @@ def check_fit(
     """
     if quantized:
         return
+    patterns = [(re.compile(f"^{old}"), new) for old, new in prefixes.items()]
     for path in files:
         if not str(path).endswith(".safetensors"):
             continue
         for name, header in read_header(path).items():
-            names = [name, *(re.sub(f"^{old}", new, name) for old, new in prefixes.items())]
-            key = next((key for key in names if key in expected), None)
+            key = name if name in expected else None
+            if key is None:
+                renamed = (pattern.sub(new, name) for pattern, new in patterns)
+                key = next((other for other in renamed if other in expected), None)
             if key is None:
                 continue
             if header.shape != expected[key]:
