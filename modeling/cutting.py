@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.utils import is_torchdynamo_compiling, is_tracing
+from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from .cached import cached_length, extent, first_layer, keys_in_ring
 from .folding import Fold, fold
@@ -137,15 +138,18 @@ def first_position_of_equal_rows(
     """
     if config._attn_implementation != "sdpa" or not getattr(config, "is_causal", True):
         return None
-    past_length = cached_length(past_key_values)
-    if isinstance(past_length, torch.Tensor):
+    past_length, query_length = cached_length(past_key_values), inputs_embeds.shape[1]
+    if getattr(past_key_values, "is_compileable", False) and (
+        query_length == 1 or isinstance(past_length, torch.Tensor) or past_length > 0
+    ):
         return None
-    query_length = inputs_embeds.shape[1]
-    if getattr(past_key_values, "is_compileable", False) and (query_length == 1 or past_length > 0):
-        return None
+    if attention_mask is None and position_ids is None:
+        if torch.jit.is_tracing() or is_torchdynamo_exporting():
+            return None  # an exported program is one for all lengths
+        # Compiled, only a first pass: behind cached tokens the cut would be another in each.
+        return past_length if past_length == 0 or not is_torchdynamo_compiling() else None
     if is_tracing(inputs_embeds):
-        says_nothing = attention_mask is None and position_ids is None and is_torchdynamo_compiling()
-        return 0 if says_nothing and past_length == 0 else None
+        return None
     return position_of_first_query(attention_mask, position_ids, query_length, past_length)
 
 

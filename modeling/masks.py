@@ -123,18 +123,16 @@ def attention_masks(
     check_not_packed(attention_mask, past_key_values, position_ids)
     query_length = inputs_embeds.shape[1]
     is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
-    first_position = first_position_of_equal_rows(
-        config, inputs_embeds, attention_mask, past_key_values, position_ids
-    )
-    segments = None
+    first_position = segments = None
+    if is_chunked or query_length > 1:  # full layers' single queries need no mask, or a short one
+        first_position = first_position_of_equal_rows(
+            config, inputs_embeds, attention_mask, past_key_values, position_ids
+        )
     if first_position is None:
         segments = packed_segments(attention_mask, past_key_values, position_ids)
     masks = {}
-    if (
-        first_position is None
-        or is_tracing(inputs_embeds)
-        or getattr(past_key_values, "is_compileable", False)
-    ):
+    is_static = getattr(past_key_values, "is_compileable", False)
+    if first_position is None or is_static or is_torchdynamo_compiling():
         masks["full_attention"] = create_causal_mask(
             config=config,
             inputs_embeds=inputs_embeds,
@@ -179,8 +177,7 @@ def _chunked_mask(
     layer_idx = first_layer(past_key_values, is_sliding=True)
     past = None if segments is not None else past_key_values
     query_offset, key_length, key_offset = extent(query_length, padding_mask, past, layer_idx)
-    is_large = query_length > 1 and query_length * key_length > chunk_size**2
-    if is_sdpa and is_large and reads_values:
+    if is_sdpa and reads_values and query_length > 1 and query_length * key_length > chunk_size**2:
         # Chunks that go on behind others are no sequences.
         if segments is not None or not positions_fall(padding_mask, position_ids, query_offset):
             return folded_chunks(
