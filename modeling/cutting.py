@@ -172,8 +172,6 @@ def equal_rows_of_type(
     assert isinstance(query_offset, int | torch.SymInt)
     key_offset += first_position - query_offset
     rows = cut_equal_rows(first_position, query_length, key_offset, key_length, chunk_size)
-    if is_torchdynamo_compiling():
-        return rows  # no branch on a length, which would be one graph for each side
     return None if rows.is_plain(query_length) and (rows.begun == 0 or query_length == 1) else rows
 
 

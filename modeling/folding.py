@@ -207,11 +207,10 @@ def _attend_in_chunks(
 def _attend_in_filled_chunks(
     attend: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk_size: int
 ) -> torch.Tensor:
-    """Attend in one call whatever the length, so that one graph serves every length."""
+    """Attend in one call whatever the length behind the last border, so that one graph serves every length."""
     length = query.shape[2]
-    size = torch.sym_min(length, chunk_size)
-    num_chunks = (length + size - 1) // size
-    filling = num_chunks * size - length
+    num_chunks = (length + chunk_size - 1) // chunk_size
+    filling = num_chunks * chunk_size - length
     query, key, value = (nn.functional.pad(states, (0, 0, 0, filling)) for states in (query, key, value))
     return _attend_in_chunks(attend, query, key, value, num_chunks)[:, :length]
 

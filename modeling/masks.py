@@ -172,12 +172,17 @@ def _chunked_mask(
     batch_size, query_length = inputs_embeds.shape[:2]
     device = inputs_embeds.device
     chunk_size = config.attention_chunk_size
-    is_sdpa, reads_values = implementation == "sdpa", not is_tracing(inputs_embeds)
+    is_sdpa = implementation == "sdpa"
     padding_mask = attention_mask.to(device=device, dtype=torch.bool) if attention_mask is not None else None
     layer_idx = first_layer(past_key_values, is_sliding=True)
     past = None if segments is not None else past_key_values
     query_offset, key_length, key_offset = extent(query_length, padding_mask, past, layer_idx)
-    if is_sdpa and reads_values and query_length > 1 and query_length * key_length > chunk_size**2:
+    if (
+        is_sdpa
+        and query_length > 1
+        and not is_tracing(inputs_embeds)
+        and query_length * key_length > chunk_size**2
+    ):
         # Chunks that go on behind others are no sequences.
         if segments is not None or not positions_fall(padding_mask, position_ids, query_offset):
             return folded_chunks(
@@ -204,7 +209,7 @@ def _chunked_mask(
             mask_function = _in_ring(mask_function, ring_index)
             padding_mask = is_real(ring_index, padding_mask, batch_size)
             can_be_plain_causal &= key_length == query_length
-        if is_sdpa and reads_values:
+        if is_sdpa and not is_torchdynamo_compiling():
             can_be_plain_causal = False  # `cutting` has looked
         if position_ids is not None and can_be_plain_causal:
             # Rows that start past position 0 reach their first chunk border early.
