@@ -132,7 +132,11 @@ def attend_in_fold(
 
     Returns:
         the output `[B, Q, H, D]`, zero where no query takes part, and None for the weights.
+
+    Raises:
+        ValueError: another number of keys than the cache had announced.
     """
+    _check_keys(key, folded.key_length)
     batch_size, num_heads, query_length, _ = query.shape
     attend = partial(attend, module, **{**kwargs, "position_ids": None})
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
@@ -153,6 +157,14 @@ def attend_in_fold(
     return output.index_select(0, folded.place).view(batch_size, query_length, num_heads, -1), None
 
 
+def _check_keys(key: torch.Tensor, key_length: int) -> None:
+    if key.shape[2] != key_length:
+        raise ValueError(
+            f"A layer was given {key.shape[2]} keys where {key_length}, cached and new, were expected: gradient "
+            "checkpointing leaves cached tokens out; turn it off, or train without past_key_values."
+        )
+
+
 def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     # [N, H, D] to [S, H, t, D]
     return states.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
@@ -168,6 +180,7 @@ def attend_in_equal_rows(
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Run SDPA over the chunks of rows without padding; arguments and result are those of `attend_in_fold`."""
+    _check_keys(key, rows.key_length)
     attend = partial(attend, module, **{**kwargs, "position_ids": None})
     length, chunk_size = query.shape[2], rows.chunk_size
     is_aligned = rows.begun == 0 and rows.rest == chunk_size

@@ -211,6 +211,17 @@ def test_gradients_equal_eager(kind, checkpointing):
         assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max(), name
 
 
+@pytest.mark.parametrize("side", ["bare", "left"])
+def test_checkpointing_that_leaves_cached_tokens_out_is_refused(side):
+    model = pair(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)[1]
+    past, ids = DynamicCache(config=model.config), tokens(2, 60)
+    mask = padding_mask((0, 0) if side == "bare" else (3, 0), 60)
+    run(model, input_ids=ids[:, :20], attention_mask=mask[:, :20], past_key_values=past)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="given 40 keys where 55, cached and new, were expected"):
+        model(ids[:, 20:], attention_mask=mask, past_key_values=past, use_cache=False)
+
+
 @pytest.mark.parametrize("kind", ["bare", "left"])
 def test_dropout_reaches_every_part(kind):
     """With values of one, each output is what is left of a sum of weights: one on average."""
