@@ -5,8 +5,8 @@ key/value head (Shazeer 2019; Ainslie et al. 2023, arXiv 2305.13245). Llama 4 ad
 by a weightless norm of every query and key head, or (each fourth layer) neither, but queries scaled by a
 temperature that grows with position (Nakanishi 2025, arXiv 2501.19399).
 
-Which keys a query sees is decided by the mask alone (see `masks`), or under flash attention by the `sequences` that
-stand in its place; the product itself is transformers' attention interface.
+Which keys a query sees is decided by the mask alone (see `masks`), or by the sequences that stand in its place (see
+`cutting`); the product itself is transformers' attention interface.
 """
 
 import torch
@@ -15,10 +15,14 @@ from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
+from .folding import Fold, attend_in_equal_rows, attend_in_fold
 from .linear import Linear
 from .normalization import L2Norm
 from .rotary import rotate
-from .sequences import Sequences, attend_in_sequences
+from .sequences import EqualRows, Sequences, attend_in_sequences
+
+# What can stand in the place of a mask, and what then runs the attention implementation.
+IN_SEQUENCES = {Sequences: attend_in_sequences, EqualRows: attend_in_equal_rows, Fold: attend_in_fold}
 
 
 def eager_attention_forward(
@@ -86,7 +90,7 @@ class Attention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, ...],
-        attention_mask: torch.Tensor | Sequences | None,
+        attention_mask: torch.Tensor | Sequences | EqualRows | Fold | None,
         position_ids: torch.Tensor,
         past_key_values: Cache | None = None,
         **kwargs,
@@ -96,7 +100,8 @@ class Attention(nn.Module):
         Args:
             hidden_states: `[B, T, hidden_size]`.
             position_embeddings: the tables of `rotary_tables`.
-            attention_mask: as the attention implementation wants it, or None for plain causal.
+            attention_mask: as the attention implementation wants it, what `cutting` puts in its place, or None for
+                plain causal.
             position_ids: `[B or 1, T]`.
             past_key_values: cache that keys (rotated) and values are added to.
             **kwargs: passed untouched to the attention implementation.
@@ -129,8 +134,9 @@ class Attention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         kwargs["dropout"] = self.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
-        if isinstance(attention_mask, Sequences):
-            output, weights = attend_in_sequences(attend, self, query, key, value, attention_mask, **kwargs)
+        attend_in = IN_SEQUENCES.get(type(attention_mask))
+        if attend_in is not None:
+            output, weights = attend_in(attend, self, query, key, value, attention_mask, **kwargs)
         else:
             if is_flash_attention_requested(requested_attention_implementation=implementation):
                 position_ids = None  # read for packed rows again, in every layer; `masks` has done that

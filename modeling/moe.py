@@ -114,7 +114,9 @@ class Experts(nn.Module):
     down_proj: nn.Parameter
     # What `expert_paths` asks of experts that are handed to it.
     takes_llamoe_paths = True
-    _is_expert_parallel = False  # set by transformers where the experts are on several devices; not before 5.18
+    _is_expert_parallel = (
+        False  # set by transformers where the experts are on several devices; not before 5.18
+    )
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()

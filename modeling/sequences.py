@@ -42,6 +42,52 @@ class Sequences(NamedTuple):
         return self
 
 
+class EqualRows(NamedTuple):
+    """How rows without padding fall into chunks, all rows alike: what sizes alone tell.
+
+    Attributes:
+        chunk_size: C; None: no borders.
+        rest: queries of each row until the first border; all of them, or more, where there is none.
+        begun: keys before the first query that it sees: its chunk's.
+        first_key: index of the first of those, or of the first query's own, among the row's keys.
+        key_length: K.
+    """
+
+    chunk_size: int | None
+    rest: int
+    begun: int
+    first_key: int
+    key_length: int
+
+    def contiguous(self) -> "EqualRows":
+        """Give itself; `generate` asks this of every mask."""
+        return self
+
+    def is_plain(self, query_length: int) -> bool:
+        """Whether each row's queries see all of the row's keys: causal attention, the last query at the last key."""
+        return query_length <= self.rest and self.begun + query_length == self.key_length
+
+
+def cut_equal_rows(
+    query_offset: int, query_length: int, key_offset: int, key_length: int, chunk_size: int | None
+) -> EqualRows:
+    """Cut rows without padding into chunks.
+
+    Args:
+        query_offset: position of the first query.
+        query_length: Q.
+        key_offset: position of the first key.
+        key_length: K, or more: what follows the last query is not looked at.
+        chunk_size: tokens of a chunk; None: no chunks.
+    """
+    num_cached = query_offset - key_offset
+    if chunk_size is None:
+        return EqualRows(None, query_length, num_cached, 0, key_length)
+    in_chunk = query_offset % chunk_size
+    begun = min(in_chunk, num_cached)
+    return EqualRows(chunk_size, chunk_size - in_chunk, begun, num_cached - begun, key_length)
+
+
 def sequences_of_equal_rows(
     batch_size: int,
     query_offset: int,
@@ -51,7 +97,7 @@ def sequences_of_equal_rows(
     chunk_size: int | None,
     device: torch.device,
 ) -> Sequences | None:
-    """Cut rows without padding into chunks, from their sizes alone: no value on the device is waited for.
+    """Make a sequence of each chunk of rows without padding: no value on the device is waited for.
 
     Args:
         batch_size: B.
@@ -65,28 +111,24 @@ def sequences_of_equal_rows(
     Returns:
         None where each row's queries see each row's keys: plain causal attention.
     """
-    end = query_offset + query_length
-    first_chunk = query_offset // chunk_size if chunk_size else 0
-    num_chunks = (end - 1) // chunk_size - first_chunk + 1 if chunk_size else 1
-    first_key = max(first_chunk * chunk_size if chunk_size else 0, key_offset)
-    all_keys = first_key == key_offset and end == key_offset + key_length
-    if num_chunks == 1 and all_keys:
+    cut = cut_equal_rows(query_offset, query_length, key_offset, key_length, chunk_size)
+    if cut.is_plain(query_length):
         return None
     rows = torch.arange(batch_size, device=device)[:, None]
-    chunk_ends = torch.full((1,), end, device=device)
-    if chunk_size:
-        chunk_ends = (torch.arange(num_chunks, device=device) + first_chunk + 1) * chunk_size
-    chunk_ends = chunk_ends.clamp(max=end)
-    num_keys = end - first_key
+    num_chunks, size = 1, query_length
+    if chunk_size is not None and query_length > cut.rest:
+        num_chunks, size = (query_length - cut.rest + chunk_size - 1) // chunk_size + 1, chunk_size
+    ends = (torch.arange(num_chunks, device=device) * size + cut.rest).clamp(max=query_length)
+    num_keys = cut.begun + query_length
     key_index = None
-    if not all_keys:
-        key_index = rows * key_length + torch.arange(num_keys, device=device) + (first_key - key_offset)
+    if num_keys != key_length:
+        key_index = rows * key_length + torch.arange(num_keys, device=device) + cut.first_key
         key_index = key_index.flatten()
     return Sequences(
         query_index=None,
         key_index=key_index,
-        cu_seq_lens_q=_with_zero((rows * query_length + chunk_ends - query_offset).flatten()),
-        cu_seq_lens_k=_with_zero((rows * num_keys + chunk_ends - first_key).flatten()),
+        cu_seq_lens_q=_with_zero((rows * query_length + ends).flatten()),
+        cu_seq_lens_k=_with_zero((rows * num_keys + ends + cut.begun).flatten()),
         max_length_q=min(query_length, chunk_size or query_length),
         max_length_k=min(num_keys, chunk_size or num_keys),
     )
