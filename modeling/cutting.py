@@ -139,9 +139,9 @@ def first_position_of_equal_rows(
     if config._attn_implementation != "sdpa" or not getattr(config, "is_causal", True):
         return None
     past_length, query_length = cached_length(past_key_values), inputs_embeds.shape[1]
-    if getattr(past_key_values, "is_compileable", False) and (
-        query_length == 1 or isinstance(past_length, torch.Tensor) or past_length > 0
-    ):
+    if isinstance(past_length, torch.Tensor):
+        return None
+    if getattr(past_key_values, "is_compileable", False) and (query_length == 1 or past_length > 0):
         return None
     if attention_mask is None and position_ids is None:
         if torch.jit.is_tracing() or is_torchdynamo_exporting():

@@ -44,8 +44,9 @@ def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.T
     if parts is None or not weight_OI.is_contiguous() or not x.numel():
         return nn.functional.linear(x, weight_OI, bias_O)
     num_rows = x.numel() // num_in
-    x_IR = x.reshape(num_rows, num_in).T
-    out_POR = torch.bmm(weight_OI.view(parts, -1, num_in), x_IR.expand(parts, -1, -1))
-    out_OR = out_POR.view(num_out, num_rows)
-    out = out_OR.T.reshape(*x.shape[:-1], num_out)
+    # Strides as of a transposed matrix, also for one row: by them torch chooses how to call MKL.
+    x_PIR = x.contiguous().as_strided((parts, num_in, num_rows), (0, 1, num_in))
+    out_POR = torch.bmm(weight_OI.view(parts, -1, num_in), x_PIR)
+    shape = (*x.shape[:-1], num_out)
+    out = out_POR.view(shape) if num_rows == 1 else out_POR.view(num_out, num_rows).T.reshape(shape)
     return out if bias_O is None else out + bias_O
