@@ -169,7 +169,9 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
         with each_header_once():
             if pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
                 check_folder(
-                    pretrained_model_name_or_path, kwargs.get("subfolder") or "", variant=kwargs.get("variant")
+                    pretrained_model_name_or_path,
+                    kwargs.get("subfolder") or "",
+                    variant=kwargs.get("variant"),
                 )
             result = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result

@@ -25,7 +25,9 @@ def is_readable(tensor: torch.Tensor) -> bool:
     step of decoding.
     """
     is_traced = is_torchdynamo_compiling() or torch.jit.is_tracing()
-    return not is_traced and type(tensor) is torch.Tensor and tensor.is_cpu  # fakes and proxies are of other types
+    return (
+        not is_traced and type(tensor) is torch.Tensor and tensor.is_cpu
+    )  # fakes and proxies are of other types
 
 
 def check_tokens(
@@ -140,7 +142,9 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
     if not layers:
         return  # its layers are made with the first pass
     keys = getattr(layers[0], "keys", None)
-    shape = keys.shape if isinstance(keys, torch.Tensor) and keys.ndim == 4 else None  # else empty, or quantized
+    shape = (
+        keys.shape if isinstance(keys, torch.Tensor) and keys.ndim == 4 else None
+    )  # else empty, or quantized
     sizes = (len(layers), batch_size, shape and (shape[0], shape[1], shape[3]))
     checked = _CHECKED_CACHES.get(cache) if isinstance(cache, Cache) else None
     is_new = checked is None or checked.config is not config or checked.sizes != sizes

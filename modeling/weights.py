@@ -36,7 +36,9 @@ class TensorHeader:
     shape: tuple[int, ...]
 
 
-_headers_read: ContextVar[dict[str, dict[str, TensorHeader]] | None] = ContextVar("headers_read", default=None)
+_headers_read: ContextVar[dict[str, dict[str, TensorHeader]] | None] = ContextVar(
+    "headers_read", default=None
+)
 
 
 @contextmanager
