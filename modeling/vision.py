@@ -29,7 +29,7 @@ from ..configuration.vision import LlamoeVisionConfig
 from .attention import eager_attention_forward
 from .base import LlamoePreTrainedModel
 from .feed_forward import activation
-from .rotary import apply_rotary
+from .rotary import rotary_tables, rotate
 from .rotary_2d import rotary_2d_cos_sin
 
 
@@ -90,20 +90,21 @@ class VisionAttention(nn.Module):
         """
         # The number of heads is left open: under tensor parallelism a rank holds only some of them.
         heads = (-1, self.head_dim)
-        q_NHTK = self.q_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
-        k_NHTK = self.k_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
-        v_NHTK = self.v_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
+        q_NTHK = self.q_proj(hidden_states).unflatten(-1, heads)
+        k_NTHK = self.k_proj(hidden_states).unflatten(-1, heads)
+        v_NTHK = self.v_proj(hidden_states).unflatten(-1, heads)
         if cos_sin is not None:
-            q_NHTK = apply_rotary(q_NHTK, *cos_sin, interleave=True)
-            k_NHTK = apply_rotary(k_NHTK, *cos_sin, interleave=True)
+            both = torch.cat((q_NTHK, k_NTHK), dim=2)
+            both = rotate(both, rotary_tables(*cos_sin, interleave=True), interleave=True)
+            q_NTHK, k_NTHK = both.chunk(2, dim=2)
 
         implementation = "eager" if with_weights else self.config._attn_implementation or "eager"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         out_NTHK, weights = attend(
             self,
-            q_NHTK,
-            k_NHTK,
-            v_NHTK,
+            q_NTHK.transpose(1, 2),
+            k_NTHK.transpose(1, 2),
+            v_NTHK.transpose(1, 2),
             None,
             scaling=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,

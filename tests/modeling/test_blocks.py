@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import llamoe
 from llamoe.modeling.feed_forward import FeedForward, activation
 from llamoe.modeling.normalization import L2Norm, RMSNorm
-from llamoe.modeling.rotary import RotaryEmbedding, apply_rotary
+from llamoe.modeling.rotary import RotaryEmbedding, apply_rotary, rotary_tables, rotate
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -131,6 +131,36 @@ class TestRotary:
         x = randn(2, 3, 9, 20)
         turned = apply_rotary(x, *angles(range(9), frequencies_of("text")), interleave=True)
         assert max_abs(turned.norm(dim=-1), x.norm(dim=-1)) < 1e-5
+
+    @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+    @pytest.mark.parametrize("interleave", [False, True])
+    def test_queries_and_keys_turn_together(self, interleave, dtype):
+        """What the decoder uses, also as compilers see it, against the definition; values and gradients."""
+        cos_sin = angles(range(9), frequencies_of("dense"))
+        query, key = (randn(2, 9, heads, 20, seed=heads).to(dtype).requires_grad_() for heads in (6, 2))
+        expected = [apply_rotary(x.transpose(1, 2), *cos_sin, interleave) for x in (query, key)]
+        weights = [randn(*x.shape, seed=3) for x in expected]
+        expected_gradients = torch.autograd.grad(
+            sum((x.float() * w).sum() for x, w in zip(expected, weights, strict=True)), (query, key)
+        )
+        # One rounding of the dtype, of values up to about 4.
+        tolerance = 4e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+
+        def turned(query, key):
+            tables = rotary_tables(*cos_sin, interleave)
+            return (
+                rotate(torch.cat((query, key), dim=2), tables, interleave)
+                .transpose(1, 2)
+                .split((6, 2), dim=1)
+            )
+
+        compiled = torch.compile(turned, fullgraph=True, backend="aot_eager")
+        for call in (turned, compiled):
+            given = call(query, key)
+            loss = sum((x.float() * w).sum() for x, w in zip(given, weights, strict=True))
+            gradients = torch.autograd.grad(loss, (query, key))
+            for mine, its in zip((*given, *gradients), (*expected, *expected_gradients), strict=True):
+                assert mine.dtype == dtype and max_abs(mine, its) <= tolerance
 
     @pytest.mark.parametrize("dtype", HALVES)
     @pytest.mark.parametrize("interleave", [False, True])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import MODELS, TOKENS_PER_TILE, for_models, main_output, max_abs, run
 from torch.export import Dim
+from torch.overrides import TorchFunctionMode
 from transformers import CompileConfig, StaticCache
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
@@ -234,6 +235,54 @@ def test_generate_compiles_once(name, length):
         # The prefill is not compiled; each of the eight steps behind it ran the one graph.
         assert (backend.graphs, backend.calls) == (1, 8 * repetition)
     assert model.get_compiled_call(options["compile_config"]) != model.__call__
+
+
+@DECODERS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prompts_of_differing_lengths_share_one_graph(name, dtype):
+    """The longest comes first, as a server would warm up: shorter ones find its cache, and its graph."""
+    case = CASES[name]
+    model = small(case).to(dtype)
+    options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, cache_implementation="static")
+    backend = Counting()
+    compiled = CompileConfig(fullgraph=True, backend=lambda *args, **_: backend(*args))
+    compiled._compile_all_devices = True  # else on accelerators only
+    for calls, (padding, length) in enumerate(
+        [((0, 4), 30), ((2, 0), 11), ((0, 0), 19), ((1, 5), 24)], start=1
+    ):
+        inputs = case.inputs(padding=padding, length=length)
+        given = model.generate(**inputs, **options, compile_config=compiled)
+        expected = model.generate(**inputs, **options, disable_compile=True)
+        # In bfloat16 a router's ties may tip: the compiler turns pairs in another order of operations.
+        assert given.shape == expected.shape and (dtype == torch.bfloat16 or torch.equal(given, expected))
+        assert (backend.graphs, backend.calls) == (1, 5 * calls)
+
+
+@DECODERS
+def test_the_compiler_is_given_real_numbers(name):
+    """It has no code of its own for complex ones, which turn interleaved pairs elsewhere."""
+    case = CASES[name]
+    model, inputs = small(case), case.inputs()
+    dtypes = {False: set(), True: set()}
+
+    def watch(module, example_inputs, **_):
+        nodes = [node.meta["example_value"] for node in module.graph.nodes if "example_value" in node.meta]
+        dtypes[True].update(value.dtype for value in nodes if isinstance(value, torch.Tensor))
+        return module
+
+    class Dtypes(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                dtypes[False].add(result.dtype)
+            return result
+
+    compiled = run(torch.compile(model, fullgraph=True, backend=watch), **inputs)
+    with Dtypes():
+        eager = run(model, **inputs)
+    assert max_abs(compiled, eager) < TOLERANCE
+    assert torch.float32 in dtypes[True] and not any(dtype.is_complex for dtype in dtypes[True])
+    assert (torch.complex64 in dtypes[False]) == case.has_experts
 
 
 @DECODERS
