@@ -262,13 +262,13 @@ class Largest(TorchDispatchMode):
         return result
 
 
-# The largest activation has 320 * (6 * 20) elements a row; a mask would have 320 * 320 a row.
+# The largest activation has 360 * ((6 + 2) * 20) elements a row, queries and keys together; a mask 360 * 360.
 LONG = {
     "bare": lambda: [{}],
-    "left": lambda: [{"attention_mask": padding_mask((7, 0), 320)}],
-    "right": lambda: [{"attention_mask": padding_mask((7, 0), 320, "right")}],
-    "packed": lambda: [{"position_ids": torch.arange(320).remainder(70)[None]}],
-    "late": lambda: [{"position_ids": torch.arange(5, 325)[None]}],
+    "left": lambda: [{"attention_mask": padding_mask((7, 0), 360)}],
+    "right": lambda: [{"attention_mask": padding_mask((7, 0), 360, "right")}],
+    "packed": lambda: [{"position_ids": torch.arange(360).remainder(70)[None]}],
+    "late": lambda: [{"position_ids": torch.arange(5, 365)[None]}],
 }
 
 
@@ -277,15 +277,15 @@ LONG = {
 def test_chunked_layers_make_nothing_as_large_as_a_mask(kind, with_cache):
     overrides = dict(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)
     truth, model = (m.model for m in pair(**overrides))
-    ids, largest = tokens(2, 320), {}
+    ids, largest = tokens(2, 360), {}
     for each in (truth, model):
         for given in LONG[kind]():
             past = DynamicCache(config=each.config) if with_cache else None
             with Largest() as seen:
                 chunked_only(each, ids, past, **given)
             largest[each] = seen.elements
-    assert largest[truth] >= 2 * 320 * 320
-    assert largest[model] < 320 * 320
+    assert largest[truth] >= 2 * 360 * 360
+    assert largest[model] < 360 * 360
 
 
 def chunked_only(model, ids, past, attention_mask=None, position_ids=None):
@@ -303,7 +303,7 @@ def chunked_only(model, ids, past, attention_mask=None, position_ids=None):
         ).last_hidden_state
 
 
-@pytest.mark.parametrize("pieces", [(320,), (100, 220), (220, 99, 1)], ids=str)
+@pytest.mark.parametrize("pieces", [(360,), (100, 260), (260, 99, 1)], ids=str)
 @torch.no_grad()
 def test_full_layers_make_no_mask_without_padding(monkeypatch, pieces):
     """A piece behind cached tokens takes a mask a few queries long; blocks of 1024 queries in practice."""
@@ -311,7 +311,7 @@ def test_full_layers_make_no_mask_without_padding(monkeypatch, pieces):
     case = HEADS["LlamoeDenseForCausalLM"]
     truth, model = case.make(num_hidden_layers=1), case.make(num_hidden_layers=1)
     truth.set_attn_implementation("eager")
-    ids, results = tokens(1, 320), []
+    ids, results = tokens(1, 360), []
     for each in (truth, model):
         past, parts = DynamicCache(config=each.config), []
         with Largest() as largest:
@@ -319,7 +319,7 @@ def test_full_layers_make_no_mask_without_padding(monkeypatch, pieces):
                 parts.append(each.model(piece, past_key_values=past).last_hidden_state)
         results.append(torch.cat(parts, 1))
         if each is model:
-            assert largest.elements <= 320 * 120
+            assert largest.elements <= 360 * 160
     assert max_abs(*results) < TOLERANCE * max(1, results[0].std())
 
 
@@ -432,13 +432,13 @@ def test_bare_rows_of_every_length_are_few_graphs_without_a_mask(forget_compiled
         return watched
 
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    for length in (29, 41, 12, 320, 90):
+    for length in (29, 41, 12, 360, 90):
         ids = tokens(2, length)
         expected = run(model, input_ids=ids)
         given = run(compiled, input_ids=ids, use_cache=False)
         assert max_abs(given, expected) < TOLERANCE * max(1, expected.std())
     # The first length as it is; then shorter than a chunk, longer, and whole chunks.
-    assert len(graphs) <= 4 and largest.elements < 320 * 320
+    assert len(graphs) <= 4 and largest.elements < 360 * 360
 
 
 def test_export_of_bare_rows_with_dynamic_sizes(forget_compiled_code):

@@ -195,7 +195,9 @@ def test_backend_of_experts_on_disk_is_the_one_that_runs(dtype, tmp_path, caplog
     """On the meta device everything fits; where the product is formed, float16 does not."""
     HEADS["LlamoeForCausalLM"].make(intermediate_size=64).save_pretrained(tmp_path)
     with caplog.at_level("INFO", logger="llamoe"):
-        llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, dtype=dtype, device_map={"": "disk"})
+        llamoe.LlamoeForCausalLM.from_pretrained(
+            tmp_path, dtype=dtype, device_map={"": "disk"}, experts_implementation="grouped_mm"
+        )
     assert ("experts eager (grouped_mm does not" in caplog.text) == (dtype == torch.float16), caplog.text
 
 
