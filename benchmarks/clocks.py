@@ -16,7 +16,9 @@ class ProcessorClock:
     """
 
     unit = "seconds of processor time"
-    shortest = 50e-3  # one sample; shorter runs are repeated within it, as steps of decoding follow one another
+    shortest = (
+        50e-3  # one sample; shorter runs are repeated within it, as steps of decoding follow one another
+    )
 
     def __init__(self, cache_bytes: int | None = None):
         self.device = torch.device("cpu")

@@ -1,5 +1,6 @@
 """Cases of the vision tower, and of small parts: norms, SwiGLU, rotary embedding; eager and compiled."""
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -10,8 +11,9 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding
 
 import llamoe
 from llamoe.modeling.feed_forward import FeedForward
+from llamoe.modeling.linear import Linear
 from llamoe.modeling.normalization import RMSNorm
-from llamoe.modeling.rotary import RotaryEmbedding, apply_rotary
+from llamoe.modeling.rotary import RotaryEmbedding, rotary_tables, rotate
 
 from . import OURS, REFERENCE
 from .harness import Case, Cases, Contestant, tolerance_of
@@ -20,6 +22,8 @@ from .shapes import Setting, Shape
 from .work import Work
 
 EPS = 1e-5
+IN_TURN = 64
+"""Linear layers that one token goes through in turn."""
 
 
 def vision(
@@ -58,7 +62,7 @@ def _encoder_weights(tower: nn.Module) -> int:
 
 
 def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) -> Cases:
-    """RMSNorm, SwiGLU and rotary embedding.
+    """RMSNorm, SwiGLU, rotary embedding, and the linear layer for one token.
 
     Args:
         setting: where, and in which dtype.
@@ -66,14 +70,14 @@ def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) ->
         tokens: length of one row.
         compiled: also under `torch.compile`.
     """
-    kinds = (False, True) if compiled else (False,)
     for name, functions, differing, work in (
         _norms(setting, shape, tokens),
         _feed_forwards(setting, shape, tokens),
         _rotary_half_split(setting, shape, tokens),
         _rotary_interleaved(setting, shape, tokens),
+        _few_rows(setting, shape, 1),
     ):
-        for compiles in kinds:
+        for compiles in (False, True) if compiled and "linear" not in name else (False,):
             yield Case(
                 name=f"{name}, {'compiled' if compiles else 'eager'}",
                 contestants={
@@ -129,18 +133,16 @@ def _heads(setting: Setting, shape: Shape, tokens: int) -> tuple[torch.Tensor, t
 
 def _rotary_half_split(setting: Setting, shape: Shape, tokens: int):
     query, key, positions = _heads(setting, shape, tokens)
-    query, key = query.transpose(1, 2), key.transpose(1, 2)
     embedding = RotaryEmbedding(llamoe.from_stock(dense_config(shape, 1))).to(setting.device)
     cos, sin = embedding(query, positions)
     # Stock's angles cover both halves of a head, in the dtype of the states.
     full = [torch.cat((angle, angle), dim=-1).to(setting.dtype) for angle in (cos, sin)]
-    functions = {
-        REFERENCE: lambda: apply_rotary_pos_emb(query, key, *full),
-        OURS: lambda: (
-            apply_rotary(query, cos, sin, interleave=False),
-            apply_rotary(key, cos, sin, interleave=False),
-        ),
-    }
+
+    def stock() -> tuple[torch.Tensor, ...]:
+        rotated = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *full)
+        return tuple(x.transpose(1, 2) for x in rotated)
+
+    functions = {REFERENCE: stock, OURS: _rotated_together(query, key, cos, sin, interleave=False)}
     return f"rotary of LLaMA, T = {tokens}", functions, set(), Work(2 * (query.nbytes + key.nbytes), 0)
 
 
@@ -150,10 +152,37 @@ def _rotary_interleaved(setting: Setting, shape: Shape, tokens: int):
     with torch.device(setting.device):
         angles = Llama4TextRotaryEmbedding(config)(query, positions)
         cos, sin = RotaryEmbedding(llamoe.from_stock(config))(query, positions)
-
-    def ours() -> tuple[torch.Tensor, torch.Tensor]:
-        rotated = (apply_rotary(x.transpose(1, 2), cos, sin, interleave=True) for x in (query, key))
-        return tuple(x.transpose(1, 2) for x in rotated)
-
-    functions = {REFERENCE: lambda: apply_rotary_emb(query, key, angles), OURS: ours}
+    functions = {
+        REFERENCE: lambda: apply_rotary_emb(query, key, angles),
+        OURS: _rotated_together(query, key, cos, sin, interleave=True),
+    }
     return f"rotary of Llama 4, T = {tokens}", functions, set(), Work(2 * (query.nbytes + key.nbytes), 0)
+
+
+def _rotated_together(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """As `Attention` does it; the tables are made once a pass, of real numbers for a compiler."""
+    eager = rotary_tables(cos, sin, interleave)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        tables = rotary_tables(cos, sin, interleave) if torch.compiler.is_compiling() else eager
+        rotated = rotate(torch.cat((query, key), dim=2), tables, interleave)
+        return rotated.split_with_sizes((query.shape[2], key.shape[2]), dim=2)
+
+    return run
+
+
+def _few_rows(setting: Setting, shape: Shape, rows: int):
+    # In a model a weight has left the caches when it is its turn again, so there are more than they hold.
+    x = setting.randn(rows, shape.hidden)
+    weights = [setting.randn(shape.expert, shape.hidden, offset=2) for _ in range(IN_TURN)]
+    turns = {}
+    for name, kind in ((REFERENCE, nn.Linear), (OURS, Linear)):
+        layers = [kind(shape.hidden, shape.expert, bias=False, device="meta") for _ in weights]
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.weight = nn.Parameter(weight)
+        turns[name] = itertools.cycle(layers)
+    functions = {name: (lambda turn=turn: next(turn)(x)) for name, turn in turns.items()}
+    work = Work(weights[0].nbytes + x.nbytes, 2 * rows * weights[0].numel())
+    return f"linear layer, T = {rows}", functions, set(), work

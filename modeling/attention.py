@@ -18,7 +18,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from .folding import Fold, attend_in_equal_rows, attend_in_fold
 from .linear import Linear
 from .normalization import L2Norm
-from .rotary import rotate
+from .rotary import rotary_tables, rotate
 from .sequences import EqualRows, Sequences, attend_in_sequences
 
 # What can stand in the place of a mask, and what then runs the attention implementation.
@@ -99,7 +99,8 @@ class Attention(nn.Module):
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            position_embeddings: the tables of `rotary_tables`.
+            position_embeddings: the tables of `rotary_tables`, which a decoder prepares once a pass; or cos and sin
+                as `RotaryEmbedding` gives them.
             attention_mask: as the attention implementation wants it, what `cutting` puts in its place, or None for
                 plain causal.
             position_ids: `[B or 1, T]`.
@@ -119,6 +120,8 @@ class Attention(nn.Module):
             # Both at once: half as many calls.
             both = torch.cat((query, key), dim=2)
             if self.use_rope:
+                if position_embeddings[0].ndim == 3:  # who runs single layers knows of cos and sin only
+                    position_embeddings = rotary_tables(*position_embeddings, self.rope_interleave)
                 both = rotate(both, position_embeddings, self.rope_interleave)
             if self.qk_norm is not None:
                 both = self.qk_norm(both)

@@ -3,7 +3,7 @@
 Zhang & Sennrich 2019 (arXiv 1910.07467). `eps` stands inside the root, and the result is cast back to the
 input's dtype *before* it is multiplied by the weight: Meta's order, which decides the last bit in bfloat16.
 torch's `rms_norm` does the first half in one call (one kernel on a GPU, to the bit the written-out formula on the
-CPU); the weight is not given to it, since it would multiply before the cast.
+CPU); the weight is given to it in float32 only, since it would multiply before the cast.
 """
 
 import torch
@@ -39,6 +39,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., hidden_size]`; the dtype is kept unless the weight's is wider."""
+        if (
+            hidden_states.dtype == self.weight.dtype == torch.float32
+        ):  # no cast that the weight could be before
+            return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
         return rms_normalize(hidden_states, self.eps) * self.weight
 
     def extra_repr(self) -> str:

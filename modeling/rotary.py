@@ -130,18 +130,17 @@ def rotary_tables(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tup
         interleave: as in `apply_rotary`.
 
     Returns:
-        what each channel and what its partner is multiplied by, two tensors `[B or 1, T, 1, D]` float32. For
-        interleaved pairs outside of a compiler, one tensor `[B or 1, T, 1, R]` complex64 instead: a pair is a complex
-        number in memory, and one product turns it, where real arithmetic has to move the channels first. Compilers do
-        the opposite: they fuse real arithmetic, and leave complex numbers to a kernel of their own.
+        half-split: what each channel and what its partner is multiplied by, two tensors `[B or 1, T, 1, D]` float32.
+        Interleaved: cos and sin, `[B or 1, T, 1, R]` float32, for compilers, which fuse real arithmetic and leave
+        complex numbers to a kernel of their own; and one tensor of that shape, complex64, elsewhere: a pair is a
+        complex number in memory, and one product turns it, where real arithmetic has to move the channels first.
     """
-    if interleave and cos.device.type in ("cpu", "cuda") and not _is_traced():
-        return (torch.complex(cos, sin)[:, :, None],)
-    if interleave:
-        own, other = torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
-    else:
+    if not interleave:
         own, other = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    return own[:, :, None], other[:, :, None]
+        return own[:, :, None], other[:, :, None]
+    if cos.device.type in ("cpu", "cuda") and not _is_traced():
+        return (torch.complex(cos, sin)[:, :, None],)
+    return cos[:, :, None], sin[:, :, None]
 
 
 def _is_traced() -> bool:
@@ -163,10 +162,12 @@ def rotate(x_BTHD: torch.Tensor, tables: tuple[torch.Tensor, ...], interleave: b
     if len(tables) == 1:
         pairs_BTHR = torch.view_as_complex(x_BTHD.float().reshape(*x_BTHD.shape[:-1], -1, 2))
         return torch.view_as_real(pairs_BTHR * tables[0]).flatten(-2).to(x_BTHD.dtype)
-    own, other = tables
     if interleave:
-        partners = x_BTHD.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    else:
-        partners = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
+        x, (cos, sin) = x_BTHD.float(), tables
+        first, second = x[..., 0::2], x[..., 1::2]
+        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.flatten(-2).to(x_BTHD.dtype)
+    own, other = tables
+    partners = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
     # The tables are float32, and so are the products.
     return (partners * other).add_(x_BTHD * own).to(x_BTHD.dtype)

@@ -67,3 +67,15 @@ def test_paths_in_backticks_exist(document):
     text = (ROOT / document).read_text()
     paths = re.findall(r"`((?:configuration|modeling|conversion|tests|examples|llamoe)/[\w./-]*)`", text)
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_figures_of_speed_are_those_of_the_results():
+    """`python -m benchmarks.readme` writes them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.readme", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
