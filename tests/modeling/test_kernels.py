@@ -200,7 +200,7 @@ def compile_for_hopper(monkeypatch, folder, kernel_name, num_rows, dtype, aligne
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-@pytest.mark.parametrize("num_rows", [1, 64])
+@pytest.mark.parametrize("num_rows", [1, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernel_name", ["gate_up_kernel", "down_kernel"])
 def test_kernels_compile_for_hopper(monkeypatch, tmp_path, kernel_name, num_rows):
     """On tensor cores, with copies of 16 bytes that run ahead, small enough for two programs a multiprocessor."""
