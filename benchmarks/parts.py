@@ -11,7 +11,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding
 
 import llamoe
 from llamoe.modeling.feed_forward import FeedForward
-from llamoe.modeling.linear import Linear
+from llamoe.modeling.linear import apply_linear
 from llamoe.modeling.normalization import RMSNorm
 from llamoe.modeling.rotary import RotaryEmbedding, rotary_tables, rotate
 
@@ -177,12 +177,10 @@ def _few_rows(setting: Setting, shape: Shape, rows: int):
     # In a model a weight has left the caches when it is its turn again, so there are more than they hold.
     x = setting.randn(rows, shape.hidden)
     weights = [setting.randn(shape.expert, shape.hidden, offset=2) for _ in range(IN_TURN)]
-    turns = {}
-    for name, kind in ((REFERENCE, nn.Linear), (OURS, Linear)):
-        layers = [kind(shape.hidden, shape.expert, bias=False, device="meta") for _ in weights]
-        for layer, weight in zip(layers, weights, strict=True):
-            layer.weight = nn.Parameter(weight)
-        turns[name] = itertools.cycle(layers)
-    functions = {name: (lambda turn=turn: next(turn)(x)) for name, turn in turns.items()}
+    layers = [nn.Linear(shape.hidden, shape.expert, bias=False, device="meta") for _ in weights]
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight = nn.Parameter(weight)
+    turn = itertools.cycle(layers)
+    functions = {REFERENCE: lambda: next(turn)(x), OURS: lambda: apply_linear(next(turn), x)}
     work = Work(weights[0].nbytes + x.nbytes, 2 * rows * weights[0].numel())
     return f"linear layer, T = {rows}", functions, set(), work

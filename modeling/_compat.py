@@ -60,6 +60,13 @@ def grouped_mm_exists(device: "torch.device") -> bool:
     return device.type in ("cpu", "meta")
 
 
+def is_under_functorch() -> bool:
+    """Whether a transform of `torch.func` is at work (grad, vmap, jvp): it sees through torch's own operators only."""
+    import torch
+
+    return torch._C._are_functorch_transforms_active()
+
+
 def register_model(auto_class: type, config_class: type, model_class: type) -> None:
     """Make `auto_class` give `model_class` for a config of ours.
 

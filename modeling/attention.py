@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from .folding import Fold, attend_in_equal_rows, attend_in_fold
-from .linear import Linear
+from .linear import apply_linear
 from .normalization import L2Norm
 from .rotary import rotary_tables, rotate
 from .sequences import EqualRows, Sequences, attend_in_sequences
@@ -80,10 +80,10 @@ class Attention(nn.Module):
         hidden_size, bias = config.hidden_size, config.attention_bias
         query_size = config.num_attention_heads * self.head_dim
         key_value_size = config.num_key_value_heads * self.head_dim
-        self.q_proj = Linear(hidden_size, query_size, bias=bias)
-        self.k_proj = Linear(hidden_size, key_value_size, bias=bias)
-        self.v_proj = Linear(hidden_size, key_value_size, bias=bias)
-        self.o_proj = Linear(query_size, hidden_size, bias=bias)
+        self.q_proj = nn.Linear(hidden_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, hidden_size, bias=bias)
         self.qk_norm = L2Norm(config.rms_norm_eps) if plan.use_qk_norm else None
 
     def forward(
@@ -112,9 +112,9 @@ class Attention(nn.Module):
         """
         input_shape = hidden_states.shape[:-1]
         heads_shape = (*input_shape, -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(heads_shape)  # [B, T, H, D]
-        key = self.k_proj(hidden_states).view(heads_shape)
-        value = self.v_proj(hidden_states).view(heads_shape).transpose(1, 2)
+        query = apply_linear(self.q_proj, hidden_states).view(heads_shape)  # [B, T, H, D]
+        key = apply_linear(self.k_proj, hidden_states).view(heads_shape)
+        value = apply_linear(self.v_proj, hidden_states).view(heads_shape).transpose(1, 2)
 
         if self.use_rope or self.qk_norm is not None:
             # Both at once: half as many calls.
@@ -146,7 +146,7 @@ class Attention(nn.Module):
             output, weights = attend(
                 self, query, key, value, attention_mask, position_ids=position_ids, **kwargs
             )
-        return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
+        return apply_linear(self.o_proj, output.reshape(*input_shape, -1).contiguous()), weights
 
     def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:
         # log1p(floor((position + 1) / floor_scale)) * attn_scale + 1: no effect below position floor_scale - 1.

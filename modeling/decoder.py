@@ -26,7 +26,7 @@ from .base import LlamoePreTrainedModel
 from .feed_forward import FeedForward
 from .generation import ChunkedGeneration
 from .inputs import check_cache, check_labels, check_output_attentions, check_row_inputs, check_tokens
-from .linear import Linear
+from .linear import apply_linear
 from .losses import TrainsRouters, expert_load, load_balancing_loss
 from .masks import (
     attention_masks,
@@ -244,7 +244,7 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
         super().__init__(config)
         self.model = self._model_class(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -302,7 +302,7 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
         )
         hidden_states = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, kept])
+        logits = apply_linear(self.lm_head, hidden_states[:, kept])
 
         loss = aux_loss = load = None
         if labels is not None:

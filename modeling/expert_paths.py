@@ -3,10 +3,10 @@
 Three ways lead to the same result:
 
 * `loop`: sort the rows by expert, then one product for each expert that was hit. The rows are counted on the host,
-  which costs nothing on the CPU; there it is the way for everything, and a few rows go straight to their experts.
+  which costs nothing on the CPU; there it is the way without gradients, and a few rows go straight to their experts.
 * `kernel`: few rows on a GPU, without gradients. Each hit expert is read once, by a kernel that finds out on the
   device which they are: nothing waits for the host, and a step fits into a CUDA graph.
-* `grouped`: many rows on a GPU. Sort once, then torch's grouped product.
+* `grouped`: many rows on a GPU, and training everywhere. Sort once, then torch's grouped product.
 
 The number of rows, the sizes, the dtype, the device and whether gradients are wanted are all that is looked at: the
 choice is the same for every routing, and a compiler makes it once. As `llamoe_loop`, `llamoe_kernel` and
@@ -23,7 +23,9 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 from transformers.integrations.moe import ExpertsInterface
+from transformers.utils.import_utils import is_torchdynamo_exporting
 
+from ._compat import is_under_functorch
 from .grouped_product import grouped_product, multiply_groups
 from .kernels.few_rows import MAX_ROWS, few_rows_experts, few_rows_fits
 
@@ -78,6 +80,12 @@ def compute_experts(
     elif reason := why_not(path, experts, num_rows, dtype, needs_gradient):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
 
+    if path == "loop" and _is_transformed():
+        raise ValueError(
+            f'experts_implementation="{_name(path)}": transforms of torch.func need torch\'s grouped product, but '
+            f"{why_not('grouped', experts, num_rows, dtype, needs_gradient) or 'the loop was asked for.'} "
+            'Choose "eager", which knows grad and jvp, or "batched_mm".'
+        )
     x_TH = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
     if path == "kernel":
         return _compute_few_rows(x_TH, gate_up_EHF, down_EIH, top_k_index, top_k_weights).to(
@@ -124,7 +132,7 @@ def _compute_sorted(
     if passed_over_N1 is not None:
         y_NH = y_NH.masked_fill(passed_over_N1, 0)
     place_N = torch.empty_like(order_N)
-    place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    place_N[order_N] = torch.arange(order_N.shape[0], device=order_N.device)
     y_NH = y_NH.index_select(0, place_N)
     return y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
 
@@ -173,9 +181,15 @@ def choose_path(experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient:
         dtype: of the products.
         needs_gradient: whether there will be a backward pass.
     """
-    if experts.down_proj.device.type in ("cpu", "meta"):
+    is_on_host = experts.down_proj.device.type in ("cpu", "meta")
+    if is_on_host and not needs_gradient and not _is_transformed():
         return "loop"
-    if num_rows <= _FEW_ROWS and not why_not("kernel", experts, num_rows, dtype, needs_gradient):
+    # An exported program is one for all numbers of rows.
+    if (
+        not is_torchdynamo_exporting()
+        and num_rows <= _FEW_ROWS
+        and not why_not("kernel", experts, num_rows, dtype, needs_gradient)
+    ):
         return "kernel"
     return "loop" if why_not("grouped", experts, num_rows, dtype, needs_gradient) else "grouped"
 
@@ -207,9 +221,14 @@ def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_g
 
 def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
     device_type = weight.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+    # Autocast leaves float64 alone.
+    if device_type != "meta" and weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return weight.dtype
+
+
+def _is_transformed() -> bool:
+    return not torch.compiler.is_compiling() and is_under_functorch()
 
 
 def _is_traced(x: torch.Tensor) -> bool:

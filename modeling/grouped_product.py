@@ -3,8 +3,8 @@
 How many rows each expert gets is known only when the data is. On the CPU that is no obstacle: the rows are counted
 and one product is formed for each expert that was hit, in `multiply_groups`. A compiler cannot follow such a loop, and
 autograd would follow it at a price: every slice of a stack of matrices gets a gradient as large as the stack. As an
-operator, `grouped_product`, the loop stays outside of the graph; both see its shapes, and a gradient that is an
-operator too. torch's own `grouped_mm` does the same where it exists, for multiples of 16 bytes.
+operator, `grouped_product`, the loop stays outside of the graph; both see its shapes, and gradients, also of gradients,
+that are operators too. torch's own `grouped_mm` does the same where it exists, for multiples of 16 bytes.
 
 Shapes: N rows, E groups, I columns in, O columns out.
 """
@@ -37,6 +37,17 @@ def _groups_with_rows(ends_E: torch.Tensor) -> list[tuple[int, int, int]]:
     return [(group, start, end) for group, (start, end) in enumerate(bounds) if start < end]
 
 
+def _multiply_outer(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Give `[E, I, O]`, each group's rows of one factor, transposed, times those of the other."""
+    out_EIO = x_NI.new_empty(len(ends_E), x_NI.shape[1], grad_NO.shape[1])
+    groups = _groups_with_rows(ends_E)
+    for group, start, end in groups:
+        torch.mm(x_NI[start:end].T, grad_NO[start:end], out=out_EIO[group])
+    for group in set(range(len(out_EIO))) - {group for group, _, _ in groups}:
+        out_EIO[group].zero_()
+    return out_EIO
+
+
 # The rows are counted on the host, for which a captured stream could not wait.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
@@ -47,35 +58,16 @@ def grouped_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.
     return multiply_groups(x_NI, weight_EIO, ends_E)
 
 
-@torch.library.custom_op("llamoe::grouped_product_backward", mutates_args=(), tags=_TAGS)
-def _backward(
-    grad_NO: torch.Tensor,
-    x_NI: torch.Tensor | None,
-    weight_EIO: torch.Tensor,
-    ends_E: torch.Tensor,
-    needs_x: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the gradients of the rows, if needed, and of the weight, if there are rows; empty ones otherwise."""
-    groups = _groups_with_rows(ends_E)
-    grad_x_NI, grad_weight_EIO = _empty_gradients(grad_NO, x_NI, weight_EIO, ends_E, needs_x)
-    if needs_x:
-        for group, start, end in groups:
-            torch.mm(grad_NO[start:end], weight_EIO[group].T, out=grad_x_NI[start:end])
-        grad_x_NI[groups[-1][2] if groups else 0 :].zero_()
-    if x_NI is not None:
-        for group, start, end in groups:
-            torch.mm(x_NI[start:end].T, grad_NO[start:end], out=grad_weight_EIO[group])
-        for group in set(range(len(weight_EIO))) - {group for group, _, _ in groups}:
-            grad_weight_EIO[group].zero_()
-    return grad_x_NI, grad_weight_EIO
+@torch.library.custom_op("llamoe::grouped_outer_product", mutates_args=(), tags=_TAGS)
+def grouped_outer_product(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Give the gradient of `grouped_product` with respect to the weight, `[E, I, O]`.
 
-
-@_backward.register_fake
-def _empty_gradients(grad_NO, x_NI, weight_EIO, ends_E, needs_x):
-    return (
-        grad_NO.new_empty((grad_NO.shape[0], weight_EIO.shape[1]) if needs_x else 0),
-        grad_NO.new_empty(weight_EIO.shape if x_NI is not None else 0),
-    )
+    Args:
+        x_NI: `[N, I]`, sorted by group.
+        grad_NO: `[N, O]`, of the result.
+        ends_E: as in `grouped_product`.
+    """
+    return _multiply_outer(x_NI, grad_NO, ends_E)
 
 
 @grouped_product.register_fake
@@ -83,16 +75,39 @@ def _(x_NI, weight_EIO, ends_E):
     return x_NI.new_empty(x_NI.shape[0], weight_EIO.shape[2])
 
 
-def _save(ctx, inputs, output):
+@grouped_outer_product.register_fake
+def _(x_NI, grad_NO, ends_E):
+    return x_NI.new_empty(ends_E.shape[0], x_NI.shape[1], grad_NO.shape[1])
+
+
+def _save_product(ctx, inputs, output):
     x_NI, weight_EIO, ends_E = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
     # Frozen experts, as under LoRA, do without the rows.
-    ctx.save_for_backward(x_NI if ctx.needs_input_grad[1] else None, weight_EIO, ends_E)
+    ctx.save_for_backward(x_NI if needs_weight else None, weight_EIO if needs_x else None, ends_E)
 
 
-def _differentiate(ctx, grad_NO):
-    needs_x, needs_weight, _ = ctx.needs_input_grad
-    grad_x_NI, grad_weight_EIO = _backward(grad_NO.contiguous(), *ctx.saved_tensors, needs_x)
-    return grad_x_NI if needs_x else None, grad_weight_EIO if needs_weight else None, None
+def _differentiate_product(ctx, grad_NO):
+    x_NI, weight_EIO, ends_E = ctx.saved_tensors
+    grad_NO = grad_NO.contiguous()
+    grad_x = None if weight_EIO is None else grouped_product(grad_NO, weight_EIO.transpose(1, 2), ends_E)
+    grad_weight = None if x_NI is None else grouped_outer_product(x_NI, grad_NO, ends_E)
+    return grad_x, grad_weight, None
 
 
-grouped_product.register_autograd(_differentiate, setup_context=_save)
+def _save_outer_product(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_outer_product(ctx, grad_EIO):
+    x_NI, grad_NO, ends_E = ctx.saved_tensors
+    needs_x, needs_grad = ctx.needs_input_grad[:2]
+    return (
+        grouped_product(grad_NO, grad_EIO.transpose(1, 2), ends_E) if needs_x else None,
+        grouped_product(x_NI, grad_EIO, ends_E) if needs_grad else None,
+        None,
+    )
+
+
+grouped_product.register_autograd(_differentiate_product, setup_context=_save_product)
+grouped_outer_product.register_autograd(_differentiate_outer_product, setup_context=_save_outer_product)

@@ -133,7 +133,8 @@ def test_rows_and_gradients_decide_on_a_gpu(
     experts = SimpleNamespace(down_proj=weight, hidden_act="silu", fits_grouped_mm=lambda dtype: grouped_fits)
     assert choose_path(experts, rows, torch.bfloat16, needs_gradient) == expected
     weight.device = torch.device("cpu")
-    assert choose_path(experts, rows, torch.bfloat16, needs_gradient) == "loop"
+    on_the_cpu = "grouped" if needs_gradient and grouped_fits else "loop"
+    assert choose_path(experts, rows, torch.bfloat16, needs_gradient) == on_the_cpu
 
 
 # The same numbers
@@ -235,7 +236,51 @@ def test_the_gradient_of_the_operator_is_its_derivative():
     ends = torch.tensor([2, 2, 5, 5], dtype=torch.int32)  # two groups without rows, and a row behind the last
     assert torch.autograd.gradcheck(lambda *tensors: grouped_product(*tensors, ends), (x, weight))
     torch.library.opcheck(grouped_product, (x.detach(), weight.detach(), ends))
+    assert torch.autograd.gradgradcheck(lambda *tensors: grouped_product(*tensors, ends), (x, weight))
     assert max_abs(grouped_product(x, weight, ends), multiply_groups(x.detach(), weight.detach(), ends)) == 0
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_gradients_of_gradients_equal_stocks(sizes):
+    """Of odd sizes through our operators, of others through torch's."""
+    stock, ours, x = stock_pair(sizes)
+    results = []
+    for block in (stock, ours):
+        inputs = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(main(block(inputs)).square().sum(), inputs, create_graph=True)
+        gradient.square().sum().backward()
+        results.append([inputs.grad, *(parameter.grad for parameter in block.parameters())])
+    for theirs, mine in zip(*results, strict=True):
+        assert max_abs(mine, theirs) < 1e-5 * theirs.abs().max()
+
+
+def test_transforms_of_torch_func():
+    """What torch's grouped product knows; where it does not fit, an error, since `jvp` would lose the experts."""
+    stock, ours, x = stock_pair("aligned")
+    gradients = [torch.func.grad(lambda x, m=m: main(m(x)).square().sum())(x) for m in (stock, ours)]
+    assert max_abs(*gradients) < 1e-5 * gradients[0].abs().max()
+    with torch.no_grad():
+        rows = [torch.func.vmap(lambda row, m=m: main(m(row[None])))(x) for m in (stock, ours)]
+    assert max_abs(*rows) < 1e-5
+    _, odd, x = stock_pair("odd")
+    with pytest.raises(ValueError, match=r"torch.func.*16 bytes.*Choose \"eager\""):
+        torch.func.jvp(odd, (x,), (x,))
+
+
+def stock_pair(sizes):
+    stock_config = stock_text_config(**SIZES[sizes])
+    stock = make_asymmetric(Llama4TextMoe(stock_config))
+    ours = MixtureOfExperts(llamoe.from_stock(stock_config))  # outside of a model; `llamoe` is the default
+    ours.load_state_dict(stock.state_dict())
+    return (
+        stock,
+        ours,
+        torch.randn(7, SIZES[sizes]["hidden_size"], generator=torch.Generator().manual_seed(1)),
+    )
+
+
+def main(output):
+    return output[0] if isinstance(output, tuple) else output
 
 
 def test_frozen_experts_keep_no_rows():
@@ -267,6 +312,30 @@ def test_shapes_alone():
         *(torch.empty(7, 2, dtype=dtype, device="meta") for dtype in (torch.long, torch.float32)),
     )
     assert out.is_meta and out.shape == (7, 70)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_leaves_float64_alone(dtype):
+    experts = make_experts(dtype=dtype)
+    inputs = make_rows(experts, 3, 1, dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        given = compute_experts(experts, *inputs)
+    assert (max_abs(given, compute_experts(experts, *inputs)) == 0) == (dtype == torch.float64)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", SIZES)
+def test_one_trace_and_one_export_for_every_number_of_rows(sizes):
+    _, block, x = stock_pair(sizes)
+    block.experts.config._experts_implementation = "llamoe"
+    length = torch.export.Dim("length", min=2, max=90)
+    exported = torch.export.export(block, (x,), dynamic_shapes=({0: length},), strict=False).module()
+    traced = torch.jit.trace(block, (x,), check_trace=False)
+    for num_tokens in (2, 5, 66):
+        inputs = torch.randn(num_tokens, x.shape[1])
+        for program in (exported, traced):
+            assert max_abs(program(inputs), block(inputs)) < 1e-5
 
 
 @torch.no_grad()
