@@ -202,7 +202,7 @@ def has_part(module: "torch.nn.Module", rule: str) -> bool:
 def parameter_shapes(module: "torch.nn.Module") -> dict[str, "torch.Size"]:
     """Give the shape of each parameter by its full name, also by each of several names.
 
-    It is `named_parameters(remove_duplicate=False)` in a third of the time, whose generators hand each name on
+    It is `named_parameters(remove_duplicate=False)` in half of the time, whose generators hand each name on
     through every module that it lies in.
     """
     found: dict[str, torch.Size] = {}
