@@ -188,6 +188,44 @@ def gather(tensor: "torch.Tensor") -> "torch.Tensor":
         return torch.cat([shard[i] for i in range(placement.split_factor) for shard in pieces], placement.dim)
 
 
+def has_part(module: "torch.nn.Module", rule: str) -> bool:
+    """Tell whether a rule of a plan names a module or parameter inside of `module`; `*` stands for a layer's number.
+
+    torch's dicts of a module are asked, for there is no public way to ask for one child: `getattr` finds properties
+    as well.
+    """
+    if not rule:
+        return True
+    name, _, rest = rule.partition(".")
+    if not rest and module._parameters.get(name) is not None:
+        return True
+    if name == "*":
+        children = [child for number, child in module._modules.items() if number.isdecimal()]
+    else:  # a number never stands as such in a plan
+        children = [] if name.isdecimal() else [module._modules.get(name)]
+    return any(child is not None and has_part(child, rest) for child in children)
+
+
+def parameter_shapes(module: "torch.nn.Module") -> dict[str, "torch.Size"]:
+    """Give the shape of each parameter by its full name, also by each of several names.
+
+    It is `named_parameters(remove_duplicate=False)` in half of the time, whose generators hand each name on
+    through every module that it lies in.
+    """
+    found: dict[str, torch.Size] = {}
+
+    def collect(part: "torch.nn.Module", prefix: str) -> None:
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                found[prefix + name] = parameter.shape
+        for name, child in part._modules.items():
+            if child is not None:
+                collect(child, f"{prefix}{name}.")
+
+    collect(module, "")
+    return found
+
+
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
     """Call `callback(module)` once the module is imported, at once if it is already.
 

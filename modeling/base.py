@@ -16,6 +16,7 @@ from transformers import initialization as init
 from ..configuration import LlamoeConfig, from_stock
 from ..configuration._hub import written_by
 from ..configuration.stock import to_stock
+from ._compat import parameter_shapes
 from .adapters import HUB_ARGUMENTS, LoadsAdapters
 from .distribution import Distributed
 from .expert_paths import IMPLEMENTATION
@@ -220,9 +221,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
             device_map.clear()
             device_map.update(settled)
         if state_dict is None and checkpoint_files:
-            # Not `state_dict`, which takes as long as all of the checks together.
-            named = model.named_parameters(remove_duplicate=False)
-            expected = {name: tuple(parameter.shape) for name, parameter in named}
+            expected = parameter_shapes(model)
             quantized = getattr(load_config, "hf_quantizer", None) is not None
             if not getattr(load_config, "ignore_mismatched_sizes", False):
                 check_fit(checkpoint_files, expected, model._checkpoint_prefixes, quantized)

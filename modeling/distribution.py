@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..configuration.parallel import check_parallel, wildcard
 from ._compat import (
     gather,
+    has_part,
     is_tensor_parallel_only,
     parallel_sizes,
     register_parallel_style,
@@ -27,11 +28,13 @@ class Distributed(PreTrainedModel):
     def init_parallel_plans(self) -> None:
         """Join the plans of configuration, heads and parts, without rules for what this model does not have."""
         super().init_parallel_plans()
-        parts = [*self.named_modules(), *self.named_parameters()]
-        names = {wildcard(name) for name, _ in parts}
-        for plan in filter(None, (self._tp_plan, self._ep_plan, self._fsdp_plan)):
-            for name in plan.keys() - names:
-                del plan[name]
+        plans = [plan for plan in (self._tp_plan, self._ep_plan, self._fsdp_plan) if plan]
+        # Each rule is followed into the model, mostly to its first layer: of a deep model, all names together take
+        # as long as reading the headers of its files.
+        for rule in set().union(*plans):
+            if not has_part(self, rule):
+                for plan in plans:
+                    plan.pop(rule, None)
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, mesh):

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -28,15 +28,15 @@ class CheckpointError(OSError, ValueError):
     """A checkpoint's file is missing, damaged, or does not fit the model."""
 
 
-@dataclass(frozen=True)
-class TensorHeader:
+class TensorHeader(NamedTuple):
     """What a safetensors header says of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-_headers_read: ContextVar[dict[str, dict[str, TensorHeader]] | None] = ContextVar(
+# By what changes when a file does.
+_headers_read: ContextVar[dict[tuple[int, int, int, int], dict[str, TensorHeader]] | None] = ContextVar(
     "headers_read", default=None
 )
 
@@ -63,29 +63,36 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorHeader]:
     Raises:
         CheckpointError: the file is missing, cut short, or its header contradicts itself or the file's size.
     """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
     known = _headers_read.get()
     if known is None:
-        return _read_header(path)
-    key = os.path.realpath(path)
+        return _read_header(path, status.st_size)
+    key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     if key not in known:
-        known[key] = _read_header(path)
+        known[key] = _read_header(path, status.st_size)
     return known[key]
 
 
-def _read_header(path: str | os.PathLike) -> dict[str, TensorHeader]:
+def _unreadable(path: str | os.PathLike, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(f"{path}: no such file, though the checkpoint's index names it.")
+    if isinstance(error, IsADirectoryError):
+        return CheckpointError(f"{path}: is a folder, where the checkpoint should have a file.")
+    return CheckpointError(f"{path}: cannot be read ({error.strerror}).")
+
+
+def _read_header(path: str | os.PathLike, size: int) -> dict[str, TensorHeader]:
     try:
-        size = os.path.getsize(path)
         with open(path, "rb") as file:
             prefix = file.read(8)
             header_length = int.from_bytes(prefix, "little")
             is_possible = len(prefix) == 8 and header_length <= min(size - 8, _MAX_HEADER_BYTES)
             header = file.read(header_length) if is_possible else b""
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file, though the checkpoint's index names it.") from error
-    except IsADirectoryError as error:
-        raise CheckpointError(f"{path}: is a folder, where the checkpoint should have a file.") from error
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
+        raise _unreadable(path, error) from error
     if not is_possible:
         raise CheckpointError(
             f"{path}: the header should be {header_length} bytes long, but the file has {size} bytes in all; it is "
@@ -130,6 +137,20 @@ def _read_header(path: str | os.PathLike) -> dict[str, TensorHeader]:
 
 
 def _check_entry(path: str | os.PathLike, name: str, entry: object) -> tuple[int, int, str]:
+    # A checkpoint has thousands of entries, and nearly all of them pass here. What does not is looked at closely.
+    try:
+        shape, (begin, end) = entry["shape"], entry["data_offsets"]
+        if (
+            type(shape) is list
+            and type(entry["data_offsets"]) is list
+            and type(begin) is type(end) is int
+            and {*map(type, shape)} <= {int}
+            and min(shape, default=0) >= 0
+            and (end - begin) * 8 == prod(shape) * _DTYPE_BITS[entry["dtype"]]
+        ):
+            return begin, end, name
+    except (KeyError, TypeError, ValueError):
+        pass
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
             dtype in _DTYPE_BITS and all(isinstance(axis, int) and axis >= 0 for axis in shape)

@@ -1,11 +1,13 @@
 """What a user can get wrong with files and inputs: one clear error each, before any heavy work."""
 
 import json
+import os
 import re
 import shutil
 
 import pytest
 import torch
+from safetensors import safe_open
 from support import (
     IMAGE_TOKEN,
     TOKENS_PER_TILE,
@@ -18,6 +20,7 @@ from support import (
 from transformers import Llama4VisionConfig
 
 import llamoe
+from llamoe.modeling import weights
 from llamoe.modeling.weights import CheckpointError
 
 TENSOR = "model.layers.1.self_attn.q_proj.weight"
@@ -59,6 +62,35 @@ def refused(folder, *, names, says, **options):
 
 
 # Damaged safetensors files
+
+
+def test_a_header_is_read_once_in_a_load_and_anew_when_the_file_changes(saved, tmp_path, monkeypatch):
+    shutil.copytree(saved / "sharded", tmp_path, dirs_exist_ok=True)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    opened = []
+
+    def count(path, **options):
+        opened.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(weights, "safe_open", count)  # the last thing that is done to each header
+    load(tmp_path)
+    assert sorted(map(str, opened)) == list(map(str, shards))
+
+    path = next(path for path in shards if TENSOR in weights.read_header(path))
+    damaged = with_entry(shape=SHAPE[::-1])(path.read_bytes())
+    with weights.each_header_once():
+        assert weights.read_header(path)[TENSOR].shape == tuple(SHAPE)
+        opened.clear()
+        link = tmp_path / "link"
+        link.symlink_to(path)
+        assert weights.read_header(link)[TENSOR].shape == tuple(SHAPE)
+        assert not opened, "another name of the same file"
+        path.write_bytes(damaged)
+        changed = path.stat().st_mtime_ns + 1_000_000_000  # where the file system's clock is coarse
+        os.utime(path, ns=(changed, changed))
+        assert weights.read_header(path)[TENSOR].shape == tuple(SHAPE[::-1])
+    refused(tmp_path, names=path.name, says=f"{re.escape(TENSOR)} has shape")
 
 
 def with_header(change):
