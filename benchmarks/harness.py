@@ -113,7 +113,7 @@ class Budget:
     Without `least` each case says itself how many.
     """
 
-    seconds: float = 1.5
+    seconds: float = 1.25
     least: int | None = None
     most: int = 15
 

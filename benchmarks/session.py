@@ -38,7 +38,10 @@ def parser(
         help=f"groups to run, by default all: {', '.join(groups)}",
     )
     made.add_argument(
-        "--seconds", type=float, default=seconds, help="how long a case is measured (default: %(default)s)"
+        "--seconds",
+        type=float,
+        default=seconds,
+        help="how long a case is measured, at least; loads go by rounds alone (default: %(default)s)",
     )
     made.add_argument(
         "--rounds",
