@@ -21,4 +21,12 @@ REFERENCE = "stock"
 """Name of the contestant that the others are compared with."""
 
 OURS = "llamoe"
-"""What the names of our contestants begin with."""
+"""Name of ours."""
+
+AGAIN = "stock again"
+"""The reference once more, against itself: how far its ratio lies from one is noise."""
+
+
+def is_of(name: str, *who: str) -> bool:
+    """Whether a contestant is one of some, as it comes or in a mode ("llamoe, max-autotune")."""
+    return name.partition(", ")[0] in who

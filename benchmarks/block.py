@@ -1,7 +1,7 @@
 """Cases of the mixture block: prefill, decoding, uneven routing, training.
 
 Contestants: transformers' `Llama4TextMoe`; our block as it comes; and our block with transformers' own experts
-implementations, which are the peers. On a device, ours and the peers under `torch.compile`, too.
+implementations, which are the peers. On a device, each of them under `torch.compile`, too.
 """
 
 import itertools
@@ -10,13 +10,17 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from . import REFERENCE, work
-from .harness import Case, Cases, Contestant, Tolerance, tolerance_of
+from . import REFERENCE, is_of, work
+from .harness import ROUNDS, Case, Cases, Contestant, tolerance_of, tolerance_of_gradients
+from .memory import available_bytes
 from .pairs import block_pair
 from .routing import draw_experts, shares, steer
 from .shapes import Setting, Shape
 
 PEERS = ("grouped_mm", "batched_mm")
+MANY = 8192
+FEW_ROUNDS = 2
+"""Least number of rounds from `MANY` tokens on, where a CPU takes long."""
 IN_TURN = 16
 """Tokens up to which a block's weights are not used long enough to leave the caches by themselves."""
 GATHERED = 2**28
@@ -52,7 +56,7 @@ def inference(
         contestants = {REFERENCE: Contestant(_forward([theirs for theirs, _ in used], x))}
         contestants |= {name: Contestant(_forward([own[name] for _, own in used], x)) for name in ours}
         if tokens in setting.compiled_tokens and skew == "uniform":
-            contestants |= _compiled(setting, ours, x)
+            contestants |= _compiled(setting, {REFERENCE: stock, **ours}, x)
         yield Case(
             name=f"{'B' if phase == 'decode' else 'T'} = {tokens}"
             + (", Zipf" if skew == "zipf" else "")
@@ -69,6 +73,7 @@ def inference(
                 **routing,
             },
             skipped=_too_much_gathered(setting, shape, tokens, contestants),
+            least=FEW_ROUNDS if setting.device.type == "cpu" and tokens >= MANY else ROUNDS,
         )
         del contestants
         torch.compiler.reset()
@@ -102,8 +107,7 @@ def training(setting: Setting, shape: Shape, tokens: int) -> Cases:
 
         return run
 
-    own = tolerance_of(setting.dtype)
-    tolerance = Tolerance(10 * own.largest, own.mean, "gradients are sums over many tokens; " + own.why)
+    tolerance = tolerance_of_gradients(setting.dtype)
     forward = work.of_block(shape, tokens, routing["distinct"], setting.dtype.itemsize)
     for frozen in (False, True):
         stock.experts.requires_grad_(not frozen)
@@ -155,15 +159,16 @@ def _forget_gradients(module: nn.Module, x: torch.Tensor) -> None:
     module.zero_grad(set_to_none=True)
 
 
-def _compiled(setting: Setting, ours: dict[str, nn.Module], x: torch.Tensor) -> dict[str, Contestant]:
+def _compiled(setting: Setting, modules: dict[str, nn.Module], x: torch.Tensor) -> dict[str, Contestant]:
     contestants = {}
     for mode in setting.compile_modes:
-        for name, module in ours.items():
+        for name, module in modules.items():
             compiled = torch.compile(module.forward, mode=mode, dynamic=False)
 
             def run(compiled=compiled) -> torch.Tensor:
                 torch.compiler.cudagraph_mark_step_begin()
-                return compiled(x)
+                output = compiled(x)
+                return output[0].view_as(x) if isinstance(output, tuple) else output
 
             contestants[f"{name}, {mode}"] = Contestant(torch.no_grad()(run), warm_up=3, has_own_pool=True)
     return contestants
@@ -174,10 +179,10 @@ def _too_much_gathered(
 ) -> dict[str, str]:
     expert = 3 * shape.hidden * shape.expert * setting.dtype.itemsize
     if setting.device.type == "cuda":
-        limit = torch.cuda.get_device_properties(setting.device).total_memory
+        limit = available_bytes(setting.device)
     else:
         limit = GATHERED
     if tokens * expert <= limit:
         return {}
     reason = f"copies {tokens * expert / 1e9:.1f} GB of weights, an expert's for each token"
-    return {name: reason for name in contestants if name.startswith("batched_mm")}
+    return {name: reason for name in contestants if is_of(name, "batched_mm")}

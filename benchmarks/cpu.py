@@ -11,8 +11,8 @@ import torch
 
 from . import attention, block, loading, models, parts, session
 from .clocks import ProcessorClock
-from .harness import Budget, Group
-from .shapes import MINI, MINI_128, Setting
+from .harness import Group
+from .shapes import MANY_SMALL, MINI, MINI_128, Setting
 
 SETTING = Setting(torch.device("cpu"), torch.float32)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -36,14 +36,14 @@ GROUPS: dict[str, Group] = {
     "vision": partial(parts.vision, SETTING, hidden=512, layers=4, heads=8, output=512, tiles=(1, 2)),
     "parts": partial(parts.small, SETTING, MINI, 1024),
     "loading": partial(loading.loading, SETTING, MINI, LAYERS, "100MB"),
+    "loading-many": partial(loading.loading, SETTING, MANY_SMALL, 12, "100KB", dense=True),
 }
 
 
 def main() -> int:
     """Run what the command line asks for."""
-    options = session.parser("cpu", GROUPS, __doc__).parse_args()
+    options, budget = session.options(session.parser("cpu", GROUPS, __doc__), "cpu")
     torch.set_num_threads(1)
-    budget = Budget(seconds=options.seconds, least=options.rounds)
     return session.run("cpu", GROUPS, options.cases, ProcessorClock(), SETTING.dtype, options.output, budget)
 
 

@@ -15,6 +15,7 @@ from matplotlib import pyplot
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from . import OURS, REFERENCE
+from .bars import TUNED
 
 # Okabe and Ito's colours, which stay apart for colour-blind eyes; each line has a marker of its own besides.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -50,9 +51,10 @@ def _block_lines(cases: list[dict], field: str, who: str = OURS) -> dict[str, li
         row = case["contestants"].get(who, {})
         if (
             case["group"].startswith("block-")
+            and not case["group"].endswith(TUNED)
+            and row.get(field)  # a logarithm has no place for nothing
             and case["routing"] == "uniform"
             and not case["repeated"]
-            and row.get(field) is not None
         ):
             spread = row.get("ratio_quartiles") if field == "ratio" else None
             label = f"{case['experts']} experts"
@@ -65,7 +67,7 @@ def _model_lines(cases: list[dict]) -> dict[str, list[tuple]]:
     names = {"decoder": "mixture", "dense": "dense"}
     for case in cases:
         row = case["contestants"].get(OURS, {})
-        if case["group"] in names and case["phase"] in ("prefill", "decode") and "ratio" in row:
+        if case["group"] in names and case.get("phase") in ("prefill", "decode") and "ratio" in row:
             label = f"{names[case['group']]}, {case['phase']}"
             lines.setdefault(label, []).append((case["tokens"], row["ratio"], row["ratio_quartiles"]))
     return lines

@@ -16,9 +16,9 @@ import torch
 
 from . import attention, block, loading, models, parts, session
 from .clocks import DeviceClock
-from .harness import Budget, Cases, Group
+from .harness import Cases, Group
 from .memory import available_bytes
-from .shapes import MAVERICK, SCOUT, Setting, Shape
+from .shapes import MANY_SMALL, MAVERICK, SCOUT, Setting, Shape
 
 SETTING = Setting(torch.device("cuda", 0), torch.bfloat16)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -59,12 +59,13 @@ GROUPS: dict[str, Group] = {
     "vision": partial(parts.vision, SETTING, hidden=1408, layers=34, heads=16, output=4096, tiles=(1, 8)),
     "parts": partial(parts.small, SETTING, SCOUT, 8192),
     "loading": partial(loading.loading, SETTING, SCOUT, 1, "1GB"),
+    "loading-many": partial(loading.loading, SETTING, MANY_SMALL, 12, "50KB", dense=True),
 }
 
 
 def main() -> int:
     """Run what the command line asks for."""
-    options = session.parser("gpu", GROUPS, __doc__).parse_args()
+    options, budget = session.options(session.parser("gpu", GROUPS, __doc__, seconds=0.5), "gpu")
     if not torch.cuda.is_available():
         print(
             "benchmarks.gpu needs a CUDA device, and torch finds none; `python -m benchmarks.cpu` needs none.",
@@ -72,7 +73,6 @@ def main() -> int:
         )
         return 2
     torch.cuda.set_device(SETTING.device)
-    budget = Budget(seconds=min(options.seconds, 0.5), least=options.rounds)
     return session.run(
         "gpu", GROUPS, options.cases, DeviceClock(SETTING.device), SETTING.dtype, options.output, budget
     )

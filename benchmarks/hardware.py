@@ -3,6 +3,7 @@
 import os
 import platform
 import statistics
+import subprocess
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -66,6 +67,7 @@ def describe(device: torch.device) -> dict:
     """Machine, versions and date, as they go into the results."""
     about = {
         "date": date.today().isoformat(),
+        "commit": commit(),
         "processor": processor_name(),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -79,6 +81,21 @@ def describe(device: torch.device) -> dict:
         about["device_bytes"] = properties.total_memory
         about["cuda"] = torch.version.cuda
     return about
+
+
+def commit() -> str | None:
+    """The commit that is checked out, or None where there is none."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parent,
+        )
+    except OSError:  # no git
+        return None
+    return done.stdout.strip() or None
 
 
 def processor_name() -> str:

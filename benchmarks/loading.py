@@ -5,7 +5,8 @@ are measured, the return of `from_pretrained` and the end of the sums.
 
 Peak memory is the process's high-water mark above what it holds after its imports and a first small load. Pages of the
 checkpoint's files count while they are mapped, although the system could take them back; the high-water mark of
-anonymous memory, sampled, is given beside it. The files are in the page cache for both.
+anonymous memory, sampled, is given beside it. The files are in the page cache for both. Each process loads a few
+times: time is of every load, memory of the first.
 """
 
 import json
@@ -16,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator
 from pathlib import Path
 
 import torch
@@ -24,39 +24,43 @@ from transformers import Llama4ForCausalLM
 
 import llamoe
 
-from . import OURS, REFERENCE
-from .harness import Tolerance, quartiles
+from . import AGAIN, OURS, REFERENCE
+from .harness import ROUNDS, Budget, Cases, Tolerance, quartiles
 from .pairs import text_config
 from .shapes import Setting, Shape
 
-CLASSES = {REFERENCE: Llama4ForCausalLM, OURS: llamoe.LlamoeForCausalLM}
+CLASSES = {REFERENCE: Llama4ForCausalLM, OURS: llamoe.LlamoeForCausalLM, AGAIN: Llama4ForCausalLM}
+LOADS = 3
+"""Loads of a process: its start takes longer than they do. Memory is that of the first."""
 SMALL = Shape(64, 32, 2, 2, 1, 32, 64)
 SAMPLED_EVERY = 2e-3
 
 
-def loading(
-    setting: Setting, shape: Shape, layers: int, shard_size: str, rounds: int = 3
-) -> Generator[dict, dict, None]:
-    """Load a checkpoint that transformers saved; gives a ready result, not a case."""
+def loading(setting: Setting, shape: Shape, layers: int, shard_size: str, dense: bool = False) -> Cases:
+    """Load a checkpoint that transformers saved, a mixture in every layer or in none."""
     with tempfile.TemporaryDirectory() as name:
         folder, small = Path(name) / "checkpoint", Path(name) / "small"
-        save(setting, shape, layers, folder, shard_size)
+        save(setting, shape, layers, folder, shard_size, dense)
         save(setting, SMALL, 1, small, shard_size)
-        nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        runs: dict[str, list[dict]] = {who: [] for who in CLASSES}
-        failures = []
-        for round_ in range(rounds + 1):
-            for who in list(CLASSES)[:: 1 if round_ % 2 == 0 else -1]:
-                run = load_in_process(who, folder, small, setting)
-                if round_:  # the first brings the files into the page cache
-                    runs[who].append(run)
-        checksums = {who: runs[who][0]["checksum"] for who in CLASSES}
-        if len(set(checksums.values())) > 1:
-            failures.append(f"the loaded weights differ: {checksums}")
+        yield lambda budget: _measure(setting, folder, small, shard_size, budget)
+
+
+def _measure(setting: Setting, folder: Path, small: Path, shard_size: str, budget: Budget) -> dict:
+    """Processes in turn; as many as rounds are asked for, however long they take."""
+    shards = list(folder.glob("*.safetensors"))
+    nbytes = 0
+    for path in shards:
+        nbytes += len(path.read_bytes())  # into the page cache
+    runs: dict[str, list[dict]] = {who: [] for who in CLASSES}
+    for round_ in range(ROUNDS if budget.least is None else budget.least):
+        for who in list(CLASSES)[:: 1 if round_ % 2 == 0 else -1]:
+            runs[who].append(load_in_process(who, folder, small, setting))
+    checksums = {who: runs[who][0]["checksum"] for who in CLASSES}
+    failures = [f"the loaded weights differ: {checksums}"] if len(set(checksums.values())) > 1 else []
     rows = {}
     for who, its in runs.items():
-        seconds = [run["seconds"] for run in its]
-        returned = [run["returned_seconds"] for run in its]
+        seconds = [one for run in its for one in run["seconds"]]
+        returned = [one for run in its for one in run["returned_seconds"]]
         rows[who] = {
             "seconds": seconds,
             "median": statistics.median(seconds),
@@ -71,9 +75,10 @@ def loading(
         ratios = [a / b for a, b in zip(rows[REFERENCE]["seconds"], row["seconds"], strict=True)]
         row["ratio"] = statistics.median(ratios)
         row["ratio_quartiles"] = quartiles(ratios)
-        row["returned_ratio"] = rows[REFERENCE]["returned"] / row["returned"]
-    yield {
-        "case": f"{nbytes / 1e9:.2f} GB in shards of {shard_size}",
+        returns = zip(rows[REFERENCE]["returned_seconds"], row["returned_seconds"], strict=True)
+        row["returned_ratio"] = statistics.median(a / b for a, b in returns)
+    return {
+        "case": f"{nbytes / 1e6:.3g} MB in {len(shards)} shards of {shard_size}",
         "phase": "loading",
         "nbytes": nbytes,
         "clock": "wall clock",
@@ -83,10 +88,13 @@ def loading(
     }
 
 
-def save(setting: Setting, shape: Shape, layers: int, folder: Path, shard_size: str) -> None:
+def save(
+    setting: Setting, shape: Shape, layers: int, folder: Path, shard_size: str, dense: bool = False
+) -> None:
     """Let transformers save a checkpoint in shards."""
+    config = text_config(shape, layers, **({"moe_layers": []} if dense else {}))
     with torch.device(setting.device):
-        model = Llama4ForCausalLM._from_config(text_config(shape, layers), dtype=setting.dtype)
+        model = Llama4ForCausalLM._from_config(config, dtype=setting.dtype)
     model.save_pretrained(folder, max_shard_size=shard_size)
 
 
@@ -113,19 +121,26 @@ def child(who: str, folder: str, small: str, device: str, threads: str) -> dict:
     CLASSES[who].from_pretrained(small, **options)  # imports, threads, the device's context
     base, anonymous = status("VmRSS"), status("RssAnon")
     watched = Watch()
-    begun = time.perf_counter()
-    model = CLASSES[who].from_pretrained(folder, **options)
-    returned = time.perf_counter() - begun
-    for parameter in model.parameters():
-        parameter.detach().sum().item()
-    seconds = time.perf_counter() - begun
-    highest, peak = watched.stop(), status("VmHWM")
+    seconds, returned, bytes_ = [], [], {}
+    for number in range(LOADS):
+        model = None  # the one before
+        begun = time.perf_counter()
+        model = CLASSES[who].from_pretrained(folder, **options)
+        returned.append(time.perf_counter() - begun)
+        for parameter in model.parameters():
+            parameter.detach().sum().item()
+        seconds.append(time.perf_counter() - begun)
+        if number == 0:
+            highest, peak = watched.stop(), status("VmHWM")
+            bytes_ = {
+                "peak_bytes": max(peak - base, 0),
+                "anonymous_bytes": max(highest - anonymous, 0),
+                "device_bytes": 0 if device == "cpu" else torch.cuda.max_memory_allocated(),
+            }
     return {
         "seconds": seconds,
         "returned_seconds": returned,
-        "peak_bytes": max(peak - base, 0),
-        "anonymous_bytes": max(highest - anonymous, 0),
-        "device_bytes": 0 if device == "cpu" else torch.cuda.max_memory_allocated(),
+        **bytes_,
         "checksum": sum(p.double().abs().sum().item() for p in model.parameters()),
     }
 

@@ -7,8 +7,8 @@ from transformers import DynamicCache, Llama4ForCausalLM, LlamaForCausalLM, PreT
 
 import llamoe
 
-from . import OURS, REFERENCE, work
-from .harness import Case, Cases, Contestant, Tolerance, tolerance_of
+from . import AGAIN, OURS, REFERENCE, work
+from .harness import ROUNDS, SURE_ROUNDS, Case, Cases, Contestant, tolerance_of, tolerance_of_gradients
 from .pairs import dense_config, model_pair, text_config
 from .shapes import Setting, Shape
 
@@ -24,10 +24,10 @@ def mixture(setting: Setting, shape: Shape, layers: int, **what) -> Cases:
 
 
 def dense(setting: Setting, shape: Shape, layers: int, **what) -> Cases:
-    """`LlamaForCausalLM` and `LlamoeDenseForCausalLM`; the rest as in `decoder`."""
+    """`LlamaForCausalLM`, once more as `AGAIN`, and `LlamoeDenseForCausalLM`; the rest as in `decoder`."""
     config = dense_config(shape, layers)
     pair = model_pair(setting, LlamaForCausalLM, llamoe.LlamoeDenseForCausalLM, config)
-    yield from decoder(setting, pair, **what)
+    yield from decoder(setting, pair, again=True, **what)
 
 
 def decoder(
@@ -37,6 +37,7 @@ def decoder(
     decode: tuple[int, ...] = (),
     training: tuple[int, ...] = (),
     generate: tuple[int, ...] = (),
+    again: bool = False,
 ) -> Cases:
     """Cases of a decoder.
 
@@ -47,12 +48,19 @@ def decoder(
         decode: batch sizes of one step, after `PAST` tokens.
         training: lengths of one row, forward and backward.
         generate: batch sizes of `generate` with a static cache, which transformers compiles on a device.
+        again: measure stock against itself as well, and all of them in more rounds.
     """
     models = dict(zip((REFERENCE, OURS), pair, strict=True))
+    if again:
+        models[AGAIN] = models[REFERENCE]
     yield from _prefill(setting, models, prefill)
     yield from _decode(setting, models, decode)
     yield from _training(setting, models, training)
     yield from _generate(setting, models, generate)
+
+
+def _rounds(models: dict) -> int:
+    return SURE_ROUNDS if AGAIN in models else ROUNDS
 
 
 def _contestants(models: dict, make: Callable) -> dict[str, Contestant]:
@@ -76,6 +84,7 @@ def _prefill(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases:
             work=_work(models, ids),
             tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
             facts={"phase": "prefill", "tokens": length},
+            least=_rounds(models),
         )
 
 
@@ -103,6 +112,7 @@ def _decode(setting: Setting, models: dict, batches: tuple[int, ...]) -> Cases:
             work=_work(models, ids, PAST),
             tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
             facts={"phase": "decode", "tokens": batch},
+            least=_rounds(models),
         )
 
 
@@ -113,8 +123,7 @@ def _training(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases
         for parameter in parameters:
             parameter.grad = None
 
-    own = tolerance_of(setting.dtype, len(models[OURS].model.layers))
-    tolerance = Tolerance(20 * own.largest, 3 * own.mean, "gradients through all layers; " + own.why)
+    tolerance = tolerance_of_gradients(setting.dtype, len(models[OURS].model.layers))
     for length in lengths:
         ids = setting.tokens(1, length, models[OURS].vocab_size)
 
@@ -132,6 +141,7 @@ def _training(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases
             work=work.of_training(_work(models, ids)),
             tolerance=tolerance,
             facts={"phase": "training", "tokens": length},
+            least=_rounds(models),
             before=forget,
         )
     forget()
@@ -164,4 +174,5 @@ def _generate(setting: Setting, models: dict, batches: tuple[int, ...], new: int
             work=None,
             tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
             facts={"phase": "generate", "tokens": batch},
+            least=_rounds(models),
         )

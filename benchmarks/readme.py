@@ -9,40 +9,37 @@ import json
 import sys
 from pathlib import Path
 
-from . import OURS, REFERENCE
-from .bars import BARS, Results, best
+from . import OURS, REFERENCE, cpu, gpu, is_of, report
+from .bars import BARS, PEERS, Results, ratio_of_fastest
 
 ROOT = Path(__file__).parents[1]
 BEGIN = "<!-- speed: written by `python -m benchmarks.readme` -->"
 END = "<!-- end of speed -->"
-TOKENS = (1, 8, 32, 128, 1024, 8192)
+TOKENS = {"cpu": (1, 8, 32, 128, 1024, 8192), "gpu": (1, 8, 32, 128, 512, 4096, 8192)}
+GROUPS = {"cpu": cpu.GROUPS, "gpu": gpu.GROUPS}
 
 
-def section(cpu: dict | None, gpu: dict | None) -> str:
+def section(of_cpu: dict | None, of_gpu: dict | None) -> str:
     """The text between the markers.
 
     Args:
-        cpu: results of `benchmarks.cpu`, or None.
-        gpu: results of `benchmarks.gpu`, or None.
+        of_cpu: results of `benchmarks.cpu`, or None.
+        of_gpu: results of `benchmarks.gpu`, or None.
     """
     paragraphs = []
-    if cpu:
-        paragraphs += _measured(cpu, "cpu")
-    if gpu:
-        paragraphs += _measured(gpu, "gpu")
     missing = []
-    if not cpu:
+    for name, results in (("cpu", of_cpu), ("gpu", of_gpu)):
+        if results:
+            paragraphs += _measured(results, name)
+            missing += _left_out(results, name)
+    if not of_cpu:
         missing.append("No figures of a CPU are committed.")
-    if not gpu:
+    if not of_gpu:
         missing.append(
             "No GPU was measured: `python -m benchmarks.gpu` is there for one, its figures are not."
         )
-    missing += [line for results in (cpu, gpu) if results for line in _not_run(results)]
-    paragraphs.append(
-        " ".join(
-            [*missing, "Whole published models, several devices and servers such as vLLM were not measured."]
-        )
-    )
+    missing.append("Whole published models, several devices and servers such as vLLM were not measured.")
+    paragraphs.append("\n".join(f"- {line}" for line in missing))
     return "\n\n".join(paragraphs)
 
 
@@ -50,68 +47,75 @@ def _measured(results: dict, name: str) -> list[str]:
     about = results["runs"][0]
     if name == "cpu":
         where = f"One thread of a CPU ({about['processor']}), float32, hidden size 512, experts of 1024; processor time"
-        command = "make bench"
     else:
         where = f"One {about['device']}, bfloat16, layers of Scout's and Maverick's sizes; time between CUDA events"
-        command = "python -m benchmarks.gpu"
     versions = about["versions"]
     found = Results(results)
+    commands = ", ".join(dict.fromkeys(f"`{run['command']}`" for run in results["runs"]))
     rows = [
-        f"| stock's time over ours, tokens: | {' | '.join(map(str, TOKENS))} |",
-        "|---" * (len(TOKENS) + 1) + "|",
+        f"| stock's time over ours, each in its fastest mode; tokens: | {' | '.join(map(str, TOKENS[name]))} |",
+        "|---" * (len(TOKENS[name]) + 1) + "|",
     ]
-    for group, title in _LINES[name].items():
-        cells = [_cell(found, group, tokens) for tokens in TOKENS]
+    for group, title, phases in _LINES[name]:
+        cells = [_cell(found, group, phases, tokens) for tokens in TOKENS[name]]
         if any(cell != "—" for cell in cells):
             rows.append(f"| {title} | " + " | ".join(cells) + " |")
     bars = []
     for bar in BARS[name]:
-        value = bar.value(found)
-        if value is not None:
-            verdict = "" if bar.reached_by(value) else ", **not reached**"
-            limit = f"{'at most' if bar.at_most else 'at least'} {bar.limit:.3g}{bar.unit}"
-            bars.append(f"| {bar.text} | {value:.3g}{bar.unit} | {limit}{verdict} |")
+        text, limit, measured, is_reached = bar.judged(found)
+        bars.append(f"| {text} | {measured} | {limit}{', **not reached**' if is_reached is False else ''} |")
     return [
         f"{where}, against transformers {versions['transformers']} with torch {versions['torch']}, on the same "
-        f"weights, outputs compared ([all figures](benchmarks/results/{name}.md), `{command}`).",
+        f"weights, outputs compared ([all figures](benchmarks/results/{name}.md), {commands}).",
         "\n".join(rows),
         "\n".join(["| | measured | wanted |", "|---|---|---|", *bars]),
     ]
 
 
+_BLOCK = ("decode", "prefill")
 _LINES = {
-    "cpu": {
-        "block-16": "mixture block, 16 experts",
-        "block-128": "mixture block, 128 experts",
-        "decoder": "whole decoder, 16 experts",
-        "dense": "dense LLaMA",
-    },
-    "gpu": {
-        "block-scout": "Scout-shaped block",
-        "block-maverick": "Maverick-shaped block",
-        "decoder": "Scout-shaped decoder",
-        "dense": "dense LLaMA",
-    },
+    "cpu": [
+        ("block-16", "mixture block, 16 experts", _BLOCK),
+        ("block-128", "mixture block, 128 experts", _BLOCK),
+        ("decoder", "whole decoder, 16 experts, a step of B rows", ("decode",)),
+        ("decoder", "whole decoder, 16 experts, prefill of T tokens", ("prefill",)),
+        ("dense", "dense LLaMA, a step of B rows", ("decode",)),
+        ("dense", "dense LLaMA, prefill of T tokens", ("prefill",)),
+    ],
+    "gpu": [
+        ("block-scout", "Scout-shaped block", _BLOCK),
+        ("block-maverick", "Maverick-shaped block", _BLOCK),
+        ("decoder", "Scout-shaped decoder, a step of B rows", ("decode",)),
+        ("decoder", "Scout-shaped decoder, prefill of T tokens", ("prefill",)),
+        ("dense", "dense LLaMA, a step of B rows", ("decode",)),
+        ("dense", "dense LLaMA, prefill of T tokens", ("prefill",)),
+    ],
 }
 
 
-def _cell(found: Results, group: str, tokens: int) -> str:
-    # Decoding and prefill of as many tokens differ in a decoder: decoding is shown where both were measured.
-    for phase in ("decode", "prefill"):
-        for case in found.find(group, phase=phase, tokens=tokens):
-            ratio = best(case, "ratio", OURS)
-            if case.get("routing", "uniform") == "uniform" and ratio is not None:
-                return f"{ratio:.1f}" if ratio >= 1.5 else f"{ratio:.2f}"
+def _cell(found: Results, group: str, phases: tuple[str, ...], tokens: int) -> str:
+    for case in found.find(group, phase=phases.__contains__, tokens=tokens):
+        ratio = ratio_of_fastest(case)
+        is_plain = case.get("routing", "uniform") == "uniform" and not case.get("repeated")
+        if is_plain and ratio is not None:
+            return f"{ratio:.1f}" if ratio >= 1.5 else f"{ratio:.2f}"
     return "—"
 
 
-def _not_run(results: dict) -> list[str]:
+def _left_out(results: dict, name: str) -> list[str]:
+    """Groups that were not run, contestants that were skipped, and failures."""
+    run = {case["group"] for case in results["cases"]}
     lines = []
+    if missing := [f"`{group}`" for group in GROUPS[name] if group not in run]:
+        lines.append(f"Of `benchmarks.{name}` these groups were not run: {', '.join(missing)}.")
+    skipped: dict[tuple[str, str, str], list[str]] = {}
     for case in results["cases"]:
-        row = case["contestants"].get(REFERENCE, {})
-        if "skipped" in row:
-            lines.append(f"Stock was left out of {case['case']} ({row['skipped']}).")
-    return lines
+        for who, row in case["contestants"].items():
+            if "skipped" in row and is_of(who, REFERENCE, OURS, *PEERS):
+                skipped.setdefault((who, case["group"], row["skipped"]), []).append(case["case"])
+    for (who, group, reason), cases in skipped.items():
+        lines.append(f"`{who}` was left out of `{group}`, {'; '.join(cases)}: {reason}.")
+    return lines + [f"**Failed**: {line}" for line in report.failures(results)]
 
 
 def replaced(text: str, body: str) -> str:
@@ -134,13 +138,13 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     options = parser.parse_args()
-    cpu, gpu = (
+    results = (
         json.loads(path.read_text()) if (path := options.results / f"{name}.json").exists() else None
         for name in ("cpu", "gpu")
     )
     text = options.readme.read_text()
     try:
-        wanted = replaced(text, section(cpu, gpu))
+        wanted = replaced(text, section(*results))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,16 +1,16 @@
 """Results as JSON (everything), Markdown (tables) and lines on the terminal."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
-from . import REFERENCE, bars
+from . import AGAIN, REFERENCE, bars
 
 TITLES = {"cpu": "Speed on a CPU", "gpu": "Speed on a GPU"}
 GROUPS = {
     "block": "Mixture block, forward",
     "training": "Mixture block, forward and backward",
     "decoder": "Whole decoder, every layer a mixture",
-    "generate": "`generate` with a static cache",
     "dense": "Dense LLaMA",
     "chunked": "One layer of chunked attention, prefill, with its masks built",
     "vision": "Vision tower",
@@ -24,13 +24,15 @@ NOTES = {
     "training": "Gradients of weights and inputs are compared.",
     "decoder": "`Llama4ForCausalLM` and `LlamoeForCausalLM` with logits of all positions. Decoding is one step after "
     "64 cached tokens a row. On the CPU the head has 2048 rows: 1 % of the weights, as in Scout.",
-    "dense": "`LlamaForCausalLM` and `LlamoeDenseForCausalLM`, as above.",
+    "dense": f"`LlamaForCausalLM` and `LlamoeDenseForCausalLM`, as above. `{AGAIN}` is stock against itself: how "
+    "far its ratio lies from one is noise.",
     "chunked": "The layer's feed-forward is as small as its attention.",
     "parts": "`nn.LayerNorm` computes another function and is not compared.",
-    "loading": "Wall clock, each load in a process of its own, files in the page cache. On a CPU transformers maps the "
-    "files; so each weight is read once, and the time until then is given, in brackets that of `from_pretrained` "
-    "alone. The peak is the process's, above what it held before, with mapped pages of the files; in brackets without "
-    "them.",
+    "loading": f"Wall clock, files in the page cache; stock, ours and stock once more (`{AGAIN}`) in processes that "
+    "take turns. The second checkpoint has many small tensors in many shards. On a CPU transformers maps the files; so "
+    "each weight is read once, and the time until then is given, in brackets that of `from_pretrained` alone. The peak "
+    "is the process's at its first load, above what it held before, with mapped pages of the files; in brackets "
+    "without them.",
 }
 HOW = {
     "cpu": "One thread; processor time of the process. Other data is read before each sample, since in a model of many "
@@ -74,12 +76,17 @@ def write(results: dict, folder: Path, name: str) -> None:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        print(
+        _say_once(
             "matplotlib is not installed: no figure. `python -m benchmarks.figure` draws it from the results."
         )
     else:
         draw(results, folder / f"{name}.svg")
     (folder / f"{name}.md").write_text(page(results, name, (folder / f"{name}.svg").exists()))
+
+
+@cache
+def _say_once(text: str) -> None:
+    print(text)
 
 
 def page(results: dict, name: str, has_figure: bool = True) -> str:
@@ -111,12 +118,15 @@ def page(results: dict, name: str, has_figure: bool = True) -> str:
     for number, about in enumerate(results["runs"]):
         its = list(dict.fromkeys(case["group"] for case in results["cases"] if case["run"] == number))
         lines += [f"- `{about['command']}` ({', '.join(its)}): {about_line(about)}"]
-    failures = [
-        f"- {case['group']}, {case['case']}: {text}" for case in results["cases"] for text in case["failures"]
-    ]
-    if failures:
-        lines += ["", "## Failures", "", *failures]
+    if failed := failures(results):
+        lines += ["", "## Failures", "", *(f"- {line}" for line in failed)]
     return "\n".join(lines) + "\n"
+
+
+def failures(results: dict) -> list[str]:
+    """What failed, in words."""
+    found = ((f"{case['group']}, {case['case']}", case["failures"]) for case in results["cases"])
+    return [f"{where}: {text}" for where, texts in found for text in texts]
 
 
 def group_table(cases: list[dict]) -> list[str]:
@@ -142,6 +152,8 @@ def group_table(cases: list[dict]) -> list[str]:
                 cells += [f"skipped: {row.get('skipped', '')}", "", "", megabytes(row), ""]
             lines.append("| " + " | ".join(cells) + " |")
             label = ""
+        if not case["contestants"]:
+            lines.append(f"| {label} | failed, see below | | | | | |")
     return lines
 
 
@@ -178,9 +190,10 @@ def about_line(about: dict) -> str:
         about.get("device") or f"{about['processor']}, {about['threads']} of {about['processors']} processors"
     )
     versions = ", ".join(f"{name} {found}" for name, found in about["versions"].items())
+    at = f" at {about['commit']}" if about.get("commit") else ""
     return (
-        f"{about['date']}, {where}, {about['system']}, Python {about['python']}, {versions}; {about['dtype']}; copy "
-        f"{about['bytes_per_second'] / 1e9:.3g} GB/s, product {about['flops_per_second'] / 1e9:.3g} GFLOP/s"
+        f"{about['date']}{at}, {where}, {about['system']}, Python {about['python']}, {versions}; {about['dtype']}; "
+        f"copy {about['bytes_per_second'] / 1e9:.3g} GB/s, product {about['flops_per_second'] / 1e9:.3g} GFLOP/s"
     )
 
 
@@ -194,4 +207,5 @@ def case_line(result: dict) -> str:
             parts.append(f"{name} {milliseconds(row['median'])} ms")
         else:
             parts.append(f"{name} {milliseconds(row['median'])} ms = {row.get('ratio', float('nan')):.2f}x")
+    parts += [f"FAILED: {failure}" for failure in result["failures"]]
     return f"{result['group']}: {result['case']}: {'; '.join(parts)}"

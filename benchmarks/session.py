@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,14 +14,16 @@ from transformers.utils import logging
 
 from . import report
 from .clocks import Clock
-from .hardware import describe, measure_rates
-from .harness import Budget, Group, run_group
+from .hardware import Rates, describe, measure_rates
+from .harness import Budget, Group, free, reason_of, run_group
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def parser(name: str, groups: Mapping[str, Group], description: str) -> argparse.ArgumentParser:
-    """The arguments of a benchmark."""
+def parser(
+    name: str, groups: Mapping[str, Group], description: str, seconds: float = Budget.seconds
+) -> argparse.ArgumentParser:
+    """The arguments of a benchmark; `seconds` is how long a case is measured unless something else is asked for."""
     made = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -33,8 +37,17 @@ def parser(name: str, groups: Mapping[str, Group], description: str) -> argparse
         metavar="GROUP",
         help=f"groups to run, by default all: {', '.join(groups)}",
     )
-    made.add_argument("--seconds", type=float, default=Budget.seconds, help="how long a case is measured")
-    made.add_argument("--rounds", type=int, default=Budget.least, help="the least number of rounds")
+    made.add_argument(
+        "--seconds",
+        type=float,
+        default=seconds,
+        help="how long a case is measured, at least; loads go by rounds alone (default: %(default)s)",
+    )
+    made.add_argument(
+        "--rounds",
+        type=int,
+        help="the least number of rounds; by default each case has its own, and a load is a round of three",
+    )
     made.add_argument(
         "--output",
         type=Path,
@@ -42,6 +55,53 @@ def parser(name: str, groups: Mapping[str, Group], description: str) -> argparse
         help="folder of the results; groups that are not run keep what its file has of them (default: %(default)s)",
     )
     return made
+
+
+def options(made: argparse.ArgumentParser, name: str) -> tuple[argparse.Namespace, Budget]:
+    """Read the command line; refuse what cannot be obeyed before anything is measured."""
+    given = made.parse_args()
+    if not (math.isfinite(given.seconds) and given.seconds >= 0):
+        made.error(f"--seconds must be a number of at least 0, and is {given.seconds}")
+    if given.rounds is not None and given.rounds < 1:
+        made.error(f"--rounds must be at least 1, and is {given.rounds}")
+    for place in (given.output, *given.output.parents):
+        if place.exists() and not place.is_dir():
+            made.error(f"--output must be a folder, and {place} is a file")
+    try:
+        earlier_results(given.output / f"{name}.json")
+    except ValueError as error:
+        made.error(str(error))
+    return given, Budget(seconds=given.seconds, least=given.rounds)
+
+
+def earlier_results(path: Path) -> dict:
+    """The results that a file holds; none if there is no file.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        for case in found["cases"]:
+            found["runs"][case["run"]], case["group"], case["case"], case["contestants"], case["failures"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path} holds no results of a benchmark ({type(error).__name__}: {error}): "
+            "remove it, or name another folder"
+        ) from error
+    return found
+
+
+def command(name: str, words: list[str]) -> str:
+    """The command of a run, without the folder that it writes to."""
+    kept, is_folder = [], False
+    for word in words:
+        if not is_folder and not word.startswith("--output"):
+            kept.append(word)
+        is_folder = word == "--output"
+    return " ".join(["python", "-m", f"benchmarks.{name}", *kept])
 
 
 def run(
@@ -67,38 +127,53 @@ def run(
         **rates: sizes for `measure_rates`.
 
     Returns:
-        the exit status: 1 if a contestant of ours failed, or any disagreed.
+        the exit status: 1 if a group, a case or a contestant of ours failed, or any contestant disagreed.
     """
     begun = time.perf_counter()
+    path = output / f"{name}.json"
+    results = earlier_results(path)
     output.mkdir(parents=True, exist_ok=True)
     logging.disable_progress_bar()
     measured = measure_rates(clock, dtype, **rates)
     about = {
         **describe(clock.device),
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": command(name, sys.argv[1:]),
         "dtype": str(dtype).removeprefix("torch."),
         "clock": clock.unit,
         "bytes_per_second": measured.bytes_per_second,
         "flops_per_second": measured.flops_per_second,
     }
-    path = output / f"{name}.json"
-    earlier = json.loads(path.read_text()) if path.exists() else {}
     failures: list[str] = []
     print(report.about_line(about), flush=True)
-    results = earlier
     for group in chosen:
         rows = []
         group_begun, group_worked = time.perf_counter(), time.process_time()
-        for result in run_group(groups[group], clock, measured, budget):
+        for result in _results_of(groups[group], clock, measured, budget):
             rows.append({"group": group, **result})
             failures += [f"{group}, {result['case']}: {problem}" for problem in result["failures"]]
             print(report.case_line(rows[-1]), flush=True)
         seconds, worked = time.perf_counter() - group_begun, time.process_time() - group_worked
         print(f"({group}: {seconds:.0f} s, {worked:.0f} s of processor time)", flush=True)
         results = report.merge(results, {"about": about, "group": group, "results": rows}, list(groups))
-        path.write_text(json.dumps(results, indent=1) + "\n")
-    report.write(results, output, name)
+        unfinished = path.with_suffix(".json.new")
+        unfinished.write_text(json.dumps(results, indent=1) + "\n")
+        unfinished.replace(path)
+        report.write(results, output, name)
     print(f"{time.perf_counter() - begun:.0f} s; results in {path}", flush=True)
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _results_of(group: Group, clock: Clock, rates: Rates, budget: Budget) -> Iterator[dict]:
+    """Results of a group; its failure is the last of them, and does not stop the groups after it."""
+    try:
+        yield from run_group(group, clock, rates, budget)
+    except Exception as error:
+        traceback.print_exc()
+        yield {
+            "case": "the group, from here on",
+            "contestants": {},
+            "failures": [f"the group failed: {reason_of(error)}"],
+        }
+    free(clock.device)

@@ -31,6 +31,7 @@ class Shape:
 # Of Scout's weights the head is about 1 %; with 2048 rows it keeps that share in four layers of 16 experts.
 MINI = Shape(512, 1024, 16, 8, 2, 64, 2048)
 MINI_128 = replace(MINI, experts=128)
+MANY_SMALL = Shape(64, 64, 1, 4, 2, 16, 256)
 SCOUT = Shape(5120, 8192, 16, 40, 8, 128, 202048)
 MAVERICK = replace(SCOUT, experts=128)
 
