@@ -219,7 +219,9 @@ def test_checkpointing_that_leaves_cached_tokens_out_is_refused(side):
     mask = padding_mask((0, 0) if side == "bare" else (3, 0), 60)
     run(model, input_ids=ids[:, :20], attention_mask=mask[:, :20], past_key_values=past)
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    with pytest.raises(ValueError, match="given 40 keys where 55, cached and new, were expected"):
+    with pytest.raises(
+        ValueError, match="given 40 keys where 55, cached and new, .* checkpointing .* past_key_values"
+    ):
         model(ids[:, 20:], attention_mask=mask, past_key_values=past, use_cache=False)
 
 
@@ -456,7 +458,9 @@ def test_float64_rows_equal_eager(kind):
     truth, model = (each.double() for each in pair(attention_chunk_size=5))
     given = {"input_ids": tokens(3, 20)}
     real = padding_mask((0, 3, 13), 20)
-    given |= {"attention_mask": real} if kind == "left" else {"position_ids": torch.arange(20).remainder(7)[None]}
+    given |= (
+        {"attention_mask": real} if kind == "left" else {"position_ids": torch.arange(20).remainder(7)[None]}
+    )
     results = [run(each, **given) for each in (truth, model)]
     assert results[0].isfinite().all()
     real = real.bool() if kind == "left" else slice(None)
