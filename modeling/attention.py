@@ -35,7 +35,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention written out, with the softmax in float32: the implementation called `eager`.
+    """Attention written out, with the softmax in float32 or float64: the implementation called `eager`.
 
     Args:
         module: the attention module; `num_key_value_groups` is read from it.
@@ -55,7 +55,9 @@ def eager_attention_forward(
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    # Narrowed to float32, a mask's lowest float64 would be -inf, and a row of nothing else NaN.
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=dtype).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 

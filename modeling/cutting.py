@@ -1,8 +1,8 @@
 """What takes the place of masks where an attention implementation takes sequences.
 
-Flash attention gets `Sequences` in all layers. Under torch's `scaled_dot_product_attention` (`sdpa`) chunked layers get
-the same sequences folded into batches as soon as a mask would be larger than a chunk's, and rows without padding get
-what sizes alone tell, in full layers too: no mask grows with the square of the tokens.
+Flash attention gets `Sequences` in all layers. Under torch's `scaled_dot_product_attention` (`sdpa`) layers get
+the same sequences folded into batches as soon as a mask would be larger than a chunk's, in full layers than a constant,
+and rows without padding get what sizes alone tell: no mask grows with the square of the tokens.
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new).
 """
@@ -175,8 +175,8 @@ def equal_rows_of_type(
     return None if rows.is_plain(query_length) and (rows.begun == 0 or query_length == 1) else rows
 
 
-def folded_chunks(
-    chunk_size: int,
+def folded(
+    chunk_size: int | None,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
     past_key_values: Cache | None,
@@ -192,7 +192,7 @@ def folded_chunks(
     sequences = sequences_of_type(
         chunk_size, inputs_embeds, attention_mask, past_key_values, position_ids, segments
     )
-    layer_idx = first_layer(past_key_values, is_sliding=True)
+    layer_idx = first_layer(past_key_values, is_sliding=chunk_size is not None)
     past_key_values = None if segments is not None else past_key_values
     _, key_length, _ = extent(query_length, attention_mask, past_key_values, layer_idx)
     if sequences is not None:

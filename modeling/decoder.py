@@ -160,7 +160,10 @@ class DecoderModel(LlamoePreTrainedModel):
         if position_ids is None:
             past_length = cached_length(past_key_values)
             # Where sdpa needs no mask, there is no padding either: somebody has looked, and waited for it, already.
-            is_plain = self.config._attn_implementation == "sdpa" and mask_mapping["full_attention"] is None
+            is_plain = (
+                self.config._attn_implementation == "sdpa"
+                and mask_mapping.get("full_attention", attention_mask) is None
+            )
             padding = None if is_plain else attention_mask
             position_ids = positions_from_padding(
                 padding, inputs_embeds.shape[1], past_length, inputs_embeds.device

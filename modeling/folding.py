@@ -160,8 +160,10 @@ def attend_in_fold(
 def _check_keys(key: torch.Tensor, key_length: int) -> None:
     if key.shape[2] != key_length:
         raise ValueError(
-            f"A layer was given {key.shape[2]} keys where {key_length}, cached and new, were expected: gradient "
-            "checkpointing leaves cached tokens out; turn it off, or train without past_key_values."
+            f"A layer was given {key.shape[2]} keys where {key_length}, cached and new, were expected. Either gradient "
+            "checkpointing has left cached tokens out: turn it off, or train without past_key_values. Or the layers of "
+            "past_key_values hold differing numbers of tokens, or give other keys than get_mask_sizes announces: use "
+            "a cache that all layers write to alike, such as DynamicCache()."
         )
 
 

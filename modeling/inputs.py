@@ -145,9 +145,10 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
     shape = (
         keys.shape if isinstance(keys, torch.Tensor) and keys.ndim == 4 else None
     )  # else empty, or quantized
-    sizes = (len(layers), batch_size, shape and (shape[0], shape[1], shape[3]))
+    sizes = (batch_size, shape and (shape[0], shape[1], shape[3]), *map(config.__dict__.get, _READ_OF_CONFIG))
     checked = _CHECKED_CACHES.get(cache) if isinstance(cache, Cache) else None
-    is_new = checked is None or checked.config is not config or checked.sizes != sizes
+    # Lists of the same objects are equal at once; a layer is equal to nothing but itself.
+    is_new = checked is None or checked.sizes != sizes or checked.layers != layers
     if is_new:
         _check_cache_layers(config, layers)
     fixed = _first_fixed(config, layers) if checked is None or is_new else checked.fixed
@@ -164,7 +165,8 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
         if shape is not None:
             _check_cached_shape(config, shape, batch_size)
         if isinstance(cache, Cache):
-            _CHECKED_CACHES[cache] = _CheckedCache(config, sizes, fixed)
+            sizes = tuple(list(size) if isinstance(size, list) else size for size in sizes)
+            _CHECKED_CACHES[cache] = _CheckedCache(sizes, list(layers), fixed)
 
 
 @dataclass(frozen=True)
@@ -172,17 +174,29 @@ class _CheckedCache:
     """What a cache was when it was found to fit, so that a step of decoding asks its many layers nothing again.
 
     Attributes:
-        config: the decoder's.
-        sizes: number of layers, batch size, and of the first layer's keys all but their number.
+        sizes: batch size, of the first layer's keys all but their number, and what the checks read of the config, which
+            may be changed in place.
+        layers: the cache's.
         fixed: index of the layer whose length says whether there is room; None: they grow.
     """
 
-    config: PreTrainedConfig
     sizes: tuple[Any, ...]
+    layers: list[Any]
     fixed: int | None
 
 
 _CHECKED_CACHES: WeakKeyDictionary[Cache, _CheckedCache] = WeakKeyDictionary()
+
+
+# What the checks of a cache read. The memo takes it from the config's dict: the config's own way of giving an attribute
+# costs several times as much.
+_READ_OF_CONFIG = (
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "head_dim",
+    "attention_chunk_size",
+    "layer_types",
+)
 
 
 def _first_fixed(config: PreTrainedConfig, layers: list[Any]) -> int | None:

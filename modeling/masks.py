@@ -4,8 +4,7 @@ Left-padded, packed and single runs of the same tokens must give the same logits
 in transformers' own helpers: chunk borders are counted along the cache's index, and packing is not seen when
 an (empty) cache is passed or, in older releases, inside chunked layers. Hence the chunked mask is built here,
 on transformers' mask interface, and the full one by transformers with the packed case pointed out to it. Flash
-attention takes no masks, and `sdpa` none that would be larger than a chunk: for them the same facts become sequences
-(see `cutting`).
+attention takes no masks, and `sdpa` none that would be large: for them the same facts become sequences (see `cutting`).
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new).
 """
@@ -20,7 +19,7 @@ from transformers.utils import is_torchdynamo_compiling, is_tracing
 from transformers.utils.generic import is_flash_attention_requested
 
 from .cached import FixedLength, cached_length, extent, first_layer, keys_in_ring
-from .cutting import equal_rows_of_type, first_position_of_equal_rows, flash_sequences, folded_chunks
+from .cutting import equal_rows_of_type, first_position_of_equal_rows, flash_sequences, folded
 from .ring_cache import make_rings
 from .rows import (
     check_not_packed,
@@ -40,6 +39,9 @@ __all__ = [
     "positions_from_lengths",
     "positions_from_padding",
 ]
+
+# Elements a row of the largest mask that full layers take under `sdpa`; above it rows are gathered.
+LARGEST_FULL_MASK = 2**18
 
 
 def positions_from_padding(
@@ -115,14 +117,16 @@ def attention_masks(
     """
     if isinstance(attention_mask, dict):
         return attention_mask
-    make_rings(past_key_values)
+    types = getattr(config, "layer_types", None) or ["full_attention"]
+    is_chunked = "chunked_attention" in types
+    if is_chunked:
+        make_rings(past_key_values)
     if is_flash_attention_requested(config):
         return flash_sequences(
             config, inputs_embeds, attention_mask, past_key_values, position_ids, has_lengths
         )
     check_not_packed(attention_mask, past_key_values, position_ids)
     query_length = inputs_embeds.shape[1]
-    is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     first_position = segments = None
     if is_chunked or query_length > 1:  # full layers' single queries need no mask, or a short one
         first_position = first_position_of_equal_rows(
@@ -131,17 +135,11 @@ def attention_masks(
     if first_position is None:
         segments = packed_segments(attention_mask, past_key_values, position_ids)
     masks = {}
-    is_static = getattr(past_key_values, "is_compileable", False)
-    if first_position is None or is_static or is_torchdynamo_compiling():
-        masks["full_attention"] = create_causal_mask(
-            config=config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=FixedLength.of(past_key_values, config) if segments is None else None,
-            position_ids=position_ids,
-            layer_idx=None if past_key_values is None else first_layer(past_key_values, is_sliding=False),
+    if "full_attention" in types and (first_position is None or is_torchdynamo_compiling()):
+        masks["full_attention"] = _full_mask(
+            config, inputs_embeds, attention_mask, past_key_values, position_ids, segments
         )
-    else:
+    elif "full_attention" in types:
         masks["full_attention"] = equal_rows_of_type(None, query_length, past_key_values, first_position)
     if is_chunked and first_position is None:
         masks["chunked_attention"] = _chunked_mask(
@@ -152,6 +150,37 @@ def attention_masks(
             config.attention_chunk_size, query_length, past_key_values, first_position
         )
     return masks
+
+
+def _full_mask(
+    config: PreTrainedConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: Any,
+    past_key_values: Cache | None,
+    position_ids: torch.Tensor | None,
+    segments: torch.Tensor | None,
+) -> Any:
+    layer_idx = None if past_key_values is None else first_layer(past_key_values, is_sliding=False)
+    query_length = inputs_embeds.shape[1]
+    if (
+        config._attn_implementation == "sdpa"
+        and getattr(config, "is_causal", True)
+        and query_length > 1
+        and not is_tracing(inputs_embeds)
+        and (attention_mask is None or attention_mask.ndim == 2)
+    ):
+        past = None if segments is not None else past_key_values
+        _, key_length, _ = extent(query_length, attention_mask, past, layer_idx or 0)
+        if query_length * key_length > LARGEST_FULL_MASK:
+            return folded(None, inputs_embeds, attention_mask, past_key_values, position_ids, segments)
+    return create_causal_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        past_key_values=FixedLength.of(past_key_values, config) if segments is None else None,
+        position_ids=position_ids,
+        layer_idx=layer_idx,
+    )
 
 
 def _chunked_mask(
@@ -185,9 +214,7 @@ def _chunked_mask(
     ):
         # Chunks that go on behind others are no sequences.
         if segments is not None or not positions_fall(padding_mask, position_ids, query_offset):
-            return folded_chunks(
-                chunk_size, inputs_embeds, attention_mask, past_key_values, position_ids, segments
-            )
+            return folded(chunk_size, inputs_embeds, attention_mask, past_key_values, position_ids, segments)
 
     ring_index = keys_in_ring(past, layer_idx, query_length, device)
     can_be_plain_causal = not (getattr(past, "is_compileable", False) and query_length == 1)

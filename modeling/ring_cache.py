@@ -10,7 +10,7 @@ Shapes: W tokens of the window, Q new tokens, K returned keys.
 
 import torch
 from transformers import Cache
-from transformers.cache_utils import StaticSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 from transformers.utils import is_torchdynamo_compiling
 
 
@@ -73,9 +73,21 @@ class RingLayer(StaticSlidingWindowLayer):
 
 
 def make_rings(past_key_values: Cache | None) -> None:
-    """Turn the empty static windows of a cache into rings, in place; everything else is left as it is."""
-    if is_torchdynamo_compiling() or not getattr(past_key_values, "is_compileable", False):
+    """Turn the empty static windows of a cache into rings, in place; everything else is left as it is.
+
+    But for growing windows of one token: transformers' keep every token (`keys[-0:]`) and announce one. They become
+    layers that say what they do; our masks see to the chunks.
+    """
+    if is_torchdynamo_compiling():
         return
-    for layer in getattr(past_key_values, "layers", ()):
+    layers = getattr(past_key_values, "layers", ())
+    if not getattr(past_key_values, "is_compileable", False):
+        for layer in layers:
+            if type(layer) is DynamicSlidingWindowLayer:
+                if layer.sliding_window != 1 or layer.is_initialized:
+                    return  # all windows of a cache are alike
+                layer.__class__ = DynamicLayer
+        return
+    for layer in layers:
         if type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int == 0:
             layer.__class__ = RingLayer

@@ -111,14 +111,18 @@ def apply_rotary(
         interleave: pair channels (2j, 2j+1); else (j, j + D/2).
 
     Returns:
-        `[B, H, T, D]` in the dtype of the input; rotated in float32.
+        `[B, H, T, D]` in the dtype of the input; rotated in float32, float64 in itself by the angles of float32.
     """
-    x = x_BHTD.float()
+    x = _in_float32(x_BHTD)
     first, second = (x[..., 0::2], x[..., 1::2]) if interleave else x.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     rotated = (first * cos - second * sin, second * cos + first * sin)
     joined = torch.stack(rotated, dim=-1).flatten(-2) if interleave else torch.cat(rotated, dim=-1)
     return joined.to(x_BHTD.dtype)
+
+
+def _in_float32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def rotary_tables(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple[torch.Tensor, ...]:
@@ -157,17 +161,17 @@ def rotate(x_BTHD: torch.Tensor, tables: tuple[torch.Tensor, ...], interleave: b
         interleave: as in `apply_rotary`.
 
     Returns:
-        `[B, T, H, D]` in the dtype of the input; rotated in float32.
+        `[B, T, H, D]` in the dtype of the input; rotated in float32, float64 in itself by the angles of float32.
     """
     if len(tables) == 1:
-        pairs_BTHR = torch.view_as_complex(x_BTHD.float().reshape(*x_BTHD.shape[:-1], -1, 2))
+        pairs_BTHR = torch.view_as_complex(_in_float32(x_BTHD).reshape(*x_BTHD.shape[:-1], -1, 2))
         return torch.view_as_real(pairs_BTHR * tables[0]).flatten(-2).to(x_BTHD.dtype)
     if interleave:
-        x, (cos, sin) = x_BTHD.float(), tables
+        x, (cos, sin) = _in_float32(x_BTHD), tables
         first, second = x[..., 0::2], x[..., 1::2]
         rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return rotated.flatten(-2).to(x_BTHD.dtype)
     own, other = tables
     partners = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
-    # The tables are float32, and so are the products.
+    # The tables are float32, and so are the products with all but float64.
     return (partners * other).add_(x_BTHD * own).to(x_BTHD.dtype)

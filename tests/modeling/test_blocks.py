@@ -171,6 +171,18 @@ class TestRotary:
         assert turned.dtype == dtype
         assert torch.equal(turned, apply_rotary(x.float(), *cos_sin, interleave).to(dtype))
 
+    @pytest.mark.parametrize("interleave", [False, True])
+    def test_float64_is_rotated_in_itself(self, interleave):
+        """In every form; only the angles are of float32."""
+        x = randn(2, 9, 6, 20).double()
+        cos, sin = angles(range(9), frequencies_of("dense"))
+        expected = apply_rotary(x.transpose(1, 2), cos.double(), sin.double(), interleave)
+        assert torch.equal(apply_rotary(x.transpose(1, 2), cos, sin, interleave), expected)
+        real = (cos[:, :, None], sin[:, :, None])
+        for tables in (rotary_tables(cos, sin, interleave), *([real] if interleave else [])):
+            turned = rotate(x, tables, interleave).transpose(1, 2)
+            assert turned.dtype == torch.float64 and max_abs(turned, expected) < 1e-14
+
     @pytest.mark.parametrize(
         "cast", [torch.nn.Module.bfloat16, torch.nn.Module.half, "to"], ids=["bfloat16", "half", "to"]
     )

@@ -19,6 +19,7 @@ from transformers.generation import utils as generation_utils
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import llamoe
+from llamoe.modeling.inputs import check_cache
 
 PROMPT, NEW = 29, 20  # over the chunk borders at 32 and 48
 
@@ -364,3 +365,62 @@ def test_a_static_cache_of_windows_only_has_room_for_a_chunk(heads):
     past = StaticCache(config=model.config, max_cache_len=20)
     parts = [model(input_ids=piece, past_key_values=past).logits for piece in long.split([14, 1, 15], 1)]
     assert max_abs(torch.cat(parts, 1), model(input_ids=long).logits) < 2e-5
+
+
+CHANGES = {
+    "chunk": (lambda config: setattr(config, "attention_chunk_size", 32), "keeps 16 tokens"),
+    "layers": (lambda config: setattr(config, "num_hidden_layers", 4), None),
+    "types": (
+        lambda config: setattr(config, "layer_types", ["full_attention"] * 5),
+        "forgets tokens in layer 0",
+    ),
+    "type": (
+        lambda config: config.layer_types.__setitem__(1, "full_attention"),
+        "forgets tokens in layer 1",
+    ),
+    "heads": (
+        lambda config: setattr(config, "num_key_value_heads", 3),
+        "2 heads of size 20; expected: num_key_value_heads = 3",
+    ),
+    "head_dim": (lambda config: setattr(config, "head_dim", 12), "head_dim = 12"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_cache_is_looked_at_again_when_the_config_changes(name):
+    """Which cache fits is remembered, so that steps cost nothing; but configs are changed in place."""
+    config = text_config()
+    cache = filled(config)
+    for _ in range(2):
+        check_cache(config, 1, 1, cache)
+    change, says = CHANGES[name]
+    change(config)
+    if says is None:  # as `generate` drafts with fewer layers
+        return check_cache(config, 1, 1, cache)
+    with pytest.raises(ValueError, match=says):
+        check_cache(config, 1, 1, cache)
+
+
+def test_a_cache_is_looked_at_again_when_a_layer_is_replaced():
+    config = text_config()
+    cache, windows = filled(_without_chunks()), filled(config)
+    check_cache(config, 1, 1, cache)
+    full = config.layer_types.index("full_attention")
+    cache.layers[full] = windows.layers[0]
+    with pytest.raises(ValueError, match=f"forgets tokens in layer {full}"):
+        check_cache(config, 1, 1, cache)
+
+
+@torch.no_grad()
+def test_chunks_of_one_token():
+    """A growing window of one token keeps every token in transformers' cache, and announces one."""
+    model = make_asymmetric(llamoe.LlamoeForCausalLM(text_config(attention_chunk_size=1)))
+    long = IDS.repeat(1, 3)
+    expected = model(input_ids=long, use_cache=False).logits
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=30)):
+        pieces = [
+            model(input_ids=piece, past_key_values=cache).logits for piece in long.split([7, 1, 20, 2], 1)
+        ]
+        assert max_abs(torch.cat(pieces, 1), expected) < 2e-5
+    given = dict(max_new_tokens=5, do_sample=False, eos_token_id=-1)
+    assert torch.equal(model.generate(IDS, **given), model.generate(IDS, use_cache=False, **given))

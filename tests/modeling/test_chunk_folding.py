@@ -25,6 +25,7 @@ from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
 from llamoe.modeling import folding
+from llamoe.modeling import masks as masks_module
 from llamoe.modeling.attention import ALL_ATTENTION_FUNCTIONS
 from llamoe.modeling.folding import Fold, attend_in_equal_rows, attend_in_fold, fold
 from llamoe.modeling.masks import attention_masks
@@ -218,7 +219,9 @@ def test_checkpointing_that_leaves_cached_tokens_out_is_refused(side):
     mask = padding_mask((0, 0) if side == "bare" else (3, 0), 60)
     run(model, input_ids=ids[:, :20], attention_mask=mask[:, :20], past_key_values=past)
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    with pytest.raises(ValueError, match="given 40 keys where 55, cached and new, were expected"):
+    with pytest.raises(
+        ValueError, match="given 40 keys where 55, cached and new, .* checkpointing .* past_key_values"
+    ):
         model(ids[:, 20:], attention_mask=mask, past_key_values=past, use_cache=False)
 
 
@@ -330,6 +333,138 @@ def test_uneven_sequences_are_filled_up_to_less_than_twice_their_length():
     folded = fold(sequences_of_groups(real, real, groups, groups), groups.numel(), groups.numel())
     assert folded.place.sort().values.unique().numel() == groups.numel()
     assert sum(batch.query_index.numel() for batch in folded.batches) < 2 * groups.numel()
+
+
+# Full layers
+
+
+@pytest.fixture
+def no_full_masks(monkeypatch):
+    """Gather rows of every size; masks of what continues them are in pieces."""
+    monkeypatch.setattr(masks_module, "LARGEST_FULL_MASK", 0)
+    monkeypatch.setattr(folding, "BLOCK", 32)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("cache", [None, "windows", "static"])
+def test_full_layers_fold_rows_too(models, no_full_masks, kind, cache):
+    truth, model = models
+    given = {"input_ids": tokens(3, 63), **ROWS[kind]}
+    if cache == "static" and "packed" in kind:
+        pytest.skip("a cache of fixed length takes one sequence a row")
+    real = given.get("attention_mask", torch.ones(3, 63)).bool()
+    results = []
+    for each in models:
+        past = None if cache is None else CACHES[cache](each.config, 70)
+        results.append(run(each, use_cache=past is not None, past_key_values=past, **given)[real])
+    assert max_abs(*results) < TOLERANCE * max(1, results[0].std())
+    masks = attention_masks(
+        model.config,
+        torch.empty(3, 63, 0),
+        given.get("attention_mask"),
+        None if cache is None else CACHES[cache](model.config, 70),
+        given.get("position_ids"),
+    )
+    form = {"left": Fold, "right": Fold, "hole": Fold, "all_padding": Fold, "packed": Fold}
+    assert isinstance(masks["full_attention"], form.get(kind, Fold | EqualRows | None))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("side", ["none", "left", "hole"])
+@pytest.mark.parametrize("pieces", [(50, 21), (7, 40, 1, 23), (3, 5, 60, 3)], ids=str)
+def test_pieces_of_folded_full_layers_equal_eager(models, no_full_masks, cache, side, pieces):
+    length = sum(pieces)
+    ids, mask = tokens(3, length), padding_mask((2, 0, 6), length)
+    if side == "hole":
+        mask[1, 30:35] = 0
+    results = []
+    for model in models:
+        past, begin, parts = CACHES["whole" if side == "hole" else cache](model.config, length), 0, []
+        for end in torch.tensor(pieces).cumsum(0).tolist():
+            given = {} if side == "none" else {"attention_mask": mask[:, :end]}
+            parts.append(run(model, input_ids=ids[:, begin:end], past_key_values=past, **given))
+            begin = end
+        results.append(torch.cat(parts, 1)[slice(None) if side == "none" else mask.bool()])
+    assert max_abs(*results) < TOLERANCE * max(1, results[0].std())
+
+
+@pytest.mark.parametrize("kind", ["left", "packed"])
+def test_gradients_through_folded_full_layers_equal_eager(no_full_masks, kind):
+    models = pair(num_hidden_layers=2, no_rope_layers=[1, 0])
+    given = {"input_ids": tokens(3, 63), "use_cache": False, **ROWS[kind]}
+    real = given.get("attention_mask", torch.ones(3, 63)).bool()
+    for model in models:
+        main_output(model.train()(**given))[real].square().mean().backward()
+    for (name, given), expected in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+        assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max(), name
+
+
+@pytest.mark.parametrize("kind", ["left", "right", "packed", "static", "static_left"])
+@torch.no_grad()
+def test_long_rows_make_no_mask_in_full_layers(kind):
+    """Above the size from which rows are gathered, in a decoder of full layers alone."""
+    case, length = HEADS["LlamoeDenseForCausalLM"], 640
+    ids, results = tokens(2, length), []
+    for implementation in ("eager", "sdpa"):
+        model = case.make(num_hidden_layers=1)
+        model.set_attn_implementation(implementation)
+        past = StaticCache(config=model.config, max_cache_len=700) if "static" in kind else None
+        given = LONG_ROWS[kind](length)
+        with Largest() as largest:
+            results.append(model.model(ids, past_key_values=past, **given).last_hidden_state)
+    assert largest.elements < length * length
+    real = given.get("attention_mask", torch.ones(2, length)).bool()
+    assert max_abs(results[0][real], results[1][real]) < TOLERANCE * max(1, results[0].std())
+
+
+LONG_ROWS = {
+    "left": lambda length: {"attention_mask": padding_mask((9, 0), length)},
+    "right": lambda length: {"attention_mask": padding_mask((9, 0), length, "right")},
+    "packed": lambda length: {"position_ids": torch.arange(length).remainder(211)[None]},
+    "static": lambda length: {},
+    "static_left": lambda length: {"attention_mask": padding_mask((9, 0), length)},
+}
+
+
+def test_other_implementations_keep_their_masks_at_every_size(models, no_full_masks):
+    truth, model = models
+    embeds, mask = torch.empty(2, 30, 0), padding_mask((3, 0), 30)
+    assert isinstance(attention_masks(truth.config, embeds, mask, None, None)["full_attention"], torch.Tensor)
+    four = torch.zeros(2, 1, 30, 30)
+    assert attention_masks(model.config, embeds, four, None, None)["full_attention"] is four
+    past = StaticCache(config=model.config, max_cache_len=40)
+    run(model, input_ids=tokens(2, 29), attention_mask=mask[:, :29], past_key_values=past)
+    step = attention_masks(model.config, embeds[:, :1], mask, past, None)
+    assert isinstance(step["full_attention"], torch.Tensor)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
+def test_a_decoder_without_full_layers_needs_no_mask_of_theirs(given):
+    truth, model = pair(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)
+    ids, mask = tokens(2, 40), padding_mask((3, 0), 40)
+    expected = run(truth, input_ids=ids, attention_mask=mask)
+    masks = attention_masks(model.config, torch.empty(2, 40, 0), mask, None, None)
+    assert list(masks) == ["chunked_attention"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0) if given else None
+    seen = run(model, input_ids=ids, attention_mask=masks if given else mask, position_ids=positions)
+    assert max_abs(seen[mask.bool()], expected[mask.bool()]) < TOLERANCE * max(1, expected.std())
+    bare = run(model, input_ids=ids, attention_mask={"chunked_attention": None})[:, :CHUNK]
+    assert max_abs(bare, run(truth, input_ids=ids)[:, :CHUNK]) < TOLERANCE * max(1, expected.std())
+
+
+@pytest.mark.parametrize("kind", ["left", "packed"])
+def test_float64_rows_equal_eager(kind):
+    """Narrowed to float32, a mask's lowest float64 is minus infinity, and a row of nothing else NaN."""
+    truth, model = (each.double() for each in pair(attention_chunk_size=5))
+    given = {"input_ids": tokens(3, 20)}
+    real = padding_mask((0, 3, 13), 20)
+    given |= (
+        {"attention_mask": real} if kind == "left" else {"position_ids": torch.arange(20).remainder(7)[None]}
+    )
+    results = [run(each, **given) for each in (truth, model)]
+    assert results[0].isfinite().all()
+    real = real.bool() if kind == "left" else slice(None)
+    assert max_abs(results[0][real], results[1][real]) < 1e-10
 
 
 # Steps and devices
