@@ -160,7 +160,8 @@ class Experts(nn.Module):
         Returns:
             `[N, H]`, summed over the k experts.
         """
-        if self.config._experts_implementation is None:  # a block that is in no model
+        config = cast(PreTrainedConfig, self.config)  # set by the decorator
+        if config._experts_implementation is None:  # a block that is in no model
             return compute_experts(self, hidden_states, top_k_index, top_k_weights)
         return self.loop_over_experts(hidden_states, top_k_index, top_k_weights)
 

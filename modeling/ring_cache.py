@@ -86,7 +86,7 @@ def make_rings(past_key_values: Cache | None) -> None:
             if type(layer) is DynamicSlidingWindowLayer:
                 if layer.sliding_window != 1 or layer.is_initialized:
                     return  # all windows of a cache are alike
-                layer.__class__ = DynamicLayer
+                layer.__class__ = DynamicLayer  # pyright: ignore[reportAttributeAccessIssue]
         return
     for layer in layers:
         if type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int == 0:
