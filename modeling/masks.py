@@ -40,7 +40,8 @@ __all__ = [
     "positions_from_padding",
 ]
 
-# Elements a row of the largest mask that full layers take under `sdpa`; above it rows are gathered.
+# Elements a row of the largest mask that full layers take under `sdpa`; above it rows are gathered. Gathering is
+# faster from some 300 tokens on, padded or packed; smaller passes are not worth waiting for lengths on a GPU.
 LARGEST_FULL_MASK = 2**18
 
 
