@@ -114,9 +114,8 @@ class Experts(nn.Module):
     down_proj: nn.Parameter
     # What `expert_paths` asks of experts that are handed to it.
     takes_llamoe_paths = True
-    _is_expert_parallel = (
-        False  # set by transformers where the experts are on several devices; not before 5.18
-    )
+    # Set by transformers where the experts are on several devices, but not before 5.18.
+    _is_expert_parallel = False
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -144,8 +143,13 @@ class Experts(nn.Module):
             return False  # falls into a scalar loop for input-first weights
         if is_torchdynamo_compiling() and dtype != torch.bfloat16:
             return False  # the compiler takes it in bfloat16 only
-        # Rows must be multiples of 16 bytes.
-        return all(size * dtype.itemsize % 16 == 0 for size in weight.shape[1:])
+        # Rows must be multiples of 16 bytes, and so far apart; a cast makes new ones.
+        sizes = list(weight.shape[1:])
+        if dtype == weight.dtype:
+            sizes += [max(stack.stride()[1:]) for stack in (self.gate_up_proj, weight)]
+            if any(1 not in stack.stride()[1:] for stack in (self.gate_up_proj, weight)):
+                return False
+        return all(size * dtype.itemsize % 16 == 0 for size in sizes)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

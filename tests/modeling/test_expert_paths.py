@@ -183,6 +183,25 @@ def test_weights_in_any_strides(num_tokens):
     assert max_abs(compute_experts(experts, *inputs), expected) < 1e-5
 
 
+@pytest.mark.parametrize("spacing", [(3, 1), (8, 1), (8, 2)], ids=str)
+def test_training_with_weights_in_any_strides(spacing):
+    """Rows that are no multiple of 16 bytes apart, and columns that are not neighbours, go through the loop."""
+    more, step = spacing
+    experts, expected = make_experts("aligned"), make_experts("aligned")
+    expected.load_state_dict(experts.state_dict())
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(experts, name)
+        wide = torch.full((*weight.shape[:2], step * weight.shape[2] + more), math.nan)
+        wide[..., : -more or None : step] = weight.detach()
+        weight.data = wide[..., :-more:step]
+    x, ids, weights = make_rows(experts, 9, 2)
+    assert experts.fits_grouped_mm() is (more == 8 and step == 1)
+    for each in (experts, expected):
+        compute_experts(each, x, ids, weights).square().sum().backward()
+    for name, parameter in experts.named_parameters():
+        assert max_abs(parameter.grad, getattr(expected, name).grad) < 1e-4, name
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("num_tokens", [1, 2, 9])
 def test_experts_that_no_token_chose_are_not_read(num_tokens):
