@@ -113,7 +113,7 @@ class Budget:
     Without `least` each case says itself how many.
     """
 
-    seconds: float = 1.25
+    seconds: float = 1.0
     least: int | None = None
     most: int = 15
 

@@ -206,6 +206,7 @@ def case_line(result: dict) -> str:
         elif name == REFERENCE:
             parts.append(f"{name} {milliseconds(row['median'])} ms")
         else:
-            parts.append(f"{name} {milliseconds(row['median'])} ms = {row.get('ratio', float('nan')):.2f}x")
+            ratio = f" = {row['ratio']:.2f}x" if "ratio" in row else ""
+            parts.append(f"{name} {milliseconds(row['median'])} ms{ratio}")
     parts += [f"FAILED: {failure}" for failure in result["failures"]]
     return f"{result['group']}: {result['case']}: {'; '.join(parts)}"
