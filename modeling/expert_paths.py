@@ -133,8 +133,7 @@ def _compute_sorted(
         y_NH = y_NH.masked_fill(passed_over_N1, 0)
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(order_N.shape[0], device=order_N.device)
-    y_NH = y_NH.index_select(0, place_N)
-    return y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
+    return _sum_of_each_token(y_NH.index_select(0, place_N), num_tokens, top_k)
 
 
 def _compute_one_by_one(
@@ -168,7 +167,10 @@ def _compute_few_rows(
     num_tokens, top_k = top_k_index.shape
     x_NH = x_TH if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
     y_NH = few_rows_experts(x_NH, gate_up_EHF, down_EIH, top_k_index.reshape(-1))
-    y_NH = y_NH * top_k_weights.reshape(-1, 1)
+    return _sum_of_each_token(y_NH * top_k_weights.reshape(-1, 1), num_tokens, top_k)
+
+
+def _sum_of_each_token(y_NH: torch.Tensor, num_tokens: int, top_k: int) -> torch.Tensor:
     return y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
 
 

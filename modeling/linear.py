@@ -1,9 +1,9 @@
 """Linear layers that read their weights at the speed of the memory when a CPU decodes.
 
 The next token of a few rows is a product of a matrix and hardly more than a vector: all of its time goes into reading
-the matrix. MKL's matrix product, which torch calls, reaches half of that speed. Its batched product reaches nearly all
-of it, so here the weight's rows are cut into a batch. Measured on an AMD EPYC in float32, on weights that are in no
-cache; in 16 bits both are alike. The layers stay `nn.Linear`, which adapters, quantizers and tracers know.
+the matrix. MKL's batched product comes nearer to that speed than its plain one, which torch calls, so here the weight's
+rows are cut into a batch (`python -m benchmarks.cpu --cases parts` compares them, on weights that are in no cache); in
+16 bits both are alike. The layers stay `nn.Linear`, which adapters, quantizers and tracers know.
 """
 
 import torch
