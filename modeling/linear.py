@@ -37,7 +37,8 @@ def _is_plain(linear: nn.Module, x: torch.Tensor) -> bool:
         not torch.is_grad_enabled()
         and type(x) is torch.Tensor
         and type(linear) is nn.Linear
-        and not torch.compiler.is_compiling()  # asked before sizes, which would be guards
+        # Asked before sizes, which would be guards, or parts of the trace.
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         and x.numel() <= _MAX_ROWS * linear.in_features
         and x.is_cpu
         and type(linear.weight) is nn.Parameter
@@ -48,7 +49,6 @@ def _is_plain(linear: nn.Module, x: torch.Tensor) -> bool:
         and x.shape[-1:] == (linear.in_features,)
         and not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
         and not torch.is_autocast_enabled("cpu")
-        and not torch.jit.is_tracing()
         and torch.backends.mkl.is_available()
     )
 
