@@ -180,11 +180,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
         if isinstance(config, PreTrainedConfig):
             kwargs["config"] = config = cls.resolve_config(config)
         elif pretrained_model_name_or_path is not None and not kwargs.get("gguf_file"):
-            where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-            try:
-                config = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **where)
-            except OSError:
-                config = None  # transformers says what is missing, or follows an adapter to its base model
+            config = cls._quantized_config(config or pretrained_model_name_or_path, **kwargs)
         cls._check_quantization(config, kwargs.get("quantization_config"))
         with each_header_once():
             if pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
@@ -231,6 +227,19 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
         if device_map is not None and is_whole:
             check_on_disk(device_map, loading_info.missing_keys, offload_index)
         return loading_info, offload_index
+
+    @classmethod
+    def _quantized_config(cls, name_or_path: Any, quantization_config: Any = None, **kwargs) -> Any:
+        """Read the config of a model that is quantized, or shall be; None for others, whose config is read later."""
+        where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        try:
+            if quantization_config is None:
+                content, _ = cls.config_class.get_config_dict(name_or_path, **where)
+                if content.get("quantization_config") is None:
+                    return None
+            return cls.config_class.from_pretrained(name_or_path, **where)
+        except OSError:
+            return None  # transformers says what is missing, or follows an adapter to its base model
 
     @classmethod
     def _check_quantization(cls, config: Any, requested: Any = None) -> None:
