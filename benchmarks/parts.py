@@ -1,7 +1,7 @@
 """Cases of the vision tower, and of small parts: norms, SwiGLU, rotary embedding; eager and compiled."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding
 
 import llamoe
 from llamoe.modeling.feed_forward import FeedForward
-from llamoe.modeling.linear import apply_linear
+from llamoe.modeling.linear import apply_linear, multiply_row
 from llamoe.modeling.normalization import RMSNorm
 from llamoe.modeling.rotary import RotaryEmbedding, rotary_tables, rotate
 
@@ -23,7 +23,7 @@ from .work import Work
 
 EPS = 1e-5
 IN_TURN = 64
-"""Linear layers that one token goes through in turn."""
+"""Weights that one token goes through in turn."""
 
 
 def vision(
@@ -62,7 +62,7 @@ def _encoder_weights(tower: nn.Module) -> int:
 
 
 def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) -> Cases:
-    """RMSNorm, SwiGLU, rotary embedding, and the linear layer for one token.
+    """RMSNorm, SwiGLU, rotary embedding, and for one token the products with a linear layer's and an expert's weight.
 
     Args:
         setting: where, and in which dtype.
@@ -75,9 +75,12 @@ def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) ->
         _feed_forwards(setting, shape, tokens),
         _rotary_half_split(setting, shape, tokens),
         _rotary_interleaved(setting, shape, tokens),
-        _few_rows(setting, shape, 1),
+        _norms(setting, shape, 1),
+        _linear_layer(setting, shape),
+        _expert_product(setting, shape.hidden, 2 * shape.expert),
+        _expert_product(setting, shape.expert, shape.hidden),
     ):
-        for compiles in (False, True) if compiled and "linear" not in name else (False,):
+        for compiles in (False, True) if compiled and not name.endswith("T = 1") else (False,):
             yield Case(
                 name=f"{name}, {'compiled' if compiles else 'eager'}",
                 contestants={
@@ -173,14 +176,28 @@ def _rotated_together(
     return run
 
 
-def _few_rows(setting: Setting, shape: Shape, rows: int):
-    # In a model a weight has left the caches when it is its turn again, so there are more than they hold.
-    x = setting.randn(rows, shape.hidden)
-    weights = [setting.randn(shape.expert, shape.hidden, offset=2) for _ in range(IN_TURN)]
-    layers = [nn.Linear(shape.hidden, shape.expert, bias=False, device="meta") for _ in weights]
-    for layer, weight in zip(layers, weights, strict=True):
-        layer.weight = nn.Parameter(weight)
+def _linear_layer(setting: Setting, shape: Shape):
+    x = setting.randn(1, shape.hidden)
+    weights = _in_turn(setting, shape.expert, shape.hidden)
+    layers = [nn.Linear(shape.hidden, shape.expert, bias=False, device="meta") for _ in range(IN_TURN)]
+    for layer in layers:
+        layer.weight = nn.Parameter(next(weights))
     turn = itertools.cycle(layers)
     functions = {REFERENCE: lambda: next(turn)(x), OURS: lambda: apply_linear(next(turn), x)}
-    work = Work(weights[0].nbytes + x.nbytes, 2 * rows * weights[0].numel())
-    return f"linear layer, T = {rows}", functions, set(), work
+    return "linear layer, T = 1", functions, set(), _product(layers[0].weight, x)
+
+
+def _expert_product(setting: Setting, num_in: int, num_out: int):
+    x = setting.randn(1, num_in)
+    turn = _in_turn(setting, num_in, num_out)
+    functions = {REFERENCE: lambda: torch.mm(x, next(turn)), OURS: lambda: multiply_row(x, next(turn))}
+    return f"expert's {num_in} × {num_out}, T = 1", functions, set(), _product(next(turn), x)
+
+
+def _in_turn(setting: Setting, *shape: int) -> Iterator[torch.Tensor]:
+    # In a model a weight has left the caches when it is its turn again, so there are more than they hold.
+    return itertools.cycle([setting.randn(*shape, offset=2) for _ in range(IN_TURN)])
+
+
+def _product(weight: torch.Tensor, x: torch.Tensor) -> Work:
+    return Work(weight.nbytes + x.nbytes, 2 * weight.numel())

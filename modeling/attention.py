@@ -12,12 +12,14 @@ Which keys a query sees is decided by the mask alone (see `masks`), or by the se
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from .folding import Fold, attend_in_equal_rows, attend_in_fold
 from .linear import apply_linear
 from .normalization import L2Norm
+from .plain import is_plain
 from .rotary import rotary_tables, rotate
 from .sequences import EqualRows, Sequences, attend_in_sequences
 
@@ -60,6 +62,31 @@ def eager_attention_forward(
     weights = nn.functional.softmax(scores, dim=-1, dtype=dtype).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def attend_to_single_queries(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Attend with one token a row, each key read once: heads that share keys become queries of one head.
+
+    Args:
+        query: `[B, H, 1, D]`.
+        key: `[B, G, K, D]`, of G groups of heads.
+        value: likewise.
+        attention_mask: None or `[B, 1, 1, K]`.
+        scaling: what the scores are multiplied by.
+
+    Returns:
+        `[B, 1, H, D]`.
+    """
+    batch_size, num_heads, _, head_dim = query.shape
+    packed = query.reshape(batch_size, key.shape[1], -1, head_dim)
+    output = nn.functional.scaled_dot_product_attention(packed, key, value, attention_mask, scale=scaling)
+    return output.reshape(batch_size, 1, num_heads, head_dim)
 
 
 class Attention(nn.Module):
@@ -142,6 +169,17 @@ class Attention(nn.Module):
         attend_in = IN_SEQUENCES.get(type(attention_mask))
         if attend_in is not None:
             output, weights = attend_in(attend, self, query, key, value, attention_mask, **kwargs)
+        elif (
+            attend is sdpa_attention_forward
+            and is_plain(query)
+            and query.shape[2] == 1
+            and not (kwargs["dropout"] or "cache" in kwargs)
+            and (attention_mask is None or attention_mask.shape[1:3] == (1, 1))
+        ):
+            output, weights = (
+                attend_to_single_queries(query, key, value, attention_mask, self.scaling),
+                None,
+            )
         else:
             if is_flash_attention_requested(requested_attention_implementation=implementation):
                 position_ids = None  # read for packed rows again, in every layer; `masks` has done that

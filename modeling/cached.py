@@ -23,11 +23,14 @@ def first_layer(past_key_values: Cache | None, is_sliding: bool | None = None) -
     Returns:
         the index; where nothing is written yet, of the first such layer; 0 where there is none.
     """
-    layers = list(enumerate(getattr(past_key_values, "layers", ())))
-    if is_sliding is not None:
-        layers = [(i, layer) for i, layer in layers if getattr(layer, "is_sliding", False) == is_sliding]
-    written = [i for i, layer in layers if getattr(layer, "is_initialized", False)]
-    return written[0] if written else layers[0][0] if layers else 0
+    first = None
+    for i, layer in enumerate(getattr(past_key_values, "layers", ())):
+        if is_sliding is not None and getattr(layer, "is_sliding", False) != is_sliding:
+            continue
+        if getattr(layer, "is_initialized", False):
+            return i
+        first = i if first is None else first
+    return first or 0
 
 
 def cached_length(past_key_values: Cache | None) -> int | torch.Tensor:

@@ -28,6 +28,7 @@ from transformers.utils.import_utils import is_torchdynamo_exporting
 from ._compat import is_under_functorch
 from .grouped_product import grouped_product, multiply_groups
 from .kernels.few_rows import MAX_ROWS, few_rows_experts, few_rows_fits
+from .linear import multiply_row
 
 Path = Literal["loop", "kernel", "grouped"]
 PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
@@ -146,14 +147,15 @@ def _compute_one_by_one(
 ) -> torch.Tensor:
     """Send each row straight to its expert, on the host, without sorting."""
     y_TH = []
-    for x_1H, expert in zip(x_TH.split(1), top_k_index[:, 0].tolist(), strict=True):
+    rows = x_TH.split(1) if len(x_TH) > 1 else (x_TH,)
+    for x_1H, (expert,) in zip(rows, top_k_index.tolist(), strict=True):
         if expert >= experts.num_experts:
             y_TH.append(torch.zeros_like(x_1H))
             continue
         gate_up_HF, down_IH = gate_up_EHF[expert], down_EIH[expert]
         if down_IH.dtype != x_1H.dtype:
             gate_up_HF, down_IH = gate_up_HF.to(x_1H.dtype), down_IH.to(x_1H.dtype)
-        y_TH.append(torch.mm(experts._apply_gate(torch.mm(x_1H, gate_up_HF)), down_IH))
+        y_TH.append(multiply_row(experts._apply_gate(multiply_row(x_1H, gate_up_HF)), down_IH))
     return (y_TH[0] if len(y_TH) == 1 else torch.cat(y_TH)) * top_k_weights
 
 

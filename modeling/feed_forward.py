@@ -5,6 +5,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from .linear import apply_linear
+from .plain import is_plain
 
 
 def activation(name: str) -> nn.Module:
@@ -16,6 +17,15 @@ def activation(name: str) -> nn.Module:
     if name not in ACT2FN:
         raise ValueError(f"hidden_act = {name!r}: unknown activation; valid: {', '.join(sorted(ACT2FN))}.")
     return ACT2FN[name]
+
+
+def apply_gate(act_fn: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Give `act_fn(gate) * up`; new memory on a CPU costs more than the product, so there it is taken once."""
+    hidden = act_fn(gate)
+    # An activation may give what it was given, and a hook may keep what it gives.
+    if hidden is gate or not is_plain(hidden) or act_fn._forward_hooks:
+        return hidden * up
+    return hidden.mul_(up)
 
 
 class FeedForward(nn.Module):
@@ -31,4 +41,5 @@ class FeedForward(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., hidden_size]` to the same shape."""
         gate = apply_linear(self.gate_proj, hidden_states)
-        return apply_linear(self.down_proj, self.act_fn(gate) * apply_linear(self.up_proj, hidden_states))
+        up = apply_linear(self.up_proj, hidden_states)
+        return apply_linear(self.down_proj, apply_gate(self.act_fn, gate, up))

@@ -1,19 +1,34 @@
-"""Linear layers that read their weights at the speed of the memory when a CPU decodes.
+"""Products of few rows with a weight, at the speed of the memory when a CPU decodes.
 
 The next token of a few rows is a product of a matrix and hardly more than a vector: all of its time goes into reading
-the matrix. MKL's batched product comes nearer to that speed than its plain one, which torch calls, so here the weight's
-rows are cut into a batch (`python -m benchmarks.cpu --cases parts` compares them, on weights that are in no cache); in
-16 bits both are alike. The layers stay `nn.Linear`, which adapters, quantizers and tracers know.
+the matrix. torch calls MKL's plain product, which on a CPU comes to a half or a third of that speed, and reads weights
+that lie input first on one thread only. Other calls do better, each on its own kind of weight
+(`python -m benchmarks.cpu --cases parts` compares them, on weights that are in no cache):
+
+* output first (`nn.Linear`): MKL's batched product, with the weight's rows cut into a batch;
+* input first (experts), narrow: the sum of the weight's rows, weighted by the input, as embeddings are summed;
+* input first, wide, and several threads: the batched product again, with the input cut into a batch.
+
+All of this is for float32; in 16 bits the plain product is as good. The layers stay `nn.Linear`, which adapters,
+quantizers and tracers know.
 """
+
+import functools
 
 import torch
 from torch import nn
 
+from .plain import is_plain
+
 # With more rows the gain shrinks, with fewer weights the calls cost what is gained.
 _MAX_ROWS = 3
 _MIN_WEIGHTS = 1 << 15
-# Parts that the rows of a weight can be cut into, the best first: many threads want many.
-_PARTS = (64, 16, 8, 4, 2)
+# Parts that a weight can be cut into, the best first. More threads than some want more parts than that.
+_PARTS = (16, 8, 4, 2)
+_PARTS_FOR_MANY_THREADS = (64, *_PARTS)
+_MANY_THREADS = 8
+# Columns up to which FBGEMM, which has its kernels on x86 only, sums rows in one go; above, in several.
+_MAX_SUMMED = 576 if "fbgemm" in torch.backends.quantized.supported_engines else 0
 
 
 def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -26,37 +41,59 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     Returns:
         `[..., out_features]`.
     """
-    if _is_plain(linear, x):
-        return _multiply_in_parts(x, linear.weight, linear.bias)
+    if type(linear) is nn.Linear and is_plain(x) and x.numel() <= _MAX_ROWS * linear.in_features:
+        weight = linear._parameters.get("weight")
+        if (
+            type(weight) is nn.Parameter
+            and _is_plain_weight(weight)
+            and x.shape[-1:] == (linear.in_features,)
+            and not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
+        ):
+            return _multiply_in_parts(x, weight, linear._parameters["bias"])
     return linear(x)
 
 
-def _is_plain(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether nothing but a product of a few float32 rows is asked for: no gradient, tracer, hook or sharded weight."""
+def multiply_row(x_1I: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
+    """Multiply a single row by a weight that lies input first, as an expert's does.
+
+    Args:
+        x_1I: `[1, I]`.
+        weight_IO: `[I, O]`, in the same dtype.
+
+    Returns:
+        `[1, O]`: `x @ weight`, up to the order of summation.
+    """
+    if is_plain(x_1I) and type(weight_IO) is torch.Tensor and _is_plain_weight(weight_IO):
+        num_in, num_out = weight_IO.shape
+        num_threads = torch.get_num_threads()
+        parts = 1 if num_threads == 1 else _divisor(num_in, num_threads)
+        if num_out <= _MAX_SUMMED:
+            indices_I, offsets_P = _consecutive(num_in, parts)
+            y_PO = torch.embedding_bag(
+                weight_IO, indices_I, offsets_P, per_sample_weights=x_1I.reshape(-1), mode=0
+            )[0]
+            return y_PO if parts == 1 else y_PO.sum(0, keepdim=True)
+        if parts > 1:
+            y_P1O = torch.bmm(x_1I.reshape(parts, 1, -1), weight_IO.view(parts, -1, num_out))
+            return y_P1O.sum(0)
+    return torch.mm(x_1I, weight_IO)
+
+
+def _is_plain_weight(weight: torch.Tensor) -> bool:
     return (
-        not torch.is_grad_enabled()
-        and type(x) is torch.Tensor
-        and type(linear) is nn.Linear
-        # Asked before sizes, which would be guards, or parts of the trace.
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        and x.numel() <= _MAX_ROWS * linear.in_features
-        and x.is_cpu
-        and type(linear.weight) is nn.Parameter
-        and x.dtype == linear.weight.dtype == torch.float32
-        and linear.weight.is_cpu
-        and linear.weight.layout == torch.strided
-        and linear.weight.numel() >= _MIN_WEIGHTS
-        and x.shape[-1:] == (linear.in_features,)
-        and not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
-        and not torch.is_autocast_enabled("cpu")
+        weight.dtype == torch.float32
+        and weight.is_cpu
+        and weight.layout == torch.strided
+        and weight.is_contiguous()
+        and weight.numel() >= _MIN_WEIGHTS
         and torch.backends.mkl.is_available()
     )
 
 
 def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
     num_out, num_in = weight_OI.shape
-    parts = next((parts for parts in _PARTS if num_out % parts == 0), None)
-    if parts is None or not weight_OI.is_contiguous() or not x.numel():
+    parts = _divisor(num_out, torch.get_num_threads())
+    if parts == 1 or not x.numel():
         return nn.functional.linear(x, weight_OI, bias_O)
     num_rows = x.numel() // num_in
     # Strides as of a transposed matrix, also for one row: by them torch chooses how to call MKL.
@@ -65,3 +102,16 @@ def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.T
     shape = (*x.shape[:-1], num_out)
     out = out_POR.view(shape) if num_rows == 1 else out_POR.view(num_out, num_rows).T.reshape(shape)
     return out if bias_O is None else out + bias_O
+
+
+@functools.lru_cache(maxsize=256)
+def _divisor(size: int, num_threads: int) -> int:
+    choices = _PARTS if num_threads <= _MANY_THREADS else _PARTS_FOR_MANY_THREADS
+    return next((parts for parts in choices if size % parts == 0), 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _consecutive(size: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give 0 to size - 1, and where each of as many equal parts of them begins."""
+    indices = torch.arange(size, device="cpu")
+    return indices, torch.arange(0, size, size // parts, device="cpu")

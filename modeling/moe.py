@@ -29,7 +29,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 from ._compat import grouped_mm_exists
 from .expert_paths import compute_experts, register_paths
-from .feed_forward import FeedForward, activation
+from .feed_forward import FeedForward, activation, apply_gate
 
 
 class Router(nn.Module):
@@ -168,6 +168,9 @@ class Experts(nn.Module):
         if config._experts_implementation is None:  # a block that is in no model
             return compute_experts(self, hidden_states, top_k_index, top_k_weights)
         return self.loop_over_experts(hidden_states, top_k_index, top_k_weights)
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return apply_gate(self.act_fn, *gate_up.chunk(2, dim=-1))
 
     def loop_over_experts(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -2,13 +2,20 @@
 
 Zhang & Sennrich 2019 (arXiv 1910.07467). `eps` stands inside the root, and the result is cast back to the
 input's dtype *before* it is multiplied by the weight: Meta's order, which decides the last bit in bfloat16.
-torch's `rms_norm` does the first half in one call (one kernel on a GPU, to the bit the written-out formula on the
-CPU); the weight is given to it in float32 only, since it would multiply before the cast.
+torch's `rms_norm` does the first half in one call, which is one kernel on a GPU; the weight is given to it in float32
+only, since it would multiply before the cast. On a CPU it is the written-out formula behind a dozen calls and twice the
+memory: there the same is done in place, to the bit, and a few rows, as in a step of decoding, in four calls.
 """
+
+import functools
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from .plain import is_plain
+
+_FEW = 1 << 14  # elements; above, the calls are no longer what costs
 
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -21,9 +28,25 @@ def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
     Returns:
         `[..., D]` in the dtype of `x`, computed in float32.
     """
+    if is_plain(x):
+        return _normalize_plainly(x, eps)
     normalized = F.rms_norm(x, x.shape[-1:], None, eps)
     # Autocast may give float32.
     return normalized if normalized.dtype == x.dtype else normalized.to(x.dtype)
+
+
+def _normalize_plainly(x: torch.Tensor, eps: float) -> torch.Tensor:
+    if x.numel() <= _FEW:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    squares = x.square()
+    scale = squares.mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return torch.mul(x, scale, out=squares)
+
+
+@functools.lru_cache(maxsize=64)
+def _scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 class RMSNorm(nn.Module):
@@ -39,11 +62,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., hidden_size]`; the dtype is kept unless the weight's is wider."""
-        if (
-            hidden_states.dtype == self.weight.dtype == torch.float32
-        ):  # no cast that the weight could be before
-            return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
-        return rms_normalize(hidden_states, self.eps) * self.weight
+        weight = self.weight
+        if hidden_states.dtype == weight.dtype == torch.float32:  # no cast that the weight could be before
+            if is_plain(hidden_states):
+                return _normalize_plainly(hidden_states, self.eps).mul_(weight)
+            return F.rms_norm(hidden_states, weight.shape, weight, self.eps)
+        return rms_normalize(hidden_states, self.eps) * weight
 
     def extra_repr(self) -> str:
         """Show the size and eps in `print(model)`."""

@@ -89,7 +89,6 @@ class RotaryEmbedding(nn.Module):
             self._reset(x.device)
         return self._cos_sin(x, position_ids)
 
-    @torch.no_grad()
     @dynamic_rope_update
     def _cos_sin(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = position_ids[..., None].float() * self.inv_freq.to(x.device)

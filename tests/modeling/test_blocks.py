@@ -80,6 +80,32 @@ class TestNormalization:
         assert torch.equal(norm(x), normalized.bfloat16() * norm.weight)
         assert not torch.equal(norm(x), (normalized * norm.weight.float()).bfloat16())
 
+    @pytest.mark.parametrize("rows", [1, 3, 700])
+    def test_without_gradients_the_numbers_are_the_same(self, rows):
+        """A CPU then takes shorter ways: another for a few rows than for many."""
+        norm, x = RMSNorm(72), randn(rows, 72, seed=3)
+        norm.weight.data.copy_(randn(72, seed=4))
+        recorded = norm(x), L2Norm(norm.eps)(x)
+        with torch.no_grad():
+            short = norm(x), L2Norm(norm.eps)(x)
+            assert max_abs(x, randn(rows, 72, seed=3)) == 0
+        for one, other in zip(recorded, short, strict=True):
+            # Two units in the last place of a value of eight.
+            assert max_abs(one, other) <= (0 if rows == 700 else 2e-6)
+
+    def test_zeros_stay_zeros(self):
+        with torch.no_grad():
+            assert not RMSNorm(8)(torch.zeros(1, 8)).any()
+
+    def test_transforms_see_the_plain_formula(self):
+        norm, x = RMSNorm(8), randn(5, 8)
+        weights = randn(3, 8, seed=1)
+        with torch.no_grad():
+            mapped = torch.func.vmap(lambda weight: torch.func.functional_call(norm, {"weight": weight}, x))(
+                weights
+            )
+            assert max_abs(mapped, L2Norm(norm.eps)(x) * weights[:, None]) < 1e-6
+
 
 class TestRotary:
     @pytest.mark.parametrize("interleave", [False, True])
@@ -231,6 +257,22 @@ class TestFeedForward:
 
         by_hand = linear(block.down_proj, function(linear(block.gate_proj, x)) * linear(block.up_proj, x))
         assert max_abs(block(x), by_hand) < 1e-6
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("name", ["silu", "linear", "relu"])
+    def test_nothing_that_others_hold_is_written_to(self, name):
+        """Without gradients the product is written over the activation, which is nobody else's."""
+        seen = []
+        feed_forward, x = FeedForward(6, 10, name), randn(3, 6)
+        for module in (feed_forward.gate_proj, feed_forward.act_fn, feed_forward.up_proj):
+            module.register_forward_hook(lambda _, args, output: seen.extend((args[0], output)))
+        expected = feed_forward(x)
+        gate, up = (F.linear(x, layer.weight) for layer in (feed_forward.gate_proj, feed_forward.up_proj))
+        untouched = (x, gate, x, up, gate, activation(name)(gate))
+        assert [max_abs(*pair) for pair in zip(seen, untouched, strict=True)] == [0] * 6
+        for module in (feed_forward.gate_proj, feed_forward.act_fn, feed_forward.up_proj):
+            module._forward_hooks.clear()
+        assert max_abs(feed_forward(x), expected) == 0
 
     def test_unknown_activation(self):
         with pytest.raises(ValueError, match="hidden_act = 'swish2': unknown activation; valid: .*silu"):

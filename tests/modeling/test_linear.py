@@ -8,7 +8,7 @@ from torch import nn
 
 from llamoe.modeling import linear
 from llamoe.modeling.feed_forward import FeedForward
-from llamoe.modeling.linear import apply_linear
+from llamoe.modeling.linear import apply_linear, multiply_row
 
 
 @pytest.fixture
@@ -121,3 +121,68 @@ def test_models_decode_through_it_with_and_without_an_adapter(in_parts):
     assert max_abs(expected, plainly) < 1e-5
     adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     assert max_abs(adapted(input_ids).logits, expected) < 1e-5  # lora_B begins as zero
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """One thread and several take other calls for weights that lie input first."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the calls that products of a single row are made of; for weights of every size."""
+    made = []
+    monkeypatch.setattr(linear, "_MIN_WEIGHTS", 1)
+    originals = {name: getattr(torch, name) for name in ("mm", "bmm", "embedding_bag")}
+    for name in originals:
+
+        def record(*args, name=name, **kwargs):
+            made.append(name)
+            return originals[name](*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, record)
+    return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_out", [1, 17, 64, 575, 576, 577, 1000])
+@pytest.mark.parametrize("num_in", [1, 7, 34, 65, 128])
+def test_a_row_times_a_weight_that_lies_input_first(num_in, num_out, threads, calls):
+    generator = torch.Generator().manual_seed(num_in + num_out)
+    stack = torch.randn(3, num_in, num_out, generator=generator)
+    x = torch.randn(1, num_in, generator=generator)
+    strided = x[..., None].expand(1, num_in, 2)[..., 1]
+    for given in (x, strided):
+        out = multiply_row(given, stack[1])
+        assert out.shape == (1, num_out)
+        # Sums of up to 128 products of normal numbers, rounded to float32 in another order.
+        torch.testing.assert_close(out.double(), x.double() @ stack[1].double(), rtol=0, atol=2e-5)
+    if linear._MAX_SUMMED:
+        is_cut = threads > 1 and linear._divisor(num_in, threads) > 1
+        wide = "bmm" if is_cut else "mm"
+        assert calls == 2 * ["embedding_bag" if num_out <= 576 else wide]
+
+
+def test_rows_that_are_not_plain_are_multiplied_plainly(calls):
+    x, weight = torch.randn(1, 50), torch.randn(50, 34)
+    multiply_row(x, weight)  # with gradients
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            assert multiply_row(x.to(dtype), weight.to(dtype)).dtype == dtype
+        transposed = weight.T.contiguous().T
+        assert max_abs(multiply_row(x, transposed), x @ weight) < 1e-5
+        with torch.autocast("cpu", torch.bfloat16):
+            assert multiply_row(x, weight).dtype == torch.bfloat16
+        assert torch.func.vmap(multiply_row, (0, None))(x[None], weight).shape == (1, 1, 34)
+    assert set(calls) == {"mm"}
+
+
+def test_indices_made_under_another_default_device_serve_the_next_call():
+    linear._consecutive.cache_clear()
+    with torch.device("meta"):
+        indices, offsets = linear._consecutive(12, 4)
+    assert indices.tolist() == list(range(12)) and offsets.tolist() == [0, 3, 6, 9]

@@ -1,0 +1,23 @@
+"""When a CPU may take a shorter way to the same numbers: nobody looks on, and only numbers are wanted.
+
+A step of decoding on a CPU is bound by reading weights and by the number of calls. Both can be had cheaper than by the
+general call, but not where gradients are recorded, a compiler or tracer reads along, or tensors stand for others.
+"""
+
+import torch
+
+from ._compat import is_under_functorch
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether this is float32 on the CPU, with no gradient, autocast, tracer, compiler or transform about."""
+    return (
+        not torch.is_grad_enabled()
+        and type(x) is torch.Tensor
+        # Asked before anything of the tensor, which would be guards, or parts of the trace.
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and x.is_cpu
+        and x.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
+        and not is_under_functorch()
+    )
