@@ -1,8 +1,9 @@
 """Peak memory of one pass: what is held at most above what was held before it.
 
-On a CPU it is the running sum of all that torch's allocator gives out and takes back, as the profiler records it: also
-the scratch space inside of operators, which a look at tensors alone would miss, and nothing of the allocator's caches
-or of files, which a look at the process would count. Not seen is what oneDNN and BLAS allocate for themselves.
+On a CPU it is the running sum of all that torch's allocator gives out and takes back, as the profiler records it:
+also the scratch space inside of operators, which a look at tensors alone would miss, and nothing of the allocator's
+caches or of files, which a look at the process would count. Memory that a result has from elsewhere (gradients of
+experts in huge pages) is added. Not seen is what oneDNN and BLAS allocate for themselves.
 On CUDA it is the counter of torch's allocator.
 """
 
@@ -52,7 +53,14 @@ def _peak_on_cpu(run: Callable[[], Any]) -> tuple[Any, int]:
     ):  # stable: events of one instant in their order
         held += nbytes
         peak = max(peak, held)
-    return result, peak
+    return result, peak + _bytes_from_elsewhere(result)
+
+
+def _bytes_from_elsewhere(result: Any) -> int:
+    tensors = result if isinstance(result, list) else [result]
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    foreign = {storage.data_ptr(): storage.nbytes() for storage in storages if not storage.resizable()}
+    return sum(foreign.values())
 
 
 def available_bytes(device: torch.device) -> int:

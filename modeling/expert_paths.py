@@ -3,10 +3,10 @@
 Three ways lead to the same result:
 
 * `loop`: sort the rows by expert, then one product for each expert that was hit. The rows are counted on the host,
-  which costs nothing on the CPU; there it is the way without gradients, and a few rows go straight to their experts.
+  which costs nothing on the CPU; there it is the way, and a few rows without gradients go straight to their experts.
 * `kernel`: few rows on a GPU, without gradients. Each hit expert is read once, by a kernel that finds out on the
   device which they are: nothing waits for the host, and a step fits into a CUDA graph.
-* `grouped`: many rows on a GPU, and training everywhere. Sort once, then torch's grouped product.
+* `grouped`: many rows on a GPU, and training there. Sort once, then torch's grouped product.
 
 The number of rows, the sizes, the dtype, the device and whether gradients are wanted are all that is looked at: the
 choice is the same for every routing, and a compiler makes it once. As `llamoe_loop`, `llamoe_kernel` and
@@ -186,7 +186,7 @@ def choose_path(experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient:
         needs_gradient: whether there will be a backward pass.
     """
     is_on_host = experts.down_proj.device.type in ("cpu", "meta")
-    if is_on_host and not needs_gradient and not _is_transformed():
+    if is_on_host and not _is_transformed():
         return "loop"
     # An exported program is one for all numbers of rows.
     if (

@@ -11,6 +11,9 @@ Shapes: N rows, E groups, I columns in, O columns out.
 
 import torch
 
+from . import huge_pages
+from .linear import multiply_few
+
 
 def multiply_groups(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Multiply each group of rows by its own matrix; without gradients, and not for compilers.
@@ -26,7 +29,7 @@ def multiply_groups(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.
     out_NO = x_NI.new_empty(x_NI.shape[0], weight_EIO.shape[2])
     end = 0
     for group, start, end in _groups_with_rows(ends_E):
-        torch.mm(x_NI[start:end], weight_EIO[group].to(x_NI.dtype), out=out_NO[start:end])
+        out_NO[start:end] = multiply_few(x_NI[start:end], weight_EIO[group].to(x_NI.dtype))
     out_NO[end:].zero_()
     return out_NO
 
@@ -39,12 +42,10 @@ def _groups_with_rows(ends_E: torch.Tensor) -> list[tuple[int, int, int]]:
 
 def _multiply_outer(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Give `[E, I, O]`, each group's rows of one factor, transposed, times those of the other."""
-    out_EIO = x_NI.new_empty(len(ends_E), x_NI.shape[1], grad_NO.shape[1])
-    groups = _groups_with_rows(ends_E)
-    for group, start, end in groups:
+    shape = len(ends_E), x_NI.shape[1], grad_NO.shape[1]
+    out_EIO = huge_pages.zeros(*shape, dtype=x_NI.dtype) if x_NI.is_cpu else x_NI.new_zeros(shape)
+    for group, start, end in _groups_with_rows(ends_E):
         torch.mm(x_NI[start:end].T, grad_NO[start:end], out=out_EIO[group])
-    for group in set(range(len(out_EIO))) - {group for group, _, _ in groups}:
-        out_EIO[group].zero_()
     return out_EIO
 
 
@@ -55,7 +56,8 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 @torch.library.custom_op("llamoe::grouped_product", mutates_args=(), tags=_TAGS)
 def grouped_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Do as `multiply_groups`, for autograd and compilers; `x_NI` and `weight_EIO` have one dtype."""
-    return multiply_groups(x_NI, weight_EIO, ends_E)
+    with torch.no_grad():
+        return multiply_groups(x_NI, weight_EIO, ends_E)
 
 
 @torch.library.custom_op("llamoe::grouped_outer_product", mutates_args=(), tags=_TAGS)

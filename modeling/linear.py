@@ -44,7 +44,7 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if type(linear) is nn.Linear and is_plain(x) and x.numel() <= _MAX_ROWS * linear.in_features:
         weight = linear._parameters.get("weight")
         if (
-            type(weight) is nn.Parameter
+            weight is not None
             and _is_plain_weight(weight)
             and x.shape[-1:] == (linear.in_features,)
             and not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
@@ -63,7 +63,7 @@ def multiply_row(x_1I: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
     Returns:
         `[1, O]`: `x @ weight`, up to the order of summation.
     """
-    if is_plain(x_1I) and type(weight_IO) is torch.Tensor and _is_plain_weight(weight_IO):
+    if is_plain(x_1I) and _is_plain_weight(weight_IO):
         num_in, num_out = weight_IO.shape
         num_threads = torch.get_num_threads()
         parts = 1 if num_threads == 1 else _divisor(num_in, num_threads)
@@ -79,9 +79,27 @@ def multiply_row(x_1I: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
     return torch.mm(x_1I, weight_IO)
 
 
+def multiply_few(x_RI: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
+    """Multiply a few rows by a weight that lies input first, or, as the transpose of such a one, output first.
+
+    Args:
+        x_RI: `[R, I]`.
+        weight_IO: `[I, O]`, in the same dtype.
+
+    Returns:
+        `[R, O]`: `x @ weight`, up to the order of summation.
+    """
+    if len(x_RI) == 1 and weight_IO.is_contiguous():
+        return multiply_row(x_RI, weight_IO)
+    if 0 < len(x_RI) <= _MAX_ROWS and is_plain(x_RI) and _is_plain_weight(weight_IO.T):
+        return _multiply_in_parts(x_RI, weight_IO.T, None)
+    return torch.mm(x_RI, weight_IO)
+
+
 def _is_plain_weight(weight: torch.Tensor) -> bool:
     return (
-        weight.dtype == torch.float32
+        type(weight) in (torch.Tensor, nn.Parameter)
+        and weight.dtype == torch.float32
         and weight.is_cpu
         and weight.layout == torch.strided
         and weight.is_contiguous()

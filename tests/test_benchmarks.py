@@ -78,6 +78,11 @@ def test_memory_sees_the_backward_pass():
     assert peak >= 2 * weight.nbytes  # the saved result and the gradient
 
 
+def test_memory_from_elsewhere_counts_once():
+    memory = torch.frombuffer(bytearray(MB), dtype=torch.uint8)
+    assert peak_of(lambda: [memory, memory[5:], torch.zeros(MB, dtype=torch.uint8)], CPU)[1] == 2 * MB
+
+
 @pytest.mark.parametrize("skew", ["uniform", "zipf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_go_where_they_are_steered(skew, dtype):

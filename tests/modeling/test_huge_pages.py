@@ -1,0 +1,86 @@
+"""Gradients of experts in huge pages are gradients like others."""
+
+import copy
+import mmap
+
+import pytest
+import torch
+from support import make_asymmetric, max_abs, stock_text_config
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+import llamoe
+from llamoe.modeling import huge_pages
+from llamoe.modeling.moe import MixtureOfExperts
+
+
+@pytest.fixture(params=["asked for", "refused", "unknown"])
+def always(request, monkeypatch):
+    """Memory of their own for tensors of every size, on systems that have huge pages and that have not."""
+    monkeypatch.setattr(huge_pages, "_LEAST", 1)
+    if request.param == "unknown":
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    elif request.param == "refused":
+
+        class Small(mmap.mmap):
+            def madvise(self, *_):
+                raise OSError("Invalid argument")
+
+        monkeypatch.setattr(huge_pages.mmap, "mmap", Small)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_zeros(dtype, always):
+    zeros = huge_pages.zeros(3, 5, 7, dtype=dtype)
+    assert zeros.shape == (3, 5, 7) and zeros.dtype == dtype and zeros.is_contiguous() and not zeros.any()
+    assert zeros.untyped_storage().resizable() == (always == "unknown" or not hasattr(mmap, "MADV_HUGEPAGE"))
+    zeros[1] += 2
+    assert zeros.sum() == 70
+
+
+def test_large_ones_only():
+    assert huge_pages.zeros(huge_pages._LEAST // 4 - 1, dtype=torch.float32).untyped_storage().resizable()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages to ask for")
+def test_the_memory_is_given_back(monkeypatch):
+    monkeypatch.setattr(huge_pages, "_LEAST", 1)
+    alive = set()
+
+    class Watched(mmap.mmap):
+        def __init__(self, *_, **__):
+            alive.add(id(self))
+
+        def __del__(self):
+            alive.discard(id(self))
+
+    monkeypatch.setattr(huge_pages.mmap, "mmap", Watched)
+    zeros = huge_pages.zeros(4, 4, dtype=torch.float32)
+    part = zeros[2:]
+    assert len(alive) == 1
+    del zeros
+    assert len(alive) == 1
+    del part
+    assert not alive
+
+
+def test_training_goes_on_as_in_stock(always):
+    """Two steps of two passes each: gradients are taken over, added to, zeroed, stepped with and copied."""
+    config = stock_text_config()
+    stock, ours = make_asymmetric(Llama4TextMoe(config)), MixtureOfExperts(llamoe.from_stock(config))
+    ours.load_state_dict(stock.state_dict())
+    optimizers = [torch.optim.AdamW(block.parameters(), lr=1e-2) for block in (stock, ours)]
+    for step in range(2):
+        for num_tokens in (3, 1):
+            x = torch.randn(num_tokens, 72, generator=torch.Generator().manual_seed(step))
+            for block in (stock, ours):
+                output = block(x)
+                (output[0] if isinstance(output, tuple) else output).view_as(x).square().sum().backward()
+        experts = stock.experts.gate_up_proj.grad, ours.experts.gate_up_proj.grad
+        assert max_abs(*experts) < 1e-4 * experts[0].abs().max()
+        untouched = experts[0].flatten(1).abs().sum(1) == 0
+        assert untouched.any() and torch.equal(untouched, experts[1].flatten(1).abs().sum(1) == 0)
+        assert max_abs(copy.deepcopy(experts[1]), experts[1]) == 0
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 0)
