@@ -2,8 +2,8 @@
 
 On a CPU it is the running sum of all that torch's allocator gives out and takes back, as the profiler records it:
 also the scratch space inside of operators, which a look at tensors alone would miss, and nothing of the allocator's
-caches or of files, which a look at the process would count. Memory that a result has from elsewhere (gradients of
-experts in huge pages) is added. Not seen is what oneDNN and BLAS allocate for themselves.
+caches or of files, which a look at the process would count. Memory that a result has from elsewhere (large gradients
+of experts) is added. Not seen is what oneDNN and BLAS allocate for themselves.
 On CUDA it is the counter of torch's allocator.
 """
 

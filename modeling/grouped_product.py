@@ -9,10 +9,15 @@ that are operators too. torch's own `grouped_mm` does the same where it exists, 
 Shapes: N rows, E groups, I columns in, O columns out.
 """
 
+import math
+import mmap
+
 import torch
 
-from . import huge_pages
 from .linear import multiply_few
+
+# Bytes from which zeros have memory of their own; smaller pieces the system's allocator keeps for the next step.
+_LARGE = 32 << 20
 
 
 def multiply_groups(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -43,10 +48,22 @@ def _groups_with_rows(ends_E: torch.Tensor) -> list[tuple[int, int, int]]:
 def _multiply_outer(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Give `[E, I, O]`, each group's rows of one factor, transposed, times those of the other."""
     shape = len(ends_E), x_NI.shape[1], grad_NO.shape[1]
-    out_EIO = huge_pages.zeros(*shape, dtype=x_NI.dtype) if x_NI.is_cpu else x_NI.new_zeros(shape)
+    out_EIO = _zeros_on_host(shape, x_NI.dtype) if x_NI.is_cpu else x_NI.new_zeros(shape)
     for group, start, end in _groups_with_rows(ends_E):
         torch.mm(x_NI[start:end].T, grad_NO[start:end], out=out_EIO[group])
     return out_EIO
+
+
+def _zeros_on_host(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Give zeros; the system maps only what is written to: of a large stack nothing for experts without tokens.
+
+    Mapping a gradient as large as all experts, new in each step, takes longer than computing it for a few tokens each.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _LARGE or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 # The rows are counted on the host, for which a captured stream could not wait.

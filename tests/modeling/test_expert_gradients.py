@@ -1,4 +1,4 @@
-"""Gradients of experts in huge pages are gradients like others."""
+"""Large gradients of experts lie in memory of their own, and are gradients like others."""
 
 import copy
 import mmap
@@ -9,42 +9,34 @@ from support import make_asymmetric, max_abs, stock_text_config
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 import llamoe
-from llamoe.modeling import huge_pages
+from llamoe.modeling import grouped_product
+from llamoe.modeling.grouped_product import _zeros_on_host
 from llamoe.modeling.moe import MixtureOfExperts
 
+HAS_MEMORY = hasattr(mmap, "MAP_ANONYMOUS")
 
-@pytest.fixture(params=["asked for", "refused", "unknown"])
-def always(request, monkeypatch):
-    """Memory of their own for tensors of every size, on systems that have huge pages and that have not."""
-    monkeypatch.setattr(huge_pages, "_LEAST", 1)
-    if request.param == "unknown":
-        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    elif request.param == "refused":
 
-        class Small(mmap.mmap):
-            def madvise(self, *_):
-                raise OSError("Invalid argument")
-
-        monkeypatch.setattr(huge_pages.mmap, "mmap", Small)
-    return request.param
+@pytest.fixture(params=[True, False])
+def has_memory(request, monkeypatch):
+    """Memory of their own for gradients of every size; and a system that has none."""
+    monkeypatch.setattr(grouped_product, "_LARGE", 1)
+    if not request.param:
+        monkeypatch.delattr(mmap, "MAP_ANONYMOUS", raising=False)
+    return request.param and HAS_MEMORY
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_zeros(dtype, always):
-    zeros = huge_pages.zeros(3, 5, 7, dtype=dtype)
+def test_zeros(dtype, has_memory):
+    zeros = _zeros_on_host((3, 5, 7), dtype)
     assert zeros.shape == (3, 5, 7) and zeros.dtype == dtype and zeros.is_contiguous() and not zeros.any()
-    assert zeros.untyped_storage().resizable() == (always == "unknown" or not hasattr(mmap, "MADV_HUGEPAGE"))
+    assert zeros.untyped_storage().resizable() != has_memory
     zeros[1] += 2
     assert zeros.sum() == 70
+    assert _zeros_on_host((0, 5), dtype).shape == (0, 5)
 
 
-def test_large_ones_only():
-    assert huge_pages.zeros(huge_pages._LEAST // 4 - 1, dtype=torch.float32).untyped_storage().resizable()
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages to ask for")
+@pytest.mark.skipif(not HAS_MEMORY, reason="this system does not give anonymous memory to Python")
 def test_the_memory_is_given_back(monkeypatch):
-    monkeypatch.setattr(huge_pages, "_LEAST", 1)
     alive = set()
 
     class Watched(mmap.mmap):
@@ -54,8 +46,9 @@ def test_the_memory_is_given_back(monkeypatch):
         def __del__(self):
             alive.discard(id(self))
 
-    monkeypatch.setattr(huge_pages.mmap, "mmap", Watched)
-    zeros = huge_pages.zeros(4, 4, dtype=torch.float32)
+    monkeypatch.setattr(grouped_product, "_LARGE", 1)
+    monkeypatch.setattr(mmap, "mmap", Watched)
+    zeros = _zeros_on_host((4, 4), torch.float32)
     part = zeros[2:]
     assert len(alive) == 1
     del zeros
@@ -64,7 +57,7 @@ def test_the_memory_is_given_back(monkeypatch):
     assert not alive
 
 
-def test_training_goes_on_as_in_stock(always):
+def test_training_goes_on_as_in_stock(has_memory):
     """Two steps of two passes each: gradients are taken over, added to, zeroed, stepped with and copied."""
     config = stock_text_config()
     stock, ours = make_asymmetric(Llama4TextMoe(config)), MixtureOfExperts(llamoe.from_stock(config))
