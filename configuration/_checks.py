@@ -4,7 +4,6 @@ Every complaint is a `ValueError` of one form, `Class.field = value: what is wro
 accepted`, so that a message can be acted on without reading this source, and matched by a program.
 """
 
-import functools
 import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -101,8 +100,10 @@ def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
     """
     parameters = config.rope_parameters
     rope_type = parameters.get("rope_type")
-    known = _rope_types(type(config))
-    if rope_type not in known:
+    # "axial" belongs to models that rotate by several coordinates at once.
+    if rope_type == "axial" or not hasattr(config, f"_validate_{rope_type}_rope_parameters"):
+        names = (re.fullmatch(r"_validate_(\w+)_rope_parameters", name) for name in dir(config))
+        known = sorted({match[1] for match in names if match} - {"axial"})
         problem = "unknown kind of rotary scaling"
         fail(config, "rope_parameters['rope_type']", rope_type, problem, enumerate_words(known))
     theta = parameters.get("rope_theta")
@@ -119,13 +120,6 @@ def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
         problem = "these models rotate the whole head"
         valid = "1.0, or rope_type 'proportional'"
         fail(config, "rope_parameters['partial_rotary_factor']", factor, problem, valid)
-
-
-@functools.cache
-def _rope_types(config_class: type) -> list[str]:
-    names = (re.fullmatch(r"_validate_(\w+)_rope_parameters", name) for name in dir(config_class))
-    # "axial" belongs to models that rotate by several coordinates at once.
-    return sorted({match[1] for match in names if match} - {"axial"})
 
 
 def check_layer_lists(config: Any) -> None:

@@ -176,10 +176,8 @@ class Attention(nn.Module):
             and not (kwargs["dropout"] or "cache" in kwargs)
             and (attention_mask is None or attention_mask.shape[1:3] == (1, 1))
         ):
-            output, weights = (
-                attend_to_single_queries(query, key, value, attention_mask, self.scaling),
-                None,
-            )
+            output = attend_to_single_queries(query, key, value, attention_mask, self.scaling)
+            weights = None
         else:
             if is_flash_attention_requested(requested_attention_implementation=implementation):
                 position_ids = None  # read for packed rows again, in every layer; `masks` has done that

@@ -180,7 +180,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
         if isinstance(config, PreTrainedConfig):
             kwargs["config"] = config = cls.resolve_config(config)
         elif pretrained_model_name_or_path is not None and not kwargs.get("gguf_file"):
-            config = cls._quantized_config(config or pretrained_model_name_or_path, **kwargs)
+            config = cls._config_if_quantized(config or pretrained_model_name_or_path, kwargs)
         cls._check_quantization(config, kwargs.get("quantization_config"))
         with each_header_once():
             if pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
@@ -229,11 +229,11 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
         return loading_info, offload_index
 
     @classmethod
-    def _quantized_config(cls, name_or_path: Any, quantization_config: Any = None, **kwargs) -> Any:
+    def _config_if_quantized(cls, name_or_path: Any, kwargs: dict[str, Any]) -> Any:
         """Read the config of a model that is quantized, or shall be; None for others, whose config is read later."""
         where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         try:
-            if quantization_config is None:
+            if kwargs.get("quantization_config") is None:
                 content, _ = cls.config_class.get_config_dict(name_or_path, **where)
                 if content.get("quantization_config") is None:
                     return None

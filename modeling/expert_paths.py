@@ -3,10 +3,11 @@
 Three ways lead to the same result:
 
 * `loop`: sort the rows by expert, then one product for each expert that was hit. The rows are counted on the host,
-  which costs nothing on the CPU; there it is the way, and a few rows without gradients go straight to their experts.
+  which costs nothing on the CPU; there it is the way without gradients, where a few rows go straight to their experts,
+  and for large experts with them, since the gradient of experts without tokens then costs nothing.
 * `kernel`: few rows on a GPU, without gradients. Each hit expert is read once, by a kernel that finds out on the
   device which they are: nothing waits for the host, and a step fits into a CUDA graph.
-* `grouped`: many rows on a GPU, and training there. Sort once, then torch's grouped product.
+* `grouped`: many rows on a GPU, and all other training. Sort once, then torch's grouped product.
 
 The number of rows, the sizes, the dtype, the device and whether gradients are wanted are all that is looked at: the
 choice is the same for every routing, and a compiler makes it once. As `llamoe_loop`, `llamoe_kernel` and
@@ -16,6 +17,7 @@ leaves them alone; it changes `grouped_mm` into `batched_mm`, which copies an ex
 Shapes: T tokens, k experts a token, N = T * k rows, E experts, H hidden_size, I intermediate_size.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -26,7 +28,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from ._compat import is_under_functorch
-from .grouped_product import grouped_product, multiply_groups
+from .grouped_product import LARGE, grouped_product, multiply_groups
 from .kernels.few_rows import MAX_ROWS, few_rows_experts, few_rows_fits
 from .linear import multiply_row
 
@@ -186,7 +188,7 @@ def choose_path(experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient:
         needs_gradient: whether there will be a backward pass.
     """
     is_on_host = experts.down_proj.device.type in ("cpu", "meta")
-    if is_on_host and not _is_transformed():
+    if is_on_host and (not needs_gradient or _is_large(experts, dtype)) and not _is_transformed():
         return "loop"
     # An exported program is one for all numbers of rows.
     if (
@@ -196,6 +198,10 @@ def choose_path(experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient:
     ):
         return "kernel"
     return "loop" if why_not("grouped", experts, num_rows, dtype, needs_gradient) else "grouped"
+
+
+def _is_large(experts: Any, dtype: torch.dtype) -> bool:
+    return math.prod(experts.down_proj.shape) * dtype.itemsize >= LARGE
 
 
 def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> str | None:

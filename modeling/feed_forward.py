@@ -7,6 +7,8 @@ from transformers.activations import ACT2FN
 from .linear import apply_linear
 from .plain import is_plain
 
+_SILU = type(ACT2FN["silu"])
+
 
 def activation(name: str) -> nn.Module:
     """Give the activation function that transformers knows by a name.
@@ -22,10 +24,10 @@ def activation(name: str) -> nn.Module:
 def apply_gate(act_fn: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Give `act_fn(gate) * up`; new memory on a CPU costs more than the product, so there it is taken once."""
     hidden = act_fn(gate)
-    # An activation may give what it was given, and a hook may keep what it gives.
-    if hidden is gate or not is_plain(hidden) or act_fn._forward_hooks:
-        return hidden * up
-    return hidden.mul_(up)
+    # Of SiLU it is known that it gives new memory and keeps none of it.
+    if type(act_fn) is _SILU and not act_fn._forward_hooks and is_plain(hidden):
+        return hidden.mul_(up)
+    return hidden * up
 
 
 class FeedForward(nn.Module):

@@ -16,8 +16,8 @@ import torch
 
 from .linear import multiply_few
 
-# Bytes from which zeros have memory of their own; smaller pieces the system's allocator keeps for the next step.
-_LARGE = 32 << 20
+LARGE = 32 << 20
+"""Bytes from which a gradient has memory of its own; smaller pieces the system's allocator keeps for the next step."""
 
 
 def multiply_groups(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -58,9 +58,10 @@ def _zeros_on_host(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Give zeros; the system maps only what is written to: of a large stack nothing for experts without tokens.
 
     Mapping a gradient as large as all experts, new in each step, takes longer than computing it for a few tokens each.
+    What is large lies in memory that torch did not allocate: its storage cannot be resized.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _LARGE or not hasattr(mmap, "MAP_ANONYMOUS"):
+    if num_bytes < LARGE or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

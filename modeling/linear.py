@@ -23,7 +23,7 @@ from .plain import is_plain
 # With more rows the gain shrinks, with fewer weights the calls cost what is gained.
 _MAX_ROWS = 3
 _MIN_WEIGHTS = 1 << 15
-# Parts that a weight can be cut into, the best first. More threads than some want more parts than that.
+# Parts that a weight can be cut into, the best first; and where there are more threads than `_MANY_THREADS`.
 _PARTS = (16, 8, 4, 2)
 _PARTS_FOR_MANY_THREADS = (64, *_PARTS)
 _MANY_THREADS = 8
@@ -49,7 +49,7 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
             and x.shape[-1:] == (linear.in_features,)
             and not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
         ):
-            return _multiply_in_parts(x, weight, linear._parameters["bias"])
+            return _multiply_in_parts(x, weight, linear.bias)
     return linear(x)
 
 

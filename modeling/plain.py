@@ -1,16 +1,19 @@
 """When a CPU may take a shorter way to the same numbers: nobody looks on, and only numbers are wanted.
 
 A step of decoding on a CPU is bound by reading weights and by the number of calls. Both can be had cheaper than by the
-general call, but not where gradients are recorded, a compiler or tracer reads along, or tensors stand for others.
+general call, but not where gradients or derivatives are recorded, somebody's hooks or modes see every call, a compiler
+or tracer reads along, or tensors stand for others. Hooks of single modules are for the caller to ask about.
 """
 
 import torch
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 
 from ._compat import is_under_functorch
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether this is float32 on the CPU, with no gradient, autocast, tracer, compiler or transform about."""
+    """Whether this is float32 on the CPU, and nothing but its numbers is asked for."""
     return (
         not torch.is_grad_enabled()
         and type(x) is torch.Tensor
@@ -20,4 +23,7 @@ def is_plain(x: torch.Tensor) -> bool:
         and x.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
         and not is_under_functorch()
+        and forward_ad._current_level < 0
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not _has_any_global_hook()
     )

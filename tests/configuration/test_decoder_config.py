@@ -248,6 +248,15 @@ def test_rotary_scalings_are_accepted(config_class, rope):
     assert rope.items() <= config.rope_parameters.items()
 
 
+def test_a_rotary_scaling_of_yours_is_known_from_when_you_bring_it(monkeypatch):
+    with pytest.raises(ValueError, match="'mine': unknown kind"):
+        LlamoeTextConfig(rope_parameters={"rope_type": "mine", "rope_theta": 1e4})
+    monkeypatch.setattr(
+        LlamoeTextConfig, "_validate_mine_rope_parameters", lambda *_, **__: None, raising=False
+    )
+    assert LlamoeTextConfig(rope_parameters={"rope_type": "mine", "rope_theta": 1e4})
+
+
 def test_odd_heads_are_fine_where_nothing_rotates():
     config = LlamoeTextConfig(num_hidden_layers=2, no_rope_layers=[0, 0], head_dim=9)
     assert config.head_dim == 9

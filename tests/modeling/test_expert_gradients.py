@@ -19,7 +19,7 @@ HAS_MEMORY = hasattr(mmap, "MAP_ANONYMOUS")
 @pytest.fixture(params=[True, False])
 def has_memory(request, monkeypatch):
     """Memory of their own for gradients of every size; and a system that has none."""
-    monkeypatch.setattr(grouped_product, "_LARGE", 1)
+    monkeypatch.setattr(grouped_product, "LARGE", 1)
     if not request.param:
         monkeypatch.delattr(mmap, "MAP_ANONYMOUS", raising=False)
     return request.param and HAS_MEMORY
@@ -46,7 +46,7 @@ def test_the_memory_is_given_back(monkeypatch):
         def __del__(self):
             alive.discard(id(self))
 
-    monkeypatch.setattr(grouped_product, "_LARGE", 1)
+    monkeypatch.setattr(grouped_product, "LARGE", 1)
     monkeypatch.setattr(mmap, "mmap", Watched)
     zeros = _zeros_on_host((4, 4), torch.float32)
     part = zeros[2:]

@@ -133,6 +133,9 @@ def test_rows_and_gradients_decide_on_a_gpu(
     experts = SimpleNamespace(down_proj=weight, hidden_act="silu", fits_grouped_mm=lambda dtype: grouped_fits)
     assert choose_path(experts, rows, torch.bfloat16, needs_gradient) == expected
     weight.device = torch.device("cpu")
+    on_the_cpu = "grouped" if needs_gradient and grouped_fits else "loop"
+    assert choose_path(experts, rows, torch.bfloat16, needs_gradient) == on_the_cpu
+    weight.shape = (16, 1024, 1024)  # 32 MiB in bfloat16
     assert choose_path(experts, rows, torch.bfloat16, needs_gradient) == "loop"
 
 

@@ -5,10 +5,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import MODELS, max_abs
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from llamoe.modeling import linear
 from llamoe.modeling.feed_forward import FeedForward
 from llamoe.modeling.linear import apply_linear, multiply_row
+from llamoe.modeling.normalization import L2Norm
 
 
 @pytest.fixture
@@ -186,3 +189,45 @@ def test_indices_made_under_another_default_device_serve_the_next_call():
     with torch.device("meta"):
         indices, offsets = linear._consecutive(12, 4)
     assert indices.tolist() == list(range(12)) and offsets.tolist() == [0, 3, 6, 9]
+
+
+@torch.no_grad()
+def test_dual_numbers_go_the_plain_way():
+    """Forward derivatives are there without gradients too, but not of every call that is taken for a CPU."""
+    feed_forward, x, direction = FeedForward(256, 200, "silu"), torch.randn(2, 1, 256), torch.randn(2, 1, 256)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x[0], direction[0])
+        out = feed_forward(dual) + multiply_row(dual, torch.eye(256))
+        tangent = torch.autograd.forward_ad.unpack_dual(out).tangent
+    step = 1e-3 * direction[0]
+    below, above = feed_forward(x[0] - step), feed_forward(x[0] + step)
+    assert max_abs(tangent - direction[0], (above - below) / 2e-3) < 1e-3  # of central differences in float32
+
+
+@torch.no_grad()
+def test_a_bias_that_is_no_parameter(in_parts):
+    plain, x = layer(50, 34, bias=True), torch.randn(1, 50)
+    for bias in (None, torch.randn(34)):
+        del plain.bias
+        if bias is None:
+            plain.bias = None
+        else:
+            plain.register_buffer("bias", bias)
+        assert max_abs(apply_linear(plain, x), nn.functional.linear(x, plain.weight, bias)) < 1e-5
+    assert len(in_parts) == 2
+
+
+@torch.no_grad()
+def test_who_looks_on_sees_the_plain_calls(in_parts):
+    """Counters of operations, modes that stand for other devices, and hooks on all modules."""
+    feed_forward, x, seen = FeedForward(50, 34, "silu"), torch.randn(1, 50), []
+    with FlopCounterMode(display=False) as counter:
+        feed_forward(x), multiply_row(x, torch.randn(50, 34))
+    assert counter.get_total_flops() == 2 * 4 * 50 * 34
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        L2Norm()(x), multiply_row(x, torch.randn(50, 34))
+    assert type(L2Norm()(x)) is torch.Tensor
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    feed_forward(x)
+    hook.remove()
+    assert len(seen) == 5 and not in_parts
