@@ -9,6 +9,8 @@ Which keys a query sees is decided by the mask alone (see `masks`), or by the se
 `cutting`); the product itself is transformers' attention interface.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
@@ -62,6 +64,22 @@ def eager_attention_forward(
     weights = nn.functional.softmax(scores, dim=-1, dtype=dtype).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def are_plain_single_queries(
+    query: torch.Tensor, attention_mask: Any, dropout: float = 0.0, cache: Any = None, **_
+) -> bool:
+    """Whether `attend_to_single_queries` may stand for transformers' own function, whose arguments these are."""
+    return (
+        is_plain(query)
+        and query.shape[2] == 1
+        and not dropout
+        and cache is None
+        and (
+            attention_mask is None
+            or (isinstance(attention_mask, torch.Tensor) and attention_mask.shape[1:3] == (1, 1))
+        )
+    )
 
 
 def attend_to_single_queries(
@@ -169,13 +187,7 @@ class Attention(nn.Module):
         attend_in = IN_SEQUENCES.get(type(attention_mask))
         if attend_in is not None:
             output, weights = attend_in(attend, self, query, key, value, attention_mask, **kwargs)
-        elif (
-            attend is sdpa_attention_forward
-            and is_plain(query)
-            and query.shape[2] == 1
-            and not (kwargs["dropout"] or "cache" in kwargs)
-            and (attention_mask is None or attention_mask.shape[1:3] == (1, 1))
-        ):
+        elif attend is sdpa_attention_forward and are_plain_single_queries(query, attention_mask, **kwargs):
             output = attend_to_single_queries(query, key, value, attention_mask, self.scaling)
             weights = None
         else:
