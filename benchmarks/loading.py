@@ -30,7 +30,7 @@ from .pairs import text_config
 from .shapes import Setting, Shape
 
 CLASSES = {REFERENCE: Llama4ForCausalLM, OURS: llamoe.LlamoeForCausalLM, AGAIN: Llama4ForCausalLM}
-LOADS = 3
+LOADS = 9
 """Loads of a process: its start takes longer than they do. Memory is that of the first."""
 SMALL = Shape(64, 32, 2, 2, 1, 32, 64)
 SAMPLED_EVERY = 2e-3

@@ -4,7 +4,7 @@ Three ways lead to the same result:
 
 * `loop`: sort the rows by expert, then one product for each expert that was hit. The rows are counted on the host,
   which costs nothing on the CPU; there it is the way without gradients, where a few rows go straight to their experts,
-  and for large experts with them, since the gradient of experts without tokens then costs nothing.
+  and with them for large stacks of experts that see few rows each.
 * `kernel`: few rows on a GPU, without gradients. Each hit expert is read once, by a kernel that finds out on the
   device which they are: nothing waits for the host, and a step fits into a CUDA graph.
 * `grouped`: many rows on a GPU, and all other training. Sort once, then torch's grouped product.
@@ -30,7 +30,7 @@ from transformers.utils.import_utils import is_torchdynamo_exporting
 from ._compat import is_under_functorch
 from .grouped_product import LARGE, grouped_product, multiply_groups
 from .kernels.few_rows import MAX_ROWS, few_rows_experts, few_rows_fits
-from .linear import multiply_row
+from .linear import MAX_PLAIN_ROWS, multiply_row
 
 Path = Literal["loop", "kernel", "grouped"]
 PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
@@ -188,7 +188,8 @@ def choose_path(experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient:
         needs_gradient: whether there will be a backward pass.
     """
     is_on_host = experts.down_proj.device.type in ("cpu", "meta")
-    if is_on_host and (not needs_gradient or _is_large(experts, dtype)) and not _is_transformed():
+    has_few_rows_each = needs_gradient and _has_few_rows_each(experts, num_rows, dtype)
+    if is_on_host and (has_few_rows_each or not needs_gradient) and not _is_transformed():
         return "loop"
     # An exported program is one for all numbers of rows.
     if (
@@ -200,8 +201,11 @@ def choose_path(experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient:
     return "loop" if why_not("grouped", experts, num_rows, dtype, needs_gradient) else "grouped"
 
 
-def _is_large(experts: Any, dtype: torch.dtype) -> bool:
-    return math.prod(experts.down_proj.shape) * dtype.itemsize >= LARGE
+def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
+    """Whether experts are large and see so few rows that mapping memory and reading weights is what costs."""
+    num_experts, *sizes = experts.down_proj.shape
+    is_large = num_experts * math.prod(sizes) * dtype.itemsize >= LARGE
+    return is_large and not is_torchdynamo_exporting() and num_rows <= MAX_PLAIN_ROWS * num_experts
 
 
 def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> str | None:

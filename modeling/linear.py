@@ -20,8 +20,9 @@ from torch import nn
 
 from .plain import is_plain
 
-# With more rows the gain shrinks, with fewer weights the calls cost what is gained.
-_MAX_ROWS = 3
+MAX_PLAIN_ROWS = 3
+"""Rows up to which a product is not torch's plain one; with more the gain shrinks."""
+# With fewer weights the calls cost what is gained.
 _MIN_WEIGHTS = 1 << 15
 # Parts that a weight can be cut into, the best first; and where there are more threads than `_MANY_THREADS`.
 _PARTS = (16, 8, 4, 2)
@@ -41,7 +42,7 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     Returns:
         `[..., out_features]`.
     """
-    if type(linear) is nn.Linear and is_plain(x) and x.numel() <= _MAX_ROWS * linear.in_features:
+    if type(linear) is nn.Linear and is_plain(x) and x.numel() <= MAX_PLAIN_ROWS * linear.in_features:
         weight = linear._parameters.get("weight")
         if (
             weight is not None
@@ -91,7 +92,7 @@ def multiply_few(x_RI: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
     """
     if len(x_RI) == 1 and weight_IO.is_contiguous():
         return multiply_row(x_RI, weight_IO)
-    if 0 < len(x_RI) <= _MAX_ROWS and is_plain(x_RI) and _is_plain_weight(weight_IO.T):
+    if 0 < len(x_RI) <= MAX_PLAIN_ROWS and is_plain(x_RI) and _is_plain_weight(weight_IO.T):
         return _multiply_in_parts(x_RI, weight_IO.T, None)
     return torch.mm(x_RI, weight_IO)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .plain import is_plain
 
-# Tokens; of so few the products are not the plain ones either (see `linear`). With more, not a bit changes.
+# Tokens. With more, not a bit may differ from the general call.
 _FEW = 3
 
 
