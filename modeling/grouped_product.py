@@ -48,21 +48,25 @@ def _groups_with_rows(ends_E: torch.Tensor) -> list[tuple[int, int, int]]:
 def _multiply_outer(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Give `[E, I, O]`, each group's rows of one factor, transposed, times those of the other."""
     shape = len(ends_E), x_NI.shape[1], grad_NO.shape[1]
-    out_EIO = _zeros_on_host(shape, x_NI.dtype) if x_NI.is_cpu else x_NI.new_zeros(shape)
-    for group, start, end in _groups_with_rows(ends_E):
+    groups = _groups_with_rows(ends_E)
+    if x_NI.is_cpu and math.prod(shape) * x_NI.itemsize >= LARGE and hasattr(mmap, "MAP_ANONYMOUS"):
+        out_EIO = _unmapped_zeros(shape, x_NI.dtype)
+    else:
+        out_EIO = x_NI.new_empty(shape)
+        for group in set(range(len(out_EIO))) - {group for group, _, _ in groups}:
+            out_EIO[group].zero_()
+    for group, start, end in groups:
         torch.mm(x_NI[start:end].T, grad_NO[start:end], out=out_EIO[group])
     return out_EIO
 
 
-def _zeros_on_host(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Give zeros; the system maps only what is written to: of a large stack nothing for experts without tokens.
+def _unmapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Give zeros on the host, of which the system maps only what is written to: none for experts without tokens.
 
     Mapping a gradient as large as all experts, new in each step, takes longer than computing it for a few tokens each.
-    What is large lies in memory that torch did not allocate: its storage cannot be resized.
+    The memory is not of torch's allocator: the storage cannot be resized.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < LARGE or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.zeros(shape, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
