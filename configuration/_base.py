@@ -133,10 +133,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         names = {field.name for field in fields(cls)} - {"dtype"}
         given = {cls.attribute_map.get(name, name): name for name in kwargs}
         overrides = {field: kwargs.pop(name) for field, name in given.items() if field in names}
-        result = super().from_dict(cls._override(data, overrides), **kwargs)
-        config = result[0] if isinstance(result, tuple) else result
-        config.validate()
-        return result
+        return super().from_dict(cls._override(data, overrides), **kwargs)
 
     @classmethod
     def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class RotaryEmbedding(nn.Module):
 
     def _initial_frequencies(self) -> tuple[torch.Tensor, float]:
         if self.rope_type == "default":
+            if torch.get_default_device().type == "meta":  # as loaders begin, once a model: values come later
+                return torch.empty(-(-self.config.head_dim // 2), dtype=torch.float32), 1.0
             return self.compute_default_rope_parameters(self.config)
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
 
