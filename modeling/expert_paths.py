@@ -30,7 +30,8 @@ from transformers.utils.import_utils import is_torchdynamo_exporting
 from ._compat import is_under_functorch
 from .grouped_product import LARGE, grouped_product, multiply_groups
 from .kernels.few_rows import MAX_ROWS, few_rows_experts, few_rows_fits
-from .linear import MAX_PLAIN_ROWS, multiply_row
+from .linear import multiply_row
+from .plain import FEW_ROWS
 
 Path = Literal["loop", "kernel", "grouped"]
 PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
@@ -188,9 +189,9 @@ def choose_path(experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient:
         needs_gradient: whether there will be a backward pass.
     """
     is_on_host = experts.down_proj.device.type in ("cpu", "meta")
-    has_few_rows_each = needs_gradient and _has_few_rows_each(experts, num_rows, dtype)
-    if is_on_host and (has_few_rows_each or not needs_gradient) and not _is_transformed():
-        return "loop"
+    if is_on_host and not _is_transformed():
+        if not needs_gradient or _has_few_rows_each(experts, num_rows, dtype):
+            return "loop"
     # An exported program is one for all numbers of rows.
     if (
         not is_torchdynamo_exporting()
@@ -205,7 +206,7 @@ def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
     """Whether experts are large and see so few rows that mapping memory and reading weights is what costs."""
     num_experts, *sizes = experts.down_proj.shape
     is_large = num_experts * math.prod(sizes) * dtype.itemsize >= LARGE
-    return is_large and not is_torchdynamo_exporting() and num_rows <= MAX_PLAIN_ROWS * num_experts
+    return is_large and not is_torchdynamo_exporting() and num_rows <= FEW_ROWS * num_experts
 
 
 def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> str | None:

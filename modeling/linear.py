@@ -18,10 +18,8 @@ import functools
 import torch
 from torch import nn
 
-from .plain import is_plain
+from .plain import FEW_ROWS, is_plain
 
-MAX_PLAIN_ROWS = 3
-"""Rows up to which a product is not torch's plain one; with more the gain shrinks."""
 # With fewer weights the calls cost what is gained.
 _MIN_WEIGHTS = 1 << 15
 # Parts that a weight can be cut into, the best first; and where there are more threads than `_MANY_THREADS`.
@@ -42,7 +40,7 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     Returns:
         `[..., out_features]`.
     """
-    if type(linear) is nn.Linear and is_plain(x) and x.numel() <= MAX_PLAIN_ROWS * linear.in_features:
+    if type(linear) is nn.Linear and is_plain(x) and x.numel() <= FEW_ROWS * linear.in_features:
         weight = linear._parameters.get("weight")
         if (
             weight is not None
@@ -92,7 +90,7 @@ def multiply_few(x_RI: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
     """
     if len(x_RI) == 1 and weight_IO.is_contiguous():
         return multiply_row(x_RI, weight_IO)
-    if 0 < len(x_RI) <= MAX_PLAIN_ROWS and is_plain(x_RI) and _is_plain_weight(weight_IO.T):
+    if 0 < len(x_RI) <= FEW_ROWS and is_plain(x_RI) and _is_plain_weight(weight_IO.T):
         return _multiply_in_parts(x_RI, weight_IO.T, None)
     return torch.mm(x_RI, weight_IO)
 

@@ -13,10 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .plain import is_plain
-
-# Tokens. With more, not a bit may differ from the general call.
-_FEW = 3
+from .plain import FEW_ROWS, is_plain
 
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -37,7 +34,7 @@ def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _normalize_plainly(x: torch.Tensor, eps: float) -> torch.Tensor:
-    if x.shape[:-1][:2].numel() <= _FEW:  # [B, T, hidden_size], or [B, T, H, D]
+    if x.shape[:-1][:2].numel() <= FEW_ROWS:  # [B, T, hidden_size], or [B, T, H, D]
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     squares = x.square()

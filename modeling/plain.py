@@ -11,6 +11,9 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ._compat import is_under_functorch
 
+FEW_ROWS = 3
+"""Tokens up to which norms and products take other calls. With more, norms keep every bit, and products gain little."""
+
 
 def is_plain(x: torch.Tensor) -> bool:
     """Whether this is float32 on the CPU, and nothing but its numbers is asked for."""
