@@ -200,5 +200,6 @@ class Attention(nn.Module):
 
     def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:
         # log1p(floor((position + 1) / floor_scale)) * attn_scale + 1: no effect below position floor_scale - 1.
-        steps = torch.floor((position_ids.float() + 1.0) / self.config.floor_scale)
+        # Padding may have positions below zero, whose logarithm would be NaN, and NaN is not masked: 0 * NaN is NaN.
+        steps = torch.floor((position_ids.float() + 1.0) / self.config.floor_scale).clamp(min=0)
         return (torch.log1p(steps) * self.config.attn_scale + 1.0)[..., None, None]  # [B or 1, T, 1, 1]

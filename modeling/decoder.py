@@ -38,6 +38,7 @@ from .masks import (
 from .moe import MixtureOfExperts, Router
 from .normalization import RMSNorm
 from .rotary import RotaryEmbedding, rotary_tables
+from .rows import without_padding_positions
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -122,7 +123,8 @@ class DecoderModel(LlamoePreTrainedModel):
             attention_mask: `[B, past + T]`, zeros on padding (left or right); or a ready 4-D mask, or a dict of them
                 by attention type.
             position_ids: `[B or 1, T]`. Rotation, temperature and chunk borders follow from them. Left out, each
-                row is numbered from its first real token; rows in which they restart are packed sequences.
+                row is numbered from its first real token; rows in which they restart are packed sequences. Those of
+                tokens that `attention_mask` hides may be any numbers.
             past_key_values: keys and values of earlier tokens; added to.
             inputs_embeds: `[B, T, hidden_size]` instead of `input_ids`.
             use_cache: whether to make a cache when none is given.
@@ -134,8 +136,9 @@ class DecoderModel(LlamoePreTrainedModel):
             mixture layer.
 
         Raises:
-            ValueError: both or none of `input_ids` and `inputs_embeds`, anything of a wrong shape or dtype, a cache of
-                another model, or `output_attentions` with an implementation that forms no weights.
+            ValueError: both or none of `input_ids` and `inputs_embeds`, anything of a wrong shape or dtype, a position
+                below zero of a token that is no padding (on the CPU), a cache of another model, or
+                `output_attentions` with an implementation that forms no weights.
         """
         check_output_attentions(self.config, kwargs)
         check_tokens(self.config, input_ids, inputs_embeds)
@@ -157,8 +160,8 @@ class DecoderModel(LlamoePreTrainedModel):
             position_ids,
             has_lengths=cu_seq_lens is not None,
         )
+        past_length = cached_length(past_key_values)
         if position_ids is None:
-            past_length = cached_length(past_key_values)
             # Where sdpa needs no mask, there is no padding either: somebody has looked, and waited for it, already.
             is_plain = (
                 self.config._attn_implementation == "sdpa"
@@ -169,7 +172,10 @@ class DecoderModel(LlamoePreTrainedModel):
                 padding, inputs_embeds.shape[1], past_length, inputs_embeds.device
             )
         hidden_states = inputs_embeds
-        cos, sin = self.rotary_emb(hidden_states, position_ids)
+        rotary_positions = position_ids
+        if self.rotary_emb.follows_length:
+            rotary_positions = without_padding_positions(position_ids, attention_mask, past_length)
+        cos, sin = self.rotary_emb(hidden_states, rotary_positions)
         position_embeddings = rotary_tables(cos, sin, self.rotary_emb.interleave)
         # The types are not asked of the layers: under pipeline parallelism other stages' are placeholders. Nor is their
         # number: `generate(assistant_early_exit=...)` drafts with fewer, and lowers it in the config meanwhile.

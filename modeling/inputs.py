@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.utils import is_torchdynamo_compiling
 
 from .masks import cached_length
+from .rows import without_padding_positions
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -78,11 +79,11 @@ def check_row_inputs(
         batch_size: B.
         num_tokens: T, without those in the cache.
         attention_mask: should be `[B, cached + T]`, or 4-D, or a dict that the library made.
-        position_ids: should be `[B or 1, T]`.
+        position_ids: should be `[B or 1, T]`, not below zero where a token is no padding.
         past_key_values: the cache.
 
     Raises:
-        ValueError: another shape.
+        ValueError: another shape, or a position below zero.
     """
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
         has_fixed_length = getattr(past_key_values, "is_compileable", False)
@@ -111,6 +112,34 @@ def check_row_inputs(
         or position_ids.shape[0] not in (1, batch_size)
     ):
         _fail("position_ids", position_ids, f"int64 or int32 of shape [{batch_size} or 1, {num_tokens}]")
+    if position_ids.numel() and is_readable(position_ids) and int(position_ids.min()) < 0:
+        _check_negative_positions(attention_mask, position_ids, past_key_values)
+
+
+def _check_negative_positions(
+    attention_mask: Any, position_ids: torch.Tensor, past_key_values: Cache | None
+) -> None:
+    """Refuse positions below zero but where a mask of two axes hides them; other masks are not looked into."""
+    past_length = cached_length(past_key_values)
+    masks = [
+        tensor
+        for tensor in (attention_mask, past_length)
+        if tensor is not None and not isinstance(tensor, int)
+    ]
+    if not all(isinstance(mask, torch.Tensor) and is_readable(mask) for mask in masks):
+        return
+    if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            return
+        position_ids = without_padding_positions(position_ids, attention_mask, past_length)
+    negative = (position_ids < 0).nonzero()
+    if len(negative):
+        row, column = negative[0].tolist()
+        raise ValueError(
+            f"position_ids is {position_ids[row, column].item()} at row {row}, token {column}, which no "
+            "attention_mask hides; expected: 0 or more. Number each row's real tokens from 0, and give padding "
+            "zeros in attention_mask."
+        )
 
 
 def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past_key_values: Any) -> None:

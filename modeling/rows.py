@@ -59,6 +59,23 @@ def is_real(index: torch.Tensor, padding_mask: torch.Tensor | None, batch_size: 
     return padding_mask[:, index.clamp(0, width - 1)] & (index >= 0) & (index < width)
 
 
+def without_padding_positions(
+    position_ids: torch.Tensor, attention_mask: Any, past_length: int | torch.Tensor
+) -> torch.Tensor:
+    """Give `[B or 1, Q]`, the positions with zeros where a mask `[B, K]` hides the token; other masks tell nothing.
+
+    Args:
+        position_ids: `[B or 1, Q]`.
+        attention_mask: `[B, K]` with zeros on padding, or anything else.
+        past_length: tokens already in the cache.
+    """
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
+        return position_ids
+    index = torch.arange(position_ids.shape[1], device=position_ids.device) + past_length
+    padding_mask = attention_mask.to(device=position_ids.device, dtype=torch.bool)
+    return torch.where(is_real(index, padding_mask, len(padding_mask)), position_ids, 0)
+
+
 def positions_along(
     padding_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,

@@ -184,6 +184,48 @@ def test_positions_that_start_late(case, implementation):
     assert_equal(run(model, **inputs), run(truth, **inputs))
 
 
+# What positions may stand under a mask. The logarithm of the temperature has no value for the first of them; the
+# library's own tokens are numbered from the first real one.
+HIDDEN = {
+    "counted on from the padding": lambda index, pad: index - pad,
+    "of any size": lambda index, pad: torch.tensor([-3, 2**40, -(2**62), 11])[index % 4],
+    "of the limits": lambda index, pad: torch.where(index % 2 == 0, torch.iinfo(torch.int64).min, 2**63 - 1),
+}
+
+
+@DECODERS
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("cache", [None, "dynamic", "static"])
+def test_positions_that_a_mask_hides_do_not_matter(case, cache, hidden, implementation):
+    """Padding on the left, on the right and in the middle; in one pass and in pieces, over borders of chunks."""
+    truth, model = pair(case, implementation)
+    inputs = case.inputs((3, 0, 17), length=37)
+    mask = inputs["attention_mask"]
+    mask[0, 30:], mask[1, 33:] = 0, 0
+    if cache is None:  # windows of a chunk count in indices
+        mask[2, 20:23] = 0
+    clean = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = run(truth, **inputs, position_ids=clean)
+    index = torch.arange(37).expand(3, -1)
+    inputs["position_ids"] = torch.where(
+        mask == 1, clean, HIDDEN[hidden](index, torch.tensor([[3], [0], [17]]))
+    )
+    pieces = (37,) if cache is None else (2, 14, 1, 18, 1, 1)
+    for each in (model, truth):
+        past = {
+            None: lambda _: None,
+            "dynamic": lambda config: DynamicCache(config=config),
+            "static": lambda config: StaticCache(config=config, max_cache_len=40),
+        }[cache](each.config)
+        parts, begin = [], 0
+        for size in pieces:
+            end = begin + size
+            piece = {name: inputs[name][:, begin:end] for name in ("input_ids", "position_ids")}
+            parts.append(run(each, **piece, attention_mask=mask[:, :end], past_key_values=past))
+            begin = end
+        assert_equal(torch.cat(parts, 1), expected, mask)
+
+
 @DECODERS
 @pytest.mark.parametrize("cache", ["dynamic", "static", "no_layers"])
 @pytest.mark.parametrize("side", ["left", "right", "none"])

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import Llama4VisionConfig
 
 import llamoe
 from llamoe.modeling import weights
+from llamoe.modeling.inputs import check_row_inputs
 from llamoe.modeling.weights import CheckpointError
 
 TENSOR = "model.layers.1.self_attn.q_proj.weight"
@@ -379,6 +381,7 @@ IDS = torch.arange(3, 45).view(2, 21)
 EMBEDS = torch.ones(2, 21, 72)
 MASK = torch.ones_like(IDS)
 POSITIONS = torch.arange(21)[None]
+HIDES_TWO = torch.ones_like(IDS).index_fill_(1, torch.tensor([0, 1]), 0)
 
 
 @pytest.fixture(scope="module")
@@ -433,6 +436,14 @@ BAD_INPUTS = {
         {"input_ids": IDS, "position_ids": POSITIONS.expand(3, -1)},
         r"position_ids .*\[3, 21\]",
     ),
+    "positions_negative": (
+        {"input_ids": IDS, "position_ids": POSITIONS - 3},
+        r"position_ids is -3 at row 0, token 0, which no attention_mask hides.*0 or more",
+    ),
+    "positions_negative_in_sight": (
+        {"input_ids": IDS, "attention_mask": HIDES_TWO, "position_ids": POSITIONS - 3},
+        r"position_ids is -1 at row 0, token 2, .*attention_mask",
+    ),
     "labels_short": ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels .*\[2, 20\].*\[2, 21"),
     "labels_transposed": ({"input_ids": IDS, "labels": IDS.T}, r"labels .*\[21, 2\].*\[2, 21"),
     "labels_rows": ({"input_ids": IDS, "labels": IDS[:1]}, r"labels .*\[1, 21\].*\[2, 21"),
@@ -447,6 +458,13 @@ def test_bad_inputs(name, inputs, heads):
     given, says = BAD_INPUTS[inputs]
     with pytest.raises(ValueError, match=says):
         heads[name](**given)
+
+
+def test_negative_positions_are_looked_for_on_the_cpu_alone():
+    """Elsewhere one would wait for the values, which tensors without any refuse."""
+    for device, refused in (("cpu", True), ("meta", False)):
+        with pytest.raises(ValueError, match="position_ids is -1") if refused else nullcontext():
+            check_row_inputs(2, 21, MASK.to(device), (POSITIONS - 1).to(device), None)
 
 
 def test_mask_of_the_new_tokens_only(heads):

@@ -388,6 +388,22 @@ def test_export_with_dynamic_sizes(name, with_mask):
         assert max_abs(main_output(program(**inputs, use_cache=False)), expected) < TOLERANCE
 
 
+@torch.no_grad()
+@DECODERS
+def test_hidden_positions_in_a_graph(name):
+    """Whatever positions padding has, below zero or above every other, compiled and exported."""
+    case = CASES[name]
+    model, inputs = case.make(), case.inputs()
+    mask = inputs["attention_mask"]
+    clean = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = run(model, **inputs, position_ids=clean)[mask == 1]
+    inputs["position_ids"] = torch.where(mask == 1, clean, torch.tensor([-40, 2**40, -1]).repeat(18)[:53])
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    exported = torch.export.export(model, (), {**inputs, "use_cache": False}, strict=True).module()
+    for given in (run(compiled, **inputs), main_output(exported(**inputs, use_cache=False))):
+        assert max_abs(given[mask == 1], expected) < TOLERANCE
+
+
 @DECODERS
 def test_export_of_a_decoding_step(name):
     """transformers' wrapper for ExecuTorch: the cache is in the program, one token goes in; over a chunk's border."""

@@ -6,7 +6,15 @@ The truth is each row by itself, without padding and without a cache: transforme
 
 import pytest
 import torch
-from support import make_asymmetric, max_abs, run, stock_dense_config, stock_text_config, text_config
+from support import (
+    make_asymmetric,
+    max_abs,
+    run,
+    scaled_rope,
+    stock_dense_config,
+    stock_text_config,
+    text_config,
+)
 from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
@@ -23,8 +31,8 @@ def text_model(attention="sdpa", **overrides):
     return make_asymmetric(model)
 
 
-def dense_model(attention="sdpa"):
-    model = llamoe.LlamoeDenseForCausalLM(llamoe.from_stock(stock_dense_config()))
+def dense_model(attention="sdpa", **overrides):
+    model = llamoe.LlamoeDenseForCausalLM(llamoe.from_stock(stock_dense_config(**overrides)))
     model.set_attn_implementation(attention)
     return make_asymmetric(model)
 
@@ -248,3 +256,39 @@ def test_packed_rows_in_a_cache_of_fixed_length_are_refused():
         past = StaticCache(config=model.config, max_cache_len=40)
         with pytest.raises(ValueError, match="position_ids restart within a row.*cache of fixed length"):
             model(ids, position_ids=positions, past_key_values=past)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+@pytest.mark.parametrize("make", [text_model, dense_model], ids=["text", "dense"])
+def test_padding_chooses_no_frequencies(make, rope):
+    """In these types of scaling the highest position of a pass decides, at 32 here; it must not be the padding's."""
+    row = rows()[2][:, :20]
+    expected = make(**scaled_rope(rope))(row, use_cache=False).logits[0]
+    ids, mask = torch.zeros(2, 50, dtype=torch.long), torch.zeros(2, 50, dtype=torch.long)
+    ids[0, :20], mask[0, :20] = row[0], 1
+    ids[1, 30:], mask[1, 30:] = row[0], 1
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1000)
+    for given in (None, positions):
+        logits = make(**scaled_rope(rope))(
+            ids, attention_mask=mask, position_ids=given, use_cache=False
+        ).logits
+        for of_row, its_mask in zip(logits, mask, strict=True):
+            assert max_abs(of_row[its_mask == 1], expected) < TOLERANCE
+
+
+@torch.no_grad()
+def test_negative_positions_under_a_mask_of_four_axes():
+    """What such a mask hides is not looked for; a number comes out for what is seen."""
+    model, row = text_model(), rows()[1]
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), row], 1)
+    index = torch.arange(41)
+    visible = (index <= index[:, None]) & (index >= 4)
+    visible |= torch.eye(41, dtype=torch.bool)
+    same_chunk = ((index - 4) // CHUNK)[:, None] == (index - 4) // CHUNK
+    masks = {"full_attention": visible, "chunked_attention": visible & same_chunk}
+    masks = {name: mask[None, None] for name, mask in masks.items()}
+    logits = model(padded, attention_mask=masks, position_ids=(index - 4)[None], use_cache=False).logits[
+        0, 4:
+    ]
+    assert max_abs(logits, alone(model, row)) < TOLERANCE
