@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ._checks import ConfigurationError, check_rope_parameters, enumerate_words, fail
-from ._hub import write_config
+from ._hub import entries_of_others, write_config
 
 logger = logging.get_logger(__name__)
 
@@ -207,6 +207,17 @@ class LlamoeBaseConfig(PreTrainedConfig):
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         finally:
             _is_saving.reset(token)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the fields; of `auto_map` only what somebody else has entered.
+
+        Our own entries tell how the folder is loaded that a configuration was read from. Each save writes them anew.
+        The attribute itself stays, since tools that load models by trusted code look there.
+        """
+        data = super().to_dict()
+        if others := entries_of_others(data.pop("auto_map", None)):
+            data["auto_map"] = others
+        return data
 
     def to_json_file(self, json_file_path, use_diff: bool = True):
         """Write the configuration as JSON."""

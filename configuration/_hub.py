@@ -86,6 +86,11 @@ def written_by(converter: Callable[[Any], dict[str, Any]] | None) -> Iterator[No
         _converter.reset(token)
 
 
+def entries_of_others(auto_map: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Give the entries of an `auto_map` that do not name our module, with or without the `owner/name--` of a hub."""
+    return {name: entry for name, entry in (auto_map or {}).items() if f"{MODULE_NAME}." not in str(entry)}
+
+
 def auto_map(config: Any, is_ours: bool) -> dict[str, str]:
     """Say which Auto class finds what in the folder of a configuration.
 
@@ -99,12 +104,7 @@ def auto_map(config: Any, is_ours: bool) -> dict[str, str]:
     served = AUTO_CLASSES[config.model_type]
     architecture = (config.architectures or [None])[0]
     entries = {name: model for name, model in served.items() if model == architecture}
-    # Loading on a hub puts `owner/name--` before each entry.
-    others = {
-        name: entry
-        for name, entry in (getattr(config, "auto_map", None) or {}).items()
-        if f"{MODULE_NAME}." not in str(entry)
-    }
+    others = entries_of_others(getattr(config, "auto_map", None))
     entries["AutoModel"] = served["AutoModel"]
     if is_ours:
         entries["AutoConfig"] = type(config).__name__

@@ -1,0 +1,102 @@
+"""A configuration that is read back from a folder is the one that was saved, in every form that one can ask for."""
+
+import json
+
+import pytest
+from support import dense_config, make_asymmetric, multimodal_config, text_config, vision_config
+from transformers import AutoConfig
+
+import llamoe
+
+MAKERS = {
+    "dense": (dense_config, "LlamoeDenseForCausalLM"),
+    "text": (text_config, "LlamoeForCausalLM"),
+    "vision": (vision_config, "LlamoeVisionModel"),
+    "multimodal": (multimodal_config, "LlamoeForConditionalGeneration"),
+}
+FAMILIES = pytest.mark.parametrize("family", MAKERS)
+NOT_DEFAULT = {
+    "dense": dict(
+        rms_norm_eps=1e-4,
+        attention_bias=True,
+        id2label={0: "no", 1: "yes", 2: "perhaps"},
+        label2id={"no": 0, "yes": 1, "perhaps": 2},
+    ),
+    "text": dict(router_aux_loss_coef=0.03, no_rope_layers=[1, 0, 1, 1, 0], eos_token_id=[3, 5]),
+    "vision": dict(projection_dim=24, hidden_act="quick_gelu", attention_dropout=0.1),
+    "multimodal": dict(tie_word_embeddings=False, image_token_index=96, dtype="float16"),
+}
+
+
+def check_same(read, saved):
+    assert type(read) is type(saved)
+    assert read == saved and saved == read
+    # Where a configuration was read from is known to `AutoConfig` alone, as with stock's.
+    assert {**read.to_dict(), "_name_or_path": ""} == {**saved.to_dict(), "_name_or_path": ""}
+    assert read.to_diff_dict() == saved.to_diff_dict()
+    for use_diff in (True, False):
+        given, expected = (json.loads(config.to_json_string(use_diff=use_diff)) for config in (read, saved))
+        assert {**given, "_name_or_path": ""} == {**expected, "_name_or_path": ""}
+    for part in read.sub_configs:
+        check_same(getattr(read, part), getattr(saved, part))
+
+
+@FAMILIES
+@pytest.mark.parametrize("fields", ["default", "others"])
+def test_saved_by_itself(family, fields, tmp_path):
+    config = MAKERS[family][0]()
+    if fields == "others":
+        config = type(config).from_dict(config.to_dict(), **NOT_DEFAULT[family])
+    config.save_pretrained(tmp_path / "once")
+    read = type(config).from_pretrained(tmp_path / "once")
+    assert read.to_dict() == config.to_dict()
+    for again in (read, AutoConfig.from_pretrained(tmp_path / "once")):
+        check_same(again, config)
+    read.save_pretrained(tmp_path / "twice")
+    check_same(type(config).from_pretrained(tmp_path / "twice"), config)
+    once, twice = ((tmp_path / name / "config.json").read_text() for name in ("once", "twice"))
+    assert once == twice
+
+
+@FAMILIES
+@pytest.mark.parametrize("layout", ["llamoe", "stock"])
+def test_saved_with_a_model(family, layout, tmp_path):
+    make_config, name = MAKERS[family]
+    # Stock's configuration of the dense family says no head size that is not hidden size over heads.
+    fields = {"hidden_size": 120} if family == "dense" else {}
+    model = make_asymmetric(getattr(llamoe, name)(make_config(**fields)))
+    model.save_pretrained(tmp_path, layout=layout)
+    check_same(type(model.config).from_pretrained(tmp_path), model.config)
+    if layout == "llamoe":
+        check_same(AutoConfig.from_pretrained(tmp_path), model.config)
+
+
+def test_parts_that_had_a_folder_of_their_own(tmp_path):
+    """What a part's folder says of loading it is no field of the part, in whatever it is put."""
+    text_config().save_pretrained(tmp_path / "text")
+    vision_config().save_pretrained(tmp_path / "vision")
+    parts = {
+        "text_config": llamoe.LlamoeTextConfig.from_pretrained(tmp_path / "text"),
+        "vision_config": llamoe.LlamoeVisionConfig.from_pretrained(tmp_path / "vision"),
+    }
+    whole = llamoe.LlamoeConfig(**parts)
+    whole.save_pretrained(tmp_path / "whole")
+    content = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert "auto_map" in content
+    assert not any("auto_map" in content[name] for name in parts)
+    check_same(llamoe.LlamoeConfig.from_pretrained(tmp_path / "whole"), whole)
+
+
+def test_entries_of_others_stay(tmp_path):
+    """A user's class of one Auto class beside ours of the others."""
+    config = dense_config()
+    config.auto_map = {
+        "AutoModelForMaskedLM": "modeling_mine.Mine",
+        "AutoModel": "me/it--llamoe_hub.LlamoeDenseModel",
+    }
+    assert config.to_dict()["auto_map"] == {"AutoModelForMaskedLM": "modeling_mine.Mine"}
+    config.architectures = ["Mine"]
+    config.save_pretrained(tmp_path)
+    read = llamoe.LlamoeDenseConfig.from_pretrained(tmp_path)
+    check_same(read, config)
+    assert read.auto_map.keys() == {"AutoConfig", "AutoModel", "AutoModelForMaskedLM"}
