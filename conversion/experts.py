@@ -1,16 +1,17 @@
 """Experts stacked as stock keeps them, and as one linear layer an expert, which quantizers and other tools want.
 
 Stacked: `experts.gate_up_proj [E, H, 2I]` (gate first) and `experts.down_proj [E, I, H]`, input before output. One by
-one: `experts.0.gate_proj.weight [I, H]`, `up_proj [I, H]`, `down_proj [H, I]` and so on, as linear layers are.
+one: `experts.0.gate_proj.weight [I, H]`, `up_proj [I, H]`, `down_proj [H, I]` and so on, as linear layers are;
+`modeling.split_experts` says in which spellings they are read.
 """
 
 import re
 from collections.abc import Mapping
 
+from ..modeling.split_experts import expert_of
 from ..modeling.weights import CheckpointError
 from .lazy import LazyTensor, Slot, join, stack
 
-_EXPERT = re.compile(r"(.*feed_forward\.experts)\.(0|[1-9]\d*)\.(gate_proj|up_proj|down_proj)\.weight")
 _EXPERTS = re.compile(r"(.*feed_forward\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -18,16 +19,19 @@ def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Stack experts that are one linear layer each; other tensors pass.
 
     Raises:
-        CheckpointError: the experts of a layer are not numbered from 0, or differ in shape or dtype.
+        CheckpointError: the experts of a layer are not numbered from 0, differ in shape or dtype, or are there twice.
     """
     found: dict[str, dict[str, dict[int, LazyTensor]]] = {}
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        match = _EXPERT.fullmatch(name)
-        if match:
-            found.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
-        else:
+        expert = expert_of(name)
+        if expert is None:
             result[name] = tensor
+            continue
+        experts = found.setdefault(expert.experts, {}).setdefault(f"{expert.part}_proj", {})
+        if expert.number in experts:
+            raise CheckpointError(f"{tensor.origin} is there a second time: {experts[expert.number].origin}.")
+        experts[expert.number] = tensor
     for prefix, kinds in found.items():
         count = max(len(experts) for experts in kinds.values())
         for kind in ("gate_proj", "up_proj", "down_proj"):

@@ -25,6 +25,7 @@ from ..configuration import (
     preset,
 )
 from ..configuration._base import LlamoeBaseConfig
+from ..modeling.split_experts import expert_of
 from ..modeling.weights import CheckpointError
 from .checkpoint import Checkpoint, expected_shapes
 from .comparing import compare_configs
@@ -421,7 +422,8 @@ def _presets(config: LlamoeBaseConfig) -> list[str]:
 
 
 def _mismatches(expected: dict[str, tuple[int, ...]], tensors: Mapping[str, Header]) -> list[str]:
-    if any(re.search(r"\.experts\.\d+\.", key) for key in tensors):
+    tensors = {str(expert_of(key) or key): tensor for key, tensor in tensors.items()}
+    if any(map(expert_of, tensors)):
         expected = split_shapes(expected)
     lines = [f"{key} {list(shape)} is missing" for key, shape in expected.items() if key not in tensors]
     for key, tensor in tensors.items():

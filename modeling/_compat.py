@@ -8,8 +8,10 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -344,6 +346,25 @@ def reads_tied_weights_from_disk() -> bool:
     from accelerate import dispatch_model
 
     return 'device.type != "meta"' in inspect.getsource(dispatch_model)
+
+
+@contextmanager
+def reading_when_needed() -> Iterator[None]:
+    """Inside, have transformers read and cast a tensor when its turn comes, and no thread do so long before.
+
+    Threads are faster where a tensor is used as it is. Where many are fused into one, they hold the checkpoint in
+    memory a second time: all layers are read while the first is being fused.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def load_without_storage(path: Any) -> Any:

@@ -7,6 +7,7 @@ so the two checks are answered here.
 
 import logging
 import os
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from .expert_paths import IMPLEMENTATION
 from .masks import attention_masks
 from .moe import Experts, Router
 from .placement import check_devices, check_offload, check_on_disk, settle_device_map
+from .split_experts import find_split_experts, fuse_while_loading
 from .weights import check_fit, check_folder, check_place, each_header_once
 
 logger = logging.getLogger("llamoe")
@@ -206,24 +208,26 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
         is_whole = (
             not args and "expected_keys" not in kwargs
         )  # else an adapter for a model that has its place
+        expected = parameter_shapes(model)
+        stacks = {}
+        if is_whole and model._has_experts:
+            stacks = find_split_experts(model, state_dict, checkpoint_files, load_config, expected)
         device_map = load_config.device_map
         if device_map is not None and is_whole:
             settled = settle_device_map(model, device_map)
             check_devices(settled)  # what a strategy made of max_memory
             check_offload(
-                settled, checkpoint_files if state_dict is None else None, load_config.disk_offload_folder
+                settled, checkpoint_files if state_dict is None else None, load_config.disk_offload_folder, stacks
             )
             # The caller dispatches by the same dict.
             device_map.clear()
             device_map.update(settled)
         if state_dict is None and checkpoint_files:
-            expected = parameter_shapes(model)
             quantized = getattr(load_config, "hf_quantizer", None) is not None
             if not getattr(load_config, "ignore_mismatched_sizes", False):
                 check_fit(checkpoint_files, expected, model._checkpoint_prefixes, quantized)
-        loading_info, offload_index = PreTrainedModel._load_pretrained_model(
-            model, state_dict, checkpoint_files, load_config, *args, **kwargs
-        )
+        load = partial(fuse_while_loading, stacks) if stacks else PreTrainedModel._load_pretrained_model
+        loading_info, offload_index = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         if device_map is not None and is_whole:
             check_on_disk(device_map, loading_info.missing_keys, offload_index)
         return loading_info, offload_index

@@ -225,17 +225,26 @@ def _place(name: str, settled: Mapping[str, Any]) -> Any:
     return settled.get(name)
 
 
-def check_offload(device_map: Mapping[str, Any], files: Iterable[str] | None, offload_folder: Any) -> None:
+def check_offload(
+    device_map: Mapping[str, Any], files: Iterable[str] | None, offload_folder: Any, fused: Iterable[str] = ()
+) -> None:
     """Check that what goes to disk can be read from there.
 
     Args:
         device_map: as `settle_device_map` gives it.
         files: the checkpoint's files, None for a state dict in memory.
         offload_folder: where to write what cannot be read from the checkpoint itself.
+        fused: the model's keys that the files have in several tensors.
 
     Raises:
         ValueError: weights on disk that are in no safetensors file, and no folder to write them to.
     """
+    on_disk = [name for name in fused if _place(name, device_map) == "disk"]
+    if on_disk and offload_folder is None:
+        raise ValueError(
+            f"device_map puts {_enumerate(on_disk)} on disk, where the checkpoint has one linear layer an expert: give "
+            "offload_folder, a folder that takes the fused experts, or fuse them first by `llamoe convert IN OUT`."
+        )
     on_disk = [name for name, device in device_map.items() if device == "disk"]
     if (
         on_disk
