@@ -13,6 +13,7 @@ import torch
 from support import MODELS
 
 import llamoe
+from llamoe.conversion import convert
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "train_parallel.py"
@@ -44,9 +45,13 @@ def write_checkpoints(folder):
         # Widths, too, that two devices do not divide; the vocabulary is odd everywhere.
         "top1": text.make(num_experts_per_tok=1, intermediate_size=51, intermediate_size_mlp=93, **experts),
         "multimodal": cases["LlamoeForConditionalGeneration"].make(**experts),
+        # Of two devices that share its mixtures, one holds no expert.
+        "lone": text.make(num_local_experts=1, num_experts_per_tok=1, intermediate_size=51),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)
+        if not name.startswith(("dense", "tied")):
+            convert(folder / name, folder / f"{name}-split", experts="split", shard_size="60KB")
 
 
 def run_both(folder):
@@ -157,6 +162,26 @@ def test_experts_and_processes_without_a_token_neither_hang_nor_lose_gradients(m
 @pytest.mark.parametrize("name", ["dense", "tied", "text"])
 def test_pipeline_parallel_equals_one_process(measured, name):
     for figures in both(measured, f"pipeline-{name}"):
+        assert_equal_outputs(figures)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "expert", "fsdp", "fsdp+expert", "accelerate"])
+@pytest.mark.parametrize("name", ["text", "top1", "multimodal", "lone"])
+def test_split_experts_are_fused_into_shards(measured, name, kind):
+    if name == "lone" and "expert" in kind:
+        pytest.skip("two devices do not share one expert")
+    if f"split-{name} {kind}" not in measured:
+        pytest.skip("this transformers cannot combine FSDP2 with expert parallelism")
+    for figures in both(measured, f"split-{name} {kind}"):
+        assert figures["weights"] == 0
+        # transformers 5.17 keeps whole what two devices do not divide.
+        assert figures["sharded"] or name in ("top1", "lone")
+        if kind != "accelerate":
+            assert figures["saved"] == 0 and figures["stacked"]
+
+
+def test_split_experts_are_fused_in_pipeline_stages(measured):
+    for figures in both(measured, "split_pipeline-text"):
         assert_equal_outputs(figures)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from safetensors import safe_open
 from support import IMAGE_TOKEN, MULTIMODAL, TOKENS_PER_TILE, VISION, Case, max_abs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -32,6 +33,7 @@ CLASSES = {
     "text": "LlamoeForCausalLM",
     "top1": "LlamoeForCausalLM",
     "multimodal": "LlamoeForConditionalGeneration",
+    "lone": "LlamoeForCausalLM",
 }
 BACKENDS = ("llamoe", "eager", "grouped_mm", "batched_mm")
 LEARNING_RATE = 0.5
@@ -50,7 +52,8 @@ def check(*names):
 
 
 def load(name, **kwargs):
-    return getattr(llamoe, CLASSES[name]).from_pretrained(FOLDER / name, dtype=torch.float32, **kwargs)
+    model_class = getattr(llamoe, CLASSES[name.removesuffix("-split")])
+    return model_class.from_pretrained(FOLDER / name, dtype=torch.float32, **kwargs)
 
 
 def tensor_parallel(**kwargs):
@@ -298,6 +301,49 @@ def starved(kind):
 @check("dense", "tied", "text")
 def pipeline(name):
     model = load(name, distributed_config=DistributedConfig(pp_size=2))
+    return compare_outputs(model, load(name), padded_rows(name))
+
+
+SPLIT = {
+    "tensor": tensor_parallel,
+    "expert": expert_parallel,
+    "fsdp": lambda: DistributedConfig(fsdp_size=2),
+    "fsdp+expert": lambda: DistributedConfig(fsdp_size=2, ep_size=2),
+}
+
+
+@check(
+    *[
+        f"{name} {kind}"
+        for name in ("text", "top1", "multimodal", "lone")
+        for kind in (*SPLIT, "accelerate")
+        # A single expert is shared by no two devices; the pair of FSDP2 and experts came with `ep_size`.
+        if (name != "lone" or "expert" not in kind) and (kind != "fsdp+expert" or kind in KINDS)
+    ]
+)
+def split(what):
+    """A checkpoint with one linear layer an expert, straight into shards, and saved from them."""
+    name, kind = what.split()
+    if kind == "accelerate":
+        model = shard_with_accelerate(f"{name}-split")
+    else:
+        model = load(f"{name}-split", distributed_config=SPLIT[kind]())
+    figures = {"weights": weight_difference(model, load(name))}
+    stacks = [p for key, p in model.named_parameters() if ".experts." in key]
+    figures["sharded"] = all(isinstance(p, DTensor) and p.to_local().shape != p.shape for p in stacks)
+    if kind != "accelerate":
+        folder = FOLDER / f"saved-split-{what}"
+        model.save_pretrained(folder)
+        again = type(model).from_pretrained(folder)
+        figures["saved"] = weight_difference(again, load(name))
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            figures["stacked"] = set(file.keys()) == {key for key, _ in again.named_parameters()}
+    return figures
+
+
+@check("text")
+def split_pipeline(name):
+    model = load(f"{name}-split", distributed_config=DistributedConfig(pp_size=2))
     return compare_outputs(model, load(name), padded_rows(name))
 
 
