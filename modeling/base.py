@@ -217,7 +217,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
             settled = settle_device_map(model, device_map)
             check_devices(settled)  # what a strategy made of max_memory
             check_offload(
-                settled, checkpoint_files if state_dict is None else None, load_config.disk_offload_folder, stacks
+                settled,
+                checkpoint_files if state_dict is None else None,
+                load_config.disk_offload_folder,
+                stacks,
             )
             # The caller dispatches by the same dict.
             device_map.clear()

@@ -143,9 +143,7 @@ class _Tensor(NamedTuple):
         return f"{self.origin}: {self.name}"
 
 
-def _tensors(
-    state_dict: Mapping[str, torch.Tensor] | None, files: Iterable[str] | None
-) -> Iterator[_Tensor]:
+def _tensors(state_dict: Mapping[str, torch.Tensor] | None, files: Iterable[str] | None) -> Iterator[_Tensor]:
     for file in [None] if state_dict is not None else files or ():
         if file is not None and str(file).endswith(".safetensors"):
             for name, header in read_header(file).items():
@@ -198,8 +196,8 @@ def find_split_experts(
         expert = expert_of(name)
         if expert is None and _OF_ONE.search(name):
             raise CheckpointError(
-                f"{tensor} belongs to one expert, but is no weight that can be fused. Read are experts.N.gate_proj.weight "
-                "and experts.gate_projs.N.weight, with up and down likewise."
+                f"{tensor} belongs to one expert, but is no weight that can be fused: known are "
+                "experts.N.gate_proj.weight and experts.gate_projs.N.weight, with up and down likewise."
             )
         if expert is None:
             whole[key] = tensor
@@ -249,7 +247,8 @@ def _check_stack(
             )
         if tensor.shape != wanted or len(wanted) != 2:
             raise CheckpointError(
-                f"{tensor} has shape {list(tensor.shape)}, but {source}. Weights and config.json do not belong together."
+                f"{tensor} has shape {list(tensor.shape)}, but {source}. Weights and config.json do not belong "
+                "together."
             )
     missing = [(number, part) for number in range(count) for part in parts if (part, number) not in found]
     if missing:
