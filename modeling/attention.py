@@ -196,6 +196,8 @@ class Attention(nn.Module):
             output, weights = attend(
                 self, query, key, value, attention_mask, position_ids=position_ids, **kwargs
             )
+            if implementation == "flex_attention":
+                weights = None  # on a GPU it gives the logarithms of the sums of the weights in their place
         return apply_linear(self.o_proj, output.reshape(*input_shape, -1).contiguous()), weights
 
     def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:

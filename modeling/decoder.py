@@ -25,7 +25,7 @@ from .attention import Attention
 from .base import LlamoePreTrainedModel
 from .feed_forward import FeedForward
 from .generation import ChunkedGeneration
-from .inputs import check_cache, check_labels, check_output_attentions, check_row_inputs, check_tokens
+from .inputs import check_cache, check_labels, check_row_inputs, check_tokens, leave_out_attentions
 from .linear import apply_linear
 from .losses import TrainsRouters, expert_load, load_balancing_loss
 from .masks import (
@@ -128,8 +128,8 @@ class DecoderModel(LlamoePreTrainedModel):
             past_key_values: keys and values of earlier tokens; added to.
             inputs_embeds: `[B, T, hidden_size]` instead of `input_ids`.
             use_cache: whether to make a cache when none is given.
-            **kwargs: `output_hidden_states`, `output_attentions` (needs `eager`), `output_router_logits`, and what
-                the attention implementation takes.
+            **kwargs: `output_hidden_states`, `output_attentions` (none but under `eager`), `output_router_logits`, and
+                what the attention implementation takes.
 
         Returns:
             `last_hidden_state` `[B, T, hidden_size]`, and what was asked for; `router_logits` is one `[B * T, E]` a
@@ -137,10 +137,9 @@ class DecoderModel(LlamoePreTrainedModel):
 
         Raises:
             ValueError: both or none of `input_ids` and `inputs_embeds`, anything of a wrong shape or dtype, a position
-                below zero of a token that is no padding (on the CPU), a cache of another model, or
-                `output_attentions` with an implementation that forms no weights.
+                below zero of a token that is no padding (on the CPU), or a cache of another model.
         """
-        check_output_attentions(self.config, kwargs)
+        leave_out_attentions(self.config, kwargs)
         check_tokens(self.config, input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)

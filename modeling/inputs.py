@@ -10,10 +10,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import Cache, PreTrainedConfig
-from transformers.utils import is_torchdynamo_compiling
+from transformers.utils import is_torchdynamo_compiling, logging
 
 from .masks import cached_length
 from .rows import without_padding_positions
+
+logger = logging.get_logger("llamoe")
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -383,25 +385,24 @@ def _check_classes(labels: torch.Tensor, num_labels: int) -> None:
         )
 
 
-def check_output_attentions(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
-    """Refuse to return attention weights that are never formed; transformers would return an empty tuple.
+def leave_out_attentions(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
+    """Warn once, as transformers does, that an implementation gives no attention weights; their tuple stays empty.
+
+    The wish is taken out of `kwargs`: the implementation's function would warn again.
 
     Args:
-        config: a decoder's or tower's config.
-        kwargs: of its forward pass.
-
-    Raises:
-        ValueError: `output_attentions` with an implementation that keeps no weights.
+        config: a decoder's config.
+        kwargs: of its forward pass; changed in place.
     """
     wanted = kwargs["output_attentions"] if "output_attentions" in kwargs else config.output_attentions
-    if not wanted:
-        return
     implementation = config._attn_implementation or "eager"
-    if implementation in ("sdpa", "flex_attention") or "flash" in implementation:
-        raise ValueError(
-            f"output_attentions=True: {implementation} attention forms no weights to return. Use eager: "
-            'model.set_attn_implementation("eager"), or attn_implementation="eager" when loading.'
-        )
+    if wanted and (implementation in ("sdpa", "flex_attention") or "flash" in implementation):
+        kwargs.pop("output_attentions", None)
+        if not is_torchdynamo_compiling():
+            logger.warning_once(
+                f"output_attentions=True: {implementation} attention forms no weights, so that attentions are empty. "
+                'Use eager: model.set_attn_implementation("eager"), or attn_implementation="eager" when loading.'
+            )
 
 
 def _fail(name: str, tensor: torch.Tensor, expected: str) -> NoReturn:

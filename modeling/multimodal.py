@@ -23,7 +23,7 @@ from ..configuration.parallel import PROJECTOR_TP
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import ChunkedGeneration
-from .inputs import check_cache, check_output_attentions, check_row_inputs, check_tokens
+from .inputs import check_cache, check_row_inputs, check_tokens
 from .vision import LlamoeVisionModel
 
 
@@ -268,7 +268,6 @@ class LlamoeModel(MultimodalModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlamoeModelOutputWithPast:
         """Run tower and decoder; the arguments are those of `LlamoeForConditionalGeneration.forward`."""
-        check_output_attentions(self.config.text_config, kwargs)
         self._check_inputs(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
         is_first_pass = _is_first_pass(past_key_values) and "cache" not in kwargs  # the latter is a paged one
         inputs_embeds, image_hidden_states = self._merge(
@@ -370,7 +369,6 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
         Raises:
             ValueError: the numbers of image tokens and image features differ, or images of the wrong shape.
         """
-        check_output_attentions(self.config.text_config, kwargs)
         self._check_inputs(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
         is_first_pass = _is_first_pass(past_key_values) and "cache" not in kwargs  # the latter is a paged one
         inputs_embeds, image_hidden_states = self._merge(

@@ -5,11 +5,13 @@ version of its two functions that stands where transformers loads the package; `
 the real kernels where there are any.
 """
 
+import logging
 from collections import Counter
 from dataclasses import dataclass
 
 import pytest
 import torch
+import transformers
 from support import MODELS, PADDING, for_models, main_output, max_abs, run
 from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel, StaticCache
 from transformers import modeling_flash_attention_utils as flash_utils
@@ -442,11 +444,45 @@ def test_flash_without_its_package():
 
 @for_models("is_text")
 @pytest.mark.parametrize("name", ["sdpa", "flex_attention", "flash_attention_2"])
-def test_no_weights_but_from_eager(case, name, flash):
-    """transformers returns an empty tuple, or for flex attention something else under their name."""
+def test_no_weights_but_from_eager(case, name, flash, caplog):
+    """As in transformers: an empty tuple, in `generate` one for each token, and a single warning."""
+    logging.Logger.warning_once.cache_clear()
     _, model = pair(case, name)
-    with pytest.raises(ValueError, match=f"output_attentions=True: {name} .*set_attn_implementation"):
-        model(**case.inputs(), output_attentions=True)
+    inputs = case.inputs()
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        plain = run(model, **inputs)
+        for _ in range(2):
+            output = model(**inputs, output_attentions=True)
+            assert output.attentions == () and torch.equal(main_output(output), plain)
+        if case.is_head:
+            options = dict(max_new_tokens=3, output_attentions=True, return_dict_in_generate=True)
+            assert model.generate(**inputs, **options).attentions == ((), (), ())
+    warned = [record.message for record in caplog.records if "output_attentions" in record.message]
+    assert len(warned) == 1 and f"{name} attention" in warned[0] and "set_attn_implementation" in warned[0]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in MODELS if case.stock_name and case.is_text], ids=lambda case: case.name
+)
+def test_stock_returns_no_weights_either(case):
+    stock_class = getattr(transformers, case.stock_name)
+    config = stock_class.config_class(**llamoe.to_stock(case.make_config()))
+    with torch.no_grad():
+        assert stock_class(config)(**case.inputs(), output_attentions=True).attentions == ()
+
+
+def test_what_flex_gives_beside_its_output_is_no_weights(monkeypatch):
+    """On a GPU it gives the logarithm of each row's sum, which transformers returns as the attentions."""
+    model = DENSE.make()
+    functions = llamoe.modeling.attention.ALL_ATTENTION_FUNCTIONS
+    model.set_attn_implementation("flex_attention")
+    monkeypatch.setitem(
+        functions,
+        "flex_attention",
+        lambda _, q, *args, **kwargs: (torch.zeros_like(q).transpose(1, 2), q.sum(-1)),
+    )
+    with torch.no_grad():
+        assert model(**DENSE.inputs(), output_attentions=True).attentions == ()
 
 
 @pytest.mark.parametrize("name", ["LlamoeVisionModel", "LlamoeModel", "LlamoeForConditionalGeneration"])
