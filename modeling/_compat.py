@@ -62,6 +62,38 @@ def grouped_mm_exists(device: "torch.device") -> bool:
     return device.type in ("cpu", "meta")
 
 
+def grouped_mm_waits(device: "torch.device") -> bool:
+    """Whether `grouped_mm` copies the groups' ends to the host, which no CUDA graph can hold, in bfloat16 too.
+
+    `_grouped_mm_cuda` (ATen/native/cuda/GroupedBlas.cpp, torch 2.11 to 2.15) has a kernel of its own for bfloat16 on
+    devices of capability 9 and 10. For everything else it loops over the groups on the host.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] not in (9, 10)
+
+
+def grouped_mm_takes(weight: "torch.Tensor", device: "torch.device") -> bool:
+    """Whether `grouped_mm` takes a stack of matrices as it lies, on a device: by strides and address alone.
+
+    From ATen/native/GroupedMMUtils.h: numbers of a row, or of a column, are neighbours, and the next one begins a
+    multiple of 16 bytes later. On a GPU so does the next matrix (torch 2.15 says so, earlier releases fail), and the
+    first one begins at such an address. Its kernel for bfloat16 (GroupMM.cu) takes fewer than 1024 matrices.
+    """
+    import torch
+
+    apart, rows, columns = weight.stride()
+    if 1 not in (rows, columns) or max(rows, columns) * weight.itemsize % 16:
+        return False
+    if device.type != "cuda":
+        return True
+    # torch's memory on a GPU begins at multiples of 512 bytes. torch 2.11's compiler cannot read the offset.
+    offset = 0 if torch.compiler.is_compiling() else weight.storage_offset()
+    return len(weight) < 1024 and all(start * weight.itemsize % 16 == 0 for start in (offset, apart))
+
+
 def is_under_functorch() -> bool:
     """Whether a transform of `torch.func` is at work (grad, vmap, jvp): it sees through torch's own operators only."""
     import torch

@@ -6,7 +6,8 @@ Three ways lead to the same result:
   which costs nothing on the CPU; there it is the way without gradients, where a few rows go straight to their experts,
   and with them for large stacks of experts that see few rows each.
 * `kernel`: few rows on a GPU, without gradients. Each hit expert is read once, by a kernel that finds out on the
-  device which they are: nothing waits for the host, and a step fits into a CUDA graph.
+  device which they are: nothing waits for the host, and a step fits into a CUDA graph. Whether it is right on this
+  device, and up to how many rows it is the faster way, is tried before its first use (`kernels.trust`).
 * `grouped`: many rows on a GPU, and all other training. Sort once, then torch's grouped product.
 
 The number of rows, the sizes, the dtype, the device and whether gradients are wanted are all that is looked at: the
@@ -30,6 +31,8 @@ from transformers.utils.import_utils import is_torchdynamo_exporting
 from ._compat import is_under_functorch
 from .grouped_product import LARGE, grouped_product, multiply_groups
 from .kernels.few_rows import MAX_ROWS, few_rows_experts, few_rows_fits
+from .kernels.trial import Way, describe
+from .kernels.trust import rows_known, rows_to_trust
 from .linear import multiply_row
 from .plain import FEW_ROWS
 
@@ -39,9 +42,6 @@ PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
 IMPLEMENTATION = "llamoe"
 """The name in transformers' registry; `llamoe_` and a path forces that path."""
 
-# Rows up to which a GPU takes the kernel. Where the two cross is not measured; below it both are bound by reading the
-# experts, of which the kernel reads each once.
-_FEW_ROWS = 64
 # Rows up to which, on the CPU, sorting costs more than reading an expert twice where two rows share it.
 _ROWS_ONE_BY_ONE = 4
 
@@ -80,7 +80,7 @@ def compute_experts(
         tensor.requires_grad for tensor in (hidden_states, gate_up_EHF, down_EIH, top_k_weights)
     )
     if path is None:
-        path = choose_path(experts, num_rows, dtype, needs_gradient)
+        path = choose_path(experts, num_rows, dtype, needs_gradient, _is_traced(hidden_states))
     elif reason := why_not(path, experts, num_rows, dtype, needs_gradient):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
 
@@ -170,8 +170,10 @@ def _compute_few_rows(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     num_tokens, top_k = top_k_index.shape
-    x_NH = x_TH if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
-    y_NH = few_rows_experts(x_NH, gate_up_EHF, down_EIH, top_k_index.reshape(-1))
+    x_NH = x_TH.contiguous() if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
+    # Laid out as in the trial: kernels are compiled for strides and for the dtype of the ids.
+    ids_N = top_k_index.reshape(-1).long().contiguous()
+    y_NH = few_rows_experts(x_NH, gate_up_EHF, down_EIH, ids_N)
     return _sum_of_each_token(y_NH * top_k_weights.reshape(-1, 1), num_tokens, top_k)
 
 
@@ -179,7 +181,9 @@ def _sum_of_each_token(y_NH: torch.Tensor, num_tokens: int, top_k: int) -> torch
     return y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
 
 
-def choose_path(experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> Path:
+def choose_path(
+    experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool, is_traced: bool = False
+) -> Path:
     """Choose how experts are computed.
 
     Args:
@@ -187,19 +191,66 @@ def choose_path(experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient:
         num_rows: N.
         dtype: of the products.
         needs_gradient: whether there will be a backward pass.
+        is_traced: whether a compiler or tracer reads along, so that nothing can be tried.
     """
-    is_on_host = experts.down_proj.device.type in ("cpu", "meta")
-    if is_on_host and not _is_transformed():
+    if _is_on_host(experts.down_proj) and not _is_transformed():
         if not needs_gradient or _has_few_rows_each(experts, num_rows, dtype):
             return "loop"
-    # An exported program is one for all numbers of rows.
-    if (
-        not is_torchdynamo_exporting()
-        and num_rows <= _FEW_ROWS
-        and not why_not("kernel", experts, num_rows, dtype, needs_gradient)
-    ):
+    if num_rows <= _rows_of_kernel(experts, dtype, needs_gradient, is_traced):
         return "kernel"
     return "loop" if why_not("grouped", experts, num_rows, dtype, needs_gradient) else "grouped"
+
+
+def _is_on_host(weight: torch.Tensor) -> bool:
+    return weight.device.type in ("cpu", "meta")
+
+
+def _rows_of_kernel(experts: Any, dtype: torch.dtype, needs_gradient: bool, is_traced: bool) -> int:
+    """Up to how many rows to take the kernel; -1 for none.
+
+    The number of rows is not asked for: the first pass without gradients, with however many, has the kernel tried.
+    """
+    # A program that is exported or traced is one for all numbers of rows. Transforms of torch.func know no kernel.
+    if is_torchdynamo_exporting() or torch.jit.is_tracing() or _is_transformed():
+        return -1
+    if why_not("kernel", experts, 1, dtype, needs_gradient):
+        return -1
+    stacks = experts.gate_up_proj, experts.down_proj
+    device, description = stacks[1].device, describe(*stacks)
+    if is_traced:
+        rows = rows_known(device, description)
+    else:
+        rows = rows_to_trust(device, description, stacks, partial(_kernel_and_other_way, experts))
+    return rows or -1
+
+
+def _kernel_and_other_way(experts: Any) -> tuple[Way, Way]:
+    other: Path = "loop" if why_not("grouped", experts, 1, experts.down_proj.dtype, False) else "grouped"
+
+    def way(path: Path) -> Way:
+        def compute(x_NH: torch.Tensor, ids_N1: torch.Tensor) -> torch.Tensor:
+            return compute_experts(experts, x_NH, ids_N1, torch.ones_like(ids_N1, dtype=x_NH.dtype), path)
+
+        return compute
+
+    return way("kernel"), way(other)
+
+
+def try_kernels(model: torch.nn.Module) -> None:
+    """Have the kernel tried for all experts of a model that may take it, before a compiler or CUDA graph needs to know.
+
+    Costs a look at each module where there is nothing to try, or it has been done.
+    """
+    for module in model.modules():
+        if getattr(module, "takes_llamoe_paths", False) and _chosen_by_rows(module):
+            weight: Any = module.down_proj
+            # Of parameters that are sharded, or wait elsewhere for their turn, the first pass knows more.
+            if type(weight) is torch.nn.Parameter and not _is_on_host(weight):
+                _rows_of_kernel(module, _compute_dtype(weight), needs_gradient=False, is_traced=False)
+
+
+def _chosen_by_rows(experts: Any) -> bool:
+    return experts.config._experts_implementation in (None, IMPLEMENTATION)
 
 
 def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import Cache, GenerationMixin, PreTrainedConfig
 
+from .expert_paths import try_kernels
+
 
 class ChunkedGeneration(GenerationMixin):
     """Quantized caches and continuous batching for decoders with chunked layers.
@@ -24,6 +26,7 @@ class ChunkedGeneration(GenerationMixin):
         """Generate tokens; the arguments are those of `GenerationMixin.generate`."""
         if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
             del kwargs["pixel_values"]  # a turn without pictures; newer releases would encode it
+        try_kernels(self)  # pyright: ignore[reportArgumentType]
         text_config = self.config.get_text_config(decoder=True)
         num_layers = text_config.num_hidden_layers
         try:
@@ -63,6 +66,7 @@ class ChunkedGeneration(GenerationMixin):
         """
         if getattr(self, "_cached_continuous_batching_manager", None) is not None:
             return super().init_continuous_batching(*args, **kwargs)
+        try_kernels(self)  # pyright: ignore[reportArgumentType]
         model: Any = self if _chunk_size(self.config) is None else _WithinOneChunk(self)
         manager = GenerationMixin.init_continuous_batching(model, *args, **kwargs)
         add_request = manager.add_request

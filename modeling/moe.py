@@ -27,7 +27,7 @@ from transformers.integrations.moe import (
 )
 from transformers.utils import is_torchdynamo_compiling
 
-from ._compat import grouped_mm_exists
+from ._compat import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
 from .expert_paths import compute_experts, register_paths
 from .feed_forward import FeedForward, activation, apply_gate
 
@@ -141,15 +141,13 @@ class Experts(nn.Module):
             return False
         if device.type == "cpu" and dtype == torch.float16:
             return False  # falls into a scalar loop for input-first weights
-        if is_torchdynamo_compiling() and dtype != torch.bfloat16:
-            return False  # the compiler takes it in bfloat16 only
+        if is_torchdynamo_compiling() and (dtype != torch.bfloat16 or grouped_mm_waits(device)):
+            return False  # the compiler takes it in bfloat16 only, and may put it into a CUDA graph
         # Rows must be multiples of 16 bytes, and so far apart; a cast makes new ones.
-        sizes = list(weight.shape[1:])
-        if dtype == weight.dtype:
-            sizes += [max(stack.stride()[1:]) for stack in (self.gate_up_proj, weight)]
-            if any(1 not in stack.stride()[1:] for stack in (self.gate_up_proj, weight)):
-                return False
-        return all(size * dtype.itemsize % 16 == 0 for size in sizes)
+        if any(size * dtype.itemsize % 16 for size in weight.shape[1:]):
+            return False
+        stacks = (self.gate_up_proj, weight) if dtype == weight.dtype else ()
+        return all(grouped_mm_takes(stack, device) for stack in stacks)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

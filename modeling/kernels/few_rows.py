@@ -24,6 +24,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 # The rows of a tile for an expert with up to that many, which is nearly every one: what one matrix instruction takes.
+# Up to as many rows of all experts together share one compiled kernel.
 _SMALL_M = 16
 # The rows of a tile for one with more; with more than these its weights are read once for each tile.
 _LARGE_M = 64
@@ -179,11 +180,7 @@ def run_kernels(
             enable_fp_fusion=True,
         )
         blocks = _ceil_div(hidden_size, plan.down.columns)
-        # One expert alone has too few column blocks to keep the whole device busy.
-        split_size = plan.down.depth * _ceil_div(
-            intermediate_size,
-            plan.down.depth * min(_MAX_SPLITS, max(1, plan.concurrent // (blocks * slots))),
-        )
+        split_size = _split_size(slots, hidden_size, intermediate_size, plan)
         splits = _ceil_div(intermediate_size, split_size)
         out_NH = x_NH.new_empty(num_rows, hidden_size)
         parts_SNH = out_NH
@@ -228,8 +225,8 @@ def constants(
         element_size: bytes.
         shared_bytes: what the blocks that are on the way may take together.
     """
-    padded_rows = max(2, 1 << (num_rows - 1).bit_length())
-    small_m, large_m = _SMALL_M, min(_LARGE_M, max(_SMALL_M, padded_rows))
+    padded_rows = _padded(num_rows)
+    small_m, large_m = _SMALL_M, min(_LARGE_M, padded_rows)
     blocks = [
         shared_bytes // (element_size * tile.depth * (m + matrices * tile.columns))
         for m in (small_m, large_m)
@@ -245,6 +242,39 @@ def constants(
         LARGE_M=large_m,
         LARGE_STAGES=max(2, min(_MAX_STAGES, blocks[1])),
     )
+
+
+def row_counts_of_launches(
+    num_experts: int, hidden_size: int, intermediate_size: int, element_size: int
+) -> list[int]:
+    """Give numbers of rows that together launch every kernel which any number of rows up to `MAX_ROWS` launches.
+
+    They are the first and the last of those that share what is compiled and how the second product is split, so that
+    every border of both is among them.
+
+    Args:
+        num_experts: E.
+        element_size: bytes.
+    """
+
+    def launch(num_rows: int) -> tuple[int, int]:
+        slots = min(num_rows, num_experts)
+        return _padded(num_rows), _split_size(slots, hidden_size, intermediate_size, PLANS[element_size])
+
+    borders = [n for n in range(2, MAX_ROWS + 1) if launch(n) != launch(n - 1)]
+    return sorted({1, *(n - 1 for n in borders), *borders, MAX_ROWS})
+
+
+def _padded(num_rows: int) -> int:
+    return max(_SMALL_M, 1 << (num_rows - 1).bit_length())
+
+
+def _split_size(slots: int, hidden_size: int, intermediate_size: int, plan: Plan) -> int:
+    """How much of its inner extent the second product takes at a time."""
+    # One expert alone has too few column blocks to keep the whole device busy.
+    programs = _ceil_div(hidden_size, plan.down.columns) * slots
+    splits = min(_MAX_SPLITS, max(1, plan.concurrent // programs))
+    return plan.down.depth * _ceil_div(intermediate_size, plan.down.depth * splits)
 
 
 def _shared_memory(device: torch.device) -> int:

@@ -14,6 +14,10 @@ from triton import knobs
 # What the interpreter lacks: it keeps bfloat16 as integers, multiplies these, and cuts numbers off to get them.
 _INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
+# Arguments of which Triton shall not compile other kernels for 1 and for multiples of 16: one kernel then serves all
+# numbers of rows that share its constants, and what was tried for one of them was tried for all.
+_COUNTS = ("num_rows", "num_experts", "num_elements")
+
 
 @triton.jit
 def _dot(a, b, total):
@@ -117,7 +121,7 @@ def _gate_up_tile(
     tl.store(hidden_ptrs, hidden, mask=row_exists[:, None] & column_exists[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS)
 def gate_up_kernel(
     x_ptr,  # [N, H]
     weight_ptr,  # [E, H, 2 I]
@@ -228,7 +232,7 @@ def _down_tile(
     tl.store(out_ptrs, _round(out, out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS)
 def down_kernel(
     hidden_ptr,  # [N, I], contiguous
     weight_ptr,  # [E, I, H]
@@ -310,7 +314,7 @@ def down_kernel(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS)
 def sum_splits_kernel(parts_ptr, out_ptr, num_elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the splits `[S, N H]` in their order, and round once."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -5,10 +5,9 @@ Triton decides by TRITON_INTERPRET, when it is imported, whether kernels are com
 
 import os
 
-import numpy as np
 import pytest
 import torch
-import triton.runtime.interpreter
+import triton_interpreter  # noqa: F401
 from support import make_asymmetric, stock_text_config
 from transformers.integrations.moe import batched_mm_experts_forward
 
@@ -25,17 +24,6 @@ from llamoe.modeling.kernels.few_rows import (
 from llamoe.modeling.moe import Experts
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
-
-# Triton 3.6 keeps scalars as arrays with one element, and asks `int` for the bounds of loops; numpy 2.4 refuses that.
-patch_tensor = triton.runtime.interpreter._patch_lang_tensor
-
-
-def patch_tensor_too(tensor, scope):
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(np.squeeze(self.handle.data)))
-
-
-vars(triton.runtime.interpreter)["_patch_lang_tensor"] = patch_tensor_too
 
 # Small tiles, so that small sizes have several blocks of columns and several steps of every pipeline.
 SMALL_TILES = Plan(Tile(32, 32, 4), Tile(32, 16, 4), shared_bytes=2**16, programs=2048, concurrent=1)

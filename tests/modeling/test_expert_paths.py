@@ -128,9 +128,17 @@ def test_a_forced_kernel_refuses_gradients():
 def test_rows_and_gradients_decide_on_a_gpu(
     rows, needs_gradient, kernel_fits, grouped_fits, expected, monkeypatch
 ):
+    """Where the kernel has been found right, and no slower for up to 64 rows."""
     monkeypatch.setattr(expert_paths, "few_rows_fits", lambda *_: kernel_fits)
+    monkeypatch.setattr(expert_paths, "describe", lambda *_: "")
+    monkeypatch.setattr(expert_paths, "rows_to_trust", lambda *_: 64)
     weight = SimpleNamespace(shape=(5, 48, 64), dtype=torch.bfloat16, device=torch.device("cuda"))
-    experts = SimpleNamespace(down_proj=weight, hidden_act="silu", fits_grouped_mm=lambda dtype: grouped_fits)
+    experts = SimpleNamespace(
+        gate_up_proj=weight,
+        down_proj=weight,
+        hidden_act="silu",
+        fits_grouped_mm=lambda dtype: grouped_fits,
+    )
     assert choose_path(experts, rows, torch.bfloat16, needs_gradient) == expected
     weight.device = torch.device("cpu")
     on_the_cpu = "grouped" if needs_gradient and grouped_fits else "loop"

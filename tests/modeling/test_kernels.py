@@ -154,7 +154,7 @@ def test_where_kernels_cannot_run(monkeypatch, name, value):
 
 
 # What a launch says of its arguments: widths, and which are multiples of 16 (`!`) or one.
-ALIGNED = {"num_rows": "i32", "num_experts": "i32!", "stride_xh": 1, "stride_wf": 1, "stride_ids": 1}
+ALIGNED = {"num_rows": "i32", "num_experts": "i32", "stride_xh": 1, "stride_wf": 1, "stride_ids": 1}
 GATE_UP = ["hidden_size", "intermediate_size", "stride_xn", "stride_we", "stride_wh"]
 DOWN = ["hidden_size", "intermediate_size", "split_size", "stride_we", "stride_wi"]
 
@@ -179,8 +179,6 @@ def compile_for_hopper(monkeypatch, folder, kernel_name, num_rows, dtype, aligne
     kinds = {**ALIGNED, **dict.fromkeys(GATE_UP if is_first else DOWN, "i32!")}
     if not is_first:
         kinds["stride_wh"] = 1
-    if num_rows == 1:
-        kinds["num_rows"] = 1
     if not aligned:
         # Everything that a launch may find to be one, and everything else without alignment.
         kinds = {name: 1 if name.startswith("stride") else "i64" for name in kinds}

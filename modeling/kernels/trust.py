@@ -1,0 +1,265 @@
+"""For how many rows may the kernels for few rows be used? Tried on the device before the first use, and remembered.
+
+Nobody can say of a kernel that it is right on a device on which it never ran. So the first pass without gradients has
+it tried there (`trial`), once for a device, driver, Triton, torch, source of the kernels, and dtype, sizes and strides
+of the experts. If it fails, or gives a wrong number, it is not used there. If it is right, it is timed against what
+would be taken in its place, for up to how many rows it is no slower. The answer is a small file in
+`$LLAMOE_CACHE`, else `$XDG_CACHE_HOME/llamoe`, else `~/.cache/llamoe`; other processes read it, and ranks that start
+together wait for the one that is trying. Without a folder that can be written, every process tries for itself.
+
+Trying takes some tens of seconds and waits for the device. That can be in no compiled graph, trace, or capture of a
+CUDA graph: there an answer is looked up, and without one the kernel is not used. `try_kernels` in `expert_paths` asks
+beforehand.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .few_rows import MAX_ROWS
+from .trial import (
+    Way,
+    device_facts,
+    find_difference,
+    find_difference_apart,
+    find_fastest_rows,
+    first_line,
+    is_lack_of_memory,
+)
+
+logger = logging.getLogger("llamoe")
+
+KNOWN_ROWS: dict[str, int] = {}
+"""Up to how many rows the kernel is the faster way, by the device's name, where that has been measured for all."""
+
+
+class Answer(NamedTuple):
+    """What is known of the kernels for some experts on a device."""
+
+    rows: int
+    """Up to this number of rows they are used."""
+    failure: str = ""
+    """What is wrong with them."""
+    times: str = ""
+    """What was measured."""
+
+
+# What this process knows, by device and description, and by question.
+_ANSWERS: dict[tuple[torch.device, str], Answer] = {}
+_ANSWERS_TO: dict[str, Answer] = {}
+_ASKED_IN_VAIN: set[tuple[torch.device, str]] = set()
+_TRYING = threading.Lock()
+# What an answer is worth nothing without.
+_SOURCES = ("few_rows.py", "few_rows_triton.py", "trial.py", "trust.py")
+# Seconds for which a process waits while another one is trying.
+_PATIENCE = 900
+
+
+def rows_to_trust(
+    device: torch.device,
+    experts: str,
+    stacks: tuple[torch.Tensor, torch.Tensor],
+    ways: Callable[[], tuple[Way, Way]],
+) -> int:
+    """Give the number of rows up to which to use the kernels, 0 for never; they are tried if nobody has done it yet.
+
+    Args:
+        device: where the experts are.
+        experts: what `describe` says of them.
+        stacks: `[E, H, F]` and `[E, I, H]`.
+        ways: gives the kernels' way through these experts, and what would be taken in its place.
+    """
+    answer = _ANSWERS.get((device, experts))
+    if answer is not None:
+        return answer.rows
+    if _is_capturing(device):
+        return rows_known(device, experts)
+    with _TRYING:
+        answer = _recall(device, experts)
+        if answer is None:
+            question = _question(device, experts)
+            path = _file_for(question)
+            with _the_only_one(path):
+                answer = _read(path, question)
+                if answer is None and (answer := _try(device, experts, stacks, ways)) is not None:
+                    _write(path, question, answer)
+            # Without room to try them the kernels are left alone, in this process.
+            _keep(device, experts, question, answer or Answer(0, times="there was no memory to try it"))
+    return _ANSWERS[device, experts].rows
+
+
+# A compiler calls this while it reads along, and takes the number as it is.
+@torch.compiler.assume_constant_result
+def rows_known(device: torch.device, experts: str) -> int:
+    """Give the number of rows as `rows_to_trust` does, or 0 if nobody has tried; nothing runs on the device.
+
+    Args:
+        device: where the experts are.
+        experts: what `describe` says of them.
+    """
+    key = device, experts
+    answer = _ANSWERS.get(key) or _recall(*key)
+    if answer is None and key not in _ASKED_IN_VAIN:
+        _ASKED_IN_VAIN.add(key)
+        logger.info(
+            "llamoe: a graph is made before the kernel for few rows was tried on %s (%s), so it is not used in it. "
+            "One pass without gradients before compiling or capturing has it tried.",
+            device,
+            experts,
+        )
+    return 0 if answer is None else answer.rows
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _recall(device: torch.device, experts: str) -> Answer | None:
+    """Look an answer up, in this process and on disk."""
+    question = _question(device, experts)
+    answer = _ANSWERS_TO.get(_name(question)) or _read(_file_for(question), question)
+    if answer is not None:
+        _keep(device, experts, question, answer)
+    return answer
+
+
+def _keep(device: torch.device, experts: str, question: dict[str, str], answer: Answer) -> None:
+    """Enter an answer, and say what it means for the user the first time."""
+    is_new = _name(question) not in _ANSWERS_TO
+    _ANSWERS[device, experts] = _ANSWERS_TO[_name(question)] = answer
+    if not is_new:
+        return
+    what = f"the kernel for few rows on {question['device']} (experts {experts})"
+    if answer.failure:
+        logger.warning(
+            "llamoe does not use %s: %s. torch's grouped product takes its place, or a loop where that does not fit. "
+            "The finding is kept in %s. LLAMOE_EXPERTS=llamoe_kernel uses the kernel all the same.",
+            what,
+            answer.failure,
+            _file_for(question),
+        )
+    else:
+        logger.info("llamoe uses %s for up to %d rows. %s", what, answer.rows, answer.times)
+
+
+def _try(
+    device: torch.device,
+    experts: str,
+    stacks: tuple[torch.Tensor, torch.Tensor],
+    ways: Callable[[], tuple[Way, Way]],
+) -> Answer | None:
+    """Try the kernels; None if there is no memory for it."""
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_device, torch.no_grad(), torch.autocast(device.type, enabled=False):
+        try:
+            failure = find_difference_apart(experts, device) or find_difference(*stacks)
+            if failure:
+                return Answer(0, failure)
+            known = KNOWN_ROWS.get(device_facts(device)["device"])
+            if known is not None:
+                return Answer(known)
+            rows, times = find_fastest_rows(*ways(), stacks[1])
+            return Answer(rows, times=f"Kernel and other way, by rows: {times}")
+        except Exception as error:
+            return None if is_lack_of_memory(error) else Answer(0, f"trying it fails: {first_line(error)}")
+
+
+def _question(device: torch.device, experts: str) -> dict[str, str]:
+    """All that an answer depends on."""
+    import triton
+
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "source": _source()}
+    return {**device_facts(device), **versions, "experts": experts}
+
+
+def _source() -> str:
+    """Hash the files that hold the kernels and the trial."""
+    files = (Path(__file__).with_name(name) for name in _SOURCES)
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _name(question: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _file_for(question: dict[str, str]) -> Path | None:
+    """Where the answer to a question is kept; None for a user without a home."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(os.environ.get("LLAMOE_CACHE") or Path(base) / "llamoe").expanduser()
+    except RuntimeError:
+        return None
+    return folder / f"few_rows-{_name(question)}.json"
+
+
+def _seal(question: dict[str, str], answer: Answer) -> str:
+    return hashlib.sha256(json.dumps([question, *answer], sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path | None, question: dict[str, str]) -> Answer | None:
+    """Read an answer; None where there is none, or one that is not whole, not to this question, or was changed."""
+    try:
+        content = json.loads(path.read_text()) if path is not None else {}
+        answer = Answer(**content["answer"])
+        whole = content["question"] == question and content["seal"] == _seal(question, answer)
+        return answer if whole and type(answer.rows) is int and 0 <= answer.rows <= MAX_ROWS else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _write(path: Path | None, question: dict[str, str], answer: Answer) -> None:
+    """Write an answer, whole or not at all; a folder that takes no file is no error."""
+    if path is None:
+        return
+    content = {"question": question, "answer": answer._asdict(), "seal": _seal(question, answer)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".few_rows-", delete=False) as file:
+            try:
+                json.dump(content, file, indent=1)
+                file.close()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        logger.info("llamoe cannot keep what it found of a kernel in %s: %s", path, error)
+
+
+@contextlib.contextmanager
+def _the_only_one(path: Path | None) -> Iterator[None]:
+    """Let one process at a time try: the others wait, as long as that takes. Best effort, for it saves only time."""
+    with contextlib.ExitStack() as stack:
+        try:
+            import fcntl
+
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(open(path.with_suffix(".lock"), "w"))
+                _lock(fcntl, file)
+        except (ImportError, OSError):
+            pass
+        yield
+
+
+def _lock(fcntl, file) -> None:
+    for _ in range(_PATIENCE):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(1)
