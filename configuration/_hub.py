@@ -7,10 +7,11 @@ folder serves which Auto class. Our file holds no model: it imports the installe
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 # Auto classes and the class that each gives, by model type. A folder's `auto_map` and the registration follow it.
 AUTO_CLASSES = {
@@ -127,8 +128,9 @@ def write_config(config: Any, path: Path, content: Mapping[str, Any], is_ours: b
     module = path.with_name(f"{MODULE_NAME}.py")
     if converter is not None:
         _write(path, _as_json(converter(config)))
-        if module.is_file() and module.read_text(encoding="utf-8").startswith(_FIRST_LINE):
-            module.unlink()
+        with suppress(FileNotFoundError):  # another process may have removed it
+            if module.is_file() and module.read_text(encoding="utf-8").startswith(_FIRST_LINE):
+                module.unlink()
         return
     if config.model_type in AUTO_CLASSES:
         write_module(path.parent)
@@ -146,6 +148,11 @@ def _as_json(content: Mapping[str, Any]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    # Under a name of its own, since several processes may save into one folder at once.
+    unfinished = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise

@@ -2,10 +2,10 @@
 
 Everything goes through lazy tensors under stock Hugging Face keys: `open_checkpoint` gives them for every format, and
 every command writes views of them, block by block. A file imports only files that stand above it in this order: lazy,
-experts, files, outputs, writing, tables; for texts: chat_templates, sentence_pieces, tiktoken_tables, processors,
-tokenizers; then checkpoint; for Meta: meta_tables, meta_params, meta_fit, meta_sizes, meta; for pictures:
-image_processors, positions, metaclip_tables, open_clip_config, towers, metaclip; then convert, upcycle, assemble,
-running, comparing, footprint, inspect, shared_parts, verdict, unreached, verify, printing, cli.
+experts, source_files, files, outputs, run_lock, targets, writing, tables; for texts: chat_templates, sentence_pieces,
+tiktoken_tables, processors, tokenizers; then checkpoint; for Meta: meta_tables, meta_params, meta_fit, meta_sizes,
+meta; for pictures: image_processors, positions, metaclip_tables, open_clip_config, towers, metaclip; then convert,
+upcycle, assemble, running, comparing, footprint, inspect, shared_parts, verdict, unreached, verify, printing, cli.
 """
 
 from .assemble import assemble

@@ -28,9 +28,10 @@ from .image_processors import CLIP_MEAN, CLIP_STD, normalization
 from .lazy import LazyTensor
 from .metaclip import fold, open_tower, resize
 from .processors import processor_files
+from .targets import check_apart
 from .tokenizers import MULTIMODAL_TOKENS, extend_tokenizer, multimodal_chat_template, token_ids
 from .upcycle import as_text_model, describe, fresh, open_source, zeros
-from .writing import check_apart, to_json
+from .writing import to_json
 
 _PAD = "<|finetune_right_pad|>"
 _ENDS = ("<|eot|>", "<|eom|>")  # of an answer, in the chat template that is written
@@ -415,6 +416,8 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: _Vocabulary, seed:
         dropped={**decoder.dropped, **tower.dropped},
         companions=companions,
         sources=[*decoder.sources, *tower.sources],
+        # What was opened first decides, where both are parts of one model.
+        looks={**tower.looks, **decoder.looks},
         notes=notes,
     )
 

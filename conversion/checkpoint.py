@@ -28,10 +28,12 @@ from ..configuration._base import LlamoeBaseConfig
 from ..configuration._hub import written_by
 from ..modeling.weights import CheckpointError
 from .experts import fuse_experts, split_experts
-from .files import open_pickle, open_safetensors, read_json
+from .files import open_pickle, open_safetensors, read_bytes, read_json
 from .lazy import LazyTensor, compute
+from .source_files import Look, look_at, remember_looks
+from .targets import check_target
 from .tokenizers import check_companions
-from .writing import Plan, Progress, check_target, parse_size, split_shards, write
+from .writing import Plan, Progress, parse_size, split_shards, write
 
 DTYPES = {
     "float32": torch.float32,
@@ -68,6 +70,7 @@ class Checkpoint:
         dropped: key of the source to the reason why it has no place in `tensors`.
         companions: name to content of the files that come along, in Hugging Face's form.
         sources: the weight files.
+        looks: every file that was read, as it looked before.
         notes: what a user should know of how the source was read.
     """
 
@@ -79,6 +82,7 @@ class Checkpoint:
     companions: dict[str, bytes] = field(default_factory=dict)
     sources: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    looks: dict[Path, Look] = field(default_factory=dict)
 
 
 @dataclass
@@ -111,6 +115,7 @@ class Report:
     dry_run: bool
 
 
+@remember_looks
 def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
     """Open a Hugging Face folder of LLaMA, Llama 4 or llamoe.
 
@@ -187,7 +192,7 @@ def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
         CheckpointError: one is called .json and is none.
     """
     found = {
-        path.name: path.read_bytes()
+        path.name: read_bytes(path)
         for path in sorted(folder.iterdir())
         if path.is_file() and _COMPANIONS.fullmatch(path.name)
     }
@@ -197,7 +202,7 @@ def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
     templates = folder / "additional_chat_templates"
     if templates.is_dir():
         found |= {
-            f"{templates.name}/{path.name}": path.read_bytes() for path in sorted(templates.glob("*.jinja"))
+            f"{templates.name}/{path.name}": read_bytes(path) for path in sorted(templates.glob("*.jinja"))
         }
     return found
 
@@ -253,6 +258,7 @@ def save_hf(
         before={**checkpoint.companions, **described},
         last=index,
         identity={"source": identify(checkpoint), "to": "hf", "layout": layout, **(options or {})},
+        sources=checkpoint.looks,
     )
     if not dry_run:
         write(plan, target, resume, progress)
@@ -289,9 +295,9 @@ def make_report(
 
 
 def identify(checkpoint: Checkpoint) -> list[list[Any]]:
-    """Name, size and time of change of the source's weight files: another content does not resume a conversion."""
-    stats = [(path, path.stat()) for path in checkpoint.sources]
-    return [[str(path.absolute()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    """Name and look of the source's weight files: another content does not resume a conversion."""
+    looks = [(path, checkpoint.looks.get(path) or look_at(path)) for path in checkpoint.sources]
+    return [[str(path.absolute()), *look] for path, look in looks]
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -11,7 +11,8 @@ from .checkpoint import Checkpoint, Report, open_hf, save_hf
 from .files import check_sums, read_json
 from .meta import open_meta, save_meta
 from .metaclip import open_tower
-from .writing import Progress, check_apart, check_target
+from .targets import check_apart, check_source, check_target
+from .writing import Progress
 
 _TOWERS = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
 _OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
@@ -29,13 +30,15 @@ def open_checkpoint(
         instruct: of a folder of Meta's, whether the model was tuned for conversations; None goes by the folder's name.
 
     Raises:
-        CheckpointError: there is no such path, it is none of those formats, or it is damaged.
+        CheckpointError: there is no such path, it is none of those formats, it is damaged, or a run is writing it or
+            has left it unfinished.
     """
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
     if path.is_file():
         return open_tower(path)
+    check_source(path)
     if (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
         return open_meta(path, companions=companions, instruct=instruct)
     if any((path / name).is_file() for name in _OPEN_CLIP_FILES):

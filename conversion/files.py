@@ -24,6 +24,7 @@ import torch
 from ..modeling._compat import load_without_storage, storage_offset
 from ..modeling.weights import CheckpointError, read_header
 from .lazy import LazyTensor, from_tensor
+from .source_files import note
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -104,6 +105,7 @@ def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
         CheckpointError: the file is missing or damaged, or a dtype is none of torch's.
     """
     path = Path(path)
+    note(path)
     headers = read_header(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -130,6 +132,7 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
         CheckpointError: the file is missing, damaged, holds something else, or wants to run code.
     """
     path = Path(path)
+    note(path)
     try:
         with open(path, "rb") as file:
             begin = file.read(4)
@@ -227,6 +230,12 @@ def open_weights(path: str | os.PathLike) -> dict[str, LazyTensor]:
     return open_pickle(path)[0]
 
 
+def read_bytes(path: Path) -> bytes:
+    """Read a small file of a source whole."""
+    note(path)
+    return path.read_bytes()
+
+
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
@@ -236,6 +245,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, no JSON, or no object.
     """
+    note(Path(path))
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)

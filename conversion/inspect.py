@@ -26,7 +26,7 @@ from ..configuration import (
 )
 from ..configuration._base import LlamoeBaseConfig
 from ..modeling.split_experts import expert_of
-from ..modeling.weights import CheckpointError
+from ..modeling.weights import UNFINISHED, CheckpointError
 from .checkpoint import Checkpoint, expected_shapes
 from .comparing import compare_configs
 from .convert import open_checkpoint
@@ -330,7 +330,8 @@ def _survey(path: Path, error: Exception) -> _Found:
         except (OSError, ValueError) as problem:
             problems.append(str(problem))
     kind = "partial"
-    if config is not None and not files and not missing:
+    is_unfinished = path.is_dir() and (path / UNFINISHED).exists()
+    if config is not None and not files and not missing and not is_unfinished:
         kind, problems = "configuration", []
     elif path.is_file() and tensors:
         kind = "weights"

@@ -28,7 +28,7 @@ from .checkpoint import (
     parse_dtype,
     tie_heads,
 )
-from .files import open_pickle, read_json
+from .files import open_pickle, read_bytes, read_json
 from .lazy import LazyTensor, Slot
 from .meta_fit import add_kept, needs_own_scaling, write_params
 from .meta_params import (
@@ -41,9 +41,11 @@ from .meta_params import (
 )
 from .meta_sizes import find_generation, is_tiktoken, measure, weight_files
 from .meta_tables import STYLES, check_division, llama4_table, llama_table, names_for
+from .source_files import remember_looks
 from .tables import Table, read_through, write_through
+from .targets import check_target
 from .tokenizers import check_tokenizer, hf_files_from_meta, meta_tokenizer_model
-from .writing import Plan, Progress, check_target, to_json, write
+from .writing import Plan, Progress, to_json, write
 
 KEPT = "llamoe.json"
 _TUNED = re.compile(r"instruct|chat", re.IGNORECASE)
@@ -53,6 +55,7 @@ _LARGEST_FILE, _MOST_FILES = 17.5e9, 8
 _SLOTS = {"k_proj": 1, "up_proj": 1, "v_proj": 2}
 
 
+@remember_looks
 def open_meta(
     folder: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
 ) -> Checkpoint:
@@ -140,7 +143,7 @@ def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
     """tokenizer.model in the folder or, as in the releases of LLaMA 1 and 2, one level above it."""
     for path in (folder / "tokenizer.model", folder.absolute().parent / "tokenizer.model"):
         if path.is_file():
-            return path, path.read_bytes()
+            return path, read_bytes(path)
     return None, None
 
 
@@ -229,6 +232,7 @@ def save_meta(
         before={} if tokenizer is None else {"tokenizer.model": tokenizer},
         last={**({KEPT: to_json(kept)} if kept else {}), "params.json": to_json(params)},
         identity={"source": identify(checkpoint), "to": "meta", "style": style, **(options or {})},
+        sources=checkpoint.looks,
     )
     if not dry_run:
         write(plan, target, resume, progress)

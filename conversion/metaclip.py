@@ -24,8 +24,9 @@ from .metaclip_tables import CLIP, OPEN_CLIP
 from .open_clip_config import OPEN_CLIP_CONFIG, write_model_cfg
 from .positions import POSITIONS, fold_normalization, resize_positions
 from .tables import write_through
+from .targets import check_apart, check_target
 from .towers import OPEN_CLIP_FILES, PROCESSOR, open_tower, tower_kind
-from .writing import Plan, Progress, check_apart, check_target, split_shards, to_json, write
+from .writing import Plan, Progress, split_shards, to_json, write
 
 __all__ = ["convert_vision", "fold", "open_tower", "resize", "tower_kind"]
 
@@ -118,6 +119,7 @@ def convert_vision(
     plan_target = _plan_open_clip if to == "open_clip" else _plan_clip
     checkpoint, plan = plan_target(checkpoint, wanted)
     plan.identity = {"source": identify(checkpoint), "to": to, "dtype": str(wanted), **options}
+    plan.sources = checkpoint.looks
     if not dry_run:
         write(plan, target, resume, progress)
     return make_report(checkpoint, target, to, plan, begun, dry_run)

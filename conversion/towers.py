@@ -34,7 +34,9 @@ from .open_clip_config import (
     read_norm_eps,
     read_sizes,
 )
+from .source_files import remember_looks
 from .tables import Table, read_through, write_through
+from .targets import check_source
 from .writing import to_json
 
 ACTIVATIONS = ("quick_gelu", "gelu")
@@ -114,6 +116,7 @@ def tower_kind(path: str | Path) -> str | None:
     return None
 
 
+@remember_looks
 def open_tower(
     path: str | Path, *, activation: str | None = None, tag: str | None = None, heads: int | None = None
 ) -> Checkpoint:
@@ -139,6 +142,8 @@ def open_tower(
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
+    if path.is_dir():
+        check_source(path)
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation = {activation!r}: valid are {' and '.join(map(repr, ACTIVATIONS))}.")
     if heads is not None and (isinstance(heads, bool) or not isinstance(heads, int) or heads < 1):

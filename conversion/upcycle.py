@@ -49,7 +49,7 @@ from ..modeling.weights import CheckpointError
 from .checkpoint import Checkpoint, Report, save_hf
 from .convert import open_checkpoint
 from .lazy import LazyTensor, Slot, compute, join, stack
-from .writing import check_apart, check_target
+from .targets import check_apart, check_target
 
 _PIECE = 1 << 20  # numbers drawn, or summed, at a time
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +20,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ..modeling.weights import CheckpointError
+from ..modeling.weights import UNFINISHED, CheckpointError
 from .files import open_weights
 from .lazy import LazyTensor, blocks
 from .outputs import Output, SafetensorsOutput, TorchOutput
+from .run_lock import RunLock, one_run
+from .source_files import Look, check_unchanged
+from .targets import TEMPORARY, check_free, check_target, is_empty
 
-UNFINISHED = ".llamoe-unfinished.json"
-_TEMPORARY = ".{}.partial"
 _CHECKED_AT_ONCE = 1 << 24  # elements
 _BEHIND = 1 << 26  # bytes that may wait to be written
 _NOTED = 1 << 32  # bytes after which is noted what of unfinished files is on the disk
@@ -56,12 +57,14 @@ class Plan:
         before: small files that come first, name to content.
         last: small files that make the folder a checkpoint, in order.
         identity: what the folder is made from and how; a run that goes on must have the same.
+        sources: the files that all this is read from, as they looked when they were opened.
     """
 
     groups: list[dict[str, dict[str, LazyTensor]]]
     before: dict[str, bytes] = field(default_factory=dict)
     last: dict[str, bytes] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
+    sources: Mapping[Path, Look] = field(default_factory=dict)
 
     @property
     def files(self) -> dict[str, dict[str, LazyTensor]]:
@@ -149,53 +152,6 @@ def to_json(content: Any) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def check_apart(source: Path, target: Path) -> None:
-    """Refuse a target inside a folder that is the source, by whatever path.
-
-    Raises:
-        ValueError: it is the source, or lies in it.
-    """
-    if source.is_dir() and source.resolve() in (target.resolve(), *target.resolve().parents):
-        raise ValueError(f"{target}: lies in the source, which is never changed. Choose another target.")
-
-
-def check_target(target: Path, resume: bool) -> None:
-    """Refuse a target that is in use, before any work.
-
-    Raises:
-        ValueError: the target exists and is not empty, or is a file, or there is nothing to resume.
-    """
-    if target.is_symlink() and not target.exists():
-        raise ValueError(f"{target}: is a link to nothing. Remove it or choose another target.")
-    if not target.exists():
-        parent = next(parent for parent in target.absolute().parents if parent.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise ValueError(
-                f"{target}: {parent} is no folder that can be written to. Choose another target."
-            )
-        return
-    if not target.is_dir():
-        raise ValueError(f"{target}: is a file, where a folder will be written. Choose another target.")
-    if _is_empty(target):
-        return
-    is_unfinished = (target / UNFINISHED).exists()
-    if not resume:
-        state, hint = ("is unfinished", "go on with resume=True (--resume)") if is_unfinished else (
-            "exists already", "choose another target, or remove it"
-        )  # fmt: skip
-        raise ValueError(f"{target}: {state}; nothing is overwritten: {hint}.")
-    if not is_unfinished:
-        raise ValueError(
-            f"{target}: there is nothing to resume: it is no folder that a conversion left unfinished. If it is "
-            "finished, use it; otherwise choose another target."
-        )
-
-
-def _is_empty(target: Path) -> bool:
-    """Whether a folder holds nothing, or only what a run left that was killed at its very first file."""
-    return all(path.name == _TEMPORARY.format(UNFINISHED) for path in target.iterdir())
-
-
 def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | None = None) -> None:
     """Write a planned checkpoint.
 
@@ -206,17 +162,22 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
         progress: is told of every block.
 
     Raises:
-        ValueError: the target is in use, the earlier run made something else, or a weight is not finite. What this run
-            made is removed.
-        OSError: the disk is full or fails. Whole files stay, for `resume`.
+        ValueError: the target is in use, the earlier run made something else, a weight is not finite, or a file of the
+            source has changed since it was opened. What this run made is removed.
+        OSError: the disk is full or fails, or the target was moved or removed. Whole files stay, for `resume`.
     """
     check_target(target, resume)
-    is_new = not target.exists()
-    earlier = None if is_new or _is_empty(target) else _read_state(plan, target)
+    with one_run(target) as lock:
+        check_free(target, resume)  # what another run may have done since
+        _write_alone(plan, target, lock, progress)
+
+
+def _write_alone(plan: Plan, target: Path, lock: RunLock, progress: Progress | None) -> None:
+    earlier = None if is_empty(target) else _read_state(plan, target)
     state = earlier or {"fingerprint": plan.fingerprint(), "made_from": plan.identity, "writing": {}}
     files = plan.files
     done = _whole_files(plan, target) if earlier else set()
-    partial = [target / _TEMPORARY.format(name) for name in files] if earlier else []
+    partial = [_partial(target / name) for name in files] if earlier else []
     _check_room(
         target,
         sum(_nbytes(files[name]) for name in files if name not in done)
@@ -226,33 +187,40 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
         progress.start(plan.nbytes)
         for name in done:
             progress.advance(_nbytes(files[name]), name)
-    target.mkdir(parents=True, exist_ok=True)
+
+    def check() -> None:
+        lock.check()
+        check_unchanged(plan.sources)
+
     made: list[Path] = []
     try:
         if earlier is None:
-            made.append(target / UNFINISHED)
-            _write_small(target / UNFINISHED, to_json(state))
+            _write_small(target / UNFINISHED, to_json(state), made)
         for name, content in plan.before.items():
-            made.append(target / name)
-            _write_small(target / name, content)
+            _write_small(target / name, content, made)
         for group in plan.groups:
             if not done.issuperset(group):
-                made.extend(target / name for name in group)
-                _write_group(group, target, state, progress)
+                _write_group(group, target, state, made, check, progress)
+        check()
         for name, content in plan.last.items():
-            made.append(target / name)
-            _write_small(target / name, content)
+            _write_small(target / name, content, made)
         (target / UNFINISHED).unlink()
     except BaseException as error:
-        is_damaged = isinstance(error, ValueError)
-        for path in made:
-            if is_damaged or path.name not in state["writing"]:
-                (path.parent / _TEMPORARY.format(path.name)).unlink(missing_ok=True)
-        if is_damaged:
-            _remove(target, made, is_new)
+        if isinstance(error, ValueError) and lock.is_held():
+            state["writing"] = {}
+            for path in reversed(made):  # UNFINISHED goes last
+                path.unlink(missing_ok=True)
+                if path.parent != target and not any(path.parent.iterdir()):
+                    path.parent.rmdir()
         elif isinstance(error, OSError):
+            lock.check()
             raise _explain(error, target) from error
         raise
+    finally:
+        if lock.is_held():
+            for name in (UNFINISHED, *plan.before, *files, *plan.last):
+                if name not in state["writing"]:
+                    _partial(target / name).unlink(missing_ok=True)
 
 
 def _read_state(plan: Plan, target: Path) -> dict[str, Any]:
@@ -313,20 +281,18 @@ def _explain(error: OSError, target: Path) -> OSError:
     )
 
 
-def _remove(target: Path, made: Sequence[Path], is_new: bool) -> None:
-    for path in made:
-        path.unlink(missing_ok=True)
-    if is_new and not any(target.iterdir()):
-        target.rmdir()
+def _partial(path: Path) -> Path:
+    """Where a file is written until it is whole."""
+    return path.parent / TEMPORARY.format(path.name)
 
 
-def _write_small(path: Path, content: bytes) -> None:
+def _write_small(path: Path, content: bytes, made: list[Path]) -> None:
     path.parent.mkdir(exist_ok=True)
-    temporary = path.parent / _TEMPORARY.format(path.name)
-    with open(temporary, "wb") as file:
+    with open(_partial(path), "wb") as file:
         file.write(content)
         _flush(file)
-    os.replace(temporary, path)
+    os.replace(_partial(path), path)
+    made.append(path)
 
 
 def _flush(file: Any) -> None:
@@ -342,10 +308,21 @@ def _write_group(
     group: Mapping[str, Mapping[str, LazyTensor]],
     target: Path,
     state: dict[str, Any],
+    made: list[Path],
+    check: Callable[[], None],
     progress: Progress | None,
 ) -> None:
-    """Write files side by side, so that a block of the source is read once for all of them."""
-    paths = {name: target / _TEMPORARY.format(name) for name in group}
+    """Write files side by side, so that a block of the source is read once for all of them.
+
+    Args:
+        group: the files.
+        target: their folder.
+        state: of the run, see `_read_state`.
+        made: gets the paths of the files once they have their names.
+        check: is called before anything is noted as written or gets its name.
+        progress: is told of every block.
+    """
+    paths = {name: _partial(target / name) for name in group}
     if state["writing"].keys() != group.keys() or not all(path.is_file() for path in paths.values()):
         state["writing"] = {}
     outputs: dict[str, Output] = {}
@@ -372,6 +349,7 @@ def _write_group(
                 if fresh >= _NOTED:
                     fresh = 0
                     behind.catch_up()
+                    check()
                     _note(state, outputs, on_disk, target)
         for output in outputs.values():
             output.finish()
@@ -379,8 +357,10 @@ def _write_group(
         torch.set_num_threads(threads)
         for output in outputs.values():
             output.close()
+    check()
     for name, path in paths.items():
         os.replace(path, target / name)
+        made.append(target / name)
     state["writing"] = {}
     _flush_folder(target)
 
@@ -407,7 +387,7 @@ def _note(
     state["writing"] = {
         name: {key: output.sums[key] for key in on_disk[name]} for name, output in outputs.items()
     }
-    _write_small(target / UNFINISHED, to_json(state))
+    _write_small(target / UNFINISHED, to_json(state), [])
 
 
 def _flush_folder(folder: Path) -> None:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+# Lies in a folder that a conversion has not finished.
+UNFINISHED = ".llamoe-unfinished.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -164,6 +166,19 @@ def _check_entry(path: str | os.PathLike, name: str, entry: object) -> tuple[int
     raise CheckpointError(f"{path}: the header's entry for {name!r} cannot be read: {str(entry)[:200]}.")
 
 
+def check_finished(folder: str | os.PathLike) -> None:
+    """Refuse a folder that a conversion is writing, or has left unfinished.
+
+    Raises:
+        CheckpointError: it is such a folder.
+    """
+    if os.path.exists(os.path.join(folder, UNFINISHED)):
+        raise CheckpointError(
+            f"{os.path.normpath(folder)}: is unfinished. If no llamoe command is writing it any more, run that command "
+            "again with --resume (resume=True); or remove the folder."
+        )
+
+
 def check_place(name_or_path: str | os.PathLike, subfolder: str = "") -> None:
     """Check that what is meant as a local folder is one, and of a checkpoint; names on a hub pass.
 
@@ -172,12 +187,13 @@ def check_place(name_or_path: str | os.PathLike, subfolder: str = "") -> None:
         subfolder: where in the folder the checkpoint is.
 
     Raises:
-        CheckpointError: no such folder, a file in its place, or a folder without config.json.
+        CheckpointError: no such folder, a file in its place, or a folder that is unfinished or without config.json.
     """
     path = os.fspath(name_or_path)
     if os.path.isfile(path):
         raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
     if os.path.isdir(path):
+        check_finished(os.path.join(path, subfolder))
         described = ("config.json", "adapter_config.json")
         if not any(os.path.isfile(os.path.join(path, subfolder, name)) for name in described):
             raise CheckpointError(
@@ -196,8 +212,9 @@ def check_folder(folder: str | os.PathLike, subfolder: str = "", variant: str | 
         variant: as in `from_pretrained`: part of the file names.
 
     Raises:
-        CheckpointError: a shard is missing or damaged, or the index cannot be read.
+        CheckpointError: the folder is unfinished, a shard is missing or damaged, or the index cannot be read.
     """
+    check_finished(os.path.join(folder, subfolder))
     infix = f".{variant}" if variant else ""
     single = os.path.join(folder, subfolder, f"model{infix}.safetensors")
     if os.path.isfile(single):

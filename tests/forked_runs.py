@@ -1,0 +1,197 @@
+"""Commands that write checkpoints, each in a process of its own that can be stopped at any moment.
+
+A process that has imported everything and has no threads forks for every run, so that a run costs what it does and
+not Python's start. `ForkedRuns` speaks to it; this file is both sides.
+
+`LLAMOE_KILLS` is the number of cases of each test that stops runs at random, `LLAMOE_SEED` the first one's seed; what
+fails says how to repeat it.
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_TRACED = {f"conversion/{name}.py" for name in ("writing", "outputs", "run_lock", "targets", "source_files")}
+_IN_A_TEST = 25
+
+
+def batches(cases: int) -> list[range]:
+    """Seeds of the cases, `cases` unless LLAMOE_KILLS says otherwise, as many together as a test should take."""
+    first, count = int(os.environ.get("LLAMOE_SEED", 0)), int(os.environ.get("LLAMOE_KILLS", 0)) or cases
+    stop = first + count
+    return [range(begin, min(begin + _IN_A_TEST, stop)) for begin in range(first, stop, _IN_A_TEST)]
+
+
+@contextmanager
+def repeatable(seed: int, test: str):
+    """Add to an error the line that repeats it."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"again: LLAMOE_KILLS=1 LLAMOE_SEED={seed} python -m pytest {test}")
+        raise
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: the signal that killed it, or what it said ("finished", or its error)."""
+
+    signal: int
+    said: str
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.signal and self.said.startswith("finished")
+
+
+class ForkedRuns:
+    """Starts runs and waits for them.
+
+    A run is a dictionary: `command` (a function of `llamoe.conversion`), `paths` and `options`; and if wanted `pause`
+    (seconds that it sleeps after each block), `line` (of those that it executes while writing, the one at which it
+    sends itself `signal`), `after` (bytes after which it does), `count` (say how many lines they were), `largest`
+    (bytes that a file may have) and `fork` (what a forked process does in the middle: "exit" or "stay").
+    """
+
+    def __init__(self, *warm_up: dict):
+        self.server = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._ask(warm_up)
+
+    def start(self, run: dict, until_writing: bool = False) -> int:
+        """Give the process of a run that has begun, or with `until_writing` has everything ready to be written."""
+        return self._ask(["start", run, until_writing])
+
+    def wait(self, process: int) -> Ended:
+        """Wait for the end of a run."""
+        return Ended(*self._ask(["wait", process]))
+
+    def run(self, run: dict) -> Ended:
+        """Start a run and wait for its end."""
+        return self.wait(self.start(run))
+
+    def close(self) -> None:
+        """End the process that forks."""
+        self.server.stdin.close()
+        self.server.wait(60)
+
+    def _ask(self, question):
+        self.server.stdin.write(json.dumps(question) + "\n")
+        self.server.stdin.flush()
+        answer = self.server.stdout.readline()
+        assert answer, "the process that forks has ended"
+        return json.loads(answer)
+
+
+class _Watched:
+    """Progress that tells when writing begins, takes its time and does what a run asks for."""
+
+    def __init__(self, run: dict, writer: int):
+        self.given, self.writer = run, writer
+        self.written = self.lines = 0
+        self.fork = run.get("fork")
+
+    def start(self, total: int) -> None:
+        os.write(self.writer, b"w")
+        self.half = total // 2
+
+    def advance(self, nbytes: int, file: str) -> None:
+        time.sleep(self.given.get("pause", 0))
+        self.written += nbytes
+        if self.written > self.given.get("after", 1e18):
+            self.stop()
+        if self.fork and self.written > self.half:
+            kind, self.fork = self.fork, None
+            child = os.fork()
+            if child == 0 and kind == "exit":
+                raise SystemExit  # through all that the run has around this
+            if child == 0:
+                os.close(self.writer)
+                time.sleep(60)
+                os._exit(0)
+            if kind == "exit":
+                os.waitpid(child, 0)
+            else:
+                os.write(self.writer, f"forked {child} ".encode())
+                self.stop()
+
+    def stop(self) -> None:
+        os.kill(os.getpid(), self.given.get("signal", signal.SIGKILL))
+
+    def trace(self, frame, event, argument):
+        name = frame.f_code.co_filename
+        return self.trace_line if "/".join(Path(name).parts[-2:]) in _TRACED else None
+
+    def trace_line(self, frame, event, argument):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.given.get("line"):
+                self.stop()
+        return self.trace_line
+
+
+def _execute(run: dict, writer: int) -> str:
+    import llamoe.conversion
+
+    watched = _Watched(run, writer)
+    if "largest" in run:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (run["largest"], run["largest"]))
+    if "line" in run or "count" in run:
+        sys.settrace(watched.trace)
+    try:
+        command = getattr(llamoe.conversion, run["command"])
+        command(*run["paths"], progress=watched, **run.get("options", {}))
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        sys.settrace(None)
+    return f"finished {watched.lines}"
+
+
+def _serve() -> None:
+    import torch
+
+    import llamoe.conversion
+
+    torch.set_num_threads(1)
+    for run in json.loads(sys.stdin.readline()):
+        getattr(llamoe.conversion, run["command"])(*run["paths"], **run.get("options", {}))
+    print("0", flush=True)
+    readers: dict[int, int] = {}
+    for line in sys.stdin:
+        match json.loads(line):
+            case "start", run, until_writing:
+                reader, writer = os.pipe()
+                process = os.fork()
+                if process == 0:
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                    signal.alarm(120)  # rather than hang
+                    said = ""
+                    try:
+                        said = _execute(run, writer)
+                    finally:
+                        os.write(writer, b"\n" + said.encode())
+                        os._exit(0)
+                os.close(writer)
+                readers[process] = reader
+                if until_writing:
+                    os.read(reader, 1)
+                print(process, flush=True)
+            case "wait", process:
+                with open(readers.pop(process), "rb") as file:
+                    said = file.read().decode()
+                status = os.waitpid(process, 0)[1]
+                ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+                print(json.dumps([ended, said.rpartition("\n")[2] or said]), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
