@@ -54,10 +54,11 @@ class Ended:
 class ForkedRuns:
     """Starts runs and waits for them.
 
-    A run is a dictionary: `command` (a function of `llamoe.conversion`), `paths` and `options`; and if wanted `pause`
-    (seconds that it sleeps after each block), `line` (of those that it executes while writing, the one at which it
-    sends itself `signal`), `after` (bytes after which it does), `count` (say how many lines they were), `largest`
-    (bytes that a file may have) and `fork` (what a forked process does in the middle: "exit" or "stay").
+    A run is a dictionary: `command` (a function of `llamoe.conversion`), `paths` and `options`. If wanted, it sends
+    itself `signal` (SIGKILL) at the `line`-th line that it executes while writing, `after` so many bytes, or once so
+    many `renames` of files in its target are done (for 0, before the first). It may `pause` for seconds after each
+    block, `count` its lines, have files of `largest` bytes only, and in the middle `fork` a process that ends itself
+    ("exit") or outlives it ("stay").
     """
 
     def __init__(self, *warm_up: dict):
@@ -98,6 +99,7 @@ class _Watched:
         self.given, self.writer = run, writer
         self.written = self.lines = 0
         self.fork = run.get("fork")
+        self.replace = os.replace
 
     def start(self, total: int) -> None:
         os.write(self.writer, b"w")
@@ -126,6 +128,14 @@ class _Watched:
     def stop(self) -> None:
         os.kill(os.getpid(), self.given.get("signal", signal.SIGKILL))
 
+    def rename(self, old, new) -> None:
+        is_counted = str(new).startswith(self.given["paths"][-1])
+        if self.given["renames"] or not is_counted:
+            self.replace(old, new)
+        self.given["renames"] -= is_counted
+        if is_counted and self.given["renames"] <= 0:
+            self.stop()
+
     def trace(self, frame, event, argument):
         name = frame.f_code.co_filename
         return self.trace_line if "/".join(Path(name).parts[-2:]) in _TRACED else None
@@ -144,6 +154,8 @@ def _execute(run: dict, writer: int) -> str:
     watched = _Watched(run, writer)
     if "largest" in run:
         resource.setrlimit(resource.RLIMIT_FSIZE, (run["largest"], run["largest"]))
+    if "renames" in run:
+        os.replace = watched.rename
     if "line" in run or "count" in run:
         sys.settrace(watched.trace)
     try:

@@ -1,17 +1,16 @@
 """Conversions that are killed, run out of disk or meet a target in use: nothing looks finished, and they go on."""
 
 import errno
-import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conversion_support import META_MAVERICK, looks_finished, sums
+from forked_runs import ForkedRuns
 from transformers import AutoModelForCausalLM
 
 import llamoe
@@ -20,71 +19,6 @@ from llamoe.conversion.files import FileTensor
 
 CASE = replace(META_MAVERICK, params={**META_MAVERICK.params, "n_layers": 2})
 OPTIONS = {"hf": {"to": "hf", "shard_size": "280KB"}, "meta": {"to": "meta", "shards": 3}}
-
-# Starts once and forks for every job, each of which ends itself without warning: after so many bytes, or right after
-# so many files got their names; or it may not write files beyond a size.
-CHILD = """
-import json, os, resource, signal, sys
-import torch
-from llamoe.conversion import convert
-
-class Killer:
-    def __init__(self, after):
-        self.left = after
-    def start(self, total):
-        pass
-    def advance(self, nbytes, file):
-        self.left -= nbytes
-        if self.left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-def run(job):
-    if "renames" in job:
-        left, replace = [job["renames"]], os.replace
-        def rename(*names):
-            is_counted = str(names[1]).startswith(job["target"])
-            if left[0] or not is_counted:
-                replace(*names)
-            left[0] -= is_counted
-            if is_counted and left[0] <= 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        os.replace = rename
-    if "largest" in job:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest"], job["largest"]))
-    try:
-        convert(job["source"], job["target"], progress=Killer(job.get("after", 1e18)), **job["options"])
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "finished"
-
-torch.set_num_threads(1)
-first, *jobs = json.load(sys.stdin)
-convert(first["source"], first["target"], **first["options"])  # imports everything, once for all
-for job in jobs:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writer, run(job).encode())
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as said:
-        answer = said.read()
-    status = os.waitpid(child, 0)[1]
-    print(json.dumps("killed" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else answer))
-"""
-
-
-def run_jobs(jobs):
-    """What each job came to: "killed", "finished" or the error. The first one is run to its end before."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -127,32 +61,35 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("kills")
 
 
+def make_run(source, target, to, resume=False, **moment):
+    options = {**OPTIONS[to], "resume": resume}
+    return {"command": "convert", "paths": [str(source), str(target)], "options": options, **moment}
+
+
 @pytest.fixture(scope="module")
 def kills(source, finished, place):
     """What is known of each killed conversion, and the answer of the limited one."""
+    runs = ForkedRuns(make_run(source, place / "warm-up", "hf"))
     jobs = []
-    for to, options in OPTIONS.items():
+    for to in OPTIONS:
         total = sum(path.stat().st_size for path in weight_files(finished[to]))
         moments = [{"after": int(total * share)} for share in (0.0, 0.45, 0.9)]
         # UNFINISHED is a file more; every other one, and the very last.
         last = len(sums(finished[to])) + 1
         moments += [{"renames": count} for count in sorted({*range(0, last, 2), last})]
-        for number, moment in enumerate(moments):
-            target = place / f"{to}-{number}"
-            jobs.append({**moment, "to": to, "target": str(target), "options": options})
+        jobs += [
+            {"to": to, "run": make_run(source, place / f"{to}-{number}", to, **moment)}
+            for number, moment in enumerate(moments)
+        ]
     # One more, which goes on under a limit that makes no file possible.
     with pytest.raises(KeyboardInterrupt):
         convert(source, place / "limited", progress=Stops(KeyboardInterrupt(), 0.6), **OPTIONS["hf"])
-    limited = {
-        "largest": 20_000,
-        "target": str(place / "limited"),
-        "options": {**OPTIONS["hf"], "resume": True},
-    }
-    warm_up = {"target": str(place / "warm-up"), "options": OPTIONS["hf"]}
+    limited = make_run(source, place / "limited", "hf", resume=True, largest=20_000)
     before = sums(source)
-    *outcomes, refused = run_jobs([job | {"source": str(source)} for job in (warm_up, *jobs, limited)])
+    assert [runs.run(job["run"]).signal for job in jobs] == [signal.SIGKILL] * len(jobs)
+    refused = runs.run(limited).said
     assert sums(source) == before
-    assert outcomes == ["killed"] * len(jobs)
+    runs.close()
     return jobs, refused
 
 
@@ -161,8 +98,8 @@ def test_what_a_kill_leaves_looks_unfinished_and_is_gone_on_with(source, finishe
     jobs, _ = kills
     expected, options, kept = sums(finished[to]), OPTIONS[to], set()
     for job in (job for job in jobs if job["to"] == to):
-        target = Path(job["target"])
-        if job.get("renames") != 0:  # killed before even the first file had its name
+        target = Path(job["run"]["paths"][1])
+        if job["run"].get("renames") != 0:  # killed before even the first file had its name
             with pytest.raises(ValueError, match="unfinished"):
                 convert(source, target, **options)
         survivors = whole(target)
