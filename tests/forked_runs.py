@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +163,7 @@ def _execute(run: dict, writer: int) -> str:
         command = getattr(llamoe.conversion, run["command"])
         command(*run["paths"], progress=watched, **run.get("options", {}))
     except (Exception, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {str(error) or traceback.format_exc()!r}"
     finally:
         sys.settrace(None)
     return f"finished {watched.lines}"
