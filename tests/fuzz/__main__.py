@@ -1,0 +1,38 @@
+"""More cases than the tests run: `python -m fuzz --cases 6000`, from the folder `tests`."""
+
+import argparse
+import os
+import random
+import sys
+import warnings
+
+
+def main() -> int:
+    """Run the cases that the command line asks for; 1 where one failed."""
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser.add_argument("--only", choices=["differential", "corruption"], help="one of the two (default: both)")
+    parser.add_argument("--seed", type=int, help="the first seed (default: drawn); alone: that one case")
+    parser.add_argument("--cases", type=int, help="of each")
+    parser.add_argument("--seconds", type=float, help="of each, at most")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    parser.add_argument("--kind", help="only this kind of case")
+    options = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    warnings.simplefilter("ignore")
+
+    from .suites import SUITES, run_suite
+
+    first = random.SystemRandom().randrange(10**6, 10**9) if options.seed is None else options.seed
+    cases = options.cases or (1 if options.seed is not None else 1000)
+    failures = 0
+    for name in [options.only] if options.only else SUITES:
+        summary = run_suite(
+            name, range(first, first + cases), options.workers if cases > 1 else 0, options.seconds, options.kind
+        )
+        failures += len(summary.failures)
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

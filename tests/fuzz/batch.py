@@ -1,0 +1,228 @@
+"""Batches as users make them: padded, packed, fed in pieces. What each of their tokens must give is the reference's."""
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .draw import chance
+from .judge import LOG, Judge, Wrong
+from .reference import Result
+
+MASK_DTYPES = [torch.int64, torch.int64, torch.bool, torch.int32, torch.float32]
+
+
+@dataclass
+class Batch:
+    """Rows of tokens, and what is known of each: all `[B, T]`.
+
+    Attributes:
+        ids: what is given to the model.
+        real: which tokens are no padding.
+        positions: where the real ones stand.
+        segments: in a packed row, which of its sequences a token belongs to.
+        attention_mask, position_ids: what is given to the model; None: left out.
+        embeds: `[B, T, H]` float64, where tokens are not looked up in the table.
+        visible: `[B, T, T]`, what each token sees, where a mask of four axes says so.
+    """
+
+    ids: torch.Tensor
+    real: torch.Tensor
+    positions: torch.Tensor
+    segments: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    embeds: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
+    kind: str = "plain"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.ids.shape[0], self.ids.shape[1]
+
+    def columns(self, begin: int, end: int) -> "Batch":
+        """Some columns; the mask, as models want it, from the first one on."""
+        cut = lambda x: None if x is None else x[:, begin:end]  # noqa: E731
+        mask = None if self.attention_mask is None else self.attention_mask[:, :end]
+        return replace(
+            self,
+            **{name: cut(getattr(self, name)) for name in ("ids", "real", "positions", "segments", "embeds")},
+            position_ids=cut(self.position_ids),
+            attention_mask=mask,
+        )
+
+    def inputs(self) -> dict[str, Any]:
+        """What a model is called with."""
+        given = {"input_ids": self.ids, "attention_mask": self.attention_mask, "position_ids": self.position_ids}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def sequences(self) -> list[tuple[int, torch.Tensor]]:
+        """Row and columns of each sequence."""
+        result = []
+        for row in range(self.shape[0]):
+            columns = self.real[row].nonzero()[:, 0]
+            for segment in self.segments[row, columns].unique().tolist():
+                result.append((row, columns[self.segments[row, columns] == segment]))
+        return result
+
+    def reach(self) -> int:
+        """How long the pass looks to rotary embeddings that go by it, padding included."""
+        positions = self.position_ids
+        if positions is None:
+            positions = self.positions
+        return int(positions.max()) + 1
+
+
+KINDS = ["plain", "ones", "left", "right", "sides", "holes", "packed", "offset", "mask4d", "all-masked"]
+
+
+def draw_batch(
+    rng: random.Random,
+    generator: torch.Generator,
+    vocabulary: int,
+    kinds: list[str] | None = None,
+    longest: int = 44,
+    pad_token_id: int | None = None,
+) -> Batch:
+    """Draw rows.
+
+    Args:
+        kinds: of `KINDS`.
+        longest: tokens a row.
+        pad_token_id: what stands where padding is; None: anything.
+    """
+    kind = rng.choice(kinds or KINDS)
+    rows, length = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 7, 16, 17, 23, longest])
+    if kind in ("left", "right", "sides", "holes", "all-masked"):
+        rows, length = max(rows, 2), max(length, 3)
+    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    index = torch.arange(length).expand(rows, -1)
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), index.clone(), torch.zeros_like(ids), kind=kind)
+    match kind:
+        case "ones":
+            batch.attention_mask = _mask(rng, batch.real)
+        case "left" | "right" | "sides" | "holes" | "all-masked":
+            _pad(rng, batch, kind, pad_token_id)
+        case "packed":
+            _pack(rng, batch)
+        case "offset":
+            begin = torch.tensor([rng.randint(0, 40) for _ in range(rows)])
+            batch.positions = index + begin[:, None]
+            batch.position_ids = batch.positions.clone()
+        case "mask4d":
+            # Everybody sees itself, and of the tokens before it some.
+            share = torch.rand(rows, length, length, generator=generator) < rng.choice([0.3, 0.7])
+            batch.visible = (share | torch.eye(length, dtype=torch.bool)).tril()
+    if kind in ("plain", "ones") and chance(rng, 0.3):
+        batch.position_ids = index[: rng.choice([1, rows])].clone()
+    return batch
+
+
+def _mask(rng: random.Random, real: torch.Tensor) -> torch.Tensor:
+    return real.to(rng.choice(MASK_DTYPES))
+
+
+def _pad(rng: random.Random, batch: Batch, kind: str, pad_token_id: int | None) -> None:
+    rows, length = batch.shape
+    left = torch.zeros(rows, dtype=torch.long)
+    for row in range(rows):
+        if kind in ("left", "sides", "all-masked"):
+            left[row] = rng.randint(0, length - 1)
+            batch.real[row, : left[row]] = False
+        if kind in ("right", "sides"):
+            last = rng.randint(int(left[row]) + 1, length)
+            batch.real[row, last:] = False
+        if kind == "holes":
+            first = rng.randint(1, length - 1)
+            batch.real[row, first : rng.randint(first, length - 1)] = False
+    if kind == "all-masked":
+        batch.real[rng.randrange(rows)] = False
+    if pad_token_id is not None:
+        batch.ids[~batch.real] = pad_token_id
+    batch.attention_mask = _mask(rng, batch.real)
+    index = torch.arange(length)
+    batch.positions = (index - left[:, None]).clamp(min=0)
+    way = rng.choice(["derived", "derived", "generate", "below zero", "counted", "index", "garbage"])
+    match way:
+        case "generate":  # as `generate` makes them
+            positions = (batch.real.long().cumsum(-1) - 1).masked_fill(~batch.real, rng.choice([0, 1]))
+        case "below zero":
+            positions = index - left[:, None]
+        case "counted":
+            positions = batch.real.long().cumsum(-1)
+        case "index":
+            positions = index.expand(rows, -1).clone()
+        case "garbage":  # where nobody looks
+            positions = (batch.real.long().cumsum(-1) - 1).masked_fill(~batch.real, rng.choice([-7, 77, 3]))
+        case _:
+            return
+    batch.kind += f", positions {way}"
+    batch.position_ids, batch.positions = positions, positions.clone()
+
+
+def _pack(rng: random.Random, batch: Batch) -> None:
+    rows, length = batch.shape
+    for row in range(rows):
+        begin, segment = 0, 0
+        while begin < length:
+            end = min(length, begin + rng.randint(1, 20))
+            first = 0 if chance(rng, 0.8) else rng.randint(1, 9)
+            # A sequence that happens to go on where the last one ended would be one with it.
+            if begin and first == int(batch.positions[row, begin - 1]) + 1:
+                first = 0
+            batch.positions[row, begin:end] = torch.arange(first, first + end - begin)
+            batch.segments[row, begin:end] = segment
+            begin, segment = end, segment + 1
+    batch.position_ids = batch.positions.clone()
+
+
+@dataclass
+class Fed:
+    """Rows as far as a model has read them, with what it said of each token."""
+
+    batch: Batch
+    logits: torch.Tensor  # [B, T, vocabulary]
+    choices: list[torch.Tensor]  # by mixture layer [B, T, k]
+    reach: torch.Tensor  # [B, T]
+
+    @staticmethod
+    def of(batch: Batch, logits: torch.Tensor, calls: list[torch.Tensor], reach: int) -> "Fed":
+        shape = batch.shape
+        choices = [call.view(*shape, -1) for call in calls]
+        return Fed(batch, logits, choices, torch.full(shape, reach))
+
+
+def check(fed: Fed, judge: Judge, what: str, error: type[Exception] = Wrong) -> list[tuple[int, torch.Tensor, Result]]:
+    """Compare every real token with the reference; all others must be finite at least.
+
+    Returns:
+        row, columns and reference of every sequence.
+    """
+    batch, decoder = fed.batch, judge.decoder
+    if not fed.logits.isfinite().all():
+        bad = (~fed.logits.isfinite()).any(-1)
+        hidden = "hidden tokens only" if not (bad & batch.real).any() else "real tokens"
+        raise error(f"{what}, {batch.kind}: {int(bad.sum())} of {bad.numel()} tokens are not finite, {hidden}")
+    results = []
+    for row, columns in batch.sequences():
+        visible = None if batch.visible is None else batch.visible[row][columns][:, columns]
+        x = decoder.embed(batch.ids[row, columns]) if batch.embeds is None else batch.embeds[row, columns]
+        positions, reach = batch.positions[row, columns], int(fed.reach[row, columns[0]])
+
+        def run(choices=None, blur=None, x=x, positions=positions, reach=reach, visible=visible):
+            options = {} if blur is None else {"blur": blur}
+            return decoder(x, positions, reach, visible, choices, **options)
+
+        choices = [chosen[row, columns] for chosen in fed.choices] if fed.choices is not None else None
+        where = f"{what}, {batch.kind}, row {row}"
+        results.append((row, columns, judge.check(fed.logits[row, columns], run, choices, where, error=error)))
+    return results
+
+
+def forward(model: Any, batch: Batch, **options: Any) -> tuple[Any, Fed]:
+    """Run a model on all rows at once; what it gives, and what `check` takes."""
+    inputs = {**batch.inputs(), **options}
+    with LOG.recording() as calls:
+        output = model(**inputs)
+    return output, Fed.of(batch, output.logits, calls, batch.reach())

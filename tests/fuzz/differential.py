@@ -1,0 +1,78 @@
+"""A seed's case: which kind it is, and whether it went well."""
+
+import gc
+import importlib
+import random
+import re
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .judge import JudgeIsWrong, Refused, TooClose, Wrong
+
+# How often each kind of case is drawn, by the name of its file.
+KINDS = {
+    "forward": 26,
+    "cached": 22,
+}
+
+# Refusals that say what is not supported and why; every other error where stock has none is a fault.
+DOCUMENTED = [
+    r'experts_implementation="llamoe_grouped": torch\'s grouped product does not take experts of',
+    r"past_key_values has forgotten tokens that are still needed",
+    r"'s llama demands a multiple of num_attention_heads",
+]
+
+
+@dataclass
+class Outcome:
+    """What became of a case.
+
+    Attributes:
+        kind: of case.
+        verdict: "passed", "refused", "too close", "failed" or "judge".
+        text: of the error, if there was one.
+        notes: what the case was.
+    """
+
+    kind: str
+    verdict: str = "passed"
+    text: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def kind_of(seed: int) -> str:
+    return random.Random(f"kind {seed}").choices(list(KINDS), list(KINDS.values()))[0]
+
+
+def run(seed: int, kind: str | None = None) -> Outcome:
+    """Run the case that a seed stands for."""
+    outcome = Outcome(kind or kind_of(seed))
+    case = importlib.import_module(f"fuzz.kinds.{outcome.kind}").case
+    torch.manual_seed(seed)
+    try:
+        outcome.notes = case(random.Random(seed), seed)
+    except Refused as error:
+        outcome.verdict, outcome.text = "refused", str(error)
+    except TooClose:
+        outcome.verdict = "too close"
+    except JudgeIsWrong as error:
+        outcome.verdict, outcome.text = "judge", str(error)
+    except Wrong as error:
+        outcome.verdict, outcome.text = "failed", str(error)
+    except Exception as error:
+        outcome.text = describe(error)
+        is_documented = isinstance(error, ValueError) and any(re.search(text, str(error)) for text in DOCUMENTED)
+        outcome.verdict = "refused" if is_documented else "failed"
+    finally:
+        gc.collect() if seed % 50 == 0 else None
+    return outcome
+
+
+def describe(error: Exception) -> str:
+    """An error in one line, with the place that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]} [{'/'.join(frame.filename.split('/')[-2:])}:{frame.lineno}]"

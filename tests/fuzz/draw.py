@@ -1,0 +1,192 @@
+"""What a seed stands for: configurations of every kind, weights without symmetry."""
+
+import random
+from typing import Any
+
+import torch
+from torch import nn
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def chance(rng: random.Random, share: float) -> bool:
+    return rng.random() < share
+
+
+def draw_heads(rng: random.Random, step: int = 2) -> dict[str, int]:
+    """Heads in groups of any size, of any size that is a multiple of `step`."""
+    kv_heads = rng.choice([1, 1, 2, 3])
+    return dict(
+        num_key_value_heads=kv_heads,
+        num_attention_heads=kv_heads * rng.choice([1, 1, 2, 3, 5]),
+        head_dim=step * rng.choice([1, 2, 3, 4, 5, 7, 8, 10, 13]),
+    )
+
+
+def draw_rope(rng: random.Random, head_dim: int, by_length: bool) -> dict[str, Any]:
+    """Fields of a rotary embedding; with `by_length` also of the types that go by the length of a pass."""
+    pairs = head_dim // 2
+    theta = rng.choice([10000.0, 500000.0, 100.0, 7.5, 1000000.0])
+    kinds = ["linear", "yarn", "llama3", "proportional"] + ["dynamic", "longrope"] * by_length
+    kind = rng.choice(kinds) if chance(rng, 0.4) else "default"
+    factor = rng.choice([1.0, 2.0, 4.0, 3.7])
+    original = rng.choice([16, 32, 64])
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
+    longest = rng.choice([128, 256])
+    match kind:
+        case "linear":
+            rope |= dict(factor=factor)
+        case "dynamic":
+            rope |= dict(factor=factor)
+            longest = rng.choice([16, 32, 128])
+            if head_dim == 2:
+                rope["rope_type"] = "default"  # its exponent divides by the head size less two
+        case "yarn":
+            rope |= dict(factor=factor, original_max_position_embeddings=original)
+            if chance(rng, 0.5):
+                rope |= dict(beta_fast=rng.choice([4.0, 16.0, 32.0]), beta_slow=rng.choice([1.0, 0.5]))
+            if chance(rng, 0.4):
+                rope |= dict(mscale=rng.choice([0.7, 1.0]), mscale_all_dim=rng.choice([0.4, 1.0]))
+            if chance(rng, 0.3):
+                rope |= dict(truncate=False)
+            if chance(rng, 0.2):
+                rope |= dict(attention_factor=rng.choice([0.8, 1.3]))
+        case "longrope":
+            longest = 128
+            short = [1.0 + 0.3 * rng.random() for _ in range(pairs)]
+            long = [1.0 + 3 * rng.random() for _ in range(pairs)]
+            rope |= dict(
+                factor=factor, original_max_position_embeddings=original, short_factor=short, long_factor=long
+            )
+        case "llama3":
+            rope |= dict(factor=factor, original_max_position_embeddings=original)
+            rope |= dict(low_freq_factor=1.0, high_freq_factor=rng.choice([2.0, 4.0]))
+        case "proportional":
+            rope |= dict(partial_rotary_factor=rng.choice([0.25, 0.5, 1.0]), factor=factor)
+    return dict(rope_parameters=rope, max_position_embeddings=longest)
+
+
+def _common(rng: random.Random, heads: dict[str, int], by_length: bool) -> dict[str, Any]:
+    fields = {
+        **heads,
+        "vocab_size": rng.choice([11, 37, 53, 101]),
+        "hidden_size": rng.choice([6, 9, 16, 24, 33, 40, 72]),
+        "num_hidden_layers": rng.choice([1, 2, 2, 3, 3, 4, 5]),
+        "hidden_act": rng.choice(["silu"] * 6 + ["gelu", "relu", "gelu_pytorch_tanh"]),
+        "rms_norm_eps": rng.choice([1e-5, 1e-6, 1e-3]),
+        "tie_word_embeddings": chance(rng, 0.3),
+        "attention_bias": chance(rng, 0.3),
+        "pad_token_id": rng.choice([None, 0, 0, 5]),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **draw_rope(rng, heads["head_dim"], by_length),
+    }
+    return fields
+
+
+def draw_dense(rng: random.Random, by_length: bool = False, for_stock: bool = False) -> dict[str, Any]:
+    """Fields of transformers' `LlamaConfig`, as a dictionary; `for_stock`: such that stock takes them."""
+    heads = draw_heads(rng)
+    fields = {"model_type": "llama", **_common(rng, heads, by_length)}
+    fields["intermediate_size"] = rng.choice([1, 7, 16, 30, 92])
+    fields["mlp_bias"] = chance(rng, 0.3)
+    if for_stock or chance(rng, 0.7):  # stock demands a multiple even where a head's size is given
+        fields["hidden_size"] = heads["num_attention_heads"] * rng.choice([2, 4, 7, 8])
+    if not for_stock and chance(rng, 0.15):
+        fields["rope_interleave"] = True
+    return fields
+
+
+def draw_text(rng: random.Random, by_length: bool = False, for_stock: bool = False) -> dict[str, Any]:
+    """Fields of transformers' `Llama4TextConfig`, as a dictionary; `for_stock`: such that stock takes them."""
+    never_rotates = chance(rng, 0.05)
+    heads = draw_heads(rng, 1 if never_rotates else 2)
+    fields = {"model_type": "llama4_text", **_common(rng, heads, by_length and not never_rotates)}
+    if never_rotates:
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    count = fields["num_hidden_layers"]
+    experts = rng.choice([1, 1, 2, 3, 4, 5, 7, 8, 16])
+    fields |= dict(
+        intermediate_size=rng.choice([1, 5, 8, 16, 24, 52]),
+        intermediate_size_mlp=rng.choice([3, 16, 30, 92]),
+        num_local_experts=experts,
+        num_experts_per_tok=rng.choice([1, 1, min(2, experts), rng.randint(1, experts), experts]),
+        interleave_moe_layer_step=rng.choice([1, 1, 2, 3]),
+        no_rope_layer_interval=rng.choice([2, 2, 3, 4]),
+        attention_chunk_size=rng.choice([1, 2, 3, 5, 8, 16, 16, 40, 8192]),
+        use_qk_norm=chance(rng, 0.6),
+        attn_temperature_tuning=chance(rng, 0.7),
+        floor_scale=rng.choice([1, 2, 3, 8, 8, 8192]),
+        attn_scale=rng.choice([0.1, 0.1, 0.5, 0.0]),
+    )
+    if chance(rng, 0.3):
+        fields["moe_layers"] = sorted(rng.sample(range(count), rng.randint(0, count)))
+    if never_rotates:
+        fields["no_rope_layers"] = [0] * count
+    elif chance(rng, 0.35):
+        fields["no_rope_layers"] = [rng.choice([0, 1, 1]) for _ in range(count)]
+    if chance(rng, 0.3):
+        fields["layer_types"] = [rng.choice(["full_attention", "chunked_attention"]) for _ in range(count)]
+    if not for_stock:
+        if chance(rng, 0.1):
+            fields["attention_chunk_size"] = None
+        if chance(rng, 0.1):
+            fields["no_rope_layer_interval"] = rng.choice([None, 0])
+        if chance(rng, 0.15):
+            fields["rope_interleave"] = False
+        if chance(rng, 0.15):
+            fields["mlp_bias"] = True
+    return fields
+
+
+def draw_vision(rng: random.Random, for_stock: bool = False) -> dict[str, Any]:
+    """Fields of transformers' `Llama4VisionConfig`, as a dictionary."""
+    heads, block = rng.choice([1, 2, 3]), rng.choice([1, 2, 2, 3])
+    width = heads * 4 * rng.choice([1, 2, 3, 5])
+    patch = rng.choice([1, 2, 4, 7])
+    out = rng.choice([6, 16, 28])
+    return {
+        "model_type": "llama4_vision_model",
+        "hidden_size": width,
+        "num_hidden_layers": rng.choice([1, 2, 3]),
+        "num_attention_heads": heads,
+        "num_channels": rng.choice([3, 3, 3, 1]),
+        "intermediate_size": width * block**2,
+        "patch_size": patch,
+        "image_size": patch * block * rng.choice([1, 2, 3]),
+        "pixel_shuffle_ratio": 1 / block,
+        "projector_input_dim": out,
+        "projector_output_dim": out,
+        "vision_output_dim": out,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rng.choice([10000.0, 50.0])},
+    }
+
+
+def draw_weights(model: nn.Module, seed: int, scale: float = 1.0) -> nn.Module:
+    """Draw weights that a wrong split, order or transpose cannot leave unchanged.
+
+    Columns grow in scale from left to right; norms and biases are no ones and zeros.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim < 2:
+                value = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
+            else:
+                fan_in = parameter.shape[-2] if ".experts." in name else parameter.shape[-1]
+                is_embedding = "embed_tokens" in name and not _is_tied(model)
+                fan_in = 1 if is_embedding else fan_in
+                value = scale * noise * fan_in**-0.5 * torch.linspace(0.7, 1.3, parameter.shape[-1])
+            parameter.copy_(value)
+    return model.eval()
+
+
+def _is_tied(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return bool(config is not None and config.get_text_config().tie_word_embeddings)

@@ -1,0 +1,182 @@
+"""Whether numbers are right: against float64, by what rounding in the model's dtype may change, and near-ties apart.
+
+A router in a short dtype may send a token to another expert than float64 does where two are almost equal. So the
+model's own choices are noted; the reference follows them, and each must be one that rounding can explain.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from llamoe.modeling.moe import Router
+
+from .reference import Blur, Decoder, Result
+
+
+class Wrong(AssertionError):
+    """What a case has found: numbers that differ, something lost, an error where there should be none."""
+
+
+class JudgeIsWrong(AssertionError):
+    """Stock and the reference disagree where both should be right: a fault of the fuzzer itself."""
+
+
+class Refused(Exception):
+    """A documented refusal of what is not supported: no fault, but no comparison either."""
+
+
+class TooClose(Exception):
+    """Two experts are so near to each other that nothing can be said, and the model's choice is not known."""
+
+
+# Absolute error of logits of a deviation of about one that always passes: a few roundings of the largest. Beyond it
+# the reference is run with random roundings of this size, and the error may be at most MARGIN times what they change.
+PASSES = {torch.float64: 2e-6, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+# Half of it up, half of it down. Rotary angles, cosines and sines are float32 in every model; sums in float32 are taken
+# in any order.
+ROUNDING = {torch.float64: 2.0**-24, torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+MARGIN = 10
+RUNS = 3
+
+
+@dataclass
+class Tally:
+    """What a case has compared, for the summary."""
+
+    tokens: int = 0
+    near_ties: int = 0
+
+
+class RouterLog:
+    """The experts that every router has chosen, in order of the calls; no hook, which would make models take another way."""
+
+    def __init__(self):
+        self.calls: list[torch.Tensor] = []
+        self.is_on = False
+        plain = Router.forward
+
+        def forward(router, hidden_states):
+            result = plain(router, hidden_states)
+            if self.is_on and not torch.compiler.is_compiling():
+                self.calls.append(result[2].detach().clone())
+            return result
+
+        Router.forward = forward
+
+    @contextmanager
+    def recording(self) -> Iterator[list[torch.Tensor]]:
+        self.calls, self.is_on = [], True
+        try:
+            yield self.calls
+        finally:
+            self.is_on = False
+
+
+LOG = RouterLog()
+
+
+def largest(x: torch.Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+class Judge:
+    """Compares what a model of a dtype gives with the reference."""
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, seed: int):
+        self.decoder, self.dtype = decoder, dtype
+        self.generator = torch.Generator().manual_seed(seed)
+        self.tally = Tally()
+
+    def blur(self) -> Blur:
+        return Blur(ROUNDING[self.dtype], self.generator)
+
+    def check(
+        self,
+        given: torch.Tensor,
+        run: Callable[..., Result],
+        choices: list[torch.Tensor] | None,
+        what: str,
+        read: Callable[[Result], torch.Tensor] = lambda result: result.logits,
+        error: type[Exception] = Wrong,
+    ) -> Result:
+        """Compare one sequence's numbers.
+
+        Args:
+            given: of the model.
+            run: the reference, which takes `choices` and `blur`.
+            choices: the experts that the model chose, by mixture layer; None: not known.
+            what: for the message.
+            read: which of the reference's results they are.
+            error: what to raise.
+
+        Returns:
+            the reference's result.
+        """
+        exact = run(choices=choices)
+        if choices is not None:
+            self.check_choices(exact, choices, run, what)
+        else:
+            self.check_no_tie(exact)
+        expected = read(exact)
+        self.tally.tokens += len(expected)
+        self.check_values(given, expected, lambda blur: read(run(choices=choices or self.best(exact), blur=blur)), what, error)
+        return exact
+
+    def best(self, exact: Result) -> list[torch.Tensor]:
+        k = self.decoder.config.get("num_experts_per_tok")
+        return [logits.topk(k).indices for logits in exact.router_logits]
+
+    def check_values(self, given, expected, blurred: Callable, what: str, error: type[Exception] = Wrong) -> None:
+        """Compare tensors; `blurred` gives the expected one with random roundings, which it takes."""
+        if given.shape != expected.shape:
+            raise error(f"{what}: shape {list(given.shape)} instead of {list(expected.shape)}")
+        given = given.detach().double()
+        if not given.isfinite().all():
+            raise error(f"{what}: {int((~given.isfinite()).sum())} of {given.numel()} numbers are not finite")
+        difference, size = largest(given - expected), max(1.0, largest(expected))
+        if difference <= PASSES[self.dtype] * size:
+            return
+        allowed = max(largest(blurred(self.blur()) - expected) for _ in range(RUNS))
+        if difference > MARGIN * allowed:
+            raise error(
+                f"{what}: off by {difference:.2e} of {size:.2g}, where roundings change {allowed:.2e} ({self.dtype})"
+            )
+
+    def check_choices(self, exact: Result, choices: Iterable[torch.Tensor], run: Callable, what: str) -> None:
+        """Raise where a token went to an expert that rounding cannot explain."""
+        noise = None
+        for layer, (logits, chosen) in enumerate(zip(exact.router_logits, choices, strict=True)):
+            logits = logits.detach()
+            mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chosen, True)
+            if not bool((mask.sum(1) == chosen.shape[1]).all()):
+                raise Wrong(f"{what}: mixture {layer} chose an expert twice")
+            if mask.all():
+                continue
+            lowest = logits.masked_fill(~mask, torch.inf).min(1).values
+            highest = logits.masked_fill(mask, -torch.inf).max(1).values
+            gap = (highest - lowest).max().item() if len(logits) else 0.0
+            if gap <= 0:
+                continue
+            self.tally.near_ties += int((highest > lowest).sum())
+            if noise is None:
+                noise = [
+                    max(largest(one[i] - exact.router_logits[i]) for one in self._blurred_routers(run, choices))
+                    for i in range(len(exact.router_logits))
+                ]
+            allowed = max(MARGIN * noise[layer], PASSES[self.dtype])
+            if gap > allowed:
+                raise Wrong(f"{what}: mixture {layer} chose an expert whose logit is {gap:.2e} below the best's")
+
+    def _blurred_routers(self, run: Callable, choices) -> list[list[torch.Tensor]]:
+        return [run(choices=choices, blur=self.blur()).router_logits for _ in range(RUNS)]
+
+    def check_no_tie(self, exact: Result) -> None:
+        """Raise `TooClose` where the choice of experts cannot be told from float64."""
+        k = self.decoder.config.get("num_experts_per_tok")
+        for logits in exact.router_logits:
+            if logits.shape[1] > k and len(logits):
+                best = logits.topk(k + 1).values
+                if (best[:, k - 1] - best[:, k]).min().item() < 20 * PASSES[self.dtype]:
+                    raise TooClose

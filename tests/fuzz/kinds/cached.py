@@ -1,0 +1,135 @@
+"""Prompts in pieces, then steps, through every cache; caches cut back, re-ordered, repeated and chosen from."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache, StaticCache
+
+from ..batch import Batch, Fed, check, draw_batch
+from ..draw import chance
+from ..judge import LOG
+from ..subject import Subject, draw_subject
+
+PADDED = ["plain", "ones", "left", "right", "sides", "holes", "offset", "all-masked"]
+
+
+def join(fed: Fed | None, new: Fed) -> Fed:
+    if fed is None:
+        return new
+    names = ("ids", "real", "positions", "segments")
+    joined = {name: torch.cat([getattr(fed.batch, name), getattr(new.batch, name)], 1) for name in names}
+    batch = replace(new.batch, **joined)
+    choices = [torch.cat(pair, 1) for pair in zip(fed.choices, new.choices, strict=True)]
+    return Fed(
+        batch, torch.cat([fed.logits, new.logits], 1), choices, torch.cat([fed.reach, new.reach], 1)
+    )
+
+
+def rows_of(fed: Fed, index: torch.Tensor, length: int | None = None) -> Fed:
+    """Some rows, in another order or repeatedly, and their first tokens."""
+    pick = lambda x: None if x is None else x[index][:, :length]  # noqa: E731
+    names = ("ids", "real", "positions", "segments", "attention_mask", "position_ids")
+    batch = replace(fed.batch, **{name: pick(getattr(fed.batch, name)) for name in names})
+    return Fed(batch, pick(fed.logits), [pick(chosen) for chosen in fed.choices], pick(fed.reach))
+
+
+def draw_cache(rng: random.Random, subject: Subject, length: int) -> tuple[str, Any]:
+    kind = rng.choice(["made", "dynamic", "dynamic", "with config", "with config", "static", "static"])
+    match kind:
+        case "made":
+            return kind, None
+        case "dynamic":
+            return kind, DynamicCache()
+        case "with config":
+            return kind, DynamicCache(config=subject.config)
+    return kind, StaticCache(config=subject.config, max_cache_len=length + rng.choice([0, 0, 1, 13]))
+
+
+def borders(rng: random.Random, length: int) -> list[int]:
+    """Where pieces end: a few at random, single tokens towards the end."""
+    steps = min(rng.choice([0, 2, 5]), length - 1)
+    prompt = length - steps
+    count = rng.randint(0, min(4, prompt - 1))
+    return sorted(rng.sample(range(1, prompt), count)) + list(range(prompt, length + 1))
+
+
+@torch.no_grad()
+def case(rng: random.Random, seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    subject = draw_subject(rng, seed)
+    fields = subject.fields
+    whole = draw_batch(rng, generator, fields["vocab_size"], PADDED, rng.choice([30, 50]), fields["pad_token_id"])
+    if whole.position_ids is not None and whole.position_ids.shape[0] == 1:
+        whole.position_ids = whole.position_ids.expand(whole.shape[0], -1)
+    whole, fed = extend(rng, generator, whole, fields["vocab_size"]), None
+    kind, cache = draw_cache(rng, subject, whole.shape[1])
+    notes = {**subject.notes, "batch": whole.kind, "cache": kind}
+    begin = 0
+    for end in borders(rng, whole.shape[1]):
+        piece = whole.columns(begin, end)
+        options = {"past_key_values": cache} if cache is not None else {"use_cache": True}
+        with LOG.recording() as calls:
+            output = subject.model(**piece.inputs(), **options)
+        cache = output.past_key_values if cache is None else cache
+        fed, begin = join(fed, Fed.of(piece, output.logits, calls, whole.reach())), end
+        if chance(rng, 0.12) and end < whole.shape[1]:
+            whole, fed = change(rng, whole, fed, cache, kind, subject)
+            notes["changed"] = True
+            begin = fed.batch.shape[1]
+    check(fed, subject.judge, f"logits through {kind} cache")
+    return notes
+
+
+def extend(rng: random.Random, generator: torch.Generator, batch: Batch, vocabulary: int) -> Batch:
+    """Add tokens to the ends of all rows, as decoding does: behind right padding, too."""
+    count = rng.choice([0, 1, 3])
+    if not count:
+        return batch
+    rows, length = batch.shape
+    ones = torch.ones(rows, count, dtype=torch.long)
+    changes: dict[str, Any] = {
+        "ids": torch.cat([batch.ids, torch.randint(0, vocabulary, (rows, count), generator=generator)], 1),
+        "real": torch.cat([batch.real, ones.bool()], 1),
+        "segments": torch.cat([batch.segments, 0 * ones], 1),
+    }
+    last = batch.positions.masked_fill(~batch.real, -1).max(1, keepdim=True).values
+    if batch.position_ids is None:
+        # Numbered from the first real token, padding behind it included. A row of nothing else begins here.
+        first = torch.cat([batch.real, ones[:, :1].bool()], 1).int().argmax(1, keepdim=True)
+        more = torch.arange(length, length + count) - first
+    else:
+        more = last + torch.arange(1, count + 1)
+        changes["position_ids"] = torch.cat([batch.position_ids, more], 1)
+    changes["positions"] = torch.cat([batch.positions, more], 1)
+    if batch.attention_mask is not None:
+        changes["attention_mask"] = torch.cat([batch.attention_mask, ones.to(batch.attention_mask.dtype)], 1)
+    return replace(batch, **changes)
+
+
+def change(rng, whole: Batch, fed: Fed, cache: Any, kind: str, subject: Subject) -> tuple[Batch, Fed]:
+    """Cut a cache back, or exchange its rows, and the rows that are known with it."""
+    rows, length = fed.batch.shape
+    ways = ["reorder"] if kind == "static" else ["reorder", "repeat", "select"]
+    if kind == "dynamic" or not subject.has_chunks:
+        ways += [] if kind == "static" else ["crop"]
+    way = rng.choice(ways)
+    index = torch.arange(rows)
+    match way:
+        case "crop":
+            kept = rng.randint(1, length)
+            cache.crop(kept - length) if kept < length else None
+            return whole, rows_of(fed, index, kept)
+        case "reorder":
+            index = torch.tensor([rng.randrange(rows) for _ in range(rows)])
+            cache.reorder_cache(index)
+        case "repeat":
+            index = index.repeat_interleave(2)
+            cache.batch_repeat_interleave(2)
+        case "select":
+            index = torch.tensor([rng.randrange(rows) for _ in range(rng.randint(1, rows))])
+            cache.batch_select_indices(index)
+    names = ("ids", "real", "positions", "segments", "attention_mask", "position_ids")
+    picked = {name: getattr(whole, name)[index] for name in names if getattr(whole, name) is not None}
+    return replace(whole, **picked), rows_of(fed, index)

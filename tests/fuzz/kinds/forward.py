@@ -1,0 +1,80 @@
+"""One pass over batches of every kind, with every option of `forward`."""
+
+import random
+from typing import Any
+
+import torch
+
+from ..batch import Batch, check, draw_batch, forward
+from ..draw import chance
+from ..judge import JudgeIsWrong, Wrong
+from ..subject import Subject, draw_subject
+
+
+def four_axes(rng: random.Random, batch: Batch, subject: Subject) -> torch.Tensor:
+    """A batch's visibility as a mask of four axes: bool where sdpa takes it, or added to the scores."""
+    if subject.notes["attention"] == "sdpa" and chance(rng, 0.4):
+        return batch.visible[:, None]
+    lowest = torch.finfo(subject.dtype).min
+    return torch.zeros(batch.visible.shape, dtype=subject.dtype).masked_fill(~batch.visible, lowest)[:, None]
+
+
+@torch.no_grad()
+def case(rng: random.Random, seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    subject = draw_subject(rng, seed, by_length=True)
+    fields, judge = subject.fields, subject.judge
+    batch = draw_batch(rng, generator, fields["vocab_size"], longest=rng.choice([33, 44, 70]), pad_token_id=fields["pad_token_id"])
+    options: dict[str, Any] = {}
+    if batch.visible is not None:
+        options["attention_mask"] = four_axes(rng, batch, subject)
+    if chance(rng, 0.25):
+        options["use_cache"] = rng.choice([True, False])
+    if chance(rng, 0.2):
+        options["input_ids"], options["inputs_embeds"] = None, subject.model.get_input_embeddings()(batch.ids)
+    wants_states, wants_routers = chance(rng, 0.15), subject.has_mixture and chance(rng, 0.15)
+    options |= {"output_hidden_states": True} if wants_states else {}
+    options |= {"output_router_logits": True} if wants_routers else {}
+    kept = draw_kept(rng, batch.shape[1]) if chance(rng, 0.15) else None
+    output, fed = forward(subject.model, batch, **options)
+    results = check(fed, judge, "logits")
+    if kept is not None:
+        check_kept(subject, batch, options, kept, fed.logits)
+    check_recorded(output, batch, results, judge, wants_states, wants_routers)
+    if subject.is_stock_right(batch) and chance(rng, 0.5):
+        stock = subject.stock()
+        inputs = {**batch.inputs(), **{name: value for name, value in options.items() if "router" not in name}}
+        fed.logits = stock(**inputs).logits
+        if not subject.has_mixture or subject.dtype in (torch.float32, torch.float64):
+            check(fed, judge, "stock's logits", JudgeIsWrong)
+    return {**subject.notes, "batch": batch.kind}
+
+
+def draw_kept(rng: random.Random, length: int) -> int | torch.Tensor:
+    if chance(rng, 0.5):
+        return rng.randint(1, length)
+    return torch.tensor(sorted(rng.sample(range(length), rng.randint(1, length))))
+
+
+def check_kept(subject: Subject, batch: Batch, options: dict, kept: Any, logits: torch.Tensor) -> None:
+    """`logits_to_keep` leaves out what it says, and nothing else."""
+    given = subject.model(**{**batch.inputs(), **options}, logits_to_keep=kept).logits
+    expected = logits[:, -kept:] if isinstance(kept, int) else logits[:, kept]
+    subject.judge.check_values(given, expected.double(), lambda blur: blur(expected.double()), "kept logits")
+
+
+def check_recorded(output, batch, results, judge, wants_states, wants_routers) -> None:
+    """Hidden states and router logits are those of the reference, in order."""
+    if not wants_states and output.hidden_states is not None:
+        raise Wrong("hidden states that nobody asked for")
+    for row, columns, result in results:
+        if wants_states:
+            if len(output.hidden_states) != len(result.hidden_states):
+                raise Wrong(f"{len(output.hidden_states)} hidden states, not {len(result.hidden_states)}")
+            for depth, expected in enumerate(result.hidden_states):
+                given = output.hidden_states[depth][row, columns]
+                judge.check_values(given, expected, lambda blur, x=expected: blur(x, 64 * blur.epsilon), f"state {depth}")
+        if wants_routers:
+            for depth, expected in enumerate(result.router_logits):
+                given = output.router_logits[depth].view(*batch.shape, -1)[row, columns]
+                judge.check_values(given, expected, lambda blur, x=expected: blur(x, 64 * blur.epsilon), f"router {depth}")

@@ -1,0 +1,212 @@
+"""The decoder written out in float64, one sequence at a time: no batch, no padding, no cache, no mask tricks.
+
+What must hold of padded, packed and cached passes is that each sequence in them gives what it gives here, by itself,
+at its positions. Nothing of the package is used. Frequencies of scaled rotary embeddings are transformers'.
+
+A weight has its name in a checkpoint of a causal language model. n tokens, H hidden size, h heads, d head size.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+@dataclass
+class Result:
+    """What a sequence gives: logits `[n, vocabulary]`, the layers' inputs and the last norm's output `[n, H]`.
+
+    `router_logits` holds `[n, experts]` for each mixture layer, in order.
+    """
+
+    logits: torch.Tensor
+    hidden_states: list[torch.Tensor] = field(default_factory=list)
+    router_logits: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Blur:
+    """Rounds as a dtype would, but at random, wherever a model rounds: shows what rounding alone may change."""
+
+    epsilon: float
+    generator: torch.Generator
+
+    def __call__(self, x: torch.Tensor, epsilon: float | None = None) -> torch.Tensor:
+        noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype) - 0.5
+        return x * (1 + (self.epsilon if epsilon is None else epsilon) * noise)
+
+
+def no_blur(x: torch.Tensor, epsilon: float | None = None) -> torch.Tensor:
+    return x
+
+
+def layer_kinds(config: Mapping[str, Any], idx: int) -> tuple[bool, bool, bool]:
+    """Whether layer `idx` of stock's fields rotates, is chunked, is a mixture."""
+    if config["model_type"] == "llama":
+        return True, False, False
+    if config.get("no_rope_layers"):
+        rotates = bool(config["no_rope_layers"][idx])
+    else:
+        interval = config["no_rope_layer_interval"]
+        rotates = not interval or (idx + 1) % interval != 0
+    if config.get("layer_types") is not None:
+        chunked = config["layer_types"][idx] == "chunked_attention"
+    else:
+        chunked = rotates
+    if config.get("moe_layers") is not None:
+        is_moe = idx in config["moe_layers"]
+    else:
+        is_moe = (idx + 1) % config["interleave_moe_layer_step"] == 0
+    return rotates, chunked and bool(config["attention_chunk_size"]), is_moe
+
+
+def frequencies(config: Mapping[str, Any], reach: int | None, stock_config: Any) -> tuple[torch.Tensor, float]:
+    """Angles `[d / 2]` of one position, and the factor of cosine and sine.
+
+    Args:
+        reach: the length that the pass has; some types of scaling go by it.
+        stock_config: a configuration of transformers' with the same fields.
+    """
+    rope, dim = config["rope_parameters"], config["head_dim"]
+    if rope["rope_type"] == "default":
+        return rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), 1.0
+    angles, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](stock_config, "cpu", seq_len=reach)
+    if rope["rope_type"] == "longrope":  # which transformers sets when it is built, whatever the length
+        factor = ROPE_INIT_FUNCTIONS["longrope"](stock_config, "cpu")[1]
+    return angles.double(), factor
+
+
+def rotate(x: torch.Tensor, angles: torch.Tensor, factor: float, interleaved: bool) -> torch.Tensor:
+    """Turn the pairs of channels of `x` `[n, h, d]` by `angles` `[n, d / 2]`."""
+    cos, sin = angles.cos()[:, None] * factor, angles.sin()[:, None] * factor
+    half = x.shape[-1] // 2
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    turned = first * cos - second * sin, first * sin + second * cos
+    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+
+
+def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+class Decoder:
+    """A decoder of given weights (float64) and stock fields."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], stock_config: Any):
+        self.weights, self.config, self.stock_config = weights, config, stock_config
+        self.is_llama4 = config["model_type"] != "llama"
+        self.interleaved = config.get("rope_interleave", self.is_llama4)
+        self.feed_forward_name = "feed_forward" if self.is_llama4 else "mlp"
+        self.act = ACTIVATIONS[config["hidden_act"]]
+
+    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        result = x @ self.weights[f"{name}.weight"].T
+        bias = self.weights.get(f"{name}.bias")
+        return result if bias is None else result + bias
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return normed(x, self.config["rms_norm_eps"]) * self.weights[f"{name}.weight"]
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        table = self.weights["model.embed_tokens.weight"]
+        rows = table[ids]
+        if self.config.get("pad_token_id") is not None:  # torch gives the padding's row no gradient
+            is_padding = (ids == self.config["pad_token_id"])[:, None]
+            rows = torch.where(is_padding, rows.detach(), rows)
+        return rows
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        reach: int | None = None,
+        visible: torch.Tensor | None = None,
+        choices: list[torch.Tensor] | None = None,
+        blur: Callable = no_blur,
+    ) -> Result:
+        """Run a sequence.
+
+        Args:
+            x: embeddings `[n, H]`.
+            positions: `[n]`.
+            reach: as in `frequencies`.
+            visible: `[n, n]` bool in place of causal and chunked attention.
+            choices: for each mixture layer the experts `[n, k]` that tokens are sent to; None: the best.
+            blur: of what a model rounds.
+        """
+        config, result = self.config, Result(x)
+        causal = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+        for idx in range(config["num_hidden_layers"]):
+            rotates, chunked, is_moe = layer_kinds(config, idx)
+            result.hidden_states.append(x)
+            sees = causal if visible is None else visible
+            if chunked and visible is None:
+                chunks = positions // config["attention_chunk_size"]
+                sees = causal & (chunks[:, None] == chunks)
+            name = f"model.layers.{idx}"
+            states = blur(self.norm(f"{name}.input_layernorm", x))
+            x = blur(x + self._attend(f"{name}.self_attn", states, positions, reach, rotates, sees, blur))
+            states = blur(self.norm(f"{name}.post_attention_layernorm", x))
+            name = f"{name}.{self.feed_forward_name}"
+            if is_moe:
+                given = None if choices is None else choices[len(result.router_logits)]
+                added, logits = self._mix(name, states, given, blur)
+                result.router_logits.append(logits)
+            else:
+                added = self._feed_forward(name, states, blur)
+            x = blur(x + added)
+        x = blur(self.norm("model.norm", x))
+        result.hidden_states.append(x)
+        head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
+        result.logits = blur(x @ head.T)
+        return result
+
+    def _attend(self, name, x, positions, reach, rotates, sees, blur) -> torch.Tensor:
+        config, dim = self.config, self.config["head_dim"]
+        q, k, v = (
+            blur(self.linear(f"{name}.{part}_proj", x)).unflatten(-1, (-1, dim)) for part in ("q", "k", "v")
+        )
+        if rotates:
+            angles, factor = frequencies(config, reach, self.stock_config)
+            # Angles are rounded in float32 whatever the model's dtype.
+            angles = blur(positions[:, None] * angles, 2.0**-22)
+            q, k = (blur(rotate(y, angles, factor, self.interleaved)) for y in (q, k))
+            if config.get("use_qk_norm"):
+                q, k = (blur(normed(y, config["rms_norm_eps"])) for y in (q, k))
+        elif config.get("attn_temperature_tuning"):
+            steps = torch.floor((positions + 1) / config["floor_scale"]).double()
+            q = blur(q * (1 + config["attn_scale"] * torch.log(1 + steps))[:, None, None])
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = blur(torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(dim))
+        weights = blur(scores.masked_fill(~sees, -math.inf).softmax(-1))
+        return blur(self.linear(f"{name}.o_proj", blur(torch.einsum("hqk,khd->qhd", weights, v)).flatten(1)))
+
+    def _feed_forward(self, name: str, x: torch.Tensor, blur: Callable) -> torch.Tensor:
+        gate, up = (blur(self.linear(f"{name}.{part}_proj", x)) for part in ("gate", "up"))
+        return blur(self.linear(f"{name}.down_proj", blur(blur(self.act(gate)) * up)))
+
+    def _mix(self, name, x, choices, blur) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = blur(x @ self.weights[f"{name}.router.weight"].T)
+        if choices is None:
+            choices = logits.topk(self.config["num_experts_per_tok"]).indices
+        result = self._feed_forward(f"{name}.shared_expert", x, blur)
+        for expert in choices.unique().tolist():
+            rows = (choices == expert).any(-1).nonzero()[:, 0]
+            scaled = blur(x[rows] * torch.sigmoid(logits[rows, expert])[:, None])
+            gate, up = blur(scaled @ self.weights[f"{name}.experts.gate_up_proj"][expert]).chunk(2, -1)
+            added = blur(blur(blur(self.act(gate)) * up) @ self.weights[f"{name}.experts.down_proj"][expert])
+            result = result.index_add(0, rows, added)
+        return result, logits

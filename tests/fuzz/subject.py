@@ -1,0 +1,143 @@
+"""A drawn model of ours with what judges it: the reference on the same weights, and stock's class where it can be one."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import Llama4TextConfig
+
+import llamoe
+
+from .draw import DTYPES, chance, draw_dense, draw_text, draw_weights
+from .judge import Judge
+from .reference import Decoder, layer_kinds
+
+CLASSES = {
+    "llama": (llamoe.LlamoeDenseConfig, llamoe.LlamoeDenseForCausalLM, "LlamaConfig", "LlamaForCausalLM"),
+    "llama4_text": (llamoe.LlamoeTextConfig, llamoe.LlamoeForCausalLM, "Llama4TextConfig", "Llama4ForCausalLM"),
+}
+ATTENTION = ["sdpa", "sdpa", "sdpa", "eager"]
+EXPERTS = [None, None, None, "llamoe", "llamoe_loop", "llamoe_grouped", "eager", "grouped_mm", "batched_mm"]
+OURS_ONLY = ("rope_interleave",)
+
+
+def exact_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's weights as float64, by the names that a causal language model has for them."""
+    return {name: value.detach().double() for name, value in model.state_dict().items()}
+
+
+def rope_config(fields: dict[str, Any]) -> Llama4TextConfig | None:
+    """Stock's configuration with a decoder's rotary embedding; None where nothing rotates."""
+    if fields["head_dim"] % 2:
+        return None
+    names = ("head_dim", "rope_parameters", "max_position_embeddings", "num_attention_heads", "hidden_size")
+    return Llama4TextConfig(**{name: fields[name] for name in names})
+
+
+@dataclass
+class Subject:
+    """One of our causal language models, and its judge.
+
+    Attributes:
+        fields: stock's fields.
+        stock_can: whether stock's class takes them.
+    """
+
+    fields: dict[str, Any]
+    model: Any
+    judge: Judge
+    dtype: torch.dtype
+    stock_can: bool
+    notes: dict[str, Any]
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def is_dense(self) -> bool:
+        return self.fields["model_type"] == "llama"
+
+    @property
+    def has_mixture(self) -> bool:
+        return not self.is_dense and any(
+            layer_kinds(self.fields, idx)[2] for idx in range(self.fields["num_hidden_layers"])
+        )
+
+    @property
+    def has_chunks(self) -> bool:
+        return any(layer_kinds(self.fields, idx)[1] for idx in range(self.fields["num_hidden_layers"]))
+
+    @property
+    def is_tempered(self) -> bool:
+        return bool(self.fields.get("attn_temperature_tuning")) and any(
+            not layer_kinds(self.fields, idx)[0] for idx in range(self.fields["num_hidden_layers"])
+        )
+
+    def stock(self) -> Any:
+        """Stock's model with the same weights and dtype."""
+        _, _, config_name, model_name = CLASSES[self.fields["model_type"]]
+        fields = {name: value for name, value in self.fields.items() if name != "model_type"}
+        config = getattr(transformers, config_name)(**fields)
+        config._attn_implementation = self.config._attn_implementation
+        with torch.device("meta"):
+            stock = getattr(transformers, model_name)._from_config(config, dtype=self.dtype)
+        stock = stock.to_empty(device="cpu")
+        stock.load_state_dict(self.model.state_dict())
+        if self.fields["tie_word_embeddings"]:
+            stock.tie_weights()
+        # What no checkpoint holds, `to_empty` leaves to chance.
+        stock.model.rotary_emb = type(stock.model.rotary_emb)(config=config)
+        return stock.train(self.model.training)
+
+    def is_stock_right(self, batch: Any) -> bool:
+        """Whether stock's class computes what this batch means."""
+        if not self.stock_can or batch.kind.partition(",")[0] not in ("plain", "ones"):
+            return False
+        return True
+
+
+def draw_subject(
+    rng: random.Random,
+    seed: int,
+    family: str | None = None,
+    by_length: bool = False,
+    dtypes: list[str] | None = None,
+    for_stock: bool | None = None,
+    attention: list[str] = ATTENTION,
+    experts: list[str | None] = EXPERTS,
+    **overrides: Any,
+) -> Subject:
+    """Draw a model.
+
+    Args:
+        family: "llama" or "llama4_text".
+        by_length: also rotary embeddings that go by the length of the pass.
+        dtypes: of `DTYPES`.
+        for_stock: only what stock takes.
+        attention, experts: implementations to choose from.
+        **overrides: fields.
+    """
+    family = family or rng.choice(["llama", "llama4_text", "llama4_text"])
+    for_stock = chance(rng, 0.6) if for_stock is None else for_stock
+    fields = (draw_dense if family == "llama" else draw_text)(rng, by_length, for_stock) | overrides
+    dtype = DTYPES[rng.choice(dtypes or ["float32"] * 5 + ["float64", "bfloat16", "bfloat16", "float16"])]
+    config_class, model_class, *_ = CLASSES[family]
+    given = dict(fields)
+    if not for_stock:
+        given.pop("model_type")
+    config = config_class(**given)
+    config._attn_implementation = rng.choice(attention)
+    implementation = rng.choice(experts)
+    if family != "llama":
+        config._experts_implementation = implementation
+    model = draw_weights(model_class._from_config(config), seed).to(dtype)
+    if implementation is not None and family != "llama":
+        model.set_experts_implementation(implementation)
+    model.set_attn_implementation(config._attn_implementation)
+    judge = Judge(Decoder(exact_weights(model), fields, rope_config(fields)), dtype, seed)
+    notes = {"attention": config._attn_implementation, "experts": implementation}
+    return Subject(fields, model, judge, dtype, for_stock, notes)
