@@ -1,0 +1,158 @@
+"""Losses and the gradients of every parameter, router losses and checkpointing included."""
+
+import random
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ..batch import KINDS, Batch, Fed, draw_batch, forward
+from ..draw import chance
+from ..judge import PASSES, Judge, Wrong, largest
+from ..reference import Result
+from ..subject import draw_subject
+
+# Gradients are sums over all tokens, of either sign.
+LOOSER = 20
+
+
+def draw_labels(rng: random.Random, batch: Batch) -> torch.Tensor:
+    """Labels for real tokens, of which the one before is real too: what padding predicts is nobody's business."""
+    labels = torch.where(batch.real, batch.ids, -100)
+    starts = batch.real.clone()
+    starts[:, 1:] &= ~batch.real[:, :-1]
+    labels[starts] = -100
+    dropped = torch.tensor([[chance(rng, 0.2) for _ in row] for row in batch.ids.tolist()])
+    return labels.masked_fill(dropped, -100)
+
+
+def exact_loss(
+    judge: Judge, fed: Fed, labels: torch.Tensor, options: dict[str, Any], blur: Any = None
+) -> tuple[torch.Tensor, list[Result]]:
+    """The loss by the reference, with the graph that leads to its weights."""
+    batch, decoder = fed.batch, judge.decoder
+    results, rows = [], torch.zeros(*batch.shape, fed.logits.shape[-1], dtype=torch.float64)
+    routers: list[list[torch.Tensor]] = [[] for _ in fed.choices]
+    chosen: list[list[torch.Tensor]] = [[] for _ in fed.choices]
+    for row, columns in batch.sequences():
+        x = decoder.embed(batch.ids[row, columns]) if batch.embeds is None else batch.embeds[row, columns]
+        visible = None if batch.visible is None else batch.visible[row][columns][:, columns]
+        choices = [layer[row, columns] for layer in fed.choices]
+        more = {} if blur is None else {"blur": blur}
+        result = decoder(x, batch.positions[row, columns], int(fed.reach[0, 0]), visible, choices, **more)
+        rows = rows.index_put((torch.tensor(row), columns), result.logits)
+        for layer, logits in enumerate(result.router_logits):
+            routers[layer].append(logits)
+            chosen[layer].append(choices[layer])
+        results.append(result)
+    targets = labels[:, 1:].reshape(-1)
+    total = F.cross_entropy(rows[:, :-1].flatten(0, 1), targets, ignore_index=-100, reduction="sum")
+    count = (targets != -100).sum()
+    items = options.get("num_items_in_batch", count)
+    loss, share = total / items, count / items if "num_items_in_batch" in options else 1.0
+    if options["aux"]:
+        terms = []
+        for logits, picks in zip(map(torch.cat, routers), map(torch.cat, chosen), strict=True):
+            used = F.one_hot(picks, logits.shape[1]).sum(1).double().mean(0)
+            terms.append(logits.shape[1] * (used * logits.softmax(-1).mean(0)).sum())
+        loss = loss + share * options["aux"] * torch.stack(terms).mean()
+    if options["z"]:
+        terms = [torch.cat(layer).logsumexp(-1).square().mean() for layer in routers]
+        loss = loss + share * options["z"] * torch.stack(terms).mean()
+    return loss, results
+
+
+def exact_gradients(judge: Judge, fed: Fed, labels: torch.Tensor, options: dict, blur: Any = None):
+    """The loss and each weight's gradient by the reference."""
+    weights = judge.decoder.weights
+    leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    if judge.decoder.config["tie_word_embeddings"]:
+        leaves.pop("lm_head.weight", None)
+    judge.decoder.weights = leaves
+    try:
+        loss, results = exact_loss(judge, fed, labels, options, blur)
+        loss.backward()
+    finally:
+        judge.decoder.weights = weights
+    zeros = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+    return loss.detach(), zeros, results
+
+
+def check_gradients(judge: Judge, model: Any, fed: Fed, labels: torch.Tensor, loss: torch.Tensor, options: dict) -> None:
+    """Compare the loss and what its backward pass has left in the parameters."""
+    exact, expected, results = exact_gradients(judge, fed, labels, options)
+    sequences = zip(fed.batch.sequences(), results, strict=True)
+    for (row, columns), result in sequences:
+        choices = [layer[row, columns] for layer in fed.choices]
+
+        def run(choices=None, blur=None, row=row, columns=columns):
+            x = judge.decoder.embed(fed.batch.ids[row, columns])
+            visible = None if fed.batch.visible is None else fed.batch.visible[row][columns][:, columns]
+            more = {} if blur is None else {"blur": blur}
+            with torch.no_grad():
+                return judge.decoder(
+                    x, fed.batch.positions[row, columns], int(fed.reach[0, 0]), visible, choices, **more
+                )
+
+        judge.check_choices(result, choices, run, "training")
+    judge.tally.tokens += int((labels != -100).sum())
+    blurred = []
+
+    def noise() -> list:
+        if not blurred:
+            blurred.extend(exact_gradients(judge, fed, labels, options, judge.blur())[:2] for _ in range(3))
+        return blurred
+
+    difference = abs(loss.item() - exact.item())
+    if not difference <= PASSES[judge.dtype] * max(1.0, exact.item()):
+        allowed = max(abs(one[0].item() - exact.item()) for one in noise())
+        if not difference <= 10 * allowed:
+            raise Wrong(f"loss {loss.item():.6g} instead of {exact.item():.6g}, {fed.batch.kind}")
+    floor = max(map(largest, expected.values())) / 100
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            raise Wrong(f"{name} has no gradient")
+        given = parameter.grad.double()
+        if not given.isfinite().all():
+            raise Wrong(f"the gradient of {name} is not finite, {fed.batch.kind}")
+        difference = largest(given - expected[name])
+        if difference <= LOOSER * PASSES[judge.dtype] * max(largest(expected[name]), floor):
+            continue
+        allowed = max(largest(one[1][name] - expected[name]) for one in noise())
+        if difference > 10 * allowed:
+            raise Wrong(
+                f"the gradient of {name} is off by {difference:.2e} of {largest(expected[name]):.2g}, where roundings "
+                f"change {allowed:.2e} ({judge.dtype}, {fed.batch.kind})"
+            )
+
+
+def case(rng: random.Random, seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    subject = draw_subject(rng, seed, dtypes=["float32"] * 6 + ["float64", "bfloat16"])
+    fields, model = subject.fields, subject.model.train()
+    kinds = [kind for kind in KINDS if kind != "mask4d"]
+    batch = draw_batch(rng, generator, fields["vocab_size"], kinds, 33, fields["pad_token_id"])
+    labels = draw_labels(rng, batch)
+    notes = {**subject.notes, "batch": batch.kind}
+    options: dict[str, Any] = {"aux": 0.0, "z": 0.0}
+    given: dict[str, Any] = {}
+    if subject.has_mixture and chance(rng, 0.4):
+        options["aux"] = model.config.router_aux_loss_coef = rng.choice([0.01, 0.7])
+        given["output_router_logits"] = True
+    if subject.has_mixture and chance(rng, 0.25):
+        options["z"] = model.config.router_z_loss_coef = rng.choice([0.001, 0.3])
+    if not (labels[:, 1:] != -100).any():
+        return {**notes, "labels": "none"}  # a mean over nothing, in stock as here
+    if chance(rng, 0.3):
+        options["num_items_in_batch"] = given["num_items_in_batch"] = rng.randint(1, 50)
+    if chance(rng, 0.3):
+        reentrant = chance(rng, 0.3) and not (options["aux"] or options["z"])
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        notes["checkpointing"] = "reentrant" if reentrant else "yes"
+        if reentrant:
+            model.enable_input_require_grads()
+        given["use_cache"] = False
+    output, fed = forward(model, batch, labels=labels, **given)
+    output.loss.backward()
+    check_gradients(subject.judge, model, fed, labels, output.loss, options)
+    return notes
