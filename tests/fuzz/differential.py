@@ -57,7 +57,7 @@ def run(seed: int, kind: str | None = None) -> Outcome:
     case = importlib.import_module(f"fuzz.kinds.{outcome.kind}").case
     torch.manual_seed(seed)
     try:
-        outcome.notes = case(random.Random(seed), seed)
+        case(random.Random(seed), seed, outcome.notes)
     except Refused as error:
         outcome.verdict, outcome.text = "refused", str(error)
     except TooClose:

@@ -105,7 +105,7 @@ def draw_dense(rng: random.Random, by_length: bool = False, for_stock: bool = Fa
 def draw_text(rng: random.Random, by_length: bool = False, for_stock: bool = False) -> dict[str, Any]:
     """Fields of transformers' `Llama4TextConfig`, as a dictionary; `for_stock`: such that stock takes them."""
     never_rotates = chance(rng, 0.05)
-    heads = draw_heads(rng, 1 if never_rotates else 2)
+    heads = draw_heads(rng, 1 if never_rotates and not for_stock else 2)
     fields = {"model_type": "llama4_text", **_common(rng, heads, by_length and not never_rotates)}
     if never_rotates:
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}

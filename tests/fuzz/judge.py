@@ -180,3 +180,11 @@ class Judge:
                 best = logits.topk(k + 1).values
                 if (best[:, k - 1] - best[:, k]).min().item() < 20 * PASSES[self.dtype]:
                     raise TooClose
+
+    def check_no_tie_of(self, fed) -> None:
+        """Raise `TooClose` where another run of the same batch may choose other experts."""
+        for row, columns in fed.batch.sequences():
+            x = self.decoder.embed(fed.batch.ids[row, columns])
+            visible = None if fed.batch.visible is None else fed.batch.visible[row][columns][:, columns]
+            positions = fed.batch.positions[row, columns]
+            self.check_no_tie(self.decoder(x, positions, int(fed.reach[row, columns[0]]), visible))

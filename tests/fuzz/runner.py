@@ -73,7 +73,7 @@ def run_cases(
         summary.add(seed, outcome, taken)
         last = max(last, seed)
         if outcome.verdict in ("failed", "judge"):
-            say(f"{outcome.verdict}: {outcome.kind}: {outcome.text}\n    {repeat(name, seed)}")
+            say(f"{outcome.verdict}: {outcome.kind}: {outcome.text} {outcome.notes}\n    {repeat(name, seed)}")
     for line in summary.lines(name, seeds.start, last, time.monotonic() - begun):
         say(line)
     return summary

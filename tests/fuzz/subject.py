@@ -79,6 +79,10 @@ class Subject:
 
     def stock(self) -> Any:
         """Stock's model with the same weights and dtype."""
+        return self.stock_of(self.model)
+
+    def stock_of(self, model: Any) -> Any:
+        """Stock's model with the weights of a copy of ours."""
         _, _, config_name, model_name = CLASSES[self.fields["model_type"]]
         fields = {name: value for name, value in self.fields.items() if name != "model_type"}
         config = getattr(transformers, config_name)(**fields)
@@ -86,12 +90,12 @@ class Subject:
         with torch.device("meta"):
             stock = getattr(transformers, model_name)._from_config(config, dtype=self.dtype)
         stock = stock.to_empty(device="cpu")
-        stock.load_state_dict(self.model.state_dict())
+        stock.load_state_dict(model.state_dict())
         if self.fields["tie_word_embeddings"]:
             stock.tie_weights()
         # What no checkpoint holds, `to_empty` leaves to chance.
         stock.model.rotary_emb = type(stock.model.rotary_emb)(config=config)
-        return stock.train(self.model.training)
+        return stock.train(model.training)
 
     def is_stock_right(self, batch: Any) -> bool:
         """Whether stock's class computes what this batch means."""

@@ -56,7 +56,7 @@ def borders(rng: random.Random, length: int) -> list[int]:
 
 
 @torch.no_grad()
-def case(rng: random.Random, seed: int) -> dict[str, Any]:
+def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seed)
     subject = draw_subject(rng, seed)
     fields = subject.fields
@@ -65,7 +65,7 @@ def case(rng: random.Random, seed: int) -> dict[str, Any]:
         whole.position_ids = whole.position_ids.expand(whole.shape[0], -1)
     whole, fed = extend(rng, generator, whole, fields["vocab_size"]), None
     kind, cache = draw_cache(rng, subject, whole.shape[1])
-    notes = {**subject.notes, "batch": whole.kind, "cache": kind}
+    notes |= {**subject.notes, "batch": whole.kind, "cache": kind}
     begin = 0
     for end in borders(rng, whole.shape[1]):
         piece = whole.columns(begin, end)
@@ -79,7 +79,6 @@ def case(rng: random.Random, seed: int) -> dict[str, Any]:
             notes["changed"] = True
             begin = fed.batch.shape[1]
     check(fed, subject.judge, f"logits through {kind} cache")
-    return notes
 
 
 def extend(rng: random.Random, generator: torch.Generator, batch: Batch, vocabulary: int) -> Batch:

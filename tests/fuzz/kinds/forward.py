@@ -20,11 +20,12 @@ def four_axes(rng: random.Random, batch: Batch, subject: Subject) -> torch.Tenso
 
 
 @torch.no_grad()
-def case(rng: random.Random, seed: int) -> dict[str, Any]:
+def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seed)
     subject = draw_subject(rng, seed, by_length=True)
     fields, judge = subject.fields, subject.judge
     batch = draw_batch(rng, generator, fields["vocab_size"], longest=rng.choice([33, 44, 70]), pad_token_id=fields["pad_token_id"])
+    notes |= {**subject.notes, "batch": batch.kind}
     options: dict[str, Any] = {}
     if batch.visible is not None:
         options["attention_mask"] = four_axes(rng, batch, subject)
@@ -47,7 +48,6 @@ def case(rng: random.Random, seed: int) -> dict[str, Any]:
         fed.logits = stock(**inputs).logits
         if not subject.has_mixture or subject.dtype in (torch.float32, torch.float64):
             check(fed, judge, "stock's logits", JudgeIsWrong)
-    return {**subject.notes, "batch": batch.kind}
 
 
 def draw_kept(rng: random.Random, length: int) -> int | torch.Tensor:

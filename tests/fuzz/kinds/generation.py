@@ -83,7 +83,7 @@ def draw_options(rng: random.Random, subject: Subject, rows: int) -> tuple[str, 
     return way, {}
 
 
-def case(rng: random.Random, seed: int) -> dict[str, Any]:
+def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seed)
     subject = draw_subject(rng, seed, dtypes=["float32"] * 4 + ["float64"], experts=[None, None, "llamoe_loop", "eager", "batched_mm"])
     fields = subject.fields
@@ -95,8 +95,8 @@ def case(rng: random.Random, seed: int) -> dict[str, Any]:
     way, options = draw_options(rng, subject, batch.shape[0])
     if batch.attention_mask is None:
         batch.attention_mask = torch.ones_like(batch.ids)
+    notes |= {**subject.notes, "batch": batch.kind, "way": way}
     generate(rng, subject, batch, way, options)
-    return {**subject.notes, "batch": batch.kind, "way": way}
 
 
 @torch.no_grad()

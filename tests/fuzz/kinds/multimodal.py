@@ -72,7 +72,7 @@ def embed(subject: Subject, tower: Tower, projector: torch.Tensor, ids: torch.Te
 
 
 @torch.no_grad()
-def case(rng: random.Random, seed: int) -> dict[str, Any]:
+def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seed)
     for_stock = chance(rng, 0.6)
     way = rng.choice(["forward", "forward", "cached", "generate"])
@@ -93,7 +93,7 @@ def case(rng: random.Random, seed: int) -> dict[str, Any]:
         batch.attention_mask = batch.real.long()
     pixels = place_pictures(rng, generator, batch, vision, count)
     batch.embeds = embed(subject, tower, projector, batch.ids, pixels)
-    notes = {**subject.notes, "batch": batch.kind, "way": way}
+    notes |= {**subject.notes, "batch": batch.kind, "way": way}
     given = {} if pixels is None else {"pixel_values": pixels.to(rng.choice([subject.dtype, torch.float32]))}
     if way == "generate":
         def images(row, start):
@@ -114,10 +114,10 @@ def case(rng: random.Random, seed: int) -> dict[str, Any]:
             if options[0] == "no cache" and "Image features and image tokens do not match" in str(error):
                 raise Refused(str(error)) from error
             raise
-        return notes
+        return
     if way == "cached":
         check(feed(rng, subject, batch, given), subject.judge, "logits through a cache")
-        return notes
+        return
     if chance(rng, 0.2) and pixels is not None:
         features = subject.model.get_image_features(given["pixel_values"])
         given = {"mm_encoder_outputs": {"image": features}}
@@ -128,7 +128,6 @@ def case(rng: random.Random, seed: int) -> dict[str, Any]:
     if subject.is_stock_right(batch) and "pixel_values" in given and subject.dtype != torch.bfloat16:
         fed.logits = stock_logits(subject, vision, batch, given["pixel_values"])
         check(fed, subject.judge, "stock's logits", JudgeIsWrong)
-    return notes
 
 
 def stock_logits(subject: Subject, vision: dict[str, Any], batch: Batch, pixels: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ def compare(judge: Judge, output: Any, tower: Tower, tiles: torch.Tensor, what: 
 
 
 @torch.no_grad()
-def case(rng: random.Random, seed: int) -> dict[str, Any]:
+def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seed)
     is_stock = chance(rng, 0.5)
     fields = draw_vision(rng)
@@ -65,6 +65,7 @@ def case(rng: random.Random, seed: int) -> dict[str, Any]:
     dtype = DTYPES[rng.choice(["float32"] * 4 + list(DTYPES))]
     config = llamoe.LlamoeVisionConfig(**given)
     config._attn_implementation = rng.choice(["sdpa", "eager"])
+    notes |= {"attention": config._attn_implementation, "switches": not is_stock}
     model = draw_weights(llamoe.LlamoeVisionModel._from_config(config), seed).to(dtype)
     shape = (rng.choice([1, 2, 5]), fields["num_channels"], fields["image_size"], fields["image_size"])
     tiles = torch.randn(shape, generator=generator).to(rng.choice([dtype, torch.float32]))
@@ -79,4 +80,3 @@ def case(rng: random.Random, seed: int) -> dict[str, Any]:
         stock = transformers.Llama4VisionModel._from_config(stock_config, dtype=dtype).eval()
         stock.load_state_dict(model.state_dict())
         compare(judge, stock(tiles.to(dtype)), tower, exact, "stock's tower", JudgeIsWrong)
-    return {"attention": config._attn_implementation, "switches": not is_stock}

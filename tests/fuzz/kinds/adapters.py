@@ -1,0 +1,146 @@
+"""LoRA of peft's: what it computes is the reference with merged weights; it is saved, loaded and moved to stock and back."""
+
+import copy
+import random
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from ..batch import Fed, check, draw_batch
+from ..draw import chance
+from ..judge import LOG, JudgeIsWrong, Wrong
+from ..subject import Subject, draw_subject
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+FACTOR = re.compile(r"^base_model\.model\.(.+?)((?:\.base_layer)*)\.lora_A\.[^.]+\.weight$")
+
+
+def draw_lora(rng: random.Random, subject: Subject) -> LoraConfig:
+    options: dict[str, Any] = {
+        "r": rng.choice([1, 2, 3, 4]),
+        "lora_alpha": rng.choice([1, 6, 8]),
+        "use_rslora": chance(rng, 0.2),
+        "task_type": rng.choice(["CAUSAL_LM", None]),
+        "target_modules": sorted(rng.sample(LINEAR, rng.randint(1, len(LINEAR)))) if chance(rng, 0.7) else "all-linear",
+    }
+    if subject.has_mixture and chance(rng, 0.6):
+        options["target_parameters"] = rng.sample(EXPERTS, rng.choice([1, 2, 2]))
+    return LoraConfig(**options)
+
+
+def draw_factors(model: nn.Module, seed: int) -> nn.Module:
+    """Draw all factors, of which fresh adapters have one at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(0.6 * noise * parameter.shape[-1] ** -0.5)
+    return model.eval()
+
+
+def scaling(config: LoraConfig) -> float:
+    return config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+
+
+def merged(weights: dict[str, torch.Tensor], adapted: nn.Module, config: LoraConfig, is_ours: bool = True) -> dict[str, torch.Tensor]:
+    """Weights with the adapter's product added; of stacked experts each one's own.
+
+    Of stacks `[E, in, out]` ours has A on the input side, `[E * r, in]`, where the expert runs slowest, and B on the output
+    side, `[out, r * E]`, where it runs fastest. peft does not know that stock's are input-first, and exchanges the two.
+    """
+    result, state = dict(weights), {name: value.detach().double() for name, value in adapted.state_dict().items()}
+    for key, a in state.items():
+        match = FACTOR.match(key)
+        if match is None:
+            continue
+        b = state[key.replace("lora_A", "lora_B")]
+        name = match[1]
+        if not name.endswith("experts"):
+            result[f"{name}.weight"] = result[f"{name}.weight"] + scaling(config) * b @ a
+            continue
+        # Nested wrappers: the innermost parameter is the one that was named last.
+        targets = sorted(config.target_parameters or [])
+        sizes = a.shape[1], b.shape[0]
+        for target in targets:
+            stack = result[f"{name}.{target.rpartition('.')[2]}"]
+            experts, size_in, size_out = stack.shape
+            if sizes == ((size_in, size_out) if is_ours else (size_out, size_in)):
+                a_E, b_E = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+                change = (b_E @ a_E).mT if is_ours else b_E @ a_E
+                result[f"{name}.{target.rpartition('.')[2]}"] = stack + scaling(config) * change
+                break
+    return result
+
+
+def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # Sizes by which the two stacks and their sides are told apart; equal ones are a matter of tests.
+    width = rng.choice([4, 7, 12])
+    subject = draw_subject(
+        rng, seed, dtypes=["float32"], intermediate_size=width, experts=[None, None, "llamoe_loop", "eager", "grouped_mm", "batched_mm"]
+    )
+    if subject.fields["hidden_size"] in (width, 2 * width):
+        return
+    config = draw_lora(rng, subject)
+    batch = draw_batch(rng, generator, subject.fields["vocab_size"], ["plain", "left", "packed"], 30, subject.fields["pad_token_id"])
+    notes |= {**subject.notes, "batch": batch.kind, "experts": subject.fields.get("num_local_experts")}
+    notes |= {"modules": sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules, "parameters": config.target_parameters}
+    plain = copy.deepcopy(subject.model)
+    model = draw_factors(get_peft_model(subject.model, config), seed)
+    weights = subject.judge.decoder.weights
+    subject.judge.decoder.weights = merged(weights, model, config)
+    with torch.no_grad():
+        compare(subject, model, batch, "adapted")
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder)
+            model.save_pretrained(place / "adapter")
+            again = copy.deepcopy(plain)
+            if chance(rng, 0.5):
+                again = PeftModel.from_pretrained(again, place / "adapter")
+            else:
+                again.load_adapter(place / "adapter")
+            compare(subject, again, batch, "loaded again")
+            if chance(rng, 0.5):
+                compare(subject, model.merge_and_unload(), batch, "merged")
+            if subject.is_stock_right(batch):
+                stock = subject.stock_of(plain)
+                across(rng, subject, config, batch, plain, stock, place, weights, seed)
+
+
+def compare(subject: Subject, model: nn.Module, batch: Any, what: str, error: type[Exception] = Wrong) -> None:
+    with LOG.recording() as calls:
+        logits = model(**batch.inputs()).logits
+    fed = Fed.of(batch, logits, calls, batch.reach())
+    if error is JudgeIsWrong or len(calls) == 0:
+        fed.choices = None
+    check(fed, subject.judge, what, error)
+
+
+def across(rng, subject, config, batch, plain, stock, place, weights, seed) -> None:
+    """Trained on ours and read by stock, which can read no experts of ours; trained on stock and read by ours."""
+    if not config.target_parameters and chance(rng, 0.5):
+        compare(subject, PeftModel.from_pretrained(copy.deepcopy(stock), place / "adapter"), batch, "ours on stock", JudgeIsWrong)
+    options = {name: getattr(config, name) for name in ("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters")}
+    options["task_type"] = "CAUSAL_LM"
+    if options["target_modules"] == "all-linear" or isinstance(options["target_modules"], str):
+        options["target_modules"] = LINEAR  # stock's router is a linear layer that peft cannot wrap
+    trained = LoraConfig(**copy.deepcopy(options))
+    other = draw_factors(get_peft_model(stock, trained), seed + 1)
+    subject.judge.decoder.weights = merged(weights, other, trained, is_ours=False)
+    compare(subject, other, batch, "stock with its adapter", JudgeIsWrong)
+    other.save_pretrained(place / "other")
+    again = copy.deepcopy(plain)
+    again = PeftModel.from_pretrained(again, place / "other") if chance(rng, 0.5) else _loaded(again, place / "other")
+    compare(subject, again, batch, "stock's on ours")
+
+
+def _loaded(model: Any, folder: Path) -> Any:
+    model.load_adapter(folder)
+    return model
