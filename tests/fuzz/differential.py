@@ -20,6 +20,11 @@ KINDS = {
     "generation": 8,
     "towers": 3,
     "multimodal": 6,
+    "saving": 10,
+    "adapters": 7,
+    "converting": 5,
+    "heads": 4,
+    "compiling": 2.5,
 }
 
 # Refusals that say what is not supported and why; every other error where stock has none is a fault.
