@@ -15,7 +15,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, help="of each")
     parser.add_argument("--seconds", type=float, help="of each, at most")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
-    parser.add_argument("--kind", help="only this kind of case")
+    parser.add_argument("--kinds", help="only cases of these kinds, by commas; those of other seeds are passed over")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,9 +27,9 @@ def main() -> int:
     cases = options.cases or (1 if options.seed is not None else 1000)
     failures = 0
     for name in [options.only] if options.only else SUITES:
-        summary = run_suite(
-            name, range(first, first + cases), options.workers if cases > 1 else 0, options.seconds, options.kind
-        )
+        workers = options.workers if cases > 1 else 0
+        kinds = None if options.kinds is None else set(options.kinds.split(","))
+        summary = run_suite(name, range(first, first + cases), workers, options.seconds, kinds)
         failures += len(summary.failures)
     return min(failures, 1)
 

@@ -67,11 +67,8 @@ class Batch:
         return result
 
     def reach(self) -> int:
-        """How long the pass looks to rotary embeddings that go by it, padding included."""
-        positions = self.position_ids
-        if positions is None:
-            positions = self.positions
-        return int(positions.max()) + 1
+        """How long the pass is to rotary embeddings that go by it: padding does not count."""
+        return int(self.positions[self.real].max()) + 1 if self.real.any() else 1
 
 
 KINDS = ["plain", "ones", "left", "right", "sides", "holes", "packed", "offset", "mask4d", "all-masked"]

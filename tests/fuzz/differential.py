@@ -56,9 +56,9 @@ def kind_of(seed: int) -> str:
     return random.Random(f"kind {seed}").choices(list(KINDS), list(KINDS.values()))[0]
 
 
-def run(seed: int, kind: str | None = None) -> Outcome:
+def run(seed: int) -> Outcome:
     """Run the case that a seed stands for."""
-    outcome = Outcome(kind or kind_of(seed))
+    outcome = Outcome(kind_of(seed))
     case = importlib.import_module(f"fuzz.kinds.{outcome.kind}").case
     torch.manual_seed(seed)
     try:

@@ -2,19 +2,20 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
 from .differential import Outcome
 
-# Seconds that a case may take: many times what the slowest one takes on a slow machine.
-LONGEST = 240
+# Seconds that a case may take: many times what the slowest one, which compiles, takes on a busy machine.
+LONGEST = 900
 
 
 @dataclass
@@ -33,6 +34,15 @@ class Summary:
         if outcome.verdict in ("failed", "judge"):
             self.failures.append((seed, outcome))
 
+    def causes(self) -> Iterator[str]:
+        """Failures that look alike, the most frequent first."""
+        alike = defaultdict(list)
+        for seed, outcome in self.failures:
+            text = re.sub(r"/tmp/\S+", "…", outcome.text)
+            alike[outcome.kind, re.sub(r"\d[\d.]*", "#", text)[:110]].append(seed)
+        for (kind, text), seeds in sorted(alike.items(), key=lambda item: -len(item[1])):
+            yield f"  {len(seeds)} x {kind}: {text}; seeds {', '.join(map(str, seeds[:6]))}"
+
     def lines(self, name: str, first: int, last: int, seconds: float) -> Iterator[str]:
         """The summary: one line for each kind, and one for all."""
         for kind in sorted(self.by_kind):
@@ -44,7 +54,7 @@ class Summary:
 
 
 def _words(counts: Counter) -> str:
-    order = ["passed", "payload", "refused", "too close", "judge", "failed"]
+    order = ["passed", "payload", "refused", "library", "too close", "judge", "failed"]
     names = [name for name in order if counts[name]] + sorted(set(counts) - set(order))
     return ", ".join(f"{counts[name]} {name}" for name in names if counts[name])
 
@@ -52,7 +62,7 @@ def _words(counts: Counter) -> str:
 def run_cases(
     name: str,
     run: Callable[[int], Outcome],
-    seeds: range,
+    seeds: Sequence[int],
     workers: int,
     seconds: float | None = None,
     say: Callable[[str], None] = print,
@@ -68,13 +78,15 @@ def run_cases(
         say: takes a line.
     """
     begun, summary = time.monotonic(), Summary()
-    last = seeds.start - 1
+    last = seeds[0]
     for seed, outcome, taken in _outcomes(run, seeds, workers, begun, seconds):
         summary.add(seed, outcome, taken)
         last = max(last, seed)
         if outcome.verdict in ("failed", "judge"):
             say(f"{outcome.verdict}: {outcome.kind}: {outcome.text} {outcome.notes}\n    {repeat(name, seed)}")
-    for line in summary.lines(name, seeds.start, last, time.monotonic() - begun):
+    for line in summary.causes():
+        say(line)
+    for line in summary.lines(name, seeds[0], last, time.monotonic() - begun):
         say(line)
     return summary
 

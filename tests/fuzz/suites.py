@@ -1,24 +1,43 @@
 """The two fuzzers, by name."""
 
 import os
-from functools import partial
+from collections.abc import Callable
 
 import torch
 import transformers
 
-from . import differential
+from . import corruption, differential
+from .originals import originals
 from .runner import Summary, run_cases
 
-SUITES = {"differential": differential.run}
+SUITES = {
+    "differential": (differential.run, differential.kind_of),
+    "corruption": (corruption.run, corruption.kind_of),
+}
 
 
 def run_suite(
-    name: str, seeds: range, workers: int, seconds: float | None = None, kind: str | None = None, say=print
+    name: str,
+    seeds: range,
+    workers: int,
+    seconds: float | None = None,
+    kinds: set[str] | None = None,
+    say: Callable[[str], None] = print,
 ) -> Summary:
-    """Run the cases of some seeds, in as many processes; the arguments are those of `runner.run_cases`."""
+    """Run the cases of some seeds.
+
+    Args:
+        name: of `SUITES`.
+        seeds: which.
+        workers: as in `run_cases`, like `seconds` and `say`.
+        kinds: pass over the seeds of all other kinds.
+    """
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    run = SUITES[name] if kind is None else partial(SUITES[name], kind=kind)
-    return run_cases(name, run, seeds, workers, seconds, say)
+    if name == "corruption":
+        originals()  # once, for all processes
+    run, kind_of = SUITES[name]
+    chosen = [seed for seed in seeds if kinds is None or kind_of(seed) in kinds]
+    return run_cases(name, run, chosen, workers, seconds, say) if chosen else Summary()

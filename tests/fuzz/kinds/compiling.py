@@ -20,10 +20,13 @@ BACKENDS = ["eager"] * 5 + ["aot_eager"] * 4 + ["inductor"]
 
 
 def draw_small(rng: random.Random, seed: int) -> Subject:
+    family = rng.choice(["llama", "llama4_text", "llama4_text"])
+    overrides: dict[str, Any] = {"num_hidden_layers": 2}
+    if family != "llama":
+        overrides |= {"head_dim": 2 * rng.choice([1, 3, 5]), "moe_layers": None, "layer_types": None}
+        overrides["no_rope_layers"] = rng.choice([[1, 0], [1, 0], [1, 1], [0, 1]])
     experts = [None, None, None, "llamoe_loop", "eager", "grouped_mm", "batched_mm"]
-    return draw_subject(
-        rng, seed, dtypes=["float32"], num_hidden_layers=2, experts=experts, moe_layers=None, no_rope_layers=None, layer_types=None
-    )
+    return draw_subject(rng, seed, family, dtypes=["float32"], experts=experts, **overrides)
 
 
 def compare(subject: Subject, call: Any, batch: Batch, what: str, **options: Any) -> None:

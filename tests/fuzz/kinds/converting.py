@@ -70,7 +70,7 @@ def _meta(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
 
 def _upcycle(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
     experts = rng.randint(1, 4)
-    options = {"experts": experts, "top_k": rng.randint(1, experts), "interleave": rng.choice([1, 1, 2])}
+    options = {"experts": experts, "top_k": rng.randint(1, experts), "interleave": rng.randint(1, subject.fields["num_hidden_layers"])}
     upcycle(place / "source", place / "moe", **options)
     model = load(llamoe.LlamoeForCausalLM, place / "moe", dtype=subject.dtype, attn_implementation=subject.notes["attention"])
     generator = torch.Generator().manual_seed(seed)

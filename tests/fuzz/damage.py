@@ -1,0 +1,321 @@
+"""Ways to damage files: bits, lengths, headers, archives, indexes, configurations. Each draws from a `random.Random`."""
+
+import io
+import json
+import random
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .originals import Original
+
+Files = dict[str, bytes | None]
+
+
+@dataclass
+class Damage:
+    """What was done.
+
+    Attributes:
+        how: in words.
+        changes: files that are other now; None: missing.
+        payload: whether only numbers of tensors were changed, which no reader without checksums can see.
+        is_config: whether the changed file says what the model is, so that another model is no surprise.
+    """
+
+    how: str
+    changes: Files
+    payload: bool = False
+    is_config: bool = False
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def header_length(content: bytes) -> int:
+    return 8 + int.from_bytes(content[:8], "little")
+
+
+def header_of(content: bytes) -> dict[str, Any]:
+    return json.loads(content[8 : header_length(content)])
+
+
+def with_header(content: bytes, header: dict[str, Any] | bytes) -> bytes:
+    """A safetensors file with another header before its numbers."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[header_length(content) :]
+
+
+def records(content: bytes) -> Iterator[tuple[int, int]]:
+    """Where an archive's numbers are: begin and end of each record of a storage."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for info in archive.infolist():
+            if "/data/" in info.filename:
+                lengths = content[info.header_offset + 26 : info.header_offset + 30]
+                begin = info.header_offset + 30 + int.from_bytes(lengths[:2], "little")
+                begin += int.from_bytes(lengths[2:], "little")
+                yield begin, begin + info.file_size
+
+
+def is_payload(original: Original, name: str, position: int) -> bool:
+    """Whether a byte is a number's of a tensor."""
+    content = original.files[name]
+    if name.endswith(".safetensors"):
+        return position >= header_length(content)
+    if content.startswith(b"PK"):
+        return any(begin <= position < end for begin, end in records(content))
+    places = ((content.find(raw), len(raw)) for raw in original.raw_tensors())
+    return any(0 <= begin <= position < begin + length for begin, length in places)
+
+
+def flip(rng: random.Random, original: Original) -> Damage:
+    name = rng.choice(original.weight_files)
+    content = bytearray(original.files[name])
+    count = rng.choice([1, 1, 1, 2, 5, 40])
+    if rng.random() < 0.6 and name.endswith(".safetensors"):  # where structure is, which is a small part of the file
+        limit = header_length(original.files[name])
+    elif rng.random() < 0.5:
+        limit = min(len(content), 4096)
+    else:
+        limit = len(content)
+    positions = sorted({rng.randrange(limit) for _ in range(count)})
+    for position in positions:
+        content[position] ^= 1 << rng.randrange(8)
+    payload = all(is_payload(original, name, position) for position in positions)
+    return Damage(f"{len(positions)} bits of {name} from {positions[0]}", {name: bytes(content)}, payload)
+
+
+def cut(rng: random.Random, original: Original) -> Damage:
+    name = rng.choice([*original.weight_files, *original.json_files])
+    length = rng.choice([0, 1, 7, 8, 9, rng.randrange(len(original.files[name]))])
+    length = min(length, len(original.files[name]) - 1)
+    return Damage(f"{name} cut to {length}", {name: original.files[name][:length]}, is_config=name.endswith(".json"))
+
+
+def extend(rng: random.Random, original: Original) -> Damage:
+    name = rng.choice(original.weight_files)
+    more = rng.randbytes(rng.choice([1, 4, 8, 100, 4096]))
+    if rng.random() < 0.3:
+        more = bytes(len(more))
+    content = more + original.files[name] if rng.random() < 0.2 else original.files[name] + more
+    return Damage(f"{name} and {len(more)} bytes more", {name: content})
+
+
+def lose(rng: random.Random, original: Original) -> Damage:
+    name = rng.choice(list(original.files))
+    return Damage(f"{name} is missing", {name: None}, is_config=name.endswith(".json"))
+
+
+def swap_files(rng: random.Random, original: Original) -> Damage:
+    if len(original.weight_files) < 2:
+        return cut(rng, original)
+    one, other = rng.sample(original.weight_files, 2)
+    contents = {one: original.files[other], other: original.files[one]}
+    if rng.random() < 0.3:
+        contents.pop(other)
+    return Damage(f"{one} holds what {other} held", contents)
+
+
+def swap_headers(rng: random.Random, original: Original) -> Damage:
+    names = [name for name in original.weight_files if name.endswith(".safetensors")]
+    if len(names) < 2:
+        return header(rng, original) if names else flip(rng, original)
+    one, other = rng.sample(names, 2)
+    a, b = original.files[one], original.files[other]
+    if a[: header_length(a)] == b[: header_length(b)]:
+        return flip(rng, original)
+    return Damage(f"{one} has the header of {other}", {one: b[: header_length(b)] + a[header_length(a) :]})
+
+
+def header(rng: random.Random, original: Original) -> Damage:
+    """One thing in a safetensors header."""
+    names = [name for name in original.weight_files if name.endswith(".safetensors")]
+    if not names:
+        return archive(rng, original)
+    name = rng.choice(names)
+    content = original.files[name]
+    entries = header_of(content)
+    keys = [key for key in entries if key != "__metadata__"]
+    key = rng.choice(keys)
+    entry = entries[key]
+    way = rng.choice(["dtype", "shape", "offsets", "rename", "remove", "twice", "odd", "nested", "metadata", "transposed"])
+    raw: bytes | None = None
+    match way:
+        case "dtype":
+            entry["dtype"] = rng.choice(["I32", "U32", "F16", "BF16", "F64", "I8", "BOOL", "F8_E4M3", "C64", "f32", "", 7, None])
+        case "shape":
+            axis = rng.randrange(len(entry["shape"]))
+            entry["shape"][axis] = rng.choice([0, -1, 1, 2**31, 2**62, 10**25, 2.0, "3", None, True])
+        case "transposed":
+            if len(set(entry["shape"])) < 2:
+                entry["shape"] = [1, *entry["shape"]]
+            else:
+                entry["shape"] = entry["shape"][::-1]
+        case "offsets":
+            entry["data_offsets"][rng.randrange(2)] += rng.choice([-4, 4, 1, -1, 10**25, -(10**25)])
+        case "rename":
+            fresh = rng.choice([key + "x", key[:-1], "x", "", key.replace("0", "1"), key.replace("layers.", "layers.9"), key.upper()])
+            entries = {fresh if old == key else old: value for old, value in entries.items()}
+        case "remove":
+            del entries[key]
+        case "twice":
+            text = json.dumps(entries)
+            other = rng.choice(keys)
+            raw = (text[:-1] + ", " + json.dumps(other) + ": " + json.dumps(entries[key]) + "}").encode()
+        case "odd":
+            entries[key] = rng.choice([None, 3, [], {}, "x", {"dtype": "F32"}, [entry]])
+        case "nested":
+            raw = b'{"a":' * 50_000 + b"1" + b"}" * 50_000
+        case "metadata":
+            entries["__metadata__"] = rng.choice([None, 3, {"a": 1}, {"format": "tf"}, {"format": "pt", "x": "y" * 10**5}, []])
+    return Damage(f"header of {name}: {way} of {key}", {name: with_header(content, raw or entries)})
+
+
+def archive(rng: random.Random, original: Original) -> Damage:
+    """One record of a zip archive of torch's, or its directory."""
+    names = [name for name in original.weight_files if original.files[name].startswith(b"PK")]
+    if not names:
+        return flip(rng, original)
+    name = rng.choice(names)
+    content = original.files[name]
+    if rng.random() < 0.4:
+        return _directory(rng, name, content)
+    with zipfile.ZipFile(io.BytesIO(content)) as old:
+        infos = {info.filename: old.read(info) for info in old.infolist()}
+    pickled = next(record for record in infos if record.endswith("data.pkl"))
+    record = pickled if rng.random() < 0.6 else rng.choice(list(infos))
+    way = rng.choice(["op", "op", "op", "twice", "missing", "empty", "deflated", "shorter", "longer", "renamed", "swapped"])
+    result = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(result, "w") as new:
+        warnings.simplefilter("ignore")
+        partner = rng.choice(list(infos))
+        for file, data in infos.items():
+            method = zipfile.ZIP_STORED
+            if file == record:
+                match way:
+                    case "op":
+                        data = _changed(rng, data)
+                    case "twice":
+                        new.writestr(file, _changed(rng, data))
+                    case "missing":
+                        continue
+                    case "empty":
+                        data = b""
+                    case "deflated":
+                        method = zipfile.ZIP_DEFLATED
+                    case "shorter":
+                        data = data[: -rng.choice([1, 4])]
+                    case "longer":
+                        data += bytes(rng.choice([1, 4]))
+                    case "renamed":
+                        file = rng.choice([file + "x", "../" + file, "/" + file, file.replace("data", "date")])
+                    case "swapped":
+                        data = infos[partner]
+            new.writestr(file, data, method)
+    # Numbers that are others, behind a sum that is right: nobody can see that.
+    numbers = way in ("op", "swapped", "twice") and "/data/" in record
+    return Damage(f"{name}: {way} of {record}", {name: result.getvalue()}, payload=numbers)
+
+
+def _changed(rng: random.Random, data: bytes) -> bytes:
+    if not data:
+        return b"x"
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        position = rng.randrange(len(changed))
+        match rng.choice(["flip", "set", "insert", "remove"]):
+            case "flip":
+                changed[position] ^= 1 << rng.randrange(8)
+            case "set":
+                changed[position] = rng.randrange(256)
+            case "insert":
+                changed[position:position] = rng.randbytes(rng.choice([1, 4]))
+            case "remove" if len(changed) > 1:
+                del changed[position]
+    return bytes(changed)
+
+
+def _directory(rng: random.Random, name: str, content: bytes) -> Damage:
+    """Bytes of the central directory or the end record: sizes, offsets, sums, counts."""
+    begin = content.rindex(b"PK\x01\x02", 0, len(content)) if rng.random() < 0.5 else content.index(b"PK\x01\x02")
+    changed = bytearray(content)
+    for _ in range(rng.choice([1, 2, 6])):
+        changed[rng.randrange(begin, len(changed))] = rng.choice([0, 255, rng.randrange(256)])
+    return Damage(f"directory of {name} from {begin}", {name: bytes(changed)})
+
+
+def duplicate(rng: random.Random, original: Original) -> Damage:
+    """A tensor in two shards, with other numbers in one of them."""
+    names = [name for name in original.weight_files if name.endswith(".safetensors")]
+    if len(names) < 2:
+        return header(rng, original)
+    one, other = rng.sample(names, 2)
+    a, b = original.files[one], original.files[other]
+    entries, mine = header_of(b), header_of(a)
+    key = rng.choice([key for key in mine if key != "__metadata__"])
+    begin, end = mine[key]["data_offsets"]
+    data = bytes(reversed(a[header_length(a) :][begin:end]))
+    size = len(b) - header_length(b)
+    entries[key] = mine[key] | {"data_offsets": [size, size + end - begin]}
+    return Damage(f"{key} of {one} in {other} too", {other: with_header(b + data, entries)})
+
+
+ODD = [None, -1, 0, 1, 3, 10**7, 2**40, 10**30, 0.5, -2.5, float("nan"), float("inf"), "", "x", "../x", "ä" * 3000]
+ODD += [[], [7], [[]], {}, {"a": 1}, True, False, "float16", [1, 2, 3], ["full_attention"], {"rope_type": "x"}]
+
+
+def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """The path of every value inside of a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def change_json(rng: random.Random, content: bytes, fields: list[str]) -> tuple[str, bytes]:
+    """One thing in a JSON file; `fields` are further ones that its reader knows."""
+    whole = json.loads(content)
+    way = rng.choice(["exchange"] * 5 + ["add"] * 3 + ["remove", "remove", "rename", "twice", "raw"])
+    if way == "raw":
+        raws = [b"", b"null", b"[]", b"3", b'"x"', b"{", b"[" * 100_000, b'{"a":' * 30_000 + b"1" + b"}" * 30_000]
+        raws += [b"\xff\xfe" + content, content.decode().encode("utf-16"), b"\xef\xbb\xbf" + content, content[:-2] + b",}", content * 2]
+        raws += [content.replace(b"1", b"1" + b"0" * 5000, 1), content.replace(b":", b": NaN,", 1), b"\0" * 1000]
+        number = rng.randrange(len(raws))
+        return f"raw {number}", raws[number]
+    all_places = sorted(places(whole), key=str)
+    if way == "add" and fields and isinstance(whole, dict):
+        name, value = rng.choice(fields), rng.choice(ODD)
+        target = whole
+        parts = [key for key, inner in whole.items() if isinstance(inner, dict) and key.endswith("_config")]
+        if parts and rng.random() < 0.7:
+            target = whole[rng.choice(parts)]
+        target[name] = value
+        return f"{name} = {str(value)[:30]}", json.dumps(whole).encode()
+    if not all_places:
+        return "empty", b"{}"
+    path = rng.choice(all_places[: 400 if rng.random() < 0.5 else None])
+    *above, last = path
+    inner = whole
+    for key in above:
+        inner = inner[key]
+    before = inner[last]
+    match way:
+        case "remove":
+            del inner[last]
+        case "rename" if isinstance(inner, dict):
+            inner[f"{last}x"] = inner.pop(last)
+        case "twice" if isinstance(inner, dict) and not above:
+            text = json.dumps(whole)
+            added = f", {json.dumps(last)}: {json.dumps(rng.choice(ODD))}}}"
+            return f"{last} twice", (text[:-1] + added).encode()
+        case _:
+            near = [before + 1, before - 1, before * 2, -before] if type(before) in (int, float) else []
+            inner[last] = value = rng.choice(ODD + 3 * near)
+            return f"{'.'.join(map(str, path))} = {str(value)[:30]}", json.dumps(whole).encode()
+    return f"{way} {'.'.join(map(str, path))}", json.dumps(whole).encode()
+
+
+WEIGHTS: list[Callable[[random.Random, Original], Damage]] = [
+    flip, flip, flip, cut, extend, lose, swap_files, swap_headers, header, header, header, archive, archive, duplicate,
+]  # fmt: skip

@@ -1,0 +1,158 @@
+"""Everything that reads a folder, and what each must give of a damaged one: the same numbers, or an error that names it."""
+
+import copy
+import re
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from llamoe.conversion import convert, inspect, verify
+
+from .judge import Wrong
+from .originals import Original
+
+# What reading a folder of some hundred kilobytes may take, many times what it takes.
+MOST_BYTES = 256 * 2**20
+MOST_SECONDS = 20.0
+# Types of errors that a user can be told of. CheckpointError is a ValueError and an OSError.
+CLEAN = (ValueError, OSError, RuntimeError)
+NOT_CLEAN = (RecursionError, NotImplementedError, UnicodeError)
+NAMED = re.compile(r"Llamoe\w*Config|Llama4\w*Config|LlamaConfig|config\.json|adapter|Lora")
+
+
+class Unclean(Exception):
+    """An error that says nothing to a user, or that comes too late."""
+
+
+def load(original: Original, folder: Path) -> dict[str, torch.Tensor]:
+    return original.model_class.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def load_auto(original: Original, folder: Path) -> dict[str, torch.Tensor]:
+    auto = AutoModelForImageTextToText if original.name == "pictures" else AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def convert_it(original: Original, folder: Path) -> dict[str, torch.Tensor]:
+    target = folder.parent / "target"
+    try:
+        convert(folder, target)
+    except Exception:
+        if target.exists():
+            raise Wrong("convert leaves files behind") from None
+        raise
+    tensors = {}
+    for path in target.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def inspect_it(original: Original, folder: Path) -> None:
+    inspect(folder).sections()
+
+
+def verify_it(original: Original, folder: Path) -> None:
+    whole = original.write(folder.parent / "whole", {})
+    found = verify(folder, whole, tokens=5, rows=1, logits=False)
+    if found.same_weights:
+        for name, content in original.files.items():
+            is_other = (folder / name).is_file() and (folder / name).read_bytes() != content
+            if is_other and name in original.weight_files:
+                tensors = load(original, folder)
+                if any(not torch.equal(tensors[key], value) for key, value in original.tensors.items()):
+                    raise Wrong("verify calls weights the same that are not")
+
+
+def read_config(original: Original, folder: Path) -> None:
+    AutoConfig.from_pretrained(folder)
+
+
+def peft_model(original: Original, folder: Path) -> dict[str, torch.Tensor]:
+    model = PeftModel.from_pretrained(copy.deepcopy(original.base), folder)
+    return {key: value for key, value in model.state_dict().items() if ".lora_" in key}
+
+
+def load_adapter(original: Original, folder: Path) -> dict[str, torch.Tensor]:
+    model = copy.deepcopy(original.base)
+    model.load_adapter(folder)
+    return {f"base_model.model.{key}": value for key, value in model.state_dict().items() if ".lora_" in key}
+
+
+READERS: dict[str, Callable[[Original, Path], Any]] = {
+    "from_pretrained": load,
+    "AutoModel": load_auto,
+    "convert": convert_it,
+    "inspect": inspect_it,
+    "verify": verify_it,
+    "AutoConfig": read_config,
+    "PeftModel": peft_model,
+    "load_adapter": load_adapter,
+}
+
+
+def _memory(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Raise `Unclean` where more time or memory is taken than a small folder can need."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = _memory("VmRSS")
+        resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + 4 * 2**30, resource.RLIM_INFINITY))
+    except (OSError, ValueError):  # no Linux: time only
+        before = None
+    begun = time.process_time()
+    try:
+        yield
+    except MemoryError as error:
+        raise Unclean("it takes all memory") from error
+    finally:
+        if before is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    taken = time.process_time() - begun
+    if taken > MOST_SECONDS:
+        raise Unclean(f"it takes {taken:.0f} s")
+    if before is not None and (peak := _memory("VmHWM") - before) > MOST_BYTES:
+        raise Unclean(f"it takes {peak / 2**20:.0f} MB")
+
+
+def check_error(error: Exception, original: Original, folder: Path) -> None:
+    """Raise `Unclean` where an error is a programming error's or does not say what it is about."""
+    text = str(error)
+    if not isinstance(error, CLEAN) or isinstance(error, NOT_CLEAN):
+        raise Unclean("no error for users")
+    if "CPUAllocator" in text or "allocate memory" in text:
+        raise Unclean("it asks for more memory than there is")
+    known = [str(folder), *original.files]
+    if not any(name in text for name in known) and not NAMED.search(text):
+        raise Unclean("names neither file nor field")
+    if len(text) > 5000:
+        raise Unclean(f"{len(text)} characters")
+
+
+def check_tensors(given: dict[str, torch.Tensor], original: Original, is_config: bool) -> int:
+    """Count the tensors that differ from the undamaged folder's; raise where one is lost, or another's or random."""
+    expected = original.tensors
+    if not is_config and given.keys() != expected.keys():
+        raise Wrong(f"tensors are lost or come in: {sorted(given.keys() ^ expected.keys())[:3]}")
+    different = 0
+    for name, value in given.items():
+        if name not in expected:
+            raise Wrong(f"{name} comes from nowhere")
+        if value.shape != expected[name].shape:
+            raise Wrong(f"{name} has shape {list(value.shape)}")
+        different += not torch.equal(value, expected[name])
+    return different
