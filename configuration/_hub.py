@@ -129,7 +129,7 @@ def write_config(config: Any, path: Path, content: Mapping[str, Any], is_ours: b
     if converter is not None:
         _write(path, _as_json(converter(config)))
         with suppress(FileNotFoundError):  # another process may have removed it
-            if module.is_file() and module.read_text(encoding="utf-8").startswith(_FIRST_LINE):
+            if is_our_module(module):
                 module.unlink()
         return
     if config.model_type in AUTO_CLASSES:
@@ -141,6 +141,11 @@ def write_config(config: Any, path: Path, content: Mapping[str, Any], is_ours: b
 def write_module(folder: Path) -> None:
     """Write the module into a folder, which exists."""
     _write(folder / f"{MODULE_NAME}.py", MODULE)
+
+
+def is_our_module(path: Path) -> bool:
+    """Whether a file is one that `write_module` has written."""
+    return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(_FIRST_LINE)
 
 
 def _as_json(content: Mapping[str, Any]) -> str:

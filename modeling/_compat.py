@@ -222,6 +222,17 @@ def gather(tensor: "torch.Tensor") -> "torch.Tensor":
         return torch.cat([shard[i] for i in range(placement.split_factor) for shard in pieces], placement.dim)
 
 
+def default_store() -> "torch.distributed.Store":
+    """Give the store through which the processes of a job have found each other.
+
+    torch keeps it for itself; another one would need an address of its own. Unlike a barrier it works on every
+    backend, and can be asked who is missing.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
 def has_part(module: "torch.nn.Module", rule: str) -> bool:
     """Tell whether a rule of a plan names a module or parameter inside of `module`; `*` stands for a layer's number.
 

@@ -24,8 +24,9 @@ from .expert_paths import IMPLEMENTATION
 from .masks import attention_masks
 from .moe import Experts, Router
 from .placement import check_devices, check_offload, check_on_disk, settle_device_map
+from .saving import SavesWhole, check_whole
 from .split_experts import find_split_experts, fuse_while_loading
-from .weights import check_fit, check_folder, check_place, each_header_once
+from .weights import check_complete, check_fit, check_folder, check_place, each_header_once
 
 logger = logging.getLogger("llamoe")
 
@@ -34,7 +35,7 @@ logger = logging.getLogger("llamoe")
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "quanto", "torchao")
 
 
-class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
+class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
     """What every llamoe model shares."""
 
     base_model_prefix = "model"
@@ -177,6 +178,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
         if isinstance(device_map, dict):
             kwargs["device_map"] = dict(device_map)  # settled in place once the model is known
         config = kwargs.get("config")
+        if pretrained_model_name_or_path is not None:
+            check_whole(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
         if config is None and pretrained_model_name_or_path is not None:
             check_place(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
         if isinstance(config, PreTrainedConfig):
@@ -234,6 +237,12 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
         if device_map is not None and is_whole:
             check_on_disk(device_map, loading_info.missing_keys, offload_index)
         return loading_info, offload_index
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+        check_complete(model, loading_info.missing_keys, load_config)
+        return loading_info
 
     @classmethod
     def _config_if_quantized(cls, name_or_path: Any, kwargs: dict[str, Any]) -> Any:
@@ -309,7 +318,6 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, PreTrainedModel):
                     "model head."
                 )
             to_stock(self.config)  # raises before anything is written
-        kwargs.setdefault("save_original_format", False)
         with written_by(to_stock if layout == "stock" else None):
             super().save_pretrained(save_directory, *args, **kwargs)
 

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from ..configuration.parallel import check_parallel, wildcard
 from ._compat import (
-    gather,
     has_part,
     is_tensor_parallel_only,
     parallel_sizes,
@@ -17,6 +16,7 @@ from ._compat import (
     shards_unevenly,
 )
 from .expert_parallel import DispatchExperts
+from .gathering import is_sharded, joined
 from .moe import Experts
 
 register_parallel_style("ep_dispatch_experts", DispatchExperts())
@@ -75,12 +75,11 @@ class Distributed(PreTrainedModel):
                     del plan[key]
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
-        """Join the shards of tensor parallelism; `save_pretrained` calls this in every process."""
-        if is_tensor_parallel_only(distributed_config):
-            state_dict = {
-                name: gather(value).detach().cpu() if isinstance(value, torch.Tensor) else value
-                for name, value in state_dict.items()
-            }
+        """Join the shards; `save_pretrained` calls this in every process."""
+        if not is_sharded(state_dict.values()):  # joined already, or there was nothing to join
+            return state_dict if kwargs.get("save_on_this_rank", True) else {}
+        if distributed_config is None or is_tensor_parallel_only(distributed_config):
+            state_dict = joined(state_dict)
         return super().gather_sharded_state_dict_for_save(
             model_to_save, state_dict, distributed_config, **kwargs
         )

@@ -8,12 +8,15 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Lies in a folder that a conversion has not finished.
 UNFINISHED = ".llamoe-unfinished.json"
@@ -280,3 +283,44 @@ def check_fit(
                     f"{path}: {name} has dtype {header.dtype}, which is no dtype of plain weights "
                     f"({', '.join(sorted(_WEIGHT_DTYPES))}), and config.json has no quantization_config for it."
                 )
+
+
+def check_complete(model: "PreTrainedModel", missing: Iterable[str], load_config: Any) -> None:
+    """Check that a checkpoint of a model's own class gave all of its weights.
+
+    A class may be loaded from a checkpoint of another one, as a classifier is from a language model. What such a
+    checkpoint cannot have begins fresh, and transformers reports it.
+
+    Args:
+        model: the model, loaded.
+        missing: names of what the checkpoint did not have and nothing is tied to.
+        load_config: what transformers notes of a loading: from where, and by which quantizer.
+
+    Raises:
+        CheckpointError: config.json names the model's class, and weights of it are missing.
+    """
+    place = load_config.pretrained_model_name_or_path
+    lost = [name for name in sorted(missing) if _is_plain_weight(model, name, load_config.hf_quantizer)]
+    if not lost or place is None:  # a state dict has no config.json
+        return
+    architectures = model.config.architectures
+    with suppress(OSError):  # the model may have been given another configuration than the checkpoint's
+        content, _ = model.config.get_config_dict(place, **(load_config.download_kwargs or {}))
+        architectures = content.get("architectures")
+    name = type(model).__name__.removeprefix("FSDP")  # FSDP2 makes classes of its own
+    if name in (architectures or ()):
+        shown = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
+        raise CheckpointError(
+            f"{place}: config.json says that this is a {name}, but {len(lost)} of its weights are missing: {shown}. "
+            "Download or copy the checkpoint again, or load it with the configuration that it was saved with. To "
+            f"begin with fresh weights, build {name}(config) and load the others with "
+            "load_state_dict(..., strict=False)."
+        )
+
+
+def _is_plain_weight(model: "PreTrainedModel", name: str, quantizer: Any) -> bool:
+    """Whether a name is a parameter's, and not one that a quantizer made or left out."""
+    path, _, own_name = name.rpartition(".")
+    module = model.get_submodule(path)
+    is_plain = type(module).__module__.startswith(("torch.nn.", "llamoe."))
+    return own_name in module._parameters and (quantizer is None or is_plain)

@@ -1,0 +1,121 @@
+"""Joining the shards of a model that several processes share, so that one of them can write it.
+
+Each tensor is gathered by all processes together. A process that does so alone waits for the others until the process
+group's time is over, if its backend has one, and is then ended without a word of the reason. So the processes meet
+first, at the store through which they found each other.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ._compat import default_store, gather
+
+logger = logging.getLogger("llamoe")
+
+_PATIENCE = 15.0  # seconds after which it is said for whom a process waits
+
+
+def is_sharded(tensors: Iterable[Any]) -> bool:
+    """Whether any of these is a part of a tensor that several processes hold, or is made to be."""
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def broadcast(value: Any) -> Any:
+    """Give the first process's value in all of them."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def sharing_processes(model: PreTrainedModel) -> list[int]:
+    """Name the processes that have to save a model together; none where one can do it alone."""
+    config = getattr(model.config, "distributed_config", None)
+    sizes = [getattr(config, f"{name}_size", None) or 1 for name in ("tp", "fsdp", "dp_replicate", "ep")]
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    if max(sizes) > 1:
+        return list(range(dist.get_world_size()))
+    meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    ranks = {int(rank) for mesh in meshes for rank in mesh.mesh.flatten()}
+    return sorted(ranks) if len(ranks) > 1 else []
+
+
+def meet_before_saving(model: PreTrainedModel) -> None:
+    """Wait until all processes that share a model have called `save_pretrained`.
+
+    Raises:
+        RuntimeError: not all of them have, in the time that the process group allows.
+        ValueError: a model in pipeline stages.
+    """
+    stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
+    if stages > 1:
+        raise ValueError(
+            f"save_pretrained: this {type(model).__name__} is in {stages} pipeline stages, and no process has all of "
+            "its weights. Load it without pp_size to save it."
+        )
+    ranks = sharing_processes(model)
+    if not ranks:
+        return
+    store = default_store()
+    name = f"llamoe/save/{ranks[0]}-{ranks[-1]}-{len(ranks)}"
+    mine = f"{name}/{dist.get_rank()}"
+    # How often this process has come here, and how often all of them have, taken together.
+    count = store.add(mine, 1)
+    arrivals = store.add(name, 1)
+    begin, pause, has_warned = time.monotonic(), 0.001, False
+    while arrivals < count * len(ranks):
+        waited = time.monotonic() - begin
+        is_over = waited > store.timeout.total_seconds()
+        if is_over or (waited > _PATIENCE and not has_warned):
+            missing = [rank for rank in ranks if store.add(f"{name}/{rank}", 0) < count]
+            problem = (
+                f"save_pretrained: the weights of this {type(model).__name__} are shared by {len(ranks)} processes, "
+                f"all of which have to save it together. After {waited:.0f} s "
+                f"{_listed(missing)} not called save_pretrained. Call it in every process (only the first one writes), "
+                "not under `if rank == 0:`."
+            )
+            if is_over and missing:
+                store.add(name, -1)
+                store.add(mine, -1)
+                raise RuntimeError(problem)
+            logger.warning(problem)
+            has_warned = True
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
+        arrivals = store.add(name, 0)
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"process {shown} has" if len(ranks) == 1 else f"processes {shown} have"
+
+
+def gather_state(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Give what `save_pretrained` is to write of a model that may be shared; None for all of it.
+
+    transformers joins the shards of all weights, but neither those of a state dict that it is given nor those of an
+    adapter, of which it makes a state dict in the first process only.
+    """
+    if state_dict is None and getattr(model, "_hf_peft_config_loaded", False):
+        whole = model.state_dict()
+        if is_sharded(whole.values()):
+            wanted = {id(tensor) for tensor in model.get_adapter_state_dict(state_dict=whole).values()}
+            state_dict = {name: tensor for name, tensor in whole.items() if id(tensor) in wanted}
+    if state_dict is None or not is_sharded(state_dict.values()):
+        return state_dict
+    return joined(state_dict)
+
+
+def joined(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Join the shards of each tensor; all processes that have a shard call this, in the same order."""
+    return {
+        name: gather(value).detach().cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in state_dict.items()
+    }

@@ -1,0 +1,305 @@
+"""A folder is saved whole or not at all.
+
+transformers writes file by file into the folder. Cut off half-way, it leaves shards of the older model and of the new
+one, which load together in silence. Here everything is written to a hidden folder inside of the target, so on the same
+file system. Then the older files are exchanged for the new ones by renaming alone:
+
+1. config.json and the index go out, so that no loader opens what is left, and then all that is replaced;
+2. the new files come in, the index after the weights and config.json last.
+
+Whatever fails before leaves the older model as it was, what fails in between is undone, and a kill in between leaves a
+folder without config.json, which every loader refuses. What a kill leaves in the hidden folder goes with the next save.
+"""
+
+import copy
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..configuration._hub import MODULE_NAME, is_our_module
+from .gathering import broadcast, gather_state, meet_before_saving
+from .weights import CheckpointError
+
+_STAGING = ".llamoe-saving-"
+# Without these no loader opens a folder. An adapter may stand beside the model that it belongs to.
+_DESCRIPTIONS = ("adapter_config.json", "config.json")
+# Each process's own shards, and where transformers puts them or joins them. Where there are any, it reads no others.
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|sharded|consolidated")
+
+# What the `save_pretrained` in progress writes.
+_current: ContextVar["_Save | None"] = ContextVar("llamoe_save", default=None)
+
+
+def check_whole(folder: str | os.PathLike, subfolder: str = "") -> None:
+    """Check that no save into a local folder was cut off while it exchanged the files; names on a hub pass.
+
+    Raises:
+        CheckpointError: the folder is not whole.
+    """
+    place = os.path.join(folder, subfolder)
+    if not os.path.isdir(place):
+        return
+    names = set(os.listdir(place))
+    staging = sorted(name for name in names if name.startswith(_STAGING))
+    if staging and names.isdisjoint(_DESCRIPTIONS):
+        raise CheckpointError(
+            f"{place}: not whole. A save into this folder was cut off, or goes on at this moment: its files are still "
+            f"in {staging[0]}. Save the model here again."
+        )
+
+
+class _Save:
+    """The files of one save, between being written and standing in their folder."""
+
+    def __init__(self, target: str | os.PathLike, variant: str | None):
+        self.target = Path(target)
+        self._is_new_folder = not self.target.exists()
+        infix = re.escape(f".{variant}") if variant else ""
+        self._weights = re.compile(
+            rf"model{infix}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index{infix}\.json"
+        )
+        self.target.mkdir(parents=True, exist_ok=True)
+        with suppress(CheckpointError):  # else an abandoned folder holds what is left of a model
+            check_whole(self.target)
+            _remove_abandoned(self.target)
+        self._staging = self.target / f"{_STAGING}{os.getpid()}-{secrets.token_hex(4)}"
+        self.new, self._old = self._staging / "new", self._staging / "old"
+        for folder in (self._staging, self.new, self._old):
+            folder.mkdir()
+        # Held while this process lives: by that the next save knows a folder that nobody writes any more.
+        self._lock = _lock(self._staging)
+        self.published: set[str] | None = None
+
+    def publish(self) -> None:
+        """Exchange the older files for the new ones; a second call does nothing."""
+        if self.published is not None:
+            return
+        _flush(self.new)
+        names = set(os.listdir(self.new))
+        lock = _lock(self.target, wait=True)
+        try:
+            _exchange(self.new, self._old, self.target, self._outdated(names))
+        finally:
+            _unlock(lock)
+        self.published = names
+        self._remove_staging()
+        _remove_abandoned(self.target)
+
+    def discard(self) -> None:
+        """Remove what was written and not published."""
+        self._remove_staging()
+        if self._is_new_folder:
+            with suppress(OSError):
+                self.target.rmdir()
+
+    def _outdated(self, names: set[str]) -> set[str]:
+        """Name what stands in the target and would be read with, or instead of, the new files."""
+        if "config.json" not in names:  # an adapter
+            return set()
+        there = os.listdir(self.target)
+        outdated = {name for name in there if self._weights.fullmatch(name) or _DISTRIBUTED.fullmatch(name)}
+        if is_our_module(self.target / f"{MODULE_NAME}.py"):
+            outdated.add(f"{MODULE_NAME}.py")
+        return outdated
+
+    def _remove_staging(self) -> None:
+        shutil.rmtree(self._staging, ignore_errors=True)
+        _unlock(self._lock)
+        self._lock = None
+
+    def place_in_target(self, folder: str | os.PathLike) -> tuple[Path, dict[str, float]]:
+        """Name the place that a folder of new files has after publishing, and what else stands there.
+
+        Returns:
+            the place, and the times of change of the files in it that are older than this save.
+        """
+        place = self.target / Path(folder).relative_to(self.new)
+        others = set(os.listdir(place)) - self.published if place == self.target else set()
+        return place, {name: os.path.getmtime(place / name) for name in others}
+
+
+@contextmanager
+def _saving(
+    model: PreTrainedModel,
+    target: str | os.PathLike,
+    variant: str | None,
+    is_main_process: bool,
+    is_distributed: bool,
+) -> Iterator[str | os.PathLike]:
+    """Give the folder that this process is to write into; what is in it stands in `target` afterwards."""
+    is_writer = model.should_save_on_this_rank(is_main_process)
+    save = _Save(target, variant) if is_writer else None
+    token = _current.set(save)
+    try:
+        folder = target if save is None else save.new
+        if is_distributed:  # every process writes its own shards
+            folder = broadcast(folder)
+        yield folder
+        if save is not None:
+            save.publish()
+    except BaseException:
+        if save is not None:
+            save.discard()
+        raise
+    finally:
+        _current.reset(token)
+    # transformers waits for the one that writes, but before the files have come to their place.
+    model.barrier_after_gathered_checkpoint_save(getattr(model.config, "distributed_config", None))
+
+
+def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:
+    """Give the weights of a model by its own names where peft's layers are still around its own; else None.
+
+    Deleting an adapter leaves them there.
+    """
+    wrapped = r"\.(base_layer|original_module)(?=\.|$)"
+    if not any(re.search(wrapped, name) for name, _ in model.named_modules()):
+        return None
+    with torch.device("meta"):
+        expected = type(model)(copy.deepcopy(model.config)).state_dict()
+    weights = {re.sub(wrapped, "", name): tensor for name, tensor in model.state_dict().items()}
+    if getattr(model, "peft_config", None) or not expected.keys() <= weights.keys():
+        raise ValueError(
+            f"This {type(model).__name__} has adapters of a PeftModel in it, so that its weights have other names: "
+            "call save_pretrained of the PeftModel, for the adapter alone, or of what merge_and_unload() returns."
+        )
+    return {name: weights[name] for name in expected}
+
+
+class SavesWhole(PreTrainedModel):
+    """`save_pretrained` for a model class, before `PreTrainedModel` among its bases."""
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        token: str | bool | None = None,
+        save_peft_format: bool = True,
+        save_original_format: bool = True,
+        distributed_checkpoint: bool = False,
+        **kwargs,
+    ):
+        """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
+
+        Raises:
+            ValueError: a model in pipeline stages, of which no process has all weights, or one inside of a `PeftModel`,
+                whose weights have other names.
+            RuntimeError: a process that shares the weights did not call this in the time of the process group.
+        """
+        meet_before_saving(self)
+        if state_dict is None and not self._hf_peft_config_loaded:
+            state_dict = _without_wrappers(self)
+        state_dict = gather_state(self, state_dict)
+        if self._hf_peft_config_loaded:  # an adapter is read from one file
+            max_shard_size = sys.maxsize
+        if push_to_hub:
+            kwargs.setdefault("repo_id", os.fspath(save_directory).split(os.path.sep)[-1])
+        with _saving(self, save_directory, variant, is_main_process, distributed_checkpoint) as folder:
+            super().save_pretrained(
+                folder,
+                is_main_process=is_main_process,
+                state_dict=state_dict,
+                push_to_hub=push_to_hub,
+                max_shard_size=max_shard_size,
+                variant=variant,
+                token=token,
+                save_peft_format=save_peft_format,
+                # Our keys are stock keys. transformers would undo the renamings by which our classes read folders of
+                # other classes, in models, too, that never went through them.
+                save_original_format=False,
+                distributed_checkpoint=distributed_checkpoint,
+                **kwargs,
+            )
+
+    def _upload_modified_files(self, working_dir, repo_id, files_timestamps, **kwargs):
+        # What cannot be uploaded is saved nevertheless.
+        if (save := _current.get()) is not None:
+            save.publish()
+            working_dir, files_timestamps = save.place_in_target(working_dir)
+        return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
+
+
+def _exchange(new: Path, old: Path, target: Path, outdated: set[str]) -> None:
+    """Move files from `target` to `old` and from `new` to `target`, all of them or none."""
+    arriving = {name: new for name in os.listdir(new)}
+    present = set(os.listdir(target))
+    leaving = present & {*_DESCRIPTIONS, *outdated, *arriving}
+    arriving |= {name: old for name in leaving.intersection(_DESCRIPTIONS) - set(arriving)}
+    moves = [(target / name, old / name) for name in sorted(leaving, key=_rank, reverse=True)]
+    moves += [(arriving[name] / name, target / name) for name in sorted(arriving, key=_rank)]
+    begun = []
+    try:
+        for source, destination in moves:
+            begun.append((source, destination))
+            source.rename(destination)
+        _sync(target)
+    except BaseException:
+        for source, destination in reversed(begun):
+            if os.path.lexists(destination):
+                destination.rename(source)
+        raise
+
+
+def _rank(name: str) -> int:
+    """Say how late a file comes into a folder, and how early it leaves it."""
+    if name in _DESCRIPTIONS:
+        return 2 + _DESCRIPTIONS.index(name)
+    return int(name.endswith(".json"))
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what killed saves have left in a folder."""
+    for staging in target.glob(f"{_STAGING}*"):
+        if (lock := _lock(staging)) is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+            _unlock(lock)
+
+
+def _lock(folder: Path, wait: bool = False) -> int | None:
+    """Lock a folder; None where another process has done so, or where the file system knows no locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    descriptor = None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        _unlock(descriptor)
+        return None
+    return descriptor
+
+
+def _unlock(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _flush(folder: Path) -> None:
+    """Have all files below a folder on the disk: a power failure must not find names without content."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(place, name))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
