@@ -4,14 +4,18 @@ transformers writes file by file into the folder. Cut off half-way, it leaves sh
 one, which load together in silence. Here everything is written to a hidden folder inside of the target, so on the same
 file system. Then the older files are exchanged for the new ones by renaming alone:
 
-1. config.json and the index go out, so that no loader opens what is left, and then all that is replaced;
-2. the new files come in, the index after the weights and config.json last.
+1. what loaders open first goes out first: the index or the only file of the weights, then config.json; and then the
+   rest of what is replaced;
+2. the new files come in, those that went out first last.
 
 Whatever fails before leaves the older model as it was, what fails in between is undone, and a kill in between leaves a
-folder without config.json, which every loader refuses. What a kill leaves in the hidden folder goes with the next save.
+folder without weights that a loader could find. (Without config.json alone, stock classes go on with their default
+configuration.) The name of the hidden folder says which it was. The next save removes what a killed one has left, and
+puts the older files back first if need be.
 """
 
 import copy
+import json
 import os
 import re
 import secrets
@@ -30,10 +34,21 @@ from ..configuration._hub import MODULE_NAME, is_our_module
 from .gathering import broadcast, gather_state, meet_before_saving
 from .weights import CheckpointError
 
-_STAGING = ".llamoe-saving-"
-# Without these no loader opens a folder. An adapter may stand beside the model that it belongs to.
-_DESCRIPTIONS = ("adapter_config.json", "config.json")
-# Each process's own shards, and where transformers puts them or joins them. Where there are any, it reads no others.
+# What the hidden folder is called while it is written to, while the files are exchanged, and afterwards.
+_WRITING, _EXCHANGING, _DONE = (f".llamoe-{state}-" for state in ("saving", "exchanging", "replaced"))
+# Files that loaders look for by name: of these later ones leave a folder earlier, and come back later.
+_ENTRIES = [
+    re.compile(pattern)
+    for pattern in (
+        r"adapter_config\.json",
+        r"config\.json",
+        # In parts that the processes of a job have written; these are complete or not.
+        r"model\.safetensors\.index(\..+)?\.json|(?!.*-\d{5}-of-)model(\..+)?\.safetensors|shard-.*\.safetensors",
+        # Read where there are none of those.
+        r"pytorch_model\.bin\.index(\..+)?\.json|(?!.*-\d{5}-of-)pytorch_model(\..+)?\.bin",
+    )
+]
+# Where there are weights in the shards of a job's processes, transformers reads no others.
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|sharded|consolidated")
 
 # What the `save_pretrained` in progress writes.
@@ -46,16 +61,24 @@ def check_whole(folder: str | os.PathLike, subfolder: str = "") -> None:
     Raises:
         CheckpointError: the folder is not whole.
     """
-    place = os.path.join(folder, subfolder)
-    if not os.path.isdir(place):
-        return
-    names = set(os.listdir(place))
-    staging = sorted(name for name in names if name.startswith(_STAGING))
-    if staging and names.isdisjoint(_DESCRIPTIONS):
+    place = Path(folder, subfolder)
+    if place.is_dir() and any(place.glob(f"{_EXCHANGING}*")):
         raise CheckpointError(
-            f"{place}: not whole. A save into this folder was cut off, or goes on at this moment: its files are still "
-            f"in {staging[0]}. Save the model here again."
+            f"{place}: not whole. A save into this folder was cut off, or goes on at this moment, while it exchanged "
+            "the older files for new ones. Save the model here again, or have the older files put back: "
+            f"from llamoe.modeling.saving import put_back; put_back({str(place)!r})"
         )
+
+
+def put_back(folder: str | os.PathLike) -> None:
+    """Remove what killed saves have left in a folder, with the older files back in their places."""
+    target = Path(folder)
+    for hidden in [hidden for state in (_WRITING, _EXCHANGING, _DONE) for hidden in target.glob(f"{state}*")]:
+        if (lock := _lock(hidden)) is not None:
+            if hidden.name.startswith(_EXCHANGING):
+                _undo(hidden, target)
+            shutil.rmtree(hidden, ignore_errors=True)
+            _unlock(lock)
 
 
 class _Save:
@@ -69,35 +92,43 @@ class _Save:
             rf"model{infix}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index{infix}\.json"
         )
         self.target.mkdir(parents=True, exist_ok=True)
-        with suppress(CheckpointError):  # else an abandoned folder holds what is left of a model
-            check_whole(self.target)
-            _remove_abandoned(self.target)
-        self._staging = self.target / f"{_STAGING}{os.getpid()}-{secrets.token_hex(4)}"
-        self.new, self._old = self._staging / "new", self._staging / "old"
-        for folder in (self._staging, self.new, self._old):
-            folder.mkdir()
+        put_back(self.target)
+        self._suffix = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._hidden = self.target / f"{_WRITING}{self._suffix}"
+        self._hidden.mkdir()
         # Held while this process lives: by that the next save knows a folder that nobody writes any more.
-        self._lock = _lock(self._staging)
+        self._lock = _lock(self._hidden)
+        self.new = self._hidden / "new"
+        self.new.mkdir()
         self.published: set[str] | None = None
 
     def publish(self) -> None:
         """Exchange the older files for the new ones; a second call does nothing."""
         if self.published is not None:
             return
-        _flush(self.new)
         names = set(os.listdir(self.new))
         lock = _lock(self.target, wait=True)
         try:
-            _exchange(self.new, self._old, self.target, self._outdated(names))
+            _plan(self._hidden, self.target, self._outdated(names))
+            _flush(self._hidden)
+            self._rename(_EXCHANGING)
+            try:
+                for source, destination in _moves(self._hidden, self.target):
+                    source.rename(destination)
+                _sync(self.target)
+            except BaseException:
+                _undo(self._hidden, self.target)
+                self._rename(_WRITING)
+                raise
+            self._rename(_DONE)
         finally:
             _unlock(lock)
         self.published = names
-        self._remove_staging()
-        _remove_abandoned(self.target)
+        self._remove()
 
     def discard(self) -> None:
         """Remove what was written and not published."""
-        self._remove_staging()
+        self._remove()
         if self._is_new_folder:
             with suppress(OSError):
                 self.target.rmdir()
@@ -112,8 +143,12 @@ class _Save:
             outdated.add(f"{MODULE_NAME}.py")
         return outdated
 
-    def _remove_staging(self) -> None:
-        shutil.rmtree(self._staging, ignore_errors=True)
+    def _rename(self, state: str) -> None:
+        self._hidden = self._hidden.rename(self.target / f"{state}{self._suffix}")
+
+    def _remove(self) -> None:
+        if not self._hidden.name.startswith(_EXCHANGING):
+            shutil.rmtree(self._hidden, ignore_errors=True)
         _unlock(self._lock)
         self._lock = None
 
@@ -233,40 +268,38 @@ class SavesWhole(PreTrainedModel):
         return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
 
 
-def _exchange(new: Path, old: Path, target: Path, outdated: set[str]) -> None:
-    """Move files from `target` to `old` and from `new` to `target`, all of them or none."""
-    arriving = {name: new for name in os.listdir(new)}
-    present = set(os.listdir(target))
-    leaving = present & {*_DESCRIPTIONS, *outdated, *arriving}
-    arriving |= {name: old for name in leaving.intersection(_DESCRIPTIONS) - set(arriving)}
-    moves = [(target / name, old / name) for name in sorted(leaving, key=_rank, reverse=True)]
-    moves += [(arriving[name] / name, target / name) for name in sorted(arriving, key=_rank)]
-    begun = []
-    try:
-        for source, destination in moves:
-            begun.append((source, destination))
-            source.rename(destination)
-        _sync(target)
-    except BaseException:
-        for source, destination in reversed(begun):
-            if os.path.lexists(destination):
-                destination.rename(source)
-        raise
+def _plan(hidden: Path, target: Path, outdated: set[str]) -> None:
+    """Write down in which order files go from the target to `hidden / "old"`, and come from there or from "new"."""
+    present, arriving = set(os.listdir(target)), set(os.listdir(hidden / "new"))
+    entries = {name for name in present if _rank(name)}
+    leaving = present & (arriving | outdated | entries)
+    coming = dict.fromkeys(entries - outdated, "old") | dict.fromkeys(arriving, "new")
+    plan = {
+        "leaving": sorted(leaving, key=_rank, reverse=True),
+        "coming": [(name, coming[name]) for name in sorted(coming, key=_rank)],
+    }
+    (hidden / "old").mkdir()
+    (hidden / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+
+
+def _moves(hidden: Path, target: Path) -> list[tuple[Path, Path]]:
+    """Give the renamings of a plan, each from and to where."""
+    plan = json.loads((hidden / "plan.json").read_text(encoding="utf-8"))
+    return [(target / name, hidden / "old" / name) for name in plan["leaving"]] + [
+        (hidden / part / name, target / name) for name, part in plan["coming"]
+    ]
+
+
+def _undo(hidden: Path, target: Path) -> None:
+    """Undo the renamings that were done, be it all, some or none."""
+    for source, destination in reversed(_moves(hidden, target)):
+        if os.path.lexists(destination) and not os.path.lexists(source):
+            destination.rename(source)
 
 
 def _rank(name: str) -> int:
-    """Say how late a file comes into a folder, and how early it leaves it."""
-    if name in _DESCRIPTIONS:
-        return 2 + _DESCRIPTIONS.index(name)
-    return int(name.endswith(".json"))
-
-
-def _remove_abandoned(target: Path) -> None:
-    """Remove what killed saves have left in a folder."""
-    for staging in target.glob(f"{_STAGING}*"):
-        if (lock := _lock(staging)) is not None:
-            shutil.rmtree(staging, ignore_errors=True)
-            _unlock(lock)
+    """Say how early a file leaves a folder, and how late it comes into it."""
+    return next((rank for rank, pattern in enumerate(_ENTRIES, 1) if pattern.fullmatch(name)), 0)
 
 
 def _lock(folder: Path, wait: bool = False) -> int | None:
