@@ -1,6 +1,7 @@
 """Checkpoints with one linear layer an expert: every class, form and place loads them, as stacks, or says why not."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -395,12 +396,15 @@ def test_peak_memory_is_the_models_and_a_layers_experts(tmp_path):
     write(tmp_path, model, split(model.state_dict()), "sharded")
     experts = sum(parameter.nbytes for name, parameter in model.named_parameters() if ".experts." in name)
     everything = sum(parameter.nbytes for parameter in model.parameters())
+    # So that what is freed goes back at once, as it does with experts of 32 MB and more.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     stored, cast = json.loads(done.stdout.splitlines()[-1])
     layers = (stored - experts) / (experts / 6), (cast - 2 * everything) / (2 * experts / 6)
-    assert -0.5 < layers[0] < 1.3 and -0.5 < layers[1] < 1.3, layers
+    # Measured: 0.03 and 0.31, whatever the number of layers.
+    assert -0.2 < layers[0] < 0.5 and -0.2 < layers[1] < 0.8, layers
 
 
 # What is wrong with a checkpoint
