@@ -163,7 +163,7 @@ def _execute(run: dict, writer: int) -> str:
         command = getattr(llamoe.conversion, run["command"])
         command(*run["paths"], progress=watched, **run.get("options", {}))
     except (Exception, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {str(error) or traceback.format_exc()!r}"
+        return f"{type(error).__name__}: {str(error) or repr(traceback.format_exc())}"
     finally:
         sys.settrace(None)
     return f"finished {watched.lines}"
