@@ -359,6 +359,27 @@ def before_hotswap(prepare: Callable) -> None:
     vars(hotswap)["hotswap_adapter_from_state_dict"] = swap
 
 
+def turn_update_of_one_expert(is_input_first: Callable[["torch.nn.Module"], bool]) -> None:
+    """Have peft add LoRA's update to a stack of one expert the right way round.
+
+    peft takes a parameter `[1, in, out]` for a linear layer's weight and makes an update `[out, in]`: an error in the
+    first forward pass, or, where both sizes are the same, another function without a word. With more experts it
+    heeds `is_transposed`, and its update has three axes.
+
+    Args:
+        is_input_first: whether a module's stacks are `[E, in, out]`.
+    """
+    wrapper = importlib.import_module("peft.tuners.lora.layer").ParamWrapper
+    original = wrapper.get_delta_weight
+
+    @functools.wraps(original)
+    def get_delta_weight(self, *args, **kwargs):
+        update = original(self, *args, **kwargs)
+        return update.T[None] if update.ndim == 2 and is_input_first(self.get_base_layer()) else update
+
+    wrapper.get_delta_weight = get_delta_weight
+
+
 def name_causal_model(model_type: str, class_name: str) -> None:
     """Enter a class among those that transformers knows for causal language models by their names.
 

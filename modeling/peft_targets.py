@@ -9,9 +9,16 @@ from typing import Any
 from torch import nn
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from ._compat import before_hotswap, replace_all_linear, watch_adapter_files, when_imported
+from ._compat import (
+    before_hotswap,
+    replace_all_linear,
+    turn_update_of_one_expert,
+    watch_adapter_files,
+    when_imported,
+)
 from .adapters import mark, orient_swapped, remember_file
 from .base import LlamoePreTrainedModel
+from .moe import Experts
 from .vision import LlamoeVisionModel
 
 # The tower's names for the parts of a feed-forward.
@@ -82,6 +89,7 @@ def _register(peft: ModuleType) -> None:
     before_hotswap(_orient_before_hotswap)
     replace_all_linear(_expand_all_linear)
     watch_adapter_files(remember_file)
+    turn_update_of_one_expert(lambda module: isinstance(module, Experts))
 
 
 def register_with_peft() -> None:
