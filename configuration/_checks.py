@@ -4,6 +4,7 @@ Every complaint is a `ValueError` of one form, `Class.field = value: what is wro
 accepted`, so that a message can be acted on without reading this source, and matched by a program.
 """
 
+import math
 import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -51,11 +52,12 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def check_not_negative(config: Any, *names: str) -> None:
-    """Demand that every named field that is set is at least 0 (and a number: NaN fails)."""
+    """Demand that every named field that is set is at least 0, and a number: neither NaN nor infinite."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not value >= 0:
-            fail(config, name, value, "must not be negative", "a number of at least 0")
+        if value is not None and not 0 <= value < math.inf:
+            problem = "must be finite" if value == math.inf else "must not be negative"
+            fail(config, name, value, problem, "a number of at least 0")
 
 
 def check_probability(config: Any, *names: str) -> None:
@@ -107,9 +109,9 @@ def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
         problem = "unknown kind of rotary scaling"
         fail(config, "rope_parameters['rope_type']", rope_type, problem, enumerate_words(known))
     theta = parameters.get("rope_theta")
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not theta > 0:
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
         valid = "a number above 0, such as 10000.0"
-        fail(config, "rope_parameters['rope_theta']", theta, "must be positive", valid)
+        fail(config, "rope_parameters['rope_theta']", theta, "must be positive and finite", valid)
     if config.head_dim % rotary_multiple:
         problem = "rotary embedding turns channels in pairs"
         if rotary_multiple == 4:

@@ -11,6 +11,7 @@ implementation of Llama 4, Switch Transformer (Fedus et al., 2021, arXiv:2101.03
 loss and the capacity factor, ST-MoE (Zoph et al., 2022, arXiv:2202.08906) for the z-loss.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -186,10 +187,11 @@ class LlamoeTextConfig(_DecoderConfig):
         head_dim: Width of a head, 128 whatever the hidden size; None means `hidden_size /
             num_attention_heads`.
         num_experts_per_tok: Experts that a token is sent to, besides the shared one.
-        num_local_experts: Experts in a mixture (also readable as `num_experts`).
+        num_local_experts: Experts in a mixture (also readable as `num_experts`). Where no layer is a mixture,
+            both may be 0, as Llama Guard 4 has them.
         moe_layers: Indices of the mixture layers; None means every `interleave_moe_layer_step`-th, [] means
             none.
-        interleave_moe_layer_step: Distance between mixture layers.
+        interleave_moe_layer_step: Distance between mixture layers; 0 means none, where `moe_layers` names none.
         use_qk_norm: Whether the rotary layers normalise queries and keys.
         output_router_logits: Whether the outputs hold router logits, and the loss the load-balancing term.
         router_aux_loss_coef: Weight of the load-balancing loss.
@@ -271,8 +273,10 @@ class LlamoeTextConfig(_DecoderConfig):
 
     def __post_init__(self, **kwargs):
         """Fill the fields that follow from others, each layer's among them."""
-        check_positive(self, "num_hidden_layers", "interleave_moe_layer_step")
-        check_not_negative(self, "no_rope_layer_interval", "attention_chunk_size")
+        check_positive(self, "num_hidden_layers")
+        check_not_negative(
+            self, "interleave_moe_layer_step", "no_rope_layer_interval", "attention_chunk_size"
+        )
         self._fill_heads()
         count, step = self.num_hidden_layers, self.interleave_moe_layer_step
         if self.no_rope_layers:
@@ -281,7 +285,7 @@ class LlamoeTextConfig(_DecoderConfig):
             interval = self.no_rope_layer_interval
             self.no_rope_layers = [int(not interval or (idx + 1) % interval != 0) for idx in range(count)]
         if self.moe_layers is None:
-            self.moe_layers = list(range(step - 1, count, step))
+            self.moe_layers = list(range(step - 1, count, step)) if step else []
         if self.layer_types is None:
             self.layer_types = [
                 "chunked_attention" if rope else "full_attention" for rope in self.no_rope_layers
@@ -322,24 +326,19 @@ class LlamoeTextConfig(_DecoderConfig):
     def validate_architecture(self) -> None:
         """Check sizes, heads and the mixture."""
         self._check_decoder()
-        check_positive(
-            self, "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "floor_scale"
-        )
-        if self.num_experts_per_tok > self.num_local_experts:
+        check_positive(self, "intermediate_size_mlp", "floor_scale")
+        check_experts = check_positive if self.moe_layers else check_not_negative
+        check_experts(self, "num_local_experts", "num_experts_per_tok")
+        if self.moe_layers and self.num_experts_per_tok > self.num_local_experts:
             problem = f"more than num_local_experts = {self.num_local_experts}"
             valid = f"1 to {self.num_local_experts}"
             fail(self, "num_experts_per_tok", self.num_experts_per_tok, problem, valid)
         check_probability(self, "router_dropout", "router_jitter_noise")
         check_not_negative(self, "router_aux_loss_coef", "router_z_loss_coef", "attn_scale")
         factor = self.expert_capacity_factor
-        if factor is not None and not factor > 0:
-            fail(
-                self,
-                "expert_capacity_factor",
-                factor,
-                "must be positive",
-                "a number above 0, or None for no limit",
-            )
+        if factor is not None and not 0 < factor < math.inf:
+            valid = "a number above 0, or None for no limit"
+            fail(self, "expert_capacity_factor", factor, "must be positive and finite", valid)
 
     def validate_layer_type(self) -> None:
         """Check the lists that say what each layer is."""

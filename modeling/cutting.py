@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
-from transformers.utils import is_torchdynamo_compiling, is_tracing
+from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from .cached import cached_length, extent, first_layer, keys_in_ring
 from .folding import Fold, fold
+from .plain import is_tracing
 from .rows import check_window, is_real, packed_segments, position_of_first_query, positions_along
 from .sequences import (
     EqualRows,

@@ -34,7 +34,7 @@ from .kernels.few_rows import MAX_ROWS, few_rows_experts, few_rows_fits
 from .kernels.trial import Way, describe
 from .kernels.trust import rows_known, rows_to_trust
 from .linear import multiply_row
-from .plain import FEW_ROWS
+from .plain import FEW_ROWS, is_recorded
 
 Path = Literal["loop", "kernel", "grouped"]
 PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
@@ -85,10 +85,11 @@ def compute_experts(
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
 
     if path == "loop" and _is_transformed():
+        others = "" if is_recorded(hidden_states) else '"eager", which knows grad and jvp, or '
         raise ValueError(
             f'experts_implementation="{_name(path)}": transforms of torch.func need torch\'s grouped product, but '
             f"{why_not('grouped', experts, num_rows, dtype, needs_gradient) or 'the loop was asked for.'} "
-            'Choose "eager", which knows grad and jvp, or "batched_mm".'
+            f'Choose {others}"batched_mm".'
         )
     x_TH = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
     if path == "kernel":
@@ -97,7 +98,7 @@ def compute_experts(
         )
     if path == "grouped":
         product = _grouped_mm
-    elif needs_gradient or _is_traced(x_TH):
+    elif needs_gradient or is_recorded(x_TH):
         product = grouped_product
     else:
         product = multiply_groups  # casts what it reads, and no more
@@ -295,12 +296,6 @@ def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
 
 def _is_transformed() -> bool:
     return not torch.compiler.is_compiling() and is_under_functorch()
-
-
-def _is_traced(x: torch.Tensor) -> bool:
-    """Whether a compiler must see what is computed, or there are shapes only."""
-    # Tensors that stand for others (fake ones, those of a tracer) are of a class of their own.
-    return x.is_meta or type(x) is not torch.Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _grouped_mm(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:

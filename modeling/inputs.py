@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.utils import is_torchdynamo_compiling, logging
 
 from .masks import cached_length
+from .plain import is_recorded
 from .rows import without_padding_positions
 
 logger = logging.get_logger("llamoe")
@@ -27,10 +28,7 @@ def is_readable(tensor: torch.Tensor) -> bool:
     the CPU; where torch was built for CUDA and there is none, that one question costs more than all other checks of a
     step of decoding.
     """
-    is_traced = is_torchdynamo_compiling() or torch.jit.is_tracing()
-    return (
-        not is_traced and type(tensor) is torch.Tensor and tensor.is_cpu
-    )  # fakes and proxies are of other types
+    return not is_recorded(tensor) and tensor.is_cpu
 
 
 def check_tokens(

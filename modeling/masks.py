@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
-from transformers.utils import is_torchdynamo_compiling, is_tracing
+from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.generic import is_flash_attention_requested
 
 from .cached import FixedLength, cached_length, extent, first_layer, keys_in_ring
 from .cutting import equal_rows_of_type, first_position_of_equal_rows, flash_sequences, folded
+from .plain import is_tracing
 from .ring_cache import make_rings
 from .rows import (
     check_not_packed,

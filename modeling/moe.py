@@ -30,6 +30,7 @@ from transformers.utils import is_torchdynamo_compiling
 from ._compat import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
 from .expert_paths import compute_experts, register_paths
 from .feed_forward import FeedForward, activation, apply_gate
+from .plain import is_recorded
 
 
 class Router(nn.Module):
@@ -174,7 +175,7 @@ class Experts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Sort the rows by expert, then one product for each expert that was hit: the `eager` implementation."""
-        if is_torchdynamo_compiling():  # the same with shapes that do not depend on the routing
+        if is_recorded(hidden_states):  # the same with shapes that do not depend on the routing
             return compute_experts(self, hidden_states, top_k_index, top_k_weights, path="loop")
         num_rows, top_k = top_k_index.shape
         expert_ids = top_k_index.reshape(-1)
@@ -205,7 +206,9 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
-        self.capacity_factor = config.expert_capacity_factor
+        factor = config.expert_capacity_factor
+        # With this one an expert may take every token; a larger one would change nothing until it overflows.
+        self.capacity_factor = None if factor is None else min(factor, config.num_local_experts)
         self.experts = Experts(config)
         self.router = Router(config)
         self.shared_expert = FeedForward(

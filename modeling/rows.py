@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from transformers import Cache
 from transformers.masking_utils import find_packed_sequence_indices
-from transformers.utils import is_torchdynamo_compiling, is_tracing
+from transformers.utils import is_torchdynamo_compiling
 
 from .cached import cached_length
+from .plain import is_tracing
 
 
 def left_padding(attention_mask: torch.Tensor) -> torch.Tensor:

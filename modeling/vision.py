@@ -14,6 +14,7 @@ size, H heads, K head_dim, P patch side in pixels, S patches along the side of a
 covers.
 """
 
+import math
 from typing import cast
 
 import torch
@@ -198,8 +199,8 @@ def pixel_shuffle(patches: torch.Tensor, ratio: float) -> torch.Tensor:
     Raises:
         ValueError: the patches form no square, or 1 / ratio is no integer that divides its side.
     """
-    num_patches = patches.shape[1]
-    side, block = round(num_patches**0.5), round(1 / ratio)
+    num_patches = int(patches.shape[1])  # while `torch.jit.trace` runs, sizes are tensors
+    side, block = math.isqrt(num_patches), round(1 / ratio)
     if side * side != num_patches or side % block or abs(block * ratio - 1) > 1e-6:
         raise ValueError(
             f"pixel_shuffle folds a square grid in whole blocks; got {num_patches} patches (side "

@@ -355,20 +355,6 @@ def test_autocast_leaves_float64_alone(dtype):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("sizes", SIZES)
-def test_one_trace_and_one_export_for_every_number_of_rows(sizes):
-    _, block, x = stock_pair(sizes)
-    block.experts.config._experts_implementation = "llamoe"
-    length = torch.export.Dim("length", min=2, max=90)
-    exported = torch.export.export(block, (x,), dynamic_shapes=({0: length},), strict=False).module()
-    traced = torch.jit.trace(block, (x,), check_trace=False)
-    for num_tokens in (2, 5, 66):
-        inputs = torch.randn(num_tokens, x.shape[1])
-        for program in (exported, traced):
-            assert max_abs(program(inputs), block(inputs)) < 1e-5
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_in_one_graph_for_every_number_of_rows(dtype):
     experts = make_experts(dtype=dtype)

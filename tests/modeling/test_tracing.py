@@ -1,0 +1,144 @@
+"""Traces and graphs are right for other tokens than the example's: no routing, padding or length is written down.
+
+`torch.jit.trace`, `make_fx`, `torch.export` and `torch.compile` follow Python with example inputs. A loop over the
+experts that these were sent to would be repeated for every other input, in silence.
+"""
+
+import pytest
+import torch
+from support import MODELS, for_models, main_output, make_asymmetric, max_abs, run, stock_text_config
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import llamoe
+from llamoe.modeling.moe import MixtureOfExperts
+
+CASES = {case.name: case for case in MODELS}
+# Sums in another order.
+TOLERANCE = 1e-5
+# torch's grouped product takes multiples of 16 bytes: the second, not the first.
+SIZES = {
+    "odd": dict(hidden_size=70, intermediate_size=51),
+    "aligned": dict(hidden_size=64, intermediate_size=48),
+}
+IMPLEMENTATIONS = ["llamoe", "llamoe_loop", "eager", "grouped_mm", "batched_mm"]
+# Every warning of the tracer that a value is read: checks of inputs, whose outcome is not used.
+quietly = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+
+
+def traced(block, example):
+    return torch.jit.trace(block, (example,), check_trace=False)
+
+
+def exported(block, example):
+    rows = {0: torch.export.Dim("rows", min=2, max=90)}
+    return torch.export.export(block, (example,), dynamic_shapes=(rows,), strict=False).module()
+
+
+def compiled(block, example):
+    torch._dynamo.reset()
+    return torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+
+
+def made_by_fx(block, example):
+    return make_fx(block)(example)
+
+
+def made_of_fakes(block, example):
+    parameters = dict(block.named_parameters())
+    graph = make_fx(lambda p, x: torch.func.functional_call(block, p, (x,)), tracing_mode="fake")(
+        parameters, example
+    )
+    return lambda x: graph(parameters, x)
+
+
+FOR_ANY_NUMBER = (traced, exported, compiled)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("trace", [*FOR_ANY_NUMBER, made_by_fx, made_of_fakes], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("sizes", "top_k"), [("odd", 1), ("odd", 2), ("aligned", 2)])
+def test_other_tokens_go_to_their_own_experts(sizes, top_k, implementation, trace):
+    config = llamoe.from_stock(stock_text_config(num_experts_per_tok=top_k, **SIZES[sizes]))
+    block = make_asymmetric(MixtureOfExperts(config))
+    block.experts.config._experts_implementation = implementation
+    generator = torch.Generator().manual_seed(top_k)
+    example, *others = (
+        torch.randn(number, config.hidden_size, generator=generator) for number in (7, 7, 2, 5, 66)
+    )
+    program = trace(block, example)
+    chosen = [block.router(x)[2].sort(0).values for x in (example, others[0])]
+    assert not torch.equal(*chosen)
+    for x in others if trace in FOR_ANY_NUMBER else others[:1]:
+        assert max_abs(program(x), block(x)) < TOLERANCE
+
+
+def test_a_trace_with_gradients_is_right_for_other_tokens():
+    config = llamoe.from_stock(stock_text_config(**SIZES["odd"]))
+    for implementation in ("llamoe", "eager"):
+        block = make_asymmetric(MixtureOfExperts(config))
+        block.experts.config._experts_implementation = implementation
+        example, other = torch.randn(2, 7, 70, generator=torch.Generator().manual_seed(1))
+        program = traced(block, example)
+        gradients = []
+        for call in (program, block):
+            x = other.clone().requires_grad_()
+            call(x).square().sum().backward()
+            gradients.append(x.grad)
+        assert max_abs(*gradients) < 1e-4 * gradients[1].abs().max()
+
+
+class Call(torch.nn.Module):
+    """A model called by position, with one tensor as its output, as tracers want it."""
+
+    def __init__(self, model, names):
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *values):
+        return main_output(self.model(**dict(zip(self.names, values, strict=True)), **self.options()))
+
+    def options(self):
+        return {"use_cache": False} if "input_ids" in self.names else {}
+
+
+@quietly
+@for_models()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_traced_model_is_right_for_other_inputs(case, attention):
+    """Other tokens, paddings, places of pictures and numbers of rows, and, but for pictures, other lengths."""
+    overrides = {"intermediate_size": 51} if case.has_experts else {}
+    for implementation in ("llamoe", "eager") if case.has_experts else ("llamoe",):
+        model = case.make(**overrides)
+        model.set_attn_implementation(attention)
+        if case.has_experts:
+            model.set_experts_implementation(implementation)
+        example = case.inputs()
+        names = list(example)
+        with torch.no_grad():
+            program = torch.jit.trace(Call(model, names), tuple(example.values()), check_trace=False)
+        others = [dict(example, **{name: value.flip(0) for name, value in example.items()})]
+        if case.is_text:
+            shapes = [((0, 9, 2), 53)] if case.has_images else [((0, 9, 2), 53), ((0, 4), 9), ((3,), 70)]
+            others = [case.inputs(*shape) for shape in shapes]
+            for other in others:
+                tokens = other["input_ids"]
+                other["input_ids"] = torch.where((tokens > 2) & (tokens < 90), 92 - tokens, tokens)
+        for other in others:
+            with torch.no_grad():
+                given = program(*other.values())
+            difference = (given - run(model, **other)).abs()
+            if case.is_text:
+                difference = difference[other["attention_mask"] == 1]
+            assert difference.max() < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["llamoe", "eager"])
+def test_a_model_made_by_fx_is_right_for_other_tokens(implementation):
+    case = CASES["LlamoeForCausalLM"]
+    model = case.make(intermediate_size=51)
+    model.set_experts_implementation(implementation)
+    example, other = (case.inputs(padding=(0, 0, 0))["input_ids"].roll(by, 1) for by in (0, 20))
+    program = make_fx(lambda ids: model(input_ids=ids, use_cache=False).logits)(example)
+    assert max_abs(program(other), run(model, input_ids=other)) < TOLERANCE
