@@ -7,6 +7,11 @@ WORKERS ?= auto
 # More words for pytest or the benchmark: make test ARGS="-k rotary"
 ARGS ?=
 
+# How many cases `make fuzz` draws of each kind, and how many saves `make kill` ends; and where the drawing begins.
+N ?=
+SEED ?=
+ONLY ?=
+
 MODEL ?= examples/llamoe-tiny
 IMAGE ?= examples/pictures/two_shapes.png
 QUESTION ?= What is in the picture?
@@ -23,7 +28,7 @@ NOT_IN_WHEEL := test_benchmarks.py test_layout.py test_readme.py test_readme_con
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest lint format types wheel bench clean
+.PHONY: help demo test test-lowest fuzz kill lint format types wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +53,13 @@ test-lowest: wheel ## run the tests on the wheel, with the lowest supported vers
 	@outside=$$(mktemp -d) && trap 'rm -rf "$$outside"' EXIT && \
 		cp -r tests examples pyproject.toml "$$outside" && python=$$PWD/$(LOWEST)/bin/python && cd "$$outside" && \
 		$$python $(PYTEST) $(NOT_IN_WHEEL:%=--ignore=tests/%) $(ARGS)
+
+fuzz: $(VENV)/.installed-test ## random models and random damage: N=6000 cases; SEED=… alone repeats one
+	@cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ../$(BIN) -W ignore -m fuzz --workers $(WORKERS) \
+		$(if $(ONLY),--only $(ONLY)) $(if $(SEED),--seed $(SEED)) $(if $(N),--cases $(N)) $(ARGS)
+
+kill: $(VENV)/.installed-test ## end saves and conversions at N=200 random moments, and look what is left
+	LLAMOE_KILLS=$(or $(N),200) $(BIN) $(PYTEST) -k "kill or random_stops" $(ARGS)
 
 lint: $(VENV)/.installed-dev ## check style and docstrings
 	$(BIN) -m ruff check .

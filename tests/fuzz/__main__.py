@@ -14,7 +14,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="the first seed (default: drawn); alone: that one case")
     parser.add_argument("--cases", type=int, help="of each")
     parser.add_argument("--seconds", type=float, help="of each, at most")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    parser.add_argument("--workers", default="auto", help="processes (default: one a core, up to eight)")
     parser.add_argument("--kinds", help="only cases of these kinds, by commas; those of other seeds are passed over")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,11 +23,12 @@ def main() -> int:
 
     from .suites import SUITES, run_suite
 
+    count = min(os.cpu_count() or 1, 8) if options.workers == "auto" else int(options.workers)
     first = random.SystemRandom().randrange(10**6, 10**9) if options.seed is None else options.seed
     cases = options.cases or (1 if options.seed is not None else 1000)
     failures = 0
     for name in [options.only] if options.only else SUITES:
-        workers = options.workers if cases > 1 else 0
+        workers = count if cases > 1 else 0
         kinds = None if options.kinds is None else set(options.kinds.split(","))
         summary = run_suite(name, range(first, first + cases), workers, options.seconds, kinds)
         failures += len(summary.failures)

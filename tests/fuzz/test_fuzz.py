@@ -1,0 +1,36 @@
+"""A few of the cases of each fuzzer, the same every time; `make fuzz N=6000` runs more of them."""
+
+import pytest
+
+from fuzz.suites import run_suite
+
+# Compiling takes seconds a case; it has tests of its own, and its part in `make fuzz`.
+KINDS = {
+    "differential": {
+        "forward",
+        "cached",
+        "training",
+        "generation",
+        "towers",
+        "multimodal",
+        "saving",
+        "adapters",
+        "converting",
+        "heads",
+    },
+    "corruption": None,
+}
+# Groups, so that several processes share the work; each begins no case after its part of a minute.
+GROUPS, CASES, SECONDS = 2, 60, 15
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize("name", list(KINDS))
+def test_cases_that_are_the_same_every_time(name, group, capsys):
+    lines = []
+    seeds = range(group * CASES, (group + 1) * CASES)
+    summary = run_suite(name, seeds, 0, SECONDS, KINDS[name], lines.append)
+    with capsys.disabled():
+        print(f"\n{lines[-1]}")
+    assert summary.counts.total() > 0
+    assert not summary.failures, "\n".join(lines)
