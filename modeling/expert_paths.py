@@ -80,7 +80,7 @@ def compute_experts(
         tensor.requires_grad for tensor in (hidden_states, gate_up_EHF, down_EIH, top_k_weights)
     )
     if path is None:
-        path = choose_path(experts, num_rows, dtype, needs_gradient, _is_traced(hidden_states))
+        path = choose_path(experts, num_rows, dtype, needs_gradient, is_recorded(hidden_states))
     elif reason := why_not(path, experts, num_rows, dtype, needs_gradient):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
 

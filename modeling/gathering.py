@@ -72,7 +72,7 @@ def meet_before_saving(model: PreTrainedModel) -> None:
     begin, pause, has_warned = time.monotonic(), 0.001, False
     while arrivals < count * len(ranks):
         waited = time.monotonic() - begin
-        is_over = waited > store.timeout.total_seconds()
+        is_over = waited > store.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
         if is_over or (waited > _PATIENCE and not has_warned):
             missing = [rank for rank in ranks if store.add(f"{name}/{rank}", 0) < count]
             problem = (
