@@ -1,7 +1,7 @@
 """What a model is: pure data, no tensors.
 
-A file imports only files that stand above it in this order: `_checks`, `_hub`, `parallel`, `_base`, `decoder`,
-`vision`, `multimodal`, `stock`, `presets`, `parameter_count`, `memory`.
+A file imports only files that stand above it in this order: `_files`, `_checks`, `_hub`, `parallel`, `_base`,
+`decoder`, `vision`, `multimodal`, `stock`, `presets`, `parameter_count`, `memory`.
 """
 
 from .decoder import LayerPlan, LlamoeDenseConfig, LlamoeTextConfig

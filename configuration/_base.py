@@ -17,6 +17,8 @@ Python evaluates the annotations of these modules on purpose: `strict` skips ann
 import copy
 import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
@@ -27,7 +29,8 @@ from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDa
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from ._checks import ConfigurationError, check_rope_parameters, enumerate_words, fail
+from ._checks import ConfigurationError, check_rope_parameters, check_size, enumerate_words, fail
+from ._files import read_json
 from ._hub import entries_of_others, write_config
 
 logger = logging.get_logger(__name__)
@@ -110,12 +113,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _dict_from_json_file(cls, json_file):
-        content = super()._dict_from_json_file(json_file)
-        if not isinstance(content, dict):
-            raise ValueError(
-                f"{json_file}: a config.json holds a JSON object, not a {type(content).__name__}."
-            )
-        return content
+        return read_json(json_file)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -133,7 +131,8 @@ class LlamoeBaseConfig(PreTrainedConfig):
         names = {field.name for field in fields(cls)} - {"dtype"}
         given = {cls.attribute_map.get(name, name): name for name in kwargs}
         overrides = {field: kwargs.pop(name) for field, name in given.items() if field in names}
-        return super().from_dict(cls._override(data, overrides), **kwargs)
+        with unreadable_as_value_error(cls):
+            return super().from_dict(cls._override(data, overrides), **kwargs)
 
     @classmethod
     def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -163,8 +162,12 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if data.get("per_layer_config"):
             problem = "layers with fields of their own are not supported"
             fail(cls, "per_layer_config", data["per_layer_config"], problem, "leave it out")
-        if data.get("architectures"):
-            data["architectures"] = [ARCHITECTURES.get(name, name) for name in data["architectures"]]
+        if architectures := data.get("architectures"):
+            if not isinstance(architectures, (list, tuple)) or not all(
+                isinstance(name, str) for name in architectures
+            ):
+                fail(cls, "architectures", architectures, "wrong type", "a list of names of classes")
+            data["architectures"] = [ARCHITECTURES.get(name, name) for name in architectures]
         return data
 
     @classmethod
@@ -268,6 +271,17 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return mine == theirs
 
 
+@contextmanager
+def unreadable_as_value_error(config_class: type) -> Iterator[None]:
+    """Report as a `ValueError` what transformers trips over in a file: a number for labels, and so on."""
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError) as error:
+        raise ConfigurationError(
+            f"{config_class.__name__} cannot be made of these fields ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+
+
 def _is_ours(config_class: type) -> bool:
     return config_class.__module__.partition(".")[0] == "llamoe"
 
@@ -285,6 +299,7 @@ def _report_as_value_errors(cls: Any) -> None:
         if name == "model_type":
             cls._check_model_type(value)
             return
+        check_size(self, name, value)
         field = cls.__dataclass_fields__.get(name)
         if field is not None:
             value = _coerce(value, field.type)
@@ -313,7 +328,7 @@ def _coerce(value: Any, annotation: Any) -> Any:
     """Convert a value to what its field holds: integers to floats, tuples and ranges to lists."""
     accepted = get_args(annotation) if get_origin(annotation) is not list else ()
     accepted = accepted or (annotation,)
-    if float in accepted and int not in accepted and type(value) is int:
+    if float in accepted and int not in accepted and type(value) is int and abs(value) < 1 << 1000:
         return float(value)
     origins = {get_origin(kind) or kind for kind in accepted}
     if list in origins and tuple not in origins and isinstance(value, (tuple, range)):

@@ -6,12 +6,42 @@ accepted`, so that a message can be acted on without reading this source, and ma
 
 import math
 import re
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 LAYER_TYPES = ("full_attention", "chunked_attention")
 
 _LONGEST_VALUE = 120
+
+# What no model will meet. Each is far above anything published, and small enough that what is made of a configuration
+# (lists with an entry a layer, empty modules, counts) is made in seconds.
+MOST = {
+    "num_hidden_layers": 4096,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "intermediate_size_mlp": 1 << 24,
+    "vocab_size": 1 << 26,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "max_position_embeddings": 1 << 40,
+    "attention_chunk_size": 1 << 40,
+    "floor_scale": 1 << 40,
+    "interleave_moe_layer_step": 1 << 40,
+    "no_rope_layer_interval": 1 << 40,
+    "image_size": 1 << 16,
+    "patch_size": 1 << 16,
+    "num_channels": 1 << 16,
+    "vision_output_dim": 1 << 20,
+    "projector_input_dim": 1 << 20,
+    "projector_output_dim": 1 << 20,
+    "projection_dim": 1 << 20,
+    "num_labels": 1 << 20,
+}
+# Of lists and dictionaries, whose entries belong to layers, tokens or labels.
+_MOST_ENTRIES = 1 << 20
 
 
 class ConfigurationError(ValueError):
@@ -29,7 +59,11 @@ def fail(config: Any, field: str, value: Any, problem: str, valid: str) -> NoRet
         valid: What would be accepted.
     """
     owner = config.__name__ if isinstance(config, type) else type(config).__name__
-    shown = repr(value)
+    try:
+        is_long = isinstance(value, (str, list, tuple, dict)) and len(value) > 10 * _LONGEST_VALUE
+        shown = reprlib.repr(value) if is_long else repr(value)
+    except (RecursionError, ValueError):  # lists within lists without end, integers of thousands of digits
+        shown = f"a {type(value).__name__}"
     if len(shown) > _LONGEST_VALUE:
         shown = f"{shown[:_LONGEST_VALUE]}…"
     raise ConfigurationError(f"{owner}.{field} = {shown}: {problem}; valid: {valid}")
@@ -41,6 +75,23 @@ def enumerate_words(words: Iterable[Any], last: str = "or") -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def check_size(config: Any, name: str, value: Any) -> None:
+    """Refuse a size beyond reason, before anything is made of it.
+
+    Args:
+        config: The configuration that the field is about to be set in.
+        name: Name of the field.
+        value: What it is given.
+    """
+    if type(value) is int:
+        most = MOST.get(name)
+        if most is not None and value > most:
+            fail(config, name, value, "is beyond reason", f"at most {most}")
+    elif isinstance(value, (list, tuple, Mapping)) and len(value) > _MOST_ENTRIES:
+        problem = f"{len(value)} entries are beyond reason"
+        fail(config, name, value, problem, f"at most {_MOST_ENTRIES}")
 
 
 def check_positive(config: Any, *names: str) -> None:
@@ -101,6 +152,13 @@ def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
             for patches (pairs, half of them for each axis).
     """
     parameters = config.rope_parameters
+    for name, value in parameters.items():
+        numbers = (
+            value if isinstance(value, (list, tuple)) else [] if name in ("rope_type", "type") else [value]
+        )
+        if not all(map(_is_number, numbers)):
+            valid = "a finite number, or a list of them"
+            fail(config, f"rope_parameters[{name!r}]", value, "is no number", valid)
     rope_type = parameters.get("rope_type")
     # "axial" belongs to models that rotate by several coordinates at once.
     if rope_type == "axial" or not hasattr(config, f"_validate_{rope_type}_rope_parameters"):
@@ -124,6 +182,11 @@ def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
         fail(config, "rope_parameters['partial_rotary_factor']", factor, problem, valid)
 
 
+def _is_number(value: Any) -> bool:
+    """Tell whether a rotary parameter can be computed with; None and truth values stand for what is not used."""
+    return value is None or isinstance(value, (int, float)) and abs(value) < 1e100
+
+
 def check_layer_lists(config: Any) -> None:
     """Demand that the lists which say what each layer is fit the number of layers."""
     count = config.num_hidden_layers
@@ -136,10 +199,12 @@ def check_layer_lists(config: Any) -> None:
         if kind not in LAYER_TYPES:
             valid = enumerate_words(map(repr, LAYER_TYPES))
             fail(config, f"layer_types[{idx}]", kind, "unknown kind of attention", valid)
+    named: set[int] = set()
     for position, idx in enumerate(config.moe_layers):
         name = f"moe_layers[{position}]"
         if not 0 <= idx < count:
             problem = f"no such layer among num_hidden_layers = {count}"
             fail(config, name, idx, problem, f"0 to {count - 1}")
-        if idx in config.moe_layers[:position]:
+        if idx in named:
             fail(config, name, idx, "named twice", "each layer once")
+        named.add(idx)

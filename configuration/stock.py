@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ._base import ARCHITECTURES, READERS, LlamoeBaseConfig, as_dict
+from ._base import ARCHITECTURES, READERS, LlamoeBaseConfig, as_dict, unreadable_as_value_error
 from ._checks import enumerate_words, fail
 from .decoder import LlamoeDenseConfig, LlamoeTextConfig
 from .multimodal import LlamoeConfig
@@ -72,11 +72,13 @@ def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig
         return config
     data = as_dict(config) if isinstance(config, PreTrainedConfig) else dict(config)
     model_type = data.get("model_type")
-    if model_type not in READERS:
+    if not isinstance(model_type, str) or model_type not in READERS:
         given = "without a model_type" if model_type is None else f"of model_type {model_type!r}"
         valid = enumerate_words(map(repr, READERS))
         raise ValueError(f"a configuration {given} has no equivalent in llamoe; valid: {valid}")
-    return CONFIG_CLASSES[READERS[model_type]](**data)
+    config_class = CONFIG_CLASSES[READERS[model_type]]
+    with unreadable_as_value_error(config_class):
+        return config_class(**data)
 
 
 def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:

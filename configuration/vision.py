@@ -190,7 +190,7 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
 
     def _check_adapter(self) -> None:
         ratio = self.pixel_shuffle_ratio
-        if not 0 < ratio <= 1 or abs(ratio * self.shuffle_size - 1) > 1e-6:
+        if not 1 / self.image_size <= ratio <= 1 or abs(ratio * self.shuffle_size - 1) > 1e-6:
             fail(
                 self, "pixel_shuffle_ratio", ratio, "must be one over an integer", "1.0, 0.5, 0.25 and so on"
             )

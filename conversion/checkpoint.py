@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from ..configuration import (
     to_stock,
 )
 from ..configuration._base import LlamoeBaseConfig
+from ..configuration._files import LARGE
 from ..configuration._hub import written_by
-from ..modeling.weights import CheckpointError
+from ..modeling.weights import CheckpointError, WeightFiles, check_shards, find_weights
 from .experts import fuse_experts, split_experts
 from .files import open_pickle, open_safetensors, read_bytes, read_json
 from .lazy import LazyTensor, compute
@@ -49,9 +50,6 @@ _COMPANIONS = re.compile(
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
     r"|(LICENSE|NOTICE|USE_POLICY)(\.\w+)?"
 )
-_MOST_LAYERS = 100_000
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SINGLES = ("model.safetensors", "pytorch_model.bin")
 _DROPPED = (
     (r".*rotary_emb\.inv_freq", "computed from the configuration"),
     (r".*rotary_embedding\.freqs_ci", "computed from the configuration"),
@@ -129,19 +127,19 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     """
     folder = Path(folder)
     config = _read_config(folder)
-    sources = weight_files(folder)
+    weights = weight_files(folder)
+    sources = weights.files
     tensors: dict[str, LazyTensor] = {}
+    held: dict[str, Path] = {}
     dropped: dict[str, str] = {}
     for path in sources:
         opened, others = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
         dropped |= {name: f"no tensor but a {kind}" for name, kind in others.items()}
         for name, tensor in opened.items():
-            if name in tensors:
-                raise CheckpointError(
-                    f"{tensor.origin}: is in {tensors[name].origin.rpartition(': ')[0]} too."
-                )
-            tensors[name] = tensor
-    _check_index(folder, sources, tensors)
+            if name in held:
+                raise CheckpointError(f"{path}: {name!r} is in {held[name]} too.")
+            tensors[name], held[name] = tensor, path
+    check_shards(weights, held)
     dropped |= {
         name: reason for name in tensors for pattern, reason in _DROPPED if re.fullmatch(pattern, name)
     }
@@ -154,31 +152,22 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     return Checkpoint(folder, "hf", config, kept, dropped, found, sources, notes)
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> WeightFiles:
     """Find the weight files of a Hugging Face folder, in the order of their names.
 
     Raises:
-        CheckpointError: there are none, or one that the index names is missing.
+        CheckpointError: there are none, one that the index names is missing or outside, or there are two sets of them.
     """
-    for single, index in zip(_SINGLES, _INDEXES, strict=True):
-        if (folder / single).is_file():
-            return [folder / single]
-        if (folder / index).is_file():
-            weight_map = read_json(folder / index).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(
-                isinstance(name, str) for name in weight_map.values()
-            ):
-                raise CheckpointError(f"{folder / index}: has no weight_map of tensor names to file names.")
-            paths = [folder / name for name in sorted(set(weight_map.values()))]
-            for path in paths:
-                if path.parent != folder or not path.is_file():
-                    raise CheckpointError(f"{path}: no such file, though {index} names it.")
-            if not paths:
-                raise CheckpointError(f"{folder / index}: names no file.")
-            return paths
-    raise CheckpointError(
-        f"{folder}: no weights in this folder; looked for {', '.join([*_SINGLES, *_INDEXES])}."
-    )
+    found = find_weights(folder)
+    if found is None:
+        raise CheckpointError(
+            f"{folder}: no weights in this folder; looked for model.safetensors and pytorch_model.bin, and for "
+            "the index of either in several files."
+        )
+    for path in found.files:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file, though {found.index} names it.")
+    return found
 
 
 def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
@@ -198,7 +187,7 @@ def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
     }
     for name in found:
         if check and name.endswith(".json"):
-            read_json(folder / name)
+            read_json(folder / name, LARGE)
     templates = folder / "additional_chat_templates"
     if templates.is_dir():
         found |= {
@@ -328,9 +317,24 @@ def model_class(config: LlamoeBaseConfig) -> type:
 
 
 def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes of the model that a configuration describes, in its order."""
-    with torch.device("meta"):
-        model = model_class(config)(copy.deepcopy(config))
+    """Keys and shapes of the model that a configuration describes, in its order.
+
+    Raises:
+        CheckpointError: torch or transformers cannot make that model, of a configuration that passed our checks.
+    """
+    try:
+        with torch.device("meta"):
+            model = model_class(config)(copy.deepcopy(config))
+    except (
+        RuntimeError,
+        ArithmeticError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+    ) as error:
+        raise CheckpointError(f"no model can be made of the configuration ({error}).") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if getattr(config.get_text_config(), "tie_word_embeddings", False):  # a tower has no such field
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
@@ -338,7 +342,7 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
 
 
 def expected_shapes_of(config: LlamoeBaseConfig, count: int, place: str) -> dict[str, tuple[int, ...]]:
-    """`expected_shapes` for a configuration that may be damaged: sizes beyond reason end at once, with a message."""
+    """`expected_shapes` for a configuration that may be damaged: too many layers end at once, with a message."""
     parts = [getattr(config, name) for name in config.sub_configs] or [config]
     layers = sum(part.num_hidden_layers for part in parts)
     if layers > count:  # every layer has several tensors
@@ -347,8 +351,8 @@ def expected_shapes_of(config: LlamoeBaseConfig, count: int, place: str) -> dict
         )
     try:
         return expected_shapes(config)
-    except (RuntimeError, ArithmeticError, TypeError, ValueError, IndexError, AssertionError) as error:
-        raise CheckpointError(f"{place}: no model can be made of the configuration ({error}).") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{place}: {error}") from error
 
 
 def check_model(
@@ -432,29 +436,10 @@ def _read_config(folder: Path) -> LlamoeBaseConfig:
             f"{folder / 'config.json'}: the weights are quantized ({method}), and quantized weights are not converted. "
             "Use the original ones."
         )
-    for part in (data, *(value for value in data.values() if isinstance(value, dict))):
-        layers = part.get("num_hidden_layers")
-        if isinstance(layers, int) and layers > _MOST_LAYERS:  # lists of as many entries follow
-            raise CheckpointError(f"{folder / 'config.json'}: num_hidden_layers = {layers} is beyond reason.")
     try:
         return from_stock(data)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-
-
-def _check_index(folder: Path, sources: Sequence[Path], tensors: Mapping[str, LazyTensor]) -> None:
-    if sources[0].name in _SINGLES:
-        return
-    name = _INDEXES[0] if sources[0].suffix == ".safetensors" else _INDEXES[1]
-    weight_map = read_json(folder / name)["weight_map"]
-    for key, file in weight_map.items():
-        if key not in tensors or tensors[key].origin != f"{folder / file}: {key}":
-            raise CheckpointError(f"{folder / name}: says that {key} is in {file}, which does not hold it.")
-    for key, tensor in tensors.items():
-        if key not in weight_map:
-            raise CheckpointError(
-                f"{folder / name}: does not name {key}, which {tensor.origin.rpartition(': ')[0]} holds."
-            )
 
 
 def _main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:

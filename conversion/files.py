@@ -1,29 +1,24 @@
 """Weight files as dictionaries of lazy tensors: safetensors, and what `torch.save` writes (.pth, .pt, .bin).
 
 Opening reads headers only. Tensors are read from the file at their offsets, never through a memory map: what was read
-does not stay in memory, and a file that shrinks meanwhile gives an error instead of ending the process. A torch file is
-unpickled with `weights_only=True`, without its numbers: torch gives tensors that know where theirs stand
-(https://docs.pytorch.org/docs/stable/notes/serialization.html). Files in torch's format before 1.6 are read whole.
+does not stay in memory, and a file that shrinks meanwhile gives an error instead of ending the process.
 """
 
-import _codecs
-import io
-import json
 import os
-import pickle
-import re
-import warnings
-import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..modeling._compat import load_without_storage, storage_offset
+from ..configuration import _files
+from ..configuration._files import LARGE, check_regular
+from ..modeling.pickles import Named
+from ..modeling.safetensors_files import TensorHeader
+from ..modeling.torch_files import read_records, read_torch
 from ..modeling.weights import CheckpointError, read_header
-from .lazy import LazyTensor, from_tensor
+from .lazy import LazyTensor
 from .source_files import note
 
 DTYPES = {
@@ -33,6 +28,8 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _PIECE = 1 << 22  # bytes
+# Meta's files hold streams of bytes, as `_extra_state`.
+_STREAMS = ("_io.BytesIO",)
 # What a torch file may wrap its tensors in.
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 
@@ -106,17 +103,7 @@ def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
     """
     path = Path(path)
     note(path)
-    headers = read_header(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(length))
-    tensors: dict[str, LazyTensor] = {}
-    for name, header in headers.items():
-        if header.dtype not in DTYPES:
-            raise CheckpointError(f"{path}: {name} has dtype {header.dtype}, which cannot be converted.")
-        offset = 8 + length + entries[name]["data_offsets"][0]
-        tensors[name] = FileTensor(path, name, offset, DTYPES[header.dtype], header.shape)
-    return tensors
+    return {name: _in_file(path, name, header) for name, header in read_header(path, "safetensors").items()}
 
 
 def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[str, str]]:
@@ -134,77 +121,50 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
     path = Path(path)
     note(path)
     try:
-        with open(path, "rb") as file:
-            begin = file.read(4)
-        if not begin:
-            raise CheckpointError(f"{path}: is empty. Download or copy it again.")
-        is_zip = begin == b"PK\x03\x04"
-        if not is_zip and begin[0] != 0x80:  # what every other pickle begins with
-            raise CheckpointError(f"{path}: is neither a safetensors file nor one of torch.save.")
-        records = _records(path) if is_zip else None
-        # Meta's files hold BytesIO objects as `_extra_state`; these are what bytes are unpickled with.
-        with warnings.catch_warnings(), torch.serialization.safe_globals([io.BytesIO, _codecs.encode, bytes]):
-            warnings.simplefilter(
-                "ignore"
-            )  # of formats of pickle: what cannot be read is an error all the same
-            content = load_without_storage(path) if is_zip else torch.load(path, "cpu", weights_only=True)
+        content = read_torch(path, _STREAMS)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file.") from error
-    except pickle.UnpicklingError as error:
-        wanted = re.search(r"GLOBAL (\S+)|Unsupported (?:class|global) (\S+)", str(error))
-        raise CheckpointError(
-            f"{path}: is no plain file of tensors, and may want to run code"
-            f"{f' ({wanted[1] or wanted[2]})' if wanted else ''}. It is not opened; get the weights as safetensors or "
-            "from their original source."
-        ) from error
     except CheckpointError:
         raise
-    except zipfile.BadZipFile as error:
-        raise CheckpointError(
-            f"{path}: is cut short or damaged ({error}). Download or copy it again."
-        ) from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    except Exception as error:  # a damaged pickle can fail in any way
-        raise CheckpointError(
-            f"{path}: cannot be read as a file of torch.save ({type(error).__name__}: {str(error)[:200]}). Download or "
-            "copy it again."
-        ) from error
     others: dict[str, str] = {}
     for _ in range(3):  # wrapped in one another, but not without end
         wrapper = next(
-            (
-                name
-                for name in _WRAPPERS
-                if isinstance(content, Mapping) and isinstance(content.get(name), Mapping)
-            ),
+            (name for name in _WRAPPERS if isinstance(content, dict) and isinstance(content.get(name), dict)),
             None,
         )
         if wrapper is None:
             break
         for name, value in content.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, TensorHeader):
                 raise CheckpointError(
                     f"{path}: has {name} beside {wrapper!r}; one of them only was expected."
                 )
             if name != wrapper:
-                others[str(name)] = type(value).__name__
+                others[str(name)] = _kind(value)
         content = content[wrapper]
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a dictionary of tensors.")
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {_kind(content)}, not a dictionary of tensors.")
     tensors: dict[str, LazyTensor] = {}
     for name, value in content.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: a key is {name!r}, where names of tensors were expected.")
-        if not isinstance(value, torch.Tensor):
-            others[name] = type(value).__name__
-        elif value.layout != torch.strided or value.is_quantized:
-            raise CheckpointError(f"{path}: {name} is stored as {value.layout}; plain tensors were expected.")
-        elif records is None:
-            tensors[name] = from_tensor(value, f"{path}: {name}")
+        if isinstance(value, TensorHeader):
+            tensors[name] = _in_file(path, name, value)
         else:
-            tensors[name] = _stored(path, name, value, records)
+            others[name] = _kind(value)
     return tensors, others
+
+
+def _kind(value: object) -> str:
+    return value.name if isinstance(value, Named) else type(value).__name__
+
+
+def _in_file(path: Path, name: str, header: TensorHeader) -> LazyTensor:
+    if header.dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name} has dtype {header.dtype}, which cannot be converted.")
+    return FileTensor(path, name, header.begin, DTYPES[header.dtype], header.shape, header.strides)
 
 
 def open_weights(path: str | os.PathLike) -> dict[str, LazyTensor]:
@@ -221,8 +181,11 @@ def open_weights(path: str | os.PathLike) -> dict[str, LazyTensor]:
     """
     path = Path(path)
     try:
+        check_regular(path)
         with open(path, "rb") as file:
             begin = file.read(9)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
     if path.suffix == ".safetensors" or begin[8:] == b"{":
@@ -231,31 +194,21 @@ def open_weights(path: str | os.PathLike) -> dict[str, LazyTensor]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a small file of a source whole."""
+    """Read a small file of a source whole.
+
+    Raises:
+        CheckpointError: it is larger than any of them.
+    """
     note(path)
+    if check_regular(path).st_size > LARGE:
+        raise CheckpointError(f"{path}: has more than {LARGE} bytes, where a small file was expected.")
     return path.read_bytes()
 
 
-def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Args:
-        path: the file.
-
-    Raises:
-        CheckpointError: the file is missing, no JSON, or no object.
-    """
+def read_json(path: str | os.PathLike, *most: int) -> dict[str, Any]:
+    """Read a JSON file of a source, as `configuration._files.read_json` does."""
     note(Path(path))
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not JSON ({error}).") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: should hold a JSON object, not {type(content).__name__}.")
-    return content
+    return _files.read_json(path, *most)
 
 
 def check_sums(paths: Sequence[Path]) -> None:
@@ -281,21 +234,23 @@ def check_sums(paths: Sequence[Path]) -> None:
                 raise CheckpointError(
                     f"{path}: its MD5 sum is {found}, but checklist.chk says {listed}. Download it again."
                 )
-        if zipfile.is_zipfile(path):
-            _check_records(path)
+        _check_records(path)
 
 
 def _check_records(path: Path) -> None:
-    with zipfile.ZipFile(path) as archive:
-        for info in filter(_has_checksum, archive.infolist()):
-            try:
-                with archive.open(info) as record:
-                    while record.read(1 << 24):
-                        pass
-            except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # the format before 1.6 has no checksums
+            return
+        for name, record in read_records(path, file).items():
+            file.seek(record.begin)
+            left, found = record.nbytes, 0
+            while left and (piece := file.read(min(left, 1 << 24))):
+                left -= len(piece)
+                found = zlib.crc32(piece, found)
+            if left or record.crc not in (0, found):
                 raise CheckpointError(
-                    f"{path}: record {info.filename} is damaged ({error}). Download it again."
-                ) from error
+                    f"{path}: record {name} is damaged (CRC-32 differs). Download it again."
+                )
 
 
 def _checklist(path: Path) -> dict[str, str]:
@@ -307,73 +262,6 @@ def _checklist(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: cannot be read ({error}).") from error
     entries = (line.split() for line in lines)
     return {entry[1].lstrip("*"): entry[0].lower() for entry in entries if len(entry) == 2}
-
-
-def _records(path: Path) -> dict[int, int]:
-    """Offset of the bytes of each record of a torch file to how many they are.
-
-    The small ones, which say what the numbers mean, are compared with their checksums: torch itself does not look.
-    """
-    size = os.path.getsize(path)
-    records: dict[int, int] = {}
-    names: set[str] = set()
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-        for info in archive.infolist():
-            if "/code/" in info.filename:
-                raise CheckpointError(
-                    f"{path}: is a TorchScript program, as OpenAI's files of CLIP are, and is not run. Get the weights "
-                    "as safetensors, or save the state_dict() of what torch.jit.load gives."
-                )
-            file.seek(info.header_offset)
-            header = file.read(30)
-            name_length, extra_length = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-            name = file.read(name_length)
-            if header[:4] != b"PK\x03\x04" or name != info.orig_filename.encode():
-                raise CheckpointError(f"{path}: record {info.filename} is not where the directory says.")
-            offset = info.header_offset + 30 + name_length + extra_length
-            is_plain = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
-            if offset + info.file_size > size or not is_plain or info.filename in names:
-                raise CheckpointError(
-                    f"{path}: record {info.filename} is cut short, compressed or twice there. Download or copy it "
-                    "again."
-                )
-            names.add(info.filename)
-            records[offset] = info.file_size
-            if "/data/" in info.filename:
-                continue
-            file.seek(offset)
-            content = file.read(info.file_size)
-            if _has_checksum(info) and zlib.crc32(content) != info.CRC:
-                raise CheckpointError(
-                    f"{path}: record {info.filename} is damaged (CRC-32 differs). Download or copy it again."
-                )
-            if info.filename.endswith("/byteorder") and content != b"little":
-                raise CheckpointError(
-                    f"{path}: was written on a big-endian machine; save it again on a usual one."
-                )
-    return records
-
-
-def _has_checksum(info: zipfile.ZipInfo) -> bool:
-    """Whether a record's checksum was computed: torch writes 0 where `torch.utils.serialization` says not to."""
-    return info.CRC != 0
-
-
-def _stored(path: Path, name: str, tensor: torch.Tensor, records: Mapping[int, int]) -> LazyTensor:
-    if not tensor.numel():
-        return from_tensor(torch.empty(tensor.shape, dtype=tensor.dtype), f"{path}: {name}")
-    offset, size = storage_offset(tensor), tensor.untyped_storage().nbytes()
-    if records.get(offset) != size:
-        raise CheckpointError(
-            f"{path}: {name} needs a record of {size} bytes at {offset}, but there is "
-            f"{'none' if offset not in records else f'one of {records[offset]} bytes'}. Download or copy it again."
-        )
-    itemsize = tensor.dtype.itemsize
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if (tensor.storage_offset() + last + 1) * itemsize > size:
-        raise CheckpointError(f"{path}: {name} of shape {list(tensor.shape)} reaches past its {size} bytes.")
-    begin = offset + tensor.storage_offset() * itemsize
-    return FileTensor(path, name, begin, tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

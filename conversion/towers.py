@@ -19,7 +19,7 @@ from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip
 
 from ..configuration.multimodal import LlamoeConfig
 from ..configuration.vision import LlamoeVisionConfig
-from ..modeling.weights import CheckpointError
+from ..modeling.weights import CheckpointError, check_shards
 from . import image_processors
 from .checkpoint import Checkpoint, expected_shapes, open_hf, read_companions, weight_files
 from .files import open_weights, read_json
@@ -264,10 +264,13 @@ def _open_open_clip(path: Path, activation: str | None, tag: str | None, heads: 
 def _open_clip(path: Path) -> Checkpoint:
     config_file = path / "config.json"
     content = read_json(config_file)
-    files = weight_files(path)
+    weights = weight_files(path)
+    files = weights.files
     renamed: dict[str, LazyTensor] = {}
+    held: dict[str, Path] = {}
     for file in files:
         for name, tensor in open_weights(file).items():
+            held[name] = file
             # transformers leaves the prefix out in towers that it saves by themselves.
             key = f"vision_model.{name}" if name.startswith(_WITHOUT_PREFIX) else name
             if key in renamed:
@@ -275,6 +278,7 @@ def _open_clip(path: Path) -> Checkpoint:
                     f"{tensor.origin}: is the same tensor as {renamed[key].origin}. Remove one."
                 )
             renamed[key] = tensor
+    check_shards(weights, held)
     sizes, grid = _sizes(_CLIP, renamed, path)
     try:
         stock = _CLIP_CONFIGS[content["model_type"]].from_dict(content)
@@ -284,6 +288,10 @@ def _open_clip(path: Path) -> Checkpoint:
         ) from error
     stock = getattr(stock, "vision_config", stock)
     architectures = content.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise CheckpointError(
+            f"{config_file}: architectures should be a list of names, not {str(architectures)[:99]}."
+        )
     wants_projection = bool(architectures) and not set(architectures) & set(_BARE_ARCHITECTURES)
     if wants_projection and _CLIP.projection not in renamed:
         raise CheckpointError(

@@ -328,21 +328,44 @@ def replace_all_linear(replacement: Callable) -> None:
             vars(module)["_maybe_include_all_linear_layers"] = expand
 
 
-def watch_adapter_files(watcher: Callable) -> None:
-    """Call `watcher(tensors, model_id, **kwargs)` for each adapter file that a `PeftModel` reads.
+def watch_adapter_files(before: Callable, after: Callable) -> None:
+    """Call `before(model, model_id, **kwargs)` and `after(tensors, model_id, **kwargs)` where peft reads an adapter.
 
-    Where an adapter of that name exists already, peft reads the file's weights without its config.
+    `before` comes before layers are made for the adapter, with what they are made in: a `PeftModel` or its base. Where
+    an adapter of that name exists already, peft reads the file's weights without its config.
     """
     peft_model = importlib.import_module("peft.peft_model")
-    original = peft_model.load_peft_weights
+    hotswap = importlib.import_module("peft.utils.hotswap")
+    load_weights = peft_model.load_peft_weights
+    from_pretrained = peft_model.PeftModel.from_pretrained.__func__
+    load_adapter = peft_model.PeftModel.load_adapter
+    hotswap_adapter = hotswap.hotswap_adapter
 
-    @functools.wraps(original)
+    @functools.wraps(load_weights)
     def read(model_id, *args, **kwargs):
-        tensors = original(model_id, *args, **kwargs)
-        watcher(tensors, model_id, **kwargs)
+        tensors = load_weights(model_id, *args, **kwargs)
+        after(tensors, model_id, **kwargs)
         return tensors
 
+    @functools.wraps(from_pretrained)
+    def make(cls, model, model_id, *args, **kwargs):
+        before(model, model_id, **kwargs)
+        return from_pretrained(cls, model, model_id, *args, **kwargs)
+
+    @functools.wraps(load_adapter)
+    def add(self, model_id, *args, **kwargs):
+        before(self, model_id, **kwargs)
+        return load_adapter(self, model_id, *args, **kwargs)
+
+    @functools.wraps(hotswap_adapter)
+    def swap(model, model_name_or_path, *args, **kwargs):
+        before(model, model_name_or_path, **kwargs)
+        return hotswap_adapter(model, model_name_or_path, *args, **kwargs)
+
     vars(peft_model)["load_peft_weights"] = read
+    peft_model.PeftModel.from_pretrained = classmethod(make)
+    peft_model.PeftModel.load_adapter = add
+    vars(hotswap)["hotswap_adapter"] = swap
 
 
 def before_hotswap(prepare: Callable) -> None:

@@ -15,24 +15,20 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
+from functools import cache, partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from .adapter_files import HUB_ARGUMENTS, check_files
 from .moe import Experts
-from .weights import read_header
 
 logger = logging.getLogger("llamoe")
 
-# What says from where a file is read.
-HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-
 _PEFT_PREFIX = "base_model.model."
-# Where peft looks for an adapter's weights, in this order.
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Base weights that peft saves beside an adapter, when they were resized or trained.
 _EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|lm_head)\.")
 _FACTOR = re.compile(r"^(?P<module>.+?)(?P<nested>(\.base_layer)*)\.lora_A(?P<rest>\..+)$")
@@ -100,20 +96,18 @@ def _config_in_memory_or_file(config: Any, tensors: Iterable[torch.Tensor]) -> A
     return PeftConfig.from_pretrained(name_or_path, **download)
 
 
-def read_adapter(name_or_path: str | os.PathLike, **download: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Read an adapter's config and weights, from a folder or the Hub, onto the CPU.
-
-    Raises:
-        CheckpointError: a damaged file in a local folder.
-    """
-    from peft import PeftConfig
+def read_adapter(name_or_path: str | os.PathLike, **download: Any) -> dict[str, torch.Tensor]:
+    """Read an adapter's weights, from a folder or the Hub, onto the CPU."""
     from peft.utils import load_peft_weights
 
-    folder = os.path.join(name_or_path, download.get("subfolder") or "")
-    if os.path.isfile(path := os.path.join(folder, _WEIGHTS[0])):
-        read_header(path)
-    config = PeftConfig.from_pretrained(name_or_path, **download)
-    return config, load_peft_weights(os.fspath(name_or_path), device="cpu", **download)
+    return load_peft_weights(os.fspath(name_or_path), device="cpu", **download)
+
+
+def read_config(name_or_path: str | os.PathLike, **download: Any) -> Any:
+    """Read an adapter's config, from a folder or the Hub."""
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(name_or_path, **download)
 
 
 def skeleton_with(model: PreTrainedModel, config: Any, adapter_name: str) -> PreTrainedModel:
@@ -290,6 +284,7 @@ def fit_folder(
     adapter_name: str,
     tensors: Mapping[str, torch.Tensor],
     strict: bool = True,
+    make_skeleton: Callable[[], PreTrainedModel] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Fit the content of an adapter's folder to a model that it has not been added to yet.
 
@@ -299,6 +294,7 @@ def fit_folder(
         adapter_name: what the adapter will be called.
         tensors: its weights, by keys of the file.
         strict: as in `fit`.
+        make_skeleton: gives what `skeleton_with` does, where that is kept.
 
     Returns:
         the tensors by names that every supported `PreTrainedModel.load_adapter` understands.
@@ -316,7 +312,7 @@ def fit_folder(
             f"such as {shared[0]}, for which only a PeftModel has a place: use PeftModel.from_pretrained."
         )
     tensors = {key: tensor for key, tensor in tensors.items() if key not in shared}
-    skeleton = skeleton_with(model, config, adapter_name)
+    skeleton = make_skeleton() if make_skeleton else skeleton_with(model, config, adapter_name)
     saved = get_peft_model_state_dict(skeleton, adapter_name=adapter_name, save_embedding_layers=False)
     expected = _shapes(saved)
     whole = _shapes(skeleton.state_dict())
@@ -412,6 +408,14 @@ def _without_name(key: str, adapter_name: str) -> str:
     return head + tail if found and tail[:1] in ("", ".") else key
 
 
+def _as_object(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    from peft import get_peft_config
+
+    return get_peft_config(config)
+
+
 class LoadsAdapters(PreTrainedModel):
     """Adapters of peft's for a model class, before `PreTrainedModel` among its bases."""
 
@@ -444,6 +448,8 @@ class LoadsAdapters(PreTrainedModel):
                 "that the adapter changes another place in device_map, or merge the adapter into the checkpoint first."
             )
         config, tensors = peft_config, adapter_state_dict
+        name, strict = adapter_name or "default", not kwargs.get("ignore_mismatched_sizes")
+        make_skeleton = None
         if peft_model_id is not None and (config is None or tensors is None):
             download = dict(getattr(kwargs.get("load_config"), "download_kwargs", None) or {})
             download |= {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
@@ -451,16 +457,19 @@ class LoadsAdapters(PreTrainedModel):
             if "revision" in download:
                 # May carry the commit that it stands for in the base model's repository.
                 download["revision"] = str(download["revision"])
-            read_config, read_tensors = read_adapter(peft_model_id, **download)
-            config = read_config if config is None else config
-            tensors = read_tensors if tensors is None else tensors
-        if isinstance(config, dict):
-            from peft import get_peft_config
-
-            config = get_peft_config(config)
+            headers = check_files(self, peft_model_id, **download)
+            config = read_config(peft_model_id, **download) if config is None else config
+            config = _as_object(config)
+            if tensors is None:
+                # A tensor of a wrong shape is known before it is read.
+                make_skeleton = cache(partial(skeleton_with, self, config, name))
+                empty = {key: torch.empty(header.shape, device="meta") for key, header in headers.items()}
+                if empty:
+                    fit_folder(self, config, name, empty, strict, make_skeleton)
+                tensors = read_adapter(peft_model_id, **download)
+        config = _as_object(config)
         if config is not None and tensors is not None:
-            strict = not kwargs.get("ignore_mismatched_sizes")
-            tensors = fit_folder(self, config, adapter_name or "default", tensors, strict)
+            tensors = fit_folder(self, config, name, tensors, strict, make_skeleton)
         return super().load_adapter(
             peft_model_id,
             adapter_name=adapter_name,

@@ -18,7 +18,8 @@ from ..configuration import LlamoeConfig, from_stock
 from ..configuration._hub import written_by
 from ..configuration.stock import to_stock
 from ._compat import parameter_shapes
-from .adapters import HUB_ARGUMENTS, LoadsAdapters
+from .adapter_files import HUB_ARGUMENTS
+from .adapters import LoadsAdapters
 from .distribution import Distributed
 from .expert_paths import IMPLEMENTATION
 from .masks import attention_masks
@@ -26,7 +27,17 @@ from .moe import Experts, Router
 from .placement import check_devices, check_offload, check_on_disk, settle_device_map
 from .saving import SavesWhole, check_whole
 from .split_experts import find_split_experts, fuse_while_loading
-from .weights import check_complete, check_fit, check_folder, check_place, each_header_once
+from .weights import (
+    check_complete,
+    check_files,
+    check_fit,
+    check_folder,
+    check_inside,
+    check_layers,
+    check_place,
+    each_header_once,
+    loading,
+)
 
 logger = logging.getLogger("llamoe")
 
@@ -50,6 +61,11 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
     # Beginnings (patterns) of keys in checkpoints of other classes, and what they are here.
     _checkpoint_prefixes: ClassVar[dict[str, str]] = {}
     _has_stock_layout: ClassVar[bool] = True
+
+    def __init__(self, config: PreTrainedConfig, *args, **kwargs):
+        """Begin a model; one that is deeper than the weights that are being loaded ends here."""
+        check_layers(config)
+        super().__init__(config, *args, **kwargs)
 
     @classmethod
     def resolve_config(cls, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -188,13 +204,19 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
             config = cls._config_if_quantized(config or pretrained_model_name_or_path, kwargs)
         cls._check_quantization(config, kwargs.get("quantization_config"))
         with each_header_once():
+            found = None
             if pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
-                check_folder(
+                found = check_folder(
                     pretrained_model_name_or_path,
                     kwargs.get("subfolder") or "",
                     variant=kwargs.get("variant"),
+                    use_safetensors=kwargs.get("use_safetensors"),
+                    quantized=bool(
+                        kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
+                    ),
                 )
-            result = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+            with loading(found):
+                result = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         model._log_backends()
         return result
@@ -211,6 +233,9 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         is_whole = (
             not args and "expected_keys" not in kwargs
         )  # else an adapter for a model that has its place
+        if state_dict is None and checkpoint_files:
+            check_inside(load_config.pretrained_model_name_or_path, checkpoint_files)
+            check_files(checkpoint_files)
         expected = parameter_shapes(model)
         stacks = {}
         if is_whole and model._has_experts:

@@ -16,6 +16,7 @@ from ._compat import (
     watch_adapter_files,
     when_imported,
 )
+from .adapter_files import check_files
 from .adapters import mark, orient_swapped, remember_file
 from .base import LlamoePreTrainedModel
 from .moe import Experts
@@ -84,11 +85,17 @@ def _orient_before_hotswap(model: nn.Module, tensors: dict[str, Any], adapter_na
     return orient_swapped(base, config, adapter_name, tensors)
 
 
+def _check_before_adding(model: nn.Module, name_or_path: Any, **download: Any) -> None:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if isinstance(base, LlamoePreTrainedModel):
+        check_files(base, name_or_path, **download)
+
+
 def _register(peft: ModuleType) -> None:
     _fill_tables(peft)
     before_hotswap(_orient_before_hotswap)
     replace_all_linear(_expand_all_linear)
-    watch_adapter_files(remember_file)
+    watch_adapter_files(_check_before_adding, remember_file)
     turn_update_of_one_expert(lambda module: isinstance(module, Experts))
 
 

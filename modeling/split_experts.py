@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import load_state_dict
 
-from ._compat import load_without_storage, reading_when_needed
+from ._compat import reading_when_needed
 from .weights import CheckpointError, read_header
 
 _EXPERTS = "feed_forward.experts"
@@ -144,17 +144,14 @@ class _Tensor(NamedTuple):
 
 
 def _tensors(state_dict: Mapping[str, torch.Tensor] | None, files: Iterable[str] | None) -> Iterator[_Tensor]:
-    for file in [None] if state_dict is not None else files or ():
-        if file is not None and str(file).endswith(".safetensors"):
+    if state_dict is None:
+        for file in files or ():
             for name, header in read_header(file).items():
-                yield _Tensor(file, name, *header)
-            continue
-        content = state_dict if file is None else load_without_storage(file)
-        for name, tensor in content.items():
-            # A .bin may have other things beside the weights.
-            if isinstance(tensor, torch.Tensor):
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                yield _Tensor(file or "state_dict", name, dtype, tuple(tensor.shape))
+                yield _Tensor(file, name, header.dtype, header.shape)
+        return
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, torch.Tensor):
+            yield _Tensor("state_dict", name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def find_split_experts(
@@ -250,12 +247,13 @@ def _check_stack(
                 f"{tensor} has shape {list(tensor.shape)}, but {source}. Weights and config.json do not belong "
                 "together."
             )
-    missing = [(number, part) for number in range(count) for part in parts if (part, number) not in found]
-    if missing:
-        number, part = missing[0]
+    # A number in a name may be any: no list is made of those below it.
+    if missing := count * len(parts) - len(found):
+        wanted_parts = ((number, part) for number in range(count) for part in parts)
+        number, part = next((number, part) for number, part in wanted_parts if (part, number) not in found)
         name = f"{part}_projs.{number}" if "_projs." in first.name else f"{number}.{part}_proj"
         raise CheckpointError(
-            f"{first.origin}: {key.rpartition('.')[0]}.{name}.weight is missing ({len(missing)} such), though the "
+            f"{first.origin}: {key.rpartition('.')[0]}.{name}.weight is missing ({missing} such), though the "
             f"checkpoint has {first.name}, and num_local_experts in config.json is {count}."
         )
 

@@ -1,49 +1,34 @@
-"""Is a checkpoint whole, and does it fit the model? Answered from file headers, before a tensor is read.
+"""Is a checkpoint whole, and does it fit the model? Answered from file headers, before a tensor is read."""
 
-The safetensors format: 8 bytes, little endian, the length of a JSON header; the header, name to dtype, shape and
-byte offsets; then the bytes of all tensors without gaps (https://github.com/huggingface/safetensors).
-"""
-
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from ..configuration._base import LlamoeBaseConfig
+from ..configuration._files import LARGE, CheckpointError, check_regular, read_json
+from .safetensors_files import TensorHeader, read_safetensors
+from .torch_files import read_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Lies in a folder that a conversion has not finished.
 UNFINISHED = ".llamoe-unfinished.json"
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_DTYPE_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-}  # fmt: skip
-_WEIGHT_DTYPES = {"F16", "BF16", "F32", "F64"}
 
-
-class CheckpointError(OSError, ValueError):
-    """A checkpoint's file is missing, damaged, or does not fit the model."""
-
-
-class TensorHeader(NamedTuple):
-    """What a safetensors header says of one tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
+WEIGHT_DTYPES = {"F16", "BF16", "F32", "F64"}
+_FORMATS = ("safetensors", "bin")
+_STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
 # By what changes when a file does.
 _headers_read: ContextVar[dict[tuple[int, int, int, int], dict[str, TensorHeader]] | None] = ContextVar(
     "headers_read", default=None
 )
+# How many tensors the files hold that are being loaded.
+_tensors_found: ContextVar[int | None] = ContextVar("tensors_found", default=None)
 
 
 @contextmanager
@@ -56,117 +41,79 @@ def each_header_once() -> Iterator[None]:
         _headers_read.reset(token)
 
 
-def read_header(path: str | os.PathLike) -> dict[str, TensorHeader]:
-    """Read and check the header of one safetensors file.
+@contextmanager
+def loading(tensors: int | None) -> Iterator[None]:
+    """Inside, `check_layers` refuses models of more layers than there are tensors to load; None if nobody knows."""
+    token = _tensors_found.set(tensors)
+    try:
+        yield
+    finally:
+        _tensors_found.reset(token)
+
+
+def check_layers(config: LlamoeBaseConfig) -> None:
+    """Refuse a model of more layers than what is being loaded has tensors, before its layers are made.
+
+    Raises:
+        CheckpointError: each layer would have several tensors.
+    """
+    found, layers = _tensors_found.get(), getattr(config, "num_hidden_layers", 0)
+    if found is not None and layers > found:
+        raise CheckpointError(
+            f"config.json describes {layers} layers, but the weights are {found} tensors, and a layer has several. "
+            "Weights and config.json do not belong together."
+        )
+
+
+def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, TensorHeader]:
+    """Read and check what a file of weights says of its tensors: a safetensors file, or one of torch.save.
 
     Args:
         path: the file.
+        kind: "safetensors" or "bin"; None goes by the name, as transformers does.
 
     Returns:
-        tensor name to dtype and shape; not to be changed inside `each_header_once`.
+        tensor name to dtype, shape and place; not to be changed inside `each_header_once`.
 
     Raises:
-        CheckpointError: the file is missing, cut short, or its header contradicts itself or the file's size.
+        CheckpointError: the file is missing, cut short, or contradicts itself or its size; or it is a pickle that holds
+            something else than a dictionary of tensors, or wants to run code.
     """
     try:
-        status = os.stat(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    known = _headers_read.get()
-    if known is None:
-        return _read_header(path, status.st_size)
-    key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    if key not in known:
-        known[key] = _read_header(path, status.st_size)
-    return known[key]
+        status = check_regular(path)
+        known = _headers_read.get()
+        if known is None:
+            return _read_header(path, kind)
+        key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if key not in known:
+            known[key] = _read_header(path, kind)
+        return known[key]
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file, though the checkpoint's index names it.") from error
+    except IsADirectoryError as error:
+        raise CheckpointError(f"{path}: is a folder, where the checkpoint should have a file.") from error
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        raise CheckpointError(f"{path}: cannot be read ({getattr(error, 'strerror', error)}).") from error
 
 
-def _unreadable(path: str | os.PathLike, error: OSError) -> CheckpointError:
-    if isinstance(error, FileNotFoundError):
-        return CheckpointError(f"{path}: no such file, though the checkpoint's index names it.")
-    if isinstance(error, IsADirectoryError):
-        return CheckpointError(f"{path}: is a folder, where the checkpoint should have a file.")
-    return CheckpointError(f"{path}: cannot be read ({error.strerror}).")
-
-
-def _read_header(path: str | os.PathLike, size: int) -> dict[str, TensorHeader]:
-    try:
-        with open(path, "rb") as file:
-            prefix = file.read(8)
-            header_length = int.from_bytes(prefix, "little")
-            is_possible = len(prefix) == 8 and header_length <= min(size - 8, _MAX_HEADER_BYTES)
-            header = file.read(header_length) if is_possible else b""
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if not is_possible:
+def _read_header(path: str | os.PathLike, kind: str | None) -> dict[str, TensorHeader]:
+    if kind == "safetensors" or kind is None and str(path).endswith(".safetensors"):
+        return read_safetensors(path)
+    content = read_torch(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a dictionary of tensors.")
+    tensors = {name: value for name, value in content.items() if isinstance(value, TensorHeader)}
+    if odd := [name for name in content if not isinstance(name, str)]:
+        raise CheckpointError(f"{path}: a key is {odd[0]!r}, where names of tensors were expected.")
+    if not tensors:
+        found = ", ".join(content)[:99] or "nothing"
         raise CheckpointError(
-            f"{path}: the header should be {header_length} bytes long, but the file has {size} bytes in all; it is "
-            "cut short or no safetensors file. Download or copy it again."
+            f"{path}: has no tensor at its top, where transformers looks, but {found}. If the weights are inside of "
+            "that, save it by itself, or convert the folder with `llamoe convert`."
         )
-    try:
-        raw = json.loads(header)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or numbers and nesting without end
-        raise CheckpointError(
-            f"{path}: the header is not JSON ({error}). Download or copy it again."
-        ) from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: the header should be a JSON object, not {type(raw).__name__}.")
-    metadata = raw.get("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(
-            f"{path}: __metadata__ in the header should map strings to strings: {str(metadata)[:99]}."
-        )
-    entries = {name: entry for name, entry in raw.items() if name != "__metadata__"}
-    spans = sorted(_check_entry(path, name, entry) for name, entry in entries.items())
-    position = 0
-    for begin, end, name in spans:
-        if begin != position:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} begins at byte {begin} of the data where {position} was expected: the "
-                "offsets overlap or leave a gap. Download or copy it again."
-            )
-        position = end
-    if 8 + header_length + position != size:
-        raise CheckpointError(
-            f"{path}: its tensors need {8 + header_length + position} bytes, but the file has {size}; it is "
-            f"{'cut short' if size < 8 + header_length + position else 'too long'}. Download or copy it again."
-        )
-    try:
-        # The library that will read it has the last word. For torch it would map the whole file as its own memory,
-        # which a machine with less than that refuses.
-        with safe_open(path, framework="np"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: {error}. Download or copy it again.") from error
-    return {name: TensorHeader(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
-
-
-def _check_entry(path: str | os.PathLike, name: str, entry: object) -> tuple[int, int, str]:
-    # A checkpoint has thousands of entries, and nearly all of them pass here. What does not is looked at closely.
-    try:
-        shape, (begin, end) = entry["shape"], entry["data_offsets"]
-        if (
-            type(shape) is list
-            and type(entry["data_offsets"]) is list
-            and type(begin) is type(end) is int
-            and {*map(type, shape)} <= {int}
-            and min(shape, default=0) >= 0
-            and (end - begin) * 8 == prod(shape) * _DTYPE_BITS[entry["dtype"]]
-        ):
-            return begin, end, name
-    except (KeyError, TypeError, ValueError):
-        pass
-    match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
-            dtype in _DTYPE_BITS and all(isinstance(axis, int) and axis >= 0 for axis in shape)
-        ):
-            if end - begin != -(-prod(shape) * _DTYPE_BITS[dtype] // 8):
-                raise CheckpointError(
-                    f"{path}: tensor {name!r} of shape {shape} and dtype {dtype} has {end - begin} bytes in the "
-                    f"header where {-(-prod(shape) * _DTYPE_BITS[dtype] // 8)} are needed."
-                )
-            return begin, end, name
-    raise CheckpointError(f"{path}: the header's entry for {name!r} cannot be read: {str(entry)[:200]}.")
+    return tensors
 
 
 def check_finished(folder: str | os.PathLike) -> None:
@@ -206,41 +153,182 @@ def check_place(name_or_path: str | os.PathLike, subfolder: str = "") -> None:
         raise CheckpointError(f"{path}: no such folder.")
 
 
-def check_folder(folder: str | os.PathLike, subfolder: str = "", variant: str | None = None) -> None:
-    """Check every safetensors file of a local checkpoint; other formats are left to transformers.
+class WeightFiles(NamedTuple):
+    """The files of weights in a folder.
+
+    Attributes:
+        files: in the order of their names.
+        index: what says which tensor is in which file; None for a single file.
+        weight_map: its content, tensor to name of the file.
+        metadata: what else it says; None if that is missing.
+    """
+
+    files: list[Path]
+    index: Path | None = None
+    weight_map: Mapping[str, str] = {}
+    metadata: Mapping[str, object] | None = None
+
+
+def find_weights(
+    folder: str | os.PathLike, variant: str | None = None, formats: Iterable[str] = _FORMATS
+) -> WeightFiles | None:
+    """Find the files of weights that transformers reads in a folder: one or many, safetensors before .bin.
+
+    Args:
+        folder: it holds the weights.
+        variant: as in `from_pretrained`: part of the file names.
+        formats: "safetensors" and "bin", or one of them.
+
+    Returns:
+        the files, or None if the folder holds neither a file nor an index under the names that are looked for.
+
+    Raises:
+        CheckpointError: the index cannot be read, names a file outside of the folder or of another format, or there are
+            both a single file and an index with its files, of which either may be the older one.
+    """
+    infix = f".{variant}" if variant else ""
+    for suffix in formats:
+        single = Path(folder, f"{_STEMS[suffix]}{infix}.{suffix}")
+        index = Path(folder, f"{_STEMS[suffix]}.{suffix}.index{infix}.json")
+        if single.is_file():
+            # Saved over shards, a single file leaves the index of shards that are gone.
+            if index.is_file() and all(path.exists() for path in _read_index(index, suffix).files):
+                raise CheckpointError(
+                    f"{folder}: holds both {single.name} and {index.name} with its files, and nothing says which are "
+                    "the weights. Remove one of the two."
+                )
+            return WeightFiles([single])
+        if index.is_file():
+            return _read_index(index, suffix)
+    return None
+
+
+def _read_index(index: Path, suffix: str) -> WeightFiles:
+    content = read_json(index, LARGE)
+    weight_map = content.get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+        or not isinstance(content.get("metadata", {}), dict)
+    ):
+        raise CheckpointError(
+            f"{index}: not an index of shards: weight_map should say in which file each tensor is, and metadata be an "
+            "object."
+        )
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not _is_inside(name):
+            raise CheckpointError(f"{index}: names {name[:200]!r}, which lies outside of the folder.")
+        if name.endswith(".safetensors") != (suffix == "safetensors"):
+            raise CheckpointError(f"{index}: names {name[:200]!r}, which is no .{suffix} file.")
+    files = [index.parent / name for name in names]
+    return WeightFiles(files, index, weight_map, content.get("metadata"))
+
+
+def _is_inside(name: str) -> bool:
+    """Tell whether a name stays in its folder. Links there may lead out of it: the Hub's cache is made of links."""
+    parts = re.split(r"[/\\]", name)
+    return ".." not in parts and bool(parts[0]) and ":" not in parts[0] and "\0" not in name
+
+
+def check_inside(folder: str | os.PathLike | None, files: Iterable[str | os.PathLike]) -> None:
+    """Check that files which transformers has found for a local folder lie in it.
+
+    Raises:
+        CheckpointError: one does not.
+    """
+    if folder is None or not os.path.isdir(folder):
+        return
+    for file in map(Path, files):
+        if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
+            raise CheckpointError(f"{file}: is named in {folder}, but lies outside of it.")
+
+
+def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
+    """Compare what an index says with what the files hold.
+
+    Args:
+        found: the files and the index.
+        held: tensor to the file that holds it.
+
+    Raises:
+        CheckpointError: a tensor is not in the file that the index names, or in none that it names.
+    """
+    if found.index is None:
+        return
+    named = {shard: found.index.parent / shard for shard in set(found.weight_map.values())}
+    for name, shard in found.weight_map.items():
+        if held.get(name) != named[shard]:
+            raise CheckpointError(f"{found.index}: says that {name!r} is in {shard}, which does not hold it.")
+    for name, path in held.items():
+        if name not in found.weight_map:
+            raise CheckpointError(f"{found.index}: does not name {name!r}, which {path} holds.")
+
+
+def check_files(files: Iterable[str | os.PathLike]) -> dict[str, Path]:
+    """Check the headers of all files of a checkpoint.
+
+    Args:
+        files: safetensors files, and those of torch.save.
+
+    Returns:
+        tensor to the file that holds it.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or a tensor is in two of them, of which readers may take either.
+    """
+    held: dict[str, Path] = {}
+    for file in map(Path, files):
+        for name in read_header(file):
+            if name in held:
+                raise CheckpointError(f"{file}: {name!r} is in {held[name]} too.")
+            held[name] = file
+    return held
+
+
+def check_folder(
+    folder: str | os.PathLike,
+    subfolder: str = "",
+    variant: str | None = None,
+    use_safetensors: bool | None = None,
+    quantized: bool = False,
+) -> int | None:
+    """Check the weights of a local checkpoint, and the small files that are read with them.
 
     Args:
         folder: a checkpoint's folder.
         subfolder: where in it the weights are.
         variant: as in `from_pretrained`: part of the file names.
+        use_safetensors: likewise; None takes either format, safetensors first.
+        quantized: leave pickles for later: they may hold objects of a quantizer that is not imported yet.
+
+    Returns:
+        how many tensors there are; None where that is not known, or there are no weights.
 
     Raises:
-        CheckpointError: the folder is unfinished, a shard is missing or damaged, or the index cannot be read.
+        CheckpointError: the folder is unfinished, a file is missing or damaged, the index cannot be read, leaves the
+            folder or contradicts the files, or a tensor is in two files.
     """
-    check_finished(os.path.join(folder, subfolder))
-    infix = f".{variant}" if variant else ""
-    single = os.path.join(folder, subfolder, f"model{infix}.safetensors")
-    if os.path.isfile(single):
-        read_header(single)
-        return
-    index = os.path.join(folder, subfolder, f"model.safetensors.index{infix}.json")
-    if not os.path.isfile(index):
-        return
-    try:
-        with open(index, encoding="utf-8") as file:
-            content = json.load(file)
-        weight_map, metadata = content["weight_map"], content["metadata"]
-        shards = sorted(set(weight_map.values()))
-        if not shards or not isinstance(metadata, dict):
-            raise TypeError("weight_map names no shard, or metadata is no object")
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of safetensors shards ({error!r}).") from error
-    found: dict[str, set[str]] = {
-        shard: set(read_header(os.path.join(folder, subfolder, shard))) for shard in shards
-    }
-    for name, shard in weight_map.items():
-        if name not in found[shard]:
-            raise CheckpointError(f"{index}: says that {name!r} is in {shard}, which does not hold it.")
+    place = Path(folder, subfolder)
+    check_finished(place)
+    for name in ("generation_config.json", "adapter_config.json"):
+        if (place / name).is_file():
+            read_json(place / name)
+    if any(place.glob("shard-*-model-*.safetensors")):
+        # What the processes of a distributed run saved: each file has its parts of the tensors, and all are read.
+        for path in place.glob("*.safetensors"):
+            read_header(path)
+        return None
+    formats = [suffix for suffix in _FORMATS if use_safetensors in (None, suffix == "safetensors")]
+    found = find_weights(place, variant, formats)
+    if found is None or quantized and found.files[0].suffix != ".safetensors":
+        return None
+    if found.index is not None and found.metadata is None:
+        raise CheckpointError(f"{found.index}: not an index that transformers reads: it has no metadata.")
+    held = check_files(found.files)
+    check_shards(found, held)
+    return len(held)
 
 
 def check_fit(
@@ -252,7 +340,7 @@ def check_fit(
     """Compare the shapes in the headers with the model's.
 
     Args:
-        files: safetensors files; others are passed over.
+        files: safetensors files, and those of torch.save.
         expected: the model's keys and shapes.
         prefixes: beginnings (patterns) of keys in the files, and what they are in the model.
         quantized: the checkpoint is quantized, so that shapes and dtypes are the quantizer's business.
@@ -264,8 +352,6 @@ def check_fit(
         return
     patterns = [(re.compile(f"^{old}"), new) for old, new in prefixes.items()]
     for path in files:
-        if not str(path).endswith(".safetensors"):
-            continue
         for name, header in read_header(path).items():
             key = name if name in expected else None
             if key is None:
@@ -278,10 +364,10 @@ def check_fit(
                     f"{path}: {name} has shape {list(header.shape)}, but the model that config.json describes has "
                     f"{list(expected[key])}. Weights and config.json do not belong together."
                 )
-            if header.dtype not in _WEIGHT_DTYPES:
+            if header.dtype not in WEIGHT_DTYPES:
                 raise CheckpointError(
                     f"{path}: {name} has dtype {header.dtype}, which is no dtype of plain weights "
-                    f"({', '.join(sorted(_WEIGHT_DTYPES))}), and config.json has no quantization_config for it."
+                    f"({', '.join(sorted(WEIGHT_DTYPES))}), and config.json has no quantization_config for it."
                 )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 # Before anything imports torch or transformers, and inherited by the processes that tests start.
@@ -53,6 +54,37 @@ def record_parity(request):
         request.node.user_properties.append(("parity", row))
 
     return record
+
+
+@pytest.fixture(scope="module")
+def guard():
+    """A process of little memory and time, which opens hostile files."""
+    from guarded import Guard
+
+    guard = Guard()
+    yield guard
+    guard.close()
+
+
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory):
+    """One dense model in all forms that transformers reads, and one model of each family; not to be changed."""
+    from spoilt_folders import save_all
+
+    place = tmp_path_factory.mktemp("models")
+    save_all(place)
+    return place
+
+
+@pytest.fixture
+def model_copy(model_folders, tmp_path):
+    """Gives a copy of one of `model_folders`, to spoil."""
+
+    def copy(kind):
+        shutil.copytree(model_folders / kind, tmp_path / "model")
+        return tmp_path / "model"
+
+    return copy
 
 
 class ParityTable:

@@ -184,10 +184,10 @@ def test_index_that_does_not_say_what_is_there_is_named(dense, tmp_path):
     index = json.loads(path.read_text())
     first = index["weight_map"].pop("model.norm.weight")
     path.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"index\.json: does not name model\.norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"index\.json: does not name 'model\.norm\.weight'"):
         convert(tmp_path / "sharded", tmp_path / "out")
     path.write_text(json.dumps({**index, "weight_map": {"nonsense": first}}))
-    with pytest.raises(CheckpointError, match=r"index\.json: says that nonsense is in"):
+    with pytest.raises(CheckpointError, match=r"index\.json: says that 'nonsense' is in"):
         convert(tmp_path / "sharded", tmp_path / "out")
 
 

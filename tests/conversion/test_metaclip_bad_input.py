@@ -132,7 +132,7 @@ class TestOpenClip:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ("{", "is not JSON"),
+            ("{", "is not a valid JSON file"),
             ("[]", "JSON object"),
             ("{}", "has no vision_cfg"),
             ('{"model_cfg": []}', "has no vision_cfg"),

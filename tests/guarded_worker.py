@@ -1,0 +1,110 @@
+"""Opens what it is told to, and says how that ended: a process with little memory to take and little time to use.
+
+Started by `guarded.Guard`. A job is a line of JSON with the name of one of `JOBS` and its arguments; so is the answer.
+"""
+
+import faulthandler
+import json
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import llamoe
+from llamoe.conversion import convert, inspect, verify
+
+
+class OutOfTime(BaseException):
+    """Raised in whatever runs when the time is up; nothing catches it."""
+
+
+def load(folder, name="LlamoeDenseForCausalLM", **options):
+    getattr(llamoe, name).from_pretrained(folder, **options)
+
+
+def load_config(folder, name="LlamoeDenseConfig"):
+    getattr(llamoe, name).from_pretrained(folder)
+
+
+def look(folder):
+    return inspect(folder).problems
+
+
+def convert_to(folder, target):
+    convert(folder, target)
+
+
+def verify_with(folder, other):
+    verify(folder, other, tokens=3)
+
+
+def torch_load(path):
+    """What `from_pretrained` does without llamoe's checks."""
+    torch.load(path, map_location="cpu", weights_only=True)
+
+
+def add_adapter(base, folder, by="llamoe"):
+    import peft
+
+    model = llamoe.LlamoeDenseForCausalLM.from_pretrained(base)
+    if by == "llamoe":
+        model.load_adapter(folder)
+    elif by == "peft":
+        peft.PeftModel.from_pretrained(model, folder)
+    else:
+        first = peft.PeftModel.from_pretrained(model, by)
+        first.load_adapter(folder, "second")
+
+
+def allocate(gigabytes):
+    return len(bytearray(gigabytes << 30))
+
+
+def wait(seconds):
+    time.sleep(seconds)
+
+
+JOBS = {
+    job.__name__: job
+    for job in (
+        load, load_config, look, convert_to, verify_with, torch_load, add_adapter, allocate, wait,
+    )
+}  # fmt: skip
+
+
+def run(job, seconds):
+    """Run one job; its end as a dictionary."""
+
+    def end(*_):
+        raise OutOfTime(f"{seconds} s")
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(3 * seconds, exit=True)  # where no signal is heard
+    begin = time.monotonic()
+    try:
+        result = JOBS[job.pop("job")](**job)
+        answer = {"kinds": [], "message": "", "result": result}
+    except BaseException as error:
+        answer = {"kinds": [kind.__name__ for kind in type(error).__mro__], "message": str(error)}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+    return {**answer, "seconds": time.monotonic() - begin}
+
+
+def main(megabytes, seconds):
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = taken + (int(megabytes) << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    answers = sys.stdout
+    sys.stdout = sys.stderr
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line), float(seconds))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
