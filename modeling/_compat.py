@@ -101,6 +101,16 @@ def is_under_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` reads along.
+
+    `torch.compiler.is_exporting` says so in every compilation of torch 2.11; the flag behind it is right everywhere.
+    """
+    import torch
+
+    return torch.compiler._is_exporting_flag
+
+
 def register_model(auto_class: type, config_class: type, model_class: type) -> None:
     """Make `auto_class` give `model_class` for a config of ours.
 

@@ -26,9 +26,8 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 from transformers.integrations.moe import ExpertsInterface
-from transformers.utils.import_utils import is_torchdynamo_exporting
 
-from ._compat import is_under_functorch
+from ._compat import is_exporting, is_under_functorch
 from .grouped_product import LARGE, grouped_product, multiply_groups
 from .kernels.few_rows import MAX_ROWS, few_rows_experts, few_rows_fits
 from .kernels.trial import Way, describe
@@ -212,7 +211,7 @@ def _rows_of_kernel(experts: Any, dtype: torch.dtype, needs_gradient: bool, is_t
     The number of rows is not asked for: the first pass without gradients, with however many, has the kernel tried.
     """
     # A program that is exported or traced is one for all numbers of rows. Transforms of torch.func know no kernel.
-    if is_torchdynamo_exporting() or torch.jit.is_tracing() or _is_transformed():
+    if is_exporting() or torch.jit.is_tracing() or _is_transformed():
         return -1
     if why_not("kernel", experts, 1, dtype, needs_gradient):
         return -1
@@ -258,7 +257,7 @@ def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
     """Whether experts are large and see so few rows that mapping memory and reading weights is what costs."""
     num_experts, *sizes = experts.down_proj.shape
     is_large = num_experts * math.prod(sizes) * dtype.itemsize >= LARGE
-    return is_large and not is_torchdynamo_exporting() and num_rows <= FEW_ROWS * num_experts
+    return is_large and not is_exporting() and num_rows <= FEW_ROWS * num_experts
 
 
 def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> str | None:
@@ -281,7 +280,7 @@ def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_g
         return (
             f"torch's grouped product does not take experts of {hidden_size} x {intermediate_size} in {dtype} on "
             f"{weight.device}: their rows must be multiples of 16 bytes, float16 is not for the CPU, and compilers "
-            "take bfloat16 only."
+            "take bfloat16 only (on GPUs: of capability 9 and 10)."
         )
     return None
 

@@ -26,6 +26,7 @@ from transformers.integrations.moe import (
     use_experts_implementation,
 )
 from transformers.utils import is_torchdynamo_compiling
+from transformers.utils.import_utils import is_fake_tensor
 
 from ._compat import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
 from .expert_paths import compute_experts, register_paths
@@ -142,8 +143,11 @@ class Experts(nn.Module):
             return False
         if device.type == "cpu" and dtype == torch.float16:
             return False  # falls into a scalar loop for input-first weights
-        if is_torchdynamo_compiling() and (dtype != torch.bfloat16 or grouped_mm_waits(device)):
-            return False  # the compiler takes it in bfloat16 only, and may put it into a CUDA graph
+        has_shapes_only = is_torchdynamo_compiling() or device.type == "meta" or is_fake_tensor(weight)
+        if has_shapes_only and dtype != torch.bfloat16:
+            return False  # of others torch 2.11 does not know the result's shape
+        if is_torchdynamo_compiling() and grouped_mm_waits(device):
+            return False  # a compiler may put it into a CUDA graph
         # Rows must be multiples of 16 bytes, and so far apart; a cast makes new ones.
         if any(size * dtype.itemsize % 16 for size in weight.shape[1:]):
             return False

@@ -334,14 +334,20 @@ def test_autocast_computes_in_its_dtype(num_tokens):
     assert max_abs(out, compute_experts(rounded, inputs[0].bfloat16(), *inputs[1:])) < 1e-2
 
 
-def test_shapes_alone():
-    experts = make_experts().to("meta")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_shapes_alone(sizes, dtype):
+    """Of outputs and gradients."""
+    experts = make_experts(sizes, dtype).to("meta")
+    hidden_size = SIZES[sizes]["hidden_size"]
     out = compute_experts(
         experts,
-        torch.empty(7, 70, device="meta"),
-        *(torch.empty(7, 2, dtype=dtype, device="meta") for dtype in (torch.long, torch.float32)),
+        torch.empty(7, hidden_size, device="meta", dtype=dtype),
+        *(torch.empty(7, 2, dtype=dtype, device="meta") for dtype in (torch.long, dtype)),
     )
-    assert out.is_meta and out.shape == (7, 70)
+    assert out.is_meta and out.shape == (7, hidden_size)
+    out.sum().backward()
+    assert experts.gate_up_proj.grad.shape == experts.gate_up_proj.shape
 
 
 @torch.no_grad()
