@@ -247,7 +247,7 @@ def constants(
 def row_counts_of_launches(
     num_experts: int, hidden_size: int, intermediate_size: int, element_size: int
 ) -> list[int]:
-    """Give numbers of rows that together launch every kernel which any number of rows up to `MAX_ROWS` launches.
+    """Numbers of rows that together launch every kernel which any number of rows up to `MAX_ROWS` launches.
 
     They are the first and the last of those that share what is compiled and how the second product is split, so that
     every border of both is among them.

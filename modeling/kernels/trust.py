@@ -71,7 +71,7 @@ def rows_to_trust(
     stacks: tuple[torch.Tensor, torch.Tensor],
     ways: Callable[[], tuple[Way, Way]],
 ) -> int:
-    """Give the number of rows up to which to use the kernels, 0 for never; they are tried if nobody has done it yet.
+    """The number of rows up to which to use the kernels, 0 for never; they are tried if nobody has done it yet.
 
     Args:
         device: where the experts are.
@@ -101,7 +101,7 @@ def rows_to_trust(
 # A compiler calls this while it reads along, and takes the number as it is.
 @torch.compiler.assume_constant_result
 def rows_known(device: torch.device, experts: str) -> int:
-    """Give the number of rows as `rows_to_trust` does, or 0 if nobody has tried; nothing runs on the device.
+    """The number of rows of `rows_to_trust`, or 0 if nobody has tried; nothing runs on the device.
 
     Args:
         device: where the experts are.
