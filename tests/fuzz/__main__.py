@@ -10,12 +10,16 @@ import warnings
 def main() -> int:
     """Run the cases that the command line asks for; 1 where one failed."""
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
-    parser.add_argument("--only", choices=["differential", "corruption"], help="one of the two (default: both)")
+    parser.add_argument(
+        "--only", choices=["differential", "corruption"], help="one of the two (default: both)"
+    )
     parser.add_argument("--seed", type=int, help="the first seed (default: drawn); alone: that one case")
     parser.add_argument("--cases", type=int, help="of each")
     parser.add_argument("--seconds", type=float, help="of each, at most")
     parser.add_argument("--workers", default="auto", help="processes (default: one a core, up to eight)")
-    parser.add_argument("--kinds", help="only cases of these kinds, by commas; those of other seeds are passed over")
+    parser.add_argument(
+        "--kinds", help="only cases of these kinds, by commas; those of other seeds are passed over"
+    )
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,7 +1,7 @@
 """Batches as users make them: padded, packed, fed in pieces. What each of their tokens must give is the reference's."""
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,11 @@ class Batch:
 
     def inputs(self) -> dict[str, Any]:
         """What a model is called with."""
-        given = {"input_ids": self.ids, "attention_mask": self.attention_mask, "position_ids": self.position_ids}
+        given = {
+            "input_ids": self.ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
     def sequences(self) -> list[tuple[int, torch.Tensor]]:
@@ -95,7 +99,9 @@ def draw_batch(
         rows, length = max(rows, 2), max(length, 3)
     ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
     index = torch.arange(length).expand(rows, -1)
-    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), index.clone(), torch.zeros_like(ids), kind=kind)
+    batch = Batch(
+        ids, torch.ones_like(ids, dtype=torch.bool), index.clone(), torch.zeros_like(ids), kind=kind
+    )
     match kind:
         case "ones":
             batch.attention_mask = _mask(rng, batch.real)
@@ -190,7 +196,9 @@ class Fed:
         return Fed(batch, logits, choices, torch.full(shape, reach))
 
 
-def check(fed: Fed, judge: Judge, what: str, error: type[Exception] = Wrong) -> list[tuple[int, torch.Tensor, Result]]:
+def check(
+    fed: Fed, judge: Judge, what: str, error: type[Exception] = Wrong
+) -> list[tuple[int, torch.Tensor, Result]]:
     """Compare every real token with the reference; all others must be finite at least.
 
     Returns:
@@ -200,7 +208,9 @@ def check(fed: Fed, judge: Judge, what: str, error: type[Exception] = Wrong) -> 
     if not fed.logits.isfinite().all():
         bad = (~fed.logits.isfinite()).any(-1)
         hidden = "hidden tokens only" if not (bad & batch.real).any() else "real tokens"
-        raise error(f"{what}, {batch.kind}: {int(bad.sum())} of {bad.numel()} tokens are not finite, {hidden}")
+        raise error(
+            f"{what}, {batch.kind}: {int(bad.sum())} of {bad.numel()} tokens are not finite, {hidden}"
+        )
     results = []
     for row, columns in batch.sequences():
         visible = None if batch.visible is None else batch.visible[row][columns][:, columns]
@@ -213,7 +223,9 @@ def check(fed: Fed, judge: Judge, what: str, error: type[Exception] = Wrong) -> 
 
         choices = [chosen[row, columns] for chosen in fed.choices] if fed.choices is not None else None
         where = f"{what}, {batch.kind}, row {row}"
-        results.append((row, columns, judge.check(fed.logits[row, columns], run, choices, where, error=error)))
+        results.append(
+            (row, columns, judge.check(fed.logits[row, columns], run, choices, where, error=error))
+        )
     return results
 
 

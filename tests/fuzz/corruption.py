@@ -42,9 +42,15 @@ def draw(rng: random.Random, kind: str) -> tuple[Original, Damage, str]:
             return original, made, rng.choice([*LOADERS, "AutoConfig"])
         case "companions":
             original = draw_original(rng, "pictures")
-            name = rng.choice([name for name in original.json_files if name != "config.json" and "index" not in name])
+            name = rng.choice(
+                [name for name in original.json_files if name != "config.json" and "index" not in name]
+            )
             how, content = damage.change_json(rng, original.files[name], [])
-            return original, Damage(f"{name}: {how}", {name: content}), rng.choice(["from_pretrained", "convert", "convert", "inspect"])
+            return (
+                original,
+                Damage(f"{name}: {how}", {name: content}),
+                rng.choice(["from_pretrained", "convert", "convert", "inspect"]),
+            )
     original = draw_original(rng, "adapter", "adapter", "adapter-bin")
     reader = rng.choice(["PeftModel", "load_adapter"])
     if rng.random() < 0.4:
@@ -60,7 +66,15 @@ def fields_of(original: Original) -> list[str]:
     config = original.model_class.config_class
     classes = [config, *getattr(config, "sub_configs", {}).values()]
     names = {name for each in classes for name in each.__dataclass_fields__}
-    more = {"model_type", "architectures", "quantization_config", "torch_dtype", "rope_scaling", "rope_theta", "auto_map"}
+    more = {
+        "model_type",
+        "architectures",
+        "quantization_config",
+        "torch_dtype",
+        "rope_scaling",
+        "rope_theta",
+        "auto_map",
+    }
     return sorted((names | more) - {"_name_or_path"})
 
 
@@ -91,7 +105,9 @@ def damage_index(rng: random.Random, original: Original) -> Damage:
         case "nothing":
             index["weight_map"] = {}
         case "odd":
-            weight_map[key] = rng.choice([None, 3, [], {}, "", ".", "config.json", "model.safetensors.index.json"])
+            weight_map[key] = rng.choice(
+                [None, 3, [], {}, "", ".", "config.json", "model.safetensors.index.json"]
+            )
         case "renamed":
             weight_map[key + "x"] = weight_map.pop(key)
     return Damage(f"{name}: {way} of {key}", {name: json.dumps(index).encode()})
@@ -128,9 +144,16 @@ def run(seed: int) -> Outcome:
 
 def our_frames(error: BaseException | None) -> list[str]:
     """The places of the package that an error went through."""
-    roots = {str(Path(sys.modules[name].__path__[0])) for name in ("llamoe.modeling", "llamoe.conversion", "llamoe.configuration")}
+    roots = {
+        str(Path(sys.modules[name].__path__[0]))
+        for name in ("llamoe.modeling", "llamoe.conversion", "llamoe.configuration")
+    }
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    return [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if str(Path(frame.filename).parent) in roots]
+    return [
+        f"{Path(frame.filename).name}:{frame.lineno}"
+        for frame in frames
+        if str(Path(frame.filename).parent) in roots
+    ]
 
 
 def judge(original: Original, made: Damage, reader: str, folder: Path) -> str:
@@ -146,7 +169,9 @@ def judge(original: Original, made: Damage, reader: str, folder: Path) -> str:
         return "passed"
     is_config = made.is_config
     if is_config and reader in ("from_pretrained", "AutoModel", "convert"):
-        given = {name: value for name, value in given.items() if name != "lm_head.weight"}  # a head may be tied now
+        given = {
+            name: value for name, value in given.items() if name != "lm_head.weight"
+        }  # a head may be tied now
     different = check_tensors(given, original, is_config)
     if different and not made.payload:
         raise Wrong(f"{different} tensors hold other numbers")

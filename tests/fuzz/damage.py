@@ -1,4 +1,4 @@
-"""Ways to damage files: bits, lengths, headers, archives, indexes, configurations. Each draws from a `random.Random`."""
+"""Ways to damage files: bits, lengths, headers, archives, indexes, configurations; each drawn at random."""
 
 import io
 import json
@@ -73,7 +73,9 @@ def flip(rng: random.Random, original: Original) -> Damage:
     name = rng.choice(original.weight_files)
     content = bytearray(original.files[name])
     count = rng.choice([1, 1, 1, 2, 5, 40])
-    if rng.random() < 0.6 and name.endswith(".safetensors"):  # where structure is, which is a small part of the file
+    if rng.random() < 0.6 and name.endswith(
+        ".safetensors"
+    ):  # where structure is, which is a small part of the file
         limit = header_length(original.files[name])
     elif rng.random() < 0.5:
         limit = min(len(content), 4096)
@@ -90,7 +92,9 @@ def cut(rng: random.Random, original: Original) -> Damage:
     name = rng.choice([*original.weight_files, *original.json_files])
     length = rng.choice([0, 1, 7, 8, 9, rng.randrange(len(original.files[name]))])
     length = min(length, len(original.files[name]) - 1)
-    return Damage(f"{name} cut to {length}", {name: original.files[name][:length]}, is_config=name.endswith(".json"))
+    return Damage(
+        f"{name} cut to {length}", {name: original.files[name][:length]}, is_config=name.endswith(".json")
+    )
 
 
 def extend(rng: random.Random, original: Original) -> Damage:
@@ -139,11 +143,15 @@ def header(rng: random.Random, original: Original) -> Damage:
     keys = [key for key in entries if key != "__metadata__"]
     key = rng.choice(keys)
     entry = entries[key]
-    way = rng.choice(["dtype", "shape", "offsets", "rename", "remove", "twice", "odd", "nested", "metadata", "transposed"])
+    way = rng.choice(
+        ["dtype", "shape", "offsets", "rename", "remove", "twice", "odd", "nested", "metadata", "transposed"]
+    )
     raw: bytes | None = None
     match way:
         case "dtype":
-            entry["dtype"] = rng.choice(["I32", "U32", "F16", "BF16", "F64", "I8", "BOOL", "F8_E4M3", "C64", "f32", "", 7, None])
+            entry["dtype"] = rng.choice(
+                ["I32", "U32", "F16", "BF16", "F64", "I8", "BOOL", "F8_E4M3", "C64", "f32", "", 7, None]
+            )
         case "shape":
             axis = rng.randrange(len(entry["shape"]))
             entry["shape"][axis] = rng.choice([0, -1, 1, 2**31, 2**62, 10**25, 2.0, "3", None, True])
@@ -155,7 +163,17 @@ def header(rng: random.Random, original: Original) -> Damage:
         case "offsets":
             entry["data_offsets"][rng.randrange(2)] += rng.choice([-4, 4, 1, -1, 10**25, -(10**25)])
         case "rename":
-            fresh = rng.choice([key + "x", key[:-1], "x", "", key.replace("0", "1"), key.replace("layers.", "layers.9"), key.upper()])
+            fresh = rng.choice(
+                [
+                    key + "x",
+                    key[:-1],
+                    "x",
+                    "",
+                    key.replace("0", "1"),
+                    key.replace("layers.", "layers.9"),
+                    key.upper(),
+                ]
+            )
             entries = {fresh if old == key else old: value for old, value in entries.items()}
         case "remove":
             del entries[key]
@@ -168,7 +186,9 @@ def header(rng: random.Random, original: Original) -> Damage:
         case "nested":
             raw = b'{"a":' * 50_000 + b"1" + b"}" * 50_000
         case "metadata":
-            entries["__metadata__"] = rng.choice([None, 3, {"a": 1}, {"format": "tf"}, {"format": "pt", "x": "y" * 10**5}, []])
+            entries["__metadata__"] = rng.choice(
+                [None, 3, {"a": 1}, {"format": "tf"}, {"format": "pt", "x": "y" * 10**5}, []]
+            )
     return Damage(f"header of {name}: {way} of {key}", {name: with_header(content, raw or entries)})
 
 
@@ -185,7 +205,9 @@ def archive(rng: random.Random, original: Original) -> Damage:
         infos = {info.filename: old.read(info) for info in old.infolist()}
     pickled = next(record for record in infos if record.endswith("data.pkl"))
     record = pickled if rng.random() < 0.6 else rng.choice(list(infos))
-    way = rng.choice(["op", "op", "op", "twice", "missing", "empty", "deflated", "shorter", "longer", "renamed", "swapped"])
+    way = rng.choice(
+        ["op", "op", "op", "twice", "missing", "empty", "deflated", "shorter", "longer", "renamed", "swapped"]
+    )
     result = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(result, "w") as new:
         warnings.simplefilter("ignore")
@@ -209,7 +231,9 @@ def archive(rng: random.Random, original: Original) -> Damage:
                     case "longer":
                         data += bytes(rng.choice([1, 4]))
                     case "renamed":
-                        file = rng.choice([file + "x", "../" + file, "/" + file, file.replace("data", "date")])
+                        file = rng.choice(
+                            [file + "x", "../" + file, "/" + file, file.replace("data", "date")]
+                        )
                     case "swapped":
                         data = infos[partner]
             new.writestr(file, data, method)
@@ -238,7 +262,9 @@ def _changed(rng: random.Random, data: bytes) -> bytes:
 
 def _directory(rng: random.Random, name: str, content: bytes) -> Damage:
     """Bytes of the central directory or the end record: sizes, offsets, sums, counts."""
-    begin = content.rindex(b"PK\x01\x02", 0, len(content)) if rng.random() < 0.5 else content.index(b"PK\x01\x02")
+    begin = (
+        content.rindex(b"PK\x01\x02", 0, len(content)) if rng.random() < 0.5 else content.index(b"PK\x01\x02")
+    )
     changed = bytearray(content)
     for _ in range(rng.choice([1, 2, 6])):
         changed[rng.randrange(begin, len(changed))] = rng.choice([0, 255, rng.randrange(256)])
@@ -261,8 +287,37 @@ def duplicate(rng: random.Random, original: Original) -> Damage:
     return Damage(f"{key} of {one} in {other} too", {other: with_header(b + data, entries)})
 
 
-ODD = [None, -1, 0, 1, 3, 10**7, 2**40, 10**30, 0.5, -2.5, float("nan"), float("inf"), "", "x", "../x", "ä" * 3000]
-ODD += [[], [7], [[]], {}, {"a": 1}, True, False, "float16", [1, 2, 3], ["full_attention"], {"rope_type": "x"}]
+ODD = [
+    None,
+    -1,
+    0,
+    1,
+    3,
+    10**7,
+    2**40,
+    10**30,
+    0.5,
+    -2.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "../x",
+    "ä" * 3000,
+]
+ODD += [
+    [],
+    [7],
+    [[]],
+    {},
+    {"a": 1},
+    True,
+    False,
+    "float16",
+    [1, 2, 3],
+    ["full_attention"],
+    {"rope_type": "x"},
+]
 
 
 def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
@@ -278,9 +333,28 @@ def change_json(rng: random.Random, content: bytes, fields: list[str]) -> tuple[
     whole = json.loads(content)
     way = rng.choice(["exchange"] * 5 + ["add"] * 3 + ["remove", "remove", "rename", "twice", "raw"])
     if way == "raw":
-        raws = [b"", b"null", b"[]", b"3", b'"x"', b"{", b"[" * 100_000, b'{"a":' * 30_000 + b"1" + b"}" * 30_000]
-        raws += [b"\xff\xfe" + content, content.decode().encode("utf-16"), b"\xef\xbb\xbf" + content, content[:-2] + b",}", content * 2]
-        raws += [content.replace(b"1", b"1" + b"0" * 5000, 1), content.replace(b":", b": NaN,", 1), b"\0" * 1000]
+        raws = [
+            b"",
+            b"null",
+            b"[]",
+            b"3",
+            b'"x"',
+            b"{",
+            b"[" * 100_000,
+            b'{"a":' * 30_000 + b"1" + b"}" * 30_000,
+        ]
+        raws += [
+            b"\xff\xfe" + content,
+            content.decode().encode("utf-16"),
+            b"\xef\xbb\xbf" + content,
+            content[:-2] + b",}",
+            content * 2,
+        ]
+        raws += [
+            content.replace(b"1", b"1" + b"0" * 5000, 1),
+            content.replace(b":", b": NaN,", 1),
+            b"\0" * 1000,
+        ]
         number = rng.randrange(len(raws))
         return f"raw {number}", raws[number]
     all_places = sorted(places(whole), key=str)

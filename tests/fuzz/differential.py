@@ -73,7 +73,9 @@ def run(seed: int) -> Outcome:
         outcome.verdict, outcome.text = "failed", str(error)
     except Exception as error:
         outcome.text = describe(error)
-        is_documented = isinstance(error, ValueError) and any(re.search(text, str(error)) for text in DOCUMENTED)
+        is_documented = isinstance(error, ValueError) and any(
+            re.search(text, str(error)) for text in DOCUMENTED
+        )
         outcome.verdict = "refused" if is_documented else "failed"
     finally:
         gc.collect() if seed % 50 == 0 else None

@@ -36,7 +36,12 @@ class TooClose(Exception):
 PASSES = {torch.float64: 2e-6, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 # Half of it up, half of it down. Rotary angles, cosines and sines are float32 in every model; sums in float32 are taken
 # in any order.
-ROUNDING = {torch.float64: 2.0**-24, torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+ROUNDING = {
+    torch.float64: 2.0**-24,
+    torch.float32: 2.0**-22,
+    torch.bfloat16: 2.0**-7,
+    torch.float16: 2.0**-10,
+}
 MARGIN = 10
 RUNS = 3
 
@@ -50,7 +55,7 @@ class Tally:
 
 
 class RouterLog:
-    """The experts that every router has chosen, in order of the calls; no hook, which would make models take another way."""
+    """The experts that routers have chosen, in order of the calls. A hook would make models take another way."""
 
     def __init__(self):
         self.calls: list[torch.Tensor] = []
@@ -121,14 +126,22 @@ class Judge:
             self.check_no_tie(exact)
         expected = read(exact)
         self.tally.tokens += len(expected)
-        self.check_values(given, expected, lambda blur: read(run(choices=choices or self.best(exact), blur=blur)), what, error)
+        self.check_values(
+            given,
+            expected,
+            lambda blur: read(run(choices=choices or self.best(exact), blur=blur)),
+            what,
+            error,
+        )
         return exact
 
     def best(self, exact: Result) -> list[torch.Tensor]:
         k = self.decoder.config.get("num_experts_per_tok")
         return [logits.topk(k).indices for logits in exact.router_logits]
 
-    def check_values(self, given, expected, blurred: Callable, what: str, error: type[Exception] = Wrong) -> None:
+    def check_values(
+        self, given, expected, blurred: Callable, what: str, error: type[Exception] = Wrong
+    ) -> None:
         """Compare tensors; `blurred` gives the expected one with random roundings, which it takes."""
         if given.shape != expected.shape:
             raise error(f"{what}: shape {list(given.shape)} instead of {list(expected.shape)}")
@@ -162,12 +175,17 @@ class Judge:
             self.tally.near_ties += int((highest > lowest).sum())
             if noise is None:
                 noise = [
-                    max(largest(one[i] - exact.router_logits[i]) for one in self._blurred_routers(run, choices))
+                    max(
+                        largest(one[i] - exact.router_logits[i])
+                        for one in self._blurred_routers(run, choices)
+                    )
                     for i in range(len(exact.router_logits))
                 ]
             allowed = max(MARGIN * noise[layer], PASSES[self.dtype])
             if gap > allowed:
-                raise Wrong(f"{what}: mixture {layer} chose an expert whose logit is {gap:.2e} below the best's")
+                raise Wrong(
+                    f"{what}: mixture {layer} chose an expert whose logit is {gap:.2e} below the best's"
+                )
 
     def _blurred_routers(self, run: Callable, choices) -> list[list[torch.Tensor]]:
         return [run(choices=choices, blur=self.blur()).router_logits for _ in range(RUNS)]

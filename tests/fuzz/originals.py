@@ -120,7 +120,9 @@ def originals() -> dict[str, Original]:
     torch.manual_seed(0)
     dense = draw_weights(llamoe.LlamoeDenseForCausalLM(llamoe.LlamoeDenseConfig(**DENSE)), 1)
     text = draw_weights(llamoe.LlamoeForCausalLM(llamoe.LlamoeTextConfig(**TEXT)), 2)
-    whole_config = llamoe.LlamoeConfig(text_config=TEXT | {"vocab_size": 259}, vision_config=VISION, image_token_index=200)
+    whole_config = llamoe.LlamoeConfig(
+        text_config=TEXT | {"vocab_size": 259}, vision_config=VISION, image_token_index=200
+    )
     whole = draw_weights(llamoe.LlamoeForConditionalGeneration(whole_config), 3)
     result = {}
     with tempfile.TemporaryDirectory() as place:
@@ -148,7 +150,9 @@ def originals() -> dict[str, Original]:
         convert(folder / "shards", folder / "split", experts="split", shard_size="12KB")
         result["split"] = Original("split", read(folder / "split"), _state(text), type(text))
         for name, safe in (("adapter", True), ("adapter-bin", False)):
-            config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], target_parameters=EXPERTS, task_type="CAUSAL_LM")
+            config = LoraConfig(
+                r=2, target_modules=["q_proj", "up_proj"], target_parameters=EXPERTS, task_type="CAUSAL_LM"
+            )
             adapted = draw_factors(get_peft_model(copy.deepcopy(text), config), 4)
             adapted.save_pretrained(folder / name, safe_serialization=safe)
             tensors = {key: value.clone() for key, value in adapted.state_dict().items() if ".lora_" in key}

@@ -1,4 +1,4 @@
-"""Everything that reads a folder, and what each must give of a damaged one: the same numbers, or an error that names it."""
+"""What reads a folder; of a damaged one each must give the same numbers, or an error that names it."""
 
 import copy
 import re

@@ -72,7 +72,9 @@ def layer_kinds(config: Mapping[str, Any], idx: int) -> tuple[bool, bool, bool]:
     return rotates, chunked and bool(config["attention_chunk_size"]), is_moe
 
 
-def frequencies(config: Mapping[str, Any], reach: int | None, stock_config: Any) -> tuple[torch.Tensor, float]:
+def frequencies(
+    config: Mapping[str, Any], reach: int | None, stock_config: Any
+) -> tuple[torch.Tensor, float]:
     """Angles `[d / 2]` of one position, and the factor of cosine and sine.
 
     Args:

@@ -83,7 +83,9 @@ def run_cases(
         summary.add(seed, outcome, taken)
         last = max(last, seed)
         if outcome.verdict in ("failed", "judge"):
-            say(f"{outcome.verdict}: {outcome.kind}: {outcome.text} {outcome.notes}\n    {repeat(name, seed)}")
+            say(
+                f"{outcome.verdict}: {outcome.kind}: {outcome.text} {outcome.notes}\n    {repeat(name, seed)}"
+            )
     for line in summary.causes():
         say(line)
     for line in summary.lines(name, seeds[0], last, time.monotonic() - begun):

@@ -1,4 +1,4 @@
-"""A drawn model of ours with what judges it: the reference on the same weights, and stock's class where it can be one."""
+"""A drawn model with what judges it: the reference on the same weights, and stock's class where it can be one."""
 
 import random
 from dataclasses import dataclass
@@ -17,7 +17,12 @@ from .reference import Decoder, layer_kinds
 
 CLASSES = {
     "llama": (llamoe.LlamoeDenseConfig, llamoe.LlamoeDenseForCausalLM, "LlamaConfig", "LlamaForCausalLM"),
-    "llama4_text": (llamoe.LlamoeTextConfig, llamoe.LlamoeForCausalLM, "Llama4TextConfig", "Llama4ForCausalLM"),
+    "llama4_text": (
+        llamoe.LlamoeTextConfig,
+        llamoe.LlamoeForCausalLM,
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+    ),
 }
 ATTENTION = ["sdpa", "sdpa", "sdpa", "eager"]
 EXPERTS = [None, None, None, "llamoe", "llamoe_loop", "llamoe_grouped", "eager", "grouped_mm", "batched_mm"]

@@ -59,8 +59,13 @@ class Tower:
         states = [x]
         for idx in range(config["num_hidden_layers"]):
             name = f"model.layers.{idx}"
-            x = blur(x + self._attend(f"{name}.self_attn", blur(self.norm(f"{name}.input_layernorm", x)), grid, blur))
-            inner = blur(self.linear(f"{name}.mlp.fc1", blur(self.norm(f"{name}.post_attention_layernorm", x))))
+            x = blur(
+                x
+                + self._attend(f"{name}.self_attn", blur(self.norm(f"{name}.input_layernorm", x)), grid, blur)
+            )
+            inner = blur(
+                self.linear(f"{name}.mlp.fc1", blur(self.norm(f"{name}.post_attention_layernorm", x)))
+            )
             inner = blur(ACTIVATIONS[config["hidden_act"]](inner))
             x = blur(x + blur(self.linear(f"{name}.mlp.fc2", inner)))
             states.append(x)
@@ -77,17 +82,26 @@ class Tower:
 
     def _attend(self, name: str, x: torch.Tensor, grid: int, blur: Callable) -> torch.Tensor:
         heads = self.config["num_attention_heads"]
-        q, k, v = (blur(self.linear(f"{name}.{part}_proj", x)).unflatten(-1, (heads, -1)) for part in ("q", "k", "v"))
+        q, k, v = (
+            blur(self.linear(f"{name}.{part}_proj", x)).unflatten(-1, (heads, -1)) for part in ("q", "k", "v")
+        )
         dim = q.shape[-1]
         if self.config["use_rope"]:
             theta = self.config["rope_parameters"]["rope_theta"]
             steps = theta ** (-2 * torch.arange(dim // 4, dtype=torch.float64) / (dim // 2))
             place = torch.arange(grid * grid)
-            # The column turns the first half of the pairs, the row the rest; the class token, which is last, is not turned.
+            # The column turns the first half of the pairs, the row the rest. The class token, the last, is not turned.
             angles = torch.cat([(place[:, None] % grid + 1) * steps, (place[:, None] // grid + 1) * steps], 1)
             angles = blur(torch.cat([angles, torch.zeros(1, dim // 2, dtype=torch.float64)]), 2.0**-22)
             turns = torch.polar(torch.ones_like(angles), angles)[:, None]
-            q, k = (blur(torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) * turns).flatten(-2)) for y in (q, k))
+            q, k = (
+                blur(
+                    torch.view_as_real(
+                        torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) * turns
+                    ).flatten(-2)
+                )
+                for y in (q, k)
+            )
         scores = blur(torch.einsum("nqhd,nkhd->nhqk", q, k) * dim**-0.5)
         attended = blur(torch.einsum("nhqk,nkhd->nqhd", blur(scores.softmax(-1)), v))
         return blur(self.linear(f"{name}.o_proj", attended.flatten(2)))
@@ -96,7 +110,9 @@ class Tower:
         block = round(1 / self.config["pixel_shuffle_ratio"])
         x = x.unflatten(1, (grid, grid))
         # Of each square of patches the channels by row, column, channel.
-        x = torch.cat([x[:, row::block, column::block] for row in range(block) for column in range(block)], -1)
+        x = torch.cat(
+            [x[:, row::block, column::block] for row in range(block) for column in range(block)], -1
+        )
         inner = blur(F.gelu(blur(self.linear("vision_adapter.mlp.fc1", x.flatten(1, 2)))))
         x = blur(self.linear("vision_adapter.mlp.fc2", inner))
         return blur(F.gelu(x)) if self.config["projector_final_act"] else x

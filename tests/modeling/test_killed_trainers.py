@@ -151,7 +151,16 @@ def test_what_a_killed_trainer_leaves(tmp_path, capsys):
     tests = Path(__file__).resolve().parents[1]
     paths = os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path), str(KILLS), os.environ.get("LLAMOE_SEED", "0")],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            CHILD,
+            str(tmp_path),
+            str(KILLS),
+            os.environ.get("LLAMOE_SEED", "0"),
+        ],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
@@ -169,4 +178,3 @@ def test_what_a_killed_trainer_leaves(tmp_path, capsys):
     assert sum(run["died"] for run in runs) > KILLS // 2, "most were to be killed"
     assert kinds["whole"] > 0, kinds
     assert set(kinds) <= {"whole", "weights refused", "Trainer's own files are not whole"}, kinds
-

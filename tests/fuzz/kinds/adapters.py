@@ -1,4 +1,4 @@
-"""LoRA of peft's: what it computes is the reference with merged weights; it is saved, loaded and moved to stock and back."""
+"""LoRA of peft's: the reference with merged weights is what it computes; saved, loaded, moved to stock and back."""
 
 import copy
 import random
@@ -27,7 +27,9 @@ def draw_lora(rng: random.Random, subject: Subject) -> LoraConfig:
         "lora_alpha": rng.choice([1, 6, 8]),
         "use_rslora": chance(rng, 0.2),
         "task_type": rng.choice(["CAUSAL_LM", None]),
-        "target_modules": sorted(rng.sample(LINEAR, rng.randint(1, len(LINEAR)))) if chance(rng, 0.7) else "all-linear",
+        "target_modules": sorted(rng.sample(LINEAR, rng.randint(1, len(LINEAR))))
+        if chance(rng, 0.7)
+        else "all-linear",
     }
     if subject.has_mixture and chance(rng, 0.6):
         options["target_parameters"] = rng.sample(EXPERTS, rng.choice([1, 2, 2]))
@@ -49,13 +51,18 @@ def scaling(config: LoraConfig) -> float:
     return config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
 
 
-def merged(weights: dict[str, torch.Tensor], adapted: nn.Module, config: LoraConfig, is_ours: bool = True) -> dict[str, torch.Tensor]:
+def merged(
+    weights: dict[str, torch.Tensor], adapted: nn.Module, config: LoraConfig, is_ours: bool = True
+) -> dict[str, torch.Tensor]:
     """Weights with the adapter's product added; of stacked experts each one's own.
 
-    Of stacks `[E, in, out]` ours has A on the input side, `[E * r, in]`, where the expert runs slowest, and B on the output
-    side, `[out, r * E]`, where it runs fastest. peft does not know that stock's are input-first, and exchanges the two.
+    Of stacks `[E, in, out]` ours has A on the input side, `[E * r, in]`, where the expert runs slowest, and B on the
+    output side, `[out, r * E]`, where it runs fastest. peft does not know that stock's are input-first, and exchanges the two.
     """
-    result, state = dict(weights), {name: value.detach().double() for name, value in adapted.state_dict().items()}
+    result, state = (
+        dict(weights),
+        {name: value.detach().double() for name, value in adapted.state_dict().items()},
+    )
     for key, a in state.items():
         match = FACTOR.match(key)
         if match is None:
@@ -84,14 +91,30 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     # Sizes by which the two stacks and their sides are told apart; equal ones are a matter of tests.
     width = rng.choice([4, 7, 12])
     subject = draw_subject(
-        rng, seed, dtypes=["float32"], intermediate_size=width, experts=[None, None, "llamoe_loop", "eager", "grouped_mm", "batched_mm"]
+        rng,
+        seed,
+        dtypes=["float32"],
+        intermediate_size=width,
+        experts=[None, None, "llamoe_loop", "eager", "grouped_mm", "batched_mm"],
     )
     if subject.fields["hidden_size"] in (width, 2 * width):
         return
     config = draw_lora(rng, subject)
-    batch = draw_batch(rng, generator, subject.fields["vocab_size"], ["plain", "left", "packed"], 30, subject.fields["pad_token_id"])
+    batch = draw_batch(
+        rng,
+        generator,
+        subject.fields["vocab_size"],
+        ["plain", "left", "packed"],
+        30,
+        subject.fields["pad_token_id"],
+    )
     notes |= {**subject.notes, "batch": batch.kind, "experts": subject.fields.get("num_local_experts")}
-    notes |= {"modules": sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules, "parameters": config.target_parameters}
+    notes |= {
+        "modules": sorted(config.target_modules)
+        if isinstance(config.target_modules, set)
+        else config.target_modules,
+        "parameters": config.target_parameters,
+    }
     plain = copy.deepcopy(subject.model)
     model = draw_factors(get_peft_model(subject.model, config), seed)
     weights = subject.judge.decoder.weights
@@ -114,7 +137,9 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
                 across(rng, subject, config, batch, plain, stock, place, weights, seed)
 
 
-def compare(subject: Subject, model: nn.Module, batch: Any, what: str, error: type[Exception] = Wrong) -> None:
+def compare(
+    subject: Subject, model: nn.Module, batch: Any, what: str, error: type[Exception] = Wrong
+) -> None:
     with LOG.recording() as calls:
         logits = model(**batch.inputs()).logits
     fed = Fed.of(batch, logits, calls, batch.reach())
@@ -126,8 +151,17 @@ def compare(subject: Subject, model: nn.Module, batch: Any, what: str, error: ty
 def across(rng, subject, config, batch, plain, stock, place, weights, seed) -> None:
     """Trained on ours and read by stock, which can read no experts of ours; trained on stock and read by ours."""
     if not config.target_parameters and chance(rng, 0.5):
-        compare(subject, PeftModel.from_pretrained(copy.deepcopy(stock), place / "adapter"), batch, "ours on stock", JudgeIsWrong)
-    options = {name: getattr(config, name) for name in ("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters")}
+        compare(
+            subject,
+            PeftModel.from_pretrained(copy.deepcopy(stock), place / "adapter"),
+            batch,
+            "ours on stock",
+            JudgeIsWrong,
+        )
+    options = {
+        name: getattr(config, name)
+        for name in ("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters")
+    }
     options["task_type"] = "CAUSAL_LM"
     if options["target_modules"] == "all-linear" or isinstance(options["target_modules"], str):
         options["target_modules"] = LINEAR  # stock's router is a linear layer that peft cannot wrap
@@ -137,7 +171,11 @@ def across(rng, subject, config, batch, plain, stock, place, weights, seed) -> N
     compare(subject, other, batch, "stock with its adapter", JudgeIsWrong)
     other.save_pretrained(place / "other")
     again = copy.deepcopy(plain)
-    again = PeftModel.from_pretrained(again, place / "other") if chance(rng, 0.5) else _loaded(again, place / "other")
+    again = (
+        PeftModel.from_pretrained(again, place / "other")
+        if chance(rng, 0.5)
+        else _loaded(again, place / "other")
+    )
     compare(subject, again, batch, "stock's on ours")
 
 

@@ -22,9 +22,7 @@ def join(fed: Fed | None, new: Fed) -> Fed:
     joined = {name: torch.cat([getattr(fed.batch, name), getattr(new.batch, name)], 1) for name in names}
     batch = replace(new.batch, **joined)
     choices = [torch.cat(pair, 1) for pair in zip(fed.choices, new.choices, strict=True)]
-    return Fed(
-        batch, torch.cat([fed.logits, new.logits], 1), choices, torch.cat([fed.reach, new.reach], 1)
-    )
+    return Fed(batch, torch.cat([fed.logits, new.logits], 1), choices, torch.cat([fed.reach, new.reach], 1))
 
 
 def rows_of(fed: Fed, index: torch.Tensor, length: int | None = None) -> Fed:
@@ -60,7 +58,9 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seed)
     subject = draw_subject(rng, seed)
     fields = subject.fields
-    whole = draw_batch(rng, generator, fields["vocab_size"], PADDED, rng.choice([30, 50]), fields["pad_token_id"])
+    whole = draw_batch(
+        rng, generator, fields["vocab_size"], PADDED, rng.choice([30, 50]), fields["pad_token_id"]
+    )
     if whole.position_ids is not None and whole.position_ids.shape[0] == 1:
         whole.position_ids = whole.position_ids.expand(whole.shape[0], -1)
     whole, fed = extend(rng, generator, whole, fields["vocab_size"]), None

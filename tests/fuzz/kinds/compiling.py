@@ -45,7 +45,14 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     kinds = ["plain", "left", "right", "packed", "ones"]
 
     def draw(kind: str | None = None, longest: int = 33) -> Batch:
-        return draw_batch(rng, generator, subject.fields["vocab_size"], [kind] if kind else kinds, longest, subject.fields["pad_token_id"])
+        return draw_batch(
+            rng,
+            generator,
+            subject.fields["vocab_size"],
+            [kind] if kind else kinds,
+            longest,
+            subject.fields["pad_token_id"],
+        )
 
     try:
         match way:
@@ -83,7 +90,9 @@ def train(rng: random.Random, subject: Subject, batch: Batch, notes: dict[str, A
         return
     _, fed = forward(model, batch)  # whose choices are those of the compiled pass, in float32
     subject.judge.check_no_tie_of(fed)
-    output = torch.compile(model, fullgraph=True, backend=backend)(**batch.inputs(), labels=labels, use_cache=False)
+    output = torch.compile(model, fullgraph=True, backend=backend)(
+        **batch.inputs(), labels=labels, use_cache=False
+    )
     output.loss.backward()
     fed.logits = output.logits
     check_gradients(subject.judge, model, fed, labels, output.loss, {"aux": 0.0, "z": 0.0})
@@ -132,11 +141,19 @@ def export(rng: random.Random, subject: Subject, draw: Any, notes: dict[str, Any
     inputs = first.inputs()
     if kind == "left":
         inputs["attention_mask"] = inputs["attention_mask"].long()
-    axes = {0: Dim("batch", min=1, max=64), 1: Dim("tokens", min=1, max=4096)} if chance(rng, 0.5) else {0: Dim.AUTO, 1: Dim.AUTO}
+    axes = (
+        {0: Dim("batch", min=1, max=64), 1: Dim("tokens", min=1, max=4096)}
+        if chance(rng, 0.5)
+        else {0: Dim.AUTO, 1: Dim.AUTO}
+    )
     notes |= {"batch": kind, "axes": str(axes[0])}
-    shapes = {name: axes if name in inputs else None for name in ("input_ids", "attention_mask", "position_ids")}
-    shapes = {name: axes for name in inputs}
-    program = torch.export.export(Logits(subject.model), (), inputs, dynamic_shapes=shapes, strict=chance(rng, 0.3)).module()
+    shapes = {
+        name: axes if name in inputs else None for name in ("input_ids", "attention_mask", "position_ids")
+    }
+    shapes = dict.fromkeys(inputs, axes)
+    program = torch.export.export(
+        Logits(subject.model), (), inputs, dynamic_shapes=shapes, strict=chance(rng, 0.3)
+    ).module()
     for _ in range(3):
         batch = draw(kind)
         batch.position_ids = batch.position_ids if kind == "packed" else None

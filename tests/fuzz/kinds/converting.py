@@ -17,30 +17,51 @@ from ..reference import Decoder
 from ..subject import Subject, draw_subject, exact_weights, rope_config
 from .saving import load, same_weights
 
+
 def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     way = rng.choice(["split", "split", "cast", "meta", "upcycle", "heads", "verify"])
     family = {"split": "llama4_text", "upcycle": "llama"}.get(way)
     overrides: dict[str, Any] = {}
     if way == "meta":  # what Meta's params.json can say, mostly
         overrides = dict(attention_bias=False, mlp_bias=False, hidden_act="silu", tie_word_embeddings=False)
-    subject = draw_subject(rng, seed, family, dtypes=["float32", "float32", "bfloat16"], for_stock=True, experts=[None], **overrides)
-    notes |= {**subject.notes, "way": way, "family": subject.fields["model_type"], "dtype": str(subject.dtype)}
+    subject = draw_subject(
+        rng,
+        seed,
+        family,
+        dtypes=["float32", "float32", "bfloat16"],
+        for_stock=True,
+        experts=[None],
+        **overrides,
+    )
+    notes |= {
+        **subject.notes,
+        "way": way,
+        "family": subject.fields["model_type"],
+        "dtype": str(subject.dtype),
+    }
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         layout = rng.choice(["stock", "llamoe"])
-        subject.model.save_pretrained(place / "source", layout=layout, max_shard_size=rng.choice(["8KB", "50KB", "5GB"]))
+        subject.model.save_pretrained(
+            place / "source", layout=layout, max_shard_size=rng.choice(["8KB", "50KB", "5GB"])
+        )
         globals()[f"_{way}"](rng, seed, subject, place)
 
 
 def reads(subject: Subject, folder: Path) -> Any:
     """The class of the model loads the folder, whole."""
-    model = load(type(subject.model), folder, dtype=subject.dtype, attn_implementation=subject.notes["attention"])
+    model = load(
+        type(subject.model), folder, dtype=subject.dtype, attn_implementation=subject.notes["attention"]
+    )
     same_weights(model, subject.model, "converted")
     return model
 
 
 def _split(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
-    options = {"shard_size": rng.choice(["9KB", "60KB", "5GB"]), "layout": rng.choice(["stock", "llamoe", None])}
+    options = {
+        "shard_size": rng.choice(["9KB", "60KB", "5GB"]),
+        "layout": rng.choice(["stock", "llamoe", None]),
+    }
     convert(place / "source", place / "split", experts="split", **options)
     convert(place / "split", place / "back", experts="fused")
     reads(subject, place / "back")
@@ -49,7 +70,12 @@ def _split(rng: random.Random, seed: int, subject: Subject, place: Path) -> None
 
 def _cast(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
     name = rng.choice(["float32", "float16", "bfloat16"])
-    convert(place / "source", place / "cast", dtype=name, experts=rng.choice(["fused", "split"]) if subject.has_mixture else "fused")
+    convert(
+        place / "source",
+        place / "cast",
+        dtype=name,
+        experts=rng.choice(["fused", "split"]) if subject.has_mixture else "fused",
+    )
     convert(place / "cast", place / "back")
     model = load(type(subject.model), place / "back", dtype=DTYPES[name])
     same_weights(model, subject.model.to(DTYPES[name]), f"cast to {name}")
@@ -58,7 +84,13 @@ def _cast(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
 def _meta(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
     shards = rng.choice([count for count in (1, 2, 3) if subject.fields["num_key_value_heads"] % count == 0])
     try:
-        convert(place / "source", place / "meta", to="meta", shards=shards, style=rng.choice(["release", "unfused"]))
+        convert(
+            place / "source",
+            place / "meta",
+            to="meta",
+            shards=shards,
+            style=rng.choice(["release", "unfused"]),
+        )
     except ValueError as error:
         # Whatever Meta's format lacks: every message says the field and what would be said instead.
         if "valid:" in str(error) or "params.json" in str(error) or "Meta" in str(error):
@@ -70,9 +102,18 @@ def _meta(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
 
 def _upcycle(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
     experts = rng.randint(1, 4)
-    options = {"experts": experts, "top_k": rng.randint(1, experts), "interleave": rng.randint(1, subject.fields["num_hidden_layers"])}
+    options = {
+        "experts": experts,
+        "top_k": rng.randint(1, experts),
+        "interleave": rng.randint(1, subject.fields["num_hidden_layers"]),
+    }
     upcycle(place / "source", place / "moe", **options)
-    model = load(llamoe.LlamoeForCausalLM, place / "moe", dtype=subject.dtype, attn_implementation=subject.notes["attention"])
+    model = load(
+        llamoe.LlamoeForCausalLM,
+        place / "moe",
+        dtype=subject.dtype,
+        attn_implementation=subject.notes["attention"],
+    )
     generator = torch.Generator().manual_seed(seed)
     batch = draw_batch(rng, generator, subject.fields["vocab_size"], ["plain", "left", "packed"], 30)
     with torch.no_grad():
@@ -87,7 +128,12 @@ def _heads(rng: random.Random, seed: int, subject: Subject, place: Path) -> None
     heads = subject.fields["num_key_value_heads"]
     kept = rng.choice([count for count in range(1, heads + 1) if heads % count == 0])
     merge_kv_heads(place / "source", place / "fewer", kv_heads=kept)
-    model = load(type(subject.model), place / "fewer", dtype=subject.dtype, attn_implementation=subject.notes["attention"])
+    model = load(
+        type(subject.model),
+        place / "fewer",
+        dtype=subject.dtype,
+        attn_implementation=subject.notes["attention"],
+    )
     weights, dim = dict(subject.judge.decoder.weights), subject.fields["head_dim"]
     for name, value in weights.items():
         if ".k_proj." in name or ".v_proj." in name:
@@ -95,7 +141,9 @@ def _heads(rng: random.Random, seed: int, subject: Subject, place: Path) -> None
             weights[name] = groups.mean(1).flatten(0, 1).to(subject.dtype).double()
     state = exact_weights(model)
     for name, value in weights.items():
-        if (state[name] - value).abs().max() > 1e-6 * max(1.0, value.abs().max().item()) + (0.02 if subject.dtype == torch.bfloat16 else 0):
+        if (state[name] - value).abs().max() > 1e-6 * max(1.0, value.abs().max().item()) + (
+            0.02 if subject.dtype == torch.bfloat16 else 0
+        ):
             raise Wrong(f"{name} is no mean of its group")
     fields = subject.fields | {"num_key_value_heads": kept}
     judge = Judge(Decoder(state, fields, rope_config(fields)), subject.dtype, seed)
@@ -108,13 +156,21 @@ def _heads(rng: random.Random, seed: int, subject: Subject, place: Path) -> None
 
 def _verify(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
     """`verify` says of equal folders that they are equal, and of one changed number that something differs."""
-    convert(place / "source", place / "same", experts=rng.choice(["fused", "split"]) if subject.has_mixture else "fused")
+    convert(
+        place / "source",
+        place / "same",
+        experts=rng.choice(["fused", "split"]) if subject.has_mixture else "fused",
+    )
     found = verify(place / "source", place / "same", tokens=9, rows=1)
     if not found.same_weights or not found.same_function:
-        raise Wrong(f"verify says of equal folders: {found.same_weights}, {found.same_function}, {found.reasons}")
+        raise Wrong(
+            f"verify says of equal folders: {found.same_weights}, {found.same_function}, {found.reasons}"
+        )
     if inspect(place / "source").problems:
         raise Wrong(f"inspect finds problems: {inspect(place / 'source').problems}")
-    ids = torch.randint(0, subject.fields["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        0, subject.fields["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(seed)
+    )
     with torch.no_grad():
         before = subject.model(ids).logits.float()
         name, parameter = rng.choice(list(subject.model.named_parameters()))
@@ -123,4 +179,6 @@ def _verify(rng: random.Random, seed: int, subject: Subject, place: Path) -> Non
     subject.model.save_pretrained(place / "other")
     found = verify(place / "source", place / "other", tokens=9, rows=1)
     if found.same_weights or (found.same_function and change > 0.05):
-        raise Wrong(f"verify sees no difference in {name}, which changes logits by {change:.2g}: {found.reasons}")
+        raise Wrong(
+            f"verify sees no difference in {name}, which changes logits by {change:.2g}: {found.reasons}"
+        )

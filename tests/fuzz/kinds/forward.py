@@ -24,7 +24,13 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seed)
     subject = draw_subject(rng, seed, by_length=True)
     fields, judge = subject.fields, subject.judge
-    batch = draw_batch(rng, generator, fields["vocab_size"], longest=rng.choice([33, 44, 70]), pad_token_id=fields["pad_token_id"])
+    batch = draw_batch(
+        rng,
+        generator,
+        fields["vocab_size"],
+        longest=rng.choice([33, 44, 70]),
+        pad_token_id=fields["pad_token_id"],
+    )
     notes |= {**subject.notes, "batch": batch.kind}
     options: dict[str, Any] = {}
     if batch.visible is not None:
@@ -44,7 +50,10 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     check_recorded(output, batch, results, judge, wants_states, wants_routers)
     if subject.is_stock_right(batch) and chance(rng, 0.5):
         stock = subject.stock()
-        inputs = {**batch.inputs(), **{name: value for name, value in options.items() if "router" not in name}}
+        inputs = {
+            **batch.inputs(),
+            **{name: value for name, value in options.items() if "router" not in name},
+        }
         fed.logits = stock(**inputs).logits
         if not subject.has_mixture or subject.dtype in (torch.float32, torch.float64):
             check(fed, judge, "stock's logits", JudgeIsWrong)
@@ -73,8 +82,12 @@ def check_recorded(output, batch, results, judge, wants_states, wants_routers) -
                 raise Wrong(f"{len(output.hidden_states)} hidden states, not {len(result.hidden_states)}")
             for depth, expected in enumerate(result.hidden_states):
                 given = output.hidden_states[depth][row, columns]
-                judge.check_values(given, expected, lambda blur, x=expected: blur(x, 64 * blur.epsilon), f"state {depth}")
+                judge.check_values(
+                    given, expected, lambda blur, x=expected: blur(x, 64 * blur.epsilon), f"state {depth}"
+                )
         if wants_routers:
             for depth, expected in enumerate(result.router_logits):
                 given = output.router_logits[depth].view(*batch.shape, -1)[row, columns]
-                judge.check_values(given, expected, lambda blur, x=expected: blur(x, 64 * blur.epsilon), f"router {depth}")
+                judge.check_values(
+                    given, expected, lambda blur, x=expected: blur(x, 64 * blur.epsilon), f"router {depth}"
+                )

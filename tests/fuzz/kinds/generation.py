@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ..batch import Batch, draw_batch
 from ..draw import chance
-from ..judge import MARGIN, PASSES, TooClose, Wrong, largest
+from ..judge import MARGIN, PASSES, Wrong, largest
 from ..subject import Subject, draw_subject
 
 
@@ -21,7 +21,9 @@ def exact_logits(subject: Subject, ids: torch.Tensor, images: Any = None, blur: 
     return decoder(x, torch.arange(len(ids)), len(ids), **more)
 
 
-def check_greedy(subject: Subject, sequence: torch.Tensor, prompt: int, what: str, images: Any = None) -> None:
+def check_greedy(
+    subject: Subject, sequence: torch.Tensor, prompt: int, what: str, images: Any = None
+) -> None:
     """Each new token has the highest logit, or one that rounding cannot tell from it."""
     result = exact_logits(subject, sequence, images)
     subject.judge.check_no_tie(result)
@@ -36,7 +38,9 @@ def check_greedy(subject: Subject, sequence: torch.Tensor, prompt: int, what: st
         raise Wrong(f"{what}: a token whose logit is {gap:.2e} below the best")
 
 
-def check_scores(subject: Subject, sequence: torch.Tensor, prompt: int, score: float, what: str, images: Any = None) -> None:
+def check_scores(
+    subject: Subject, sequence: torch.Tensor, prompt: int, score: float, what: str, images: Any = None
+) -> None:
     """A beam's score is the mean of the log-probabilities of its new tokens."""
     result = exact_logits(subject, sequence, images)
     subject.judge.check_no_tie(result)
@@ -53,7 +57,19 @@ def check_scores(subject: Subject, sequence: torch.Tensor, prompt: int, score: f
 
 
 def draw_options(rng: random.Random, subject: Subject, rows: int) -> tuple[str, dict[str, Any]]:
-    ways = ["greedy", "greedy", "static", "no cache", "beams", "beams", "pieces", "dynamic", "lookup", "assisted", "early"]
+    ways = [
+        "greedy",
+        "greedy",
+        "static",
+        "no cache",
+        "beams",
+        "beams",
+        "pieces",
+        "dynamic",
+        "lookup",
+        "assisted",
+        "early",
+    ]
     way = rng.choice(ways)
     if rows > 1 and way in ("lookup", "assisted", "early"):
         way = "greedy"
@@ -85,9 +101,16 @@ def draw_options(rng: random.Random, subject: Subject, rows: int) -> tuple[str, 
 
 def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seed)
-    subject = draw_subject(rng, seed, dtypes=["float32"] * 4 + ["float64"], experts=[None, None, "llamoe_loop", "eager", "batched_mm"])
+    subject = draw_subject(
+        rng,
+        seed,
+        dtypes=["float32"] * 4 + ["float64"],
+        experts=[None, None, "llamoe_loop", "eager", "batched_mm"],
+    )
     fields = subject.fields
-    batch = draw_batch(rng, generator, fields["vocab_size"], ["plain", "ones", "left"], 23, fields["pad_token_id"])
+    batch = draw_batch(
+        rng, generator, fields["vocab_size"], ["plain", "ones", "left"], 23, fields["pad_token_id"]
+    )
     batch.position_ids = None
     if batch.kind.startswith("left"):
         starts = (~batch.real).sum(1)
@@ -100,7 +123,15 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def generate(rng: random.Random, subject: Subject, batch: Batch, way: str, options: dict[str, Any], images: Any = None, **inputs: Any) -> None:
+def generate(
+    rng: random.Random,
+    subject: Subject,
+    batch: Batch,
+    way: str,
+    options: dict[str, Any],
+    images: Any = None,
+    **inputs: Any,
+) -> None:
     """Generate for a batch and compare."""
     count, length = rng.choice([1, 3, 6, 9]), batch.shape[1]
     output = subject.model.generate(

@@ -1,4 +1,4 @@
-"""Heads for sequences, tokens and answers, and embeddings of other sizes: against the reference's states and stock's."""
+"""Heads for sequences, tokens and answers, and embeddings of other sizes, on the states of the reference."""
 
 import random
 from typing import Any
@@ -23,7 +23,9 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seed)
     subject = draw_subject(rng, seed, dtypes=["float32"] * 3 + ["bfloat16"], for_stock=True)
     pad = subject.fields["pad_token_id"]
-    batch = draw_batch(rng, generator, subject.fields["vocab_size"], ["plain", "left", "right", "packed", "sides"], 30, pad)
+    batch = draw_batch(
+        rng, generator, subject.fields["vocab_size"], ["plain", "left", "right", "packed", "sides"], 30, pad
+    )
     notes |= {**subject.notes, "batch": batch.kind}
     if chance(rng, 0.4):
         notes["way"] = "resized"
@@ -77,9 +79,13 @@ def classify(rng: random.Random, seed: int, subject: Subject, batch: Batch, kind
     with LOG.recording() as calls:
         output = model(**batch.inputs())
     weight = scorer.weight.detach().double()
-    bias = scorer.bias.detach().double() if scorer.bias is not None else torch.zeros(labels, dtype=torch.float64)
+    bias = (
+        scorer.bias.detach().double() if scorer.bias is not None else torch.zeros(labels, dtype=torch.float64)
+    )
     decoder = subject.judge.decoder
-    decoder.weights = dict(decoder.weights) | {"lm_head.weight": torch.cat([weight, bias[:, None]], 1)[:, :-1]}
+    decoder.weights = dict(decoder.weights) | {
+        "lm_head.weight": torch.cat([weight, bias[:, None]], 1)[:, :-1]
+    }
     exact = Fed.of(batch, torch.zeros(*batch.shape, labels), calls, batch.reach())
     for row, columns in batch.sequences():
         x, positions = decoder.embed(batch.ids[row, columns]), batch.positions[row, columns]
@@ -96,12 +102,18 @@ def classify(rng: random.Random, seed: int, subject: Subject, batch: Batch, kind
         elif "Token" in kind:
             given = output.logits[row, columns]
         else:
-            last = int((batch.ids[row] != pad).nonzero().max()) if pad is not None and (batch.ids[row] != pad).any() else None
+            last = (
+                int((batch.ids[row] != pad).nonzero().max())
+                if pad is not None and (batch.ids[row] != pad).any()
+                else None
+            )
             if pad is None:
                 last = batch.shape[1] - 1
             if last is None or last not in columns.tolist():
                 continue  # no token but padding, or a real token that is the padding's
             place = columns.tolist().index(last)
-            subject.judge.check(output.logits[row], run, choices, kind, lambda result, p=place: result.logits[p])
+            subject.judge.check(
+                output.logits[row], run, choices, kind, lambda result, p=place: result.logits[p]
+            )
             continue
         subject.judge.check(given, run, choices, kind)

@@ -22,12 +22,16 @@ from .cached import borders, join
 IMAGE = 3
 
 
-def draw_multimodal(rng: random.Random, seed: int, dtypes: list[str], for_stock: bool) -> tuple[Subject, Tower, Any]:
+def draw_multimodal(
+    rng: random.Random, seed: int, dtypes: list[str], for_stock: bool
+) -> tuple[Subject, Tower, Any]:
     text, vision = draw_text(rng, for_stock=for_stock), draw_vision(rng)
     vision["num_hidden_layers"] = min(2, vision["num_hidden_layers"])
     dtype = DTYPES[rng.choice(dtypes)]
     given = {name: value for name, value in text.items() if for_stock or name != "model_type"}
-    config = llamoe.LlamoeConfig(text_config=given, vision_config=vision, image_token_index=IMAGE, boi_token_index=4, eoi_token_index=5)
+    config = llamoe.LlamoeConfig(
+        text_config=given, vision_config=vision, image_token_index=IMAGE, boi_token_index=4, eoi_token_index=5
+    )
     config._attn_implementation = rng.choice(ATTENTION)
     model = draw_weights(llamoe.LlamoeForConditionalGeneration._from_config(config), seed).to(dtype)
     implementation = rng.choice([name for name in EXPERTS if name != "llamoe_grouped"])
@@ -35,7 +39,9 @@ def draw_multimodal(rng: random.Random, seed: int, dtypes: list[str], for_stock:
         model.set_experts_implementation(implementation)
     weights = exact_weights(model)
     parts = {
-        prefix: {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        prefix: {
+            name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)
+        }
         for prefix in ("language_model.", "vision_model.")
     }
     judge = Judge(Decoder(parts["language_model."], text, rope_config(text)), dtype, seed)
@@ -44,7 +50,9 @@ def draw_multimodal(rng: random.Random, seed: int, dtypes: list[str], for_stock:
     return subject, Tower(parts["vision_model."], vision), weights["multi_modal_projector.linear_1.weight"]
 
 
-def place_pictures(rng: random.Random, generator: torch.Generator, batch: Batch, vision: dict[str, Any], count: int) -> torch.Tensor | None:
+def place_pictures(
+    rng: random.Random, generator: torch.Generator, batch: Batch, vision: dict[str, Any], count: int
+) -> torch.Tensor | None:
     """Put the tokens of whole tiles among the real ones of each row; all other image tokens become texts."""
     batch.ids[batch.ids == IMAGE] = IMAGE + 1
     tiles = 0
@@ -61,7 +69,9 @@ def place_pictures(rng: random.Random, generator: torch.Generator, batch: Batch,
     return torch.randn(tiles, vision["num_channels"], size, size, generator=generator)
 
 
-def embed(subject: Subject, tower: Tower, projector: torch.Tensor, ids: torch.Tensor, pixels: torch.Tensor | None) -> torch.Tensor:
+def embed(
+    subject: Subject, tower: Tower, projector: torch.Tensor, ids: torch.Tensor, pixels: torch.Tensor | None
+) -> torch.Tensor:
     """Embeddings `[B, T, H]` with the pictures' features in their places."""
     table = subject.judge.decoder.weights["model.embed_tokens.weight"]
     x = table[ids].clone()
@@ -86,7 +96,9 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
         "cached": ["plain", "ones", "left", "offset"],
         "generate": ["plain", "ones", "left"],
     }[way]
-    batch = draw_batch(rng, generator, fields["vocab_size"], kinds, rng.choice([30, 50]), fields["pad_token_id"])
+    batch = draw_batch(
+        rng, generator, fields["vocab_size"], kinds, rng.choice([30, 50]), fields["pad_token_id"]
+    )
     if way == "generate":
         batch.position_ids = None
         batch.positions = (torch.arange(batch.shape[1]) - (~batch.real).sum(1)[:, None]).clamp(min=0)
@@ -96,6 +108,7 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     notes |= {**subject.notes, "batch": batch.kind, "way": way}
     given = {} if pixels is None else {"pixel_values": pixels.to(rng.choice([subject.dtype, torch.float32]))}
     if way == "generate":
+
         def images(row, start):
             def put(ids, x):
                 x = x.clone()
@@ -130,7 +143,9 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
         check(fed, subject.judge, "stock's logits", JudgeIsWrong)
 
 
-def stock_logits(subject: Subject, vision: dict[str, Any], batch: Batch, pixels: torch.Tensor) -> torch.Tensor:
+def stock_logits(
+    subject: Subject, vision: dict[str, Any], batch: Batch, pixels: torch.Tensor
+) -> torch.Tensor:
     config = transformers.Llama4Config(
         text_config=dict(subject.fields), vision_config=dict(vision), image_token_index=IMAGE
     )
@@ -145,7 +160,11 @@ def feed(rng: random.Random, subject: Subject, batch: Batch, given: dict[str, An
     last = int((batch.ids == IMAGE).any(0).nonzero().max()) + 1 if given else 0
     ends = [end for end in borders(rng, batch.shape[1]) if end >= last]
     text = subject.config.text_config
-    caches = [DynamicCache(), DynamicCache(config=text), StaticCache(config=text, max_cache_len=batch.shape[1])]
+    caches = [
+        DynamicCache(),
+        DynamicCache(config=text),
+        StaticCache(config=text, max_cache_len=batch.shape[1]),
+    ]
     cache, fed, begin = rng.choice(caches), None, 0
     for end in ends:
         piece = batch.columns(begin, end)

@@ -118,7 +118,11 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
         options = draw_options(rng, model, can_stock)
         if "Model" == type(model).__name__[-5:] and family == "multimodal":
             options.pop("layout", None)
-        notes |= {"model": type(model).__name__, "way": way, **{k: v for k, v in options.items() if k != "state_dict"}}
+        notes |= {
+            "model": type(model).__name__,
+            "way": way,
+            **{k: v for k, v in options.items() if k != "state_dict"},
+        }
         before = {name: value.clone() for name, value in model.state_dict().items()}
         model.save_pretrained(place / "saved", **options)
         for name, value in model.state_dict().items():
@@ -148,7 +152,11 @@ def check_folder(rng, seed, family, model, can_stock, place, options) -> None:
             auto = transformers.AutoModelForImageTextToText
         if not type(model).__name__.endswith("Model"):
             same_weights(load(auto, saved, **how), model, auto.__name__)
-    read = AutoConfig.from_pretrained(saved) if options.get("layout") != "stock" else type(model.config).from_pretrained(saved)
+    read = (
+        AutoConfig.from_pretrained(saved)
+        if options.get("layout") != "stock"
+        else type(model.config).from_pretrained(saved)
+    )
     if type(read) is not type(model.config):
         raise Wrong(f"the config comes back as a {type(read).__name__}")
     other_classes(rng, seed, family, model, saved, how)
@@ -179,7 +187,9 @@ def other_classes(rng, seed, family, model, saved, how) -> None:
         same_weights(base, model.model, "the base model of a head's folder")
 
 
-def check_stock(family: str, model: nn.Module, saved: Path, how: dict[str, Any], inputs: dict[str, torch.Tensor]) -> None:
+def check_stock(
+    family: str, model: nn.Module, saved: Path, how: dict[str, Any], inputs: dict[str, torch.Tensor]
+) -> None:
     """Stock's class reads the folder and computes the same."""
     name = json.loads((saved / "config.json").read_text())["architectures"][0]
     stock = load(getattr(transformers, name), saved, **how)
@@ -190,5 +200,3 @@ def check_stock(family: str, model: nn.Module, saved: Path, how: dict[str, Any],
     difference = (given - expected).abs().max().item()
     if not difference <= CLOSE * max(1.0, expected.abs().max().item()):
         raise Wrong(f"stock's {name} computes something else from the folder: {difference:.2e}")
-
-

@@ -40,7 +40,9 @@ def draw_switches(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     return switches
 
 
-def compare(judge: Judge, output: Any, tower: Tower, tiles: torch.Tensor, what: str, error: type[Exception] = Wrong) -> None:
+def compare(
+    judge: Judge, output: Any, tower: Tower, tiles: torch.Tensor, what: str, error: type[Exception] = Wrong
+) -> None:
     features, pooled, states = tower(tiles)
     judge.check_values(output.last_hidden_state, features, lambda blur: tower(tiles, blur)[0], what, error)
     if error is JudgeIsWrong:
@@ -48,9 +50,13 @@ def compare(judge: Judge, output: Any, tower: Tower, tiles: torch.Tensor, what: 
     if (pooled is None) != (output.pooler_output is None):
         raise Wrong(f"{what}: a pooled output where there should be none, or none")
     if pooled is not None:
-        judge.check_values(output.pooler_output, pooled, lambda blur: tower(tiles, blur)[1], f"{what}, pooled")
+        judge.check_values(
+            output.pooler_output, pooled, lambda blur: tower(tiles, blur)[1], f"{what}, pooled"
+        )
     for depth, state in enumerate(output.hidden_states or ()):
-        judge.check_values(state, states[depth], lambda blur, i=depth: tower(tiles, blur)[2][i], f"{what}, state {depth}")
+        judge.check_values(
+            state, states[depth], lambda blur, i=depth: tower(tiles, blur)[2][i], f"{what}, state {depth}"
+        )
 
 
 @torch.no_grad()
@@ -75,7 +81,9 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     exact = tiles.to(dtype).double()
     compare(judge, output, tower, exact, "tower")
     if is_stock:
-        stock_config = transformers.Llama4VisionConfig(**{k: v for k, v in fields.items() if k != "model_type"})
+        stock_config = transformers.Llama4VisionConfig(
+            **{k: v for k, v in fields.items() if k != "model_type"}
+        )
         stock_config._attn_implementation = config._attn_implementation
         stock = transformers.Llama4VisionModel._from_config(stock_config, dtype=dtype).eval()
         stock.load_state_dict(model.state_dict())

@@ -74,11 +74,15 @@ def exact_gradients(judge: Judge, fed: Fed, labels: torch.Tensor, options: dict,
         loss.backward()
     finally:
         judge.decoder.weights = weights
-    zeros = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+    zeros = {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()
+    }
     return loss.detach(), zeros, results
 
 
-def check_gradients(judge: Judge, model: Any, fed: Fed, labels: torch.Tensor, loss: torch.Tensor, options: dict) -> None:
+def check_gradients(
+    judge: Judge, model: Any, fed: Fed, labels: torch.Tensor, loss: torch.Tensor, options: dict
+) -> None:
     """Compare the loss and what its backward pass has left in the parameters."""
     exact, expected, results = exact_gradients(judge, fed, labels, options)
     sequences = zip(fed.batch.sequences(), results, strict=True)
