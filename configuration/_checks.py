@@ -108,7 +108,7 @@ def check_not_negative(config: Any, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not 0 <= value < math.inf:
             problem = "must be finite" if value == math.inf else "must not be negative"
-            fail(config, name, value, problem, "a number of at least 0")
+            fail(config, name, value, problem, "a finite number of at least 0")
 
 
 def check_probability(config: Any, *names: str) -> None:
@@ -169,7 +169,8 @@ def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
     theta = parameters.get("rope_theta")
     if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
         valid = "a number above 0, such as 10000.0"
-        fail(config, "rope_parameters['rope_theta']", theta, "must be positive and finite", valid)
+        problem = "must be finite" if theta == math.inf else "must be positive"
+        fail(config, "rope_parameters['rope_theta']", theta, problem, valid)
     if config.head_dim % rotary_multiple:
         problem = "rotary embedding turns channels in pairs"
         if rotary_multiple == 4:

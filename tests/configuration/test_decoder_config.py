@@ -5,8 +5,9 @@ import math
 import re
 
 import pytest
+from transformers import Llama4TextConfig
 
-from llamoe.configuration import LayerPlan, LlamoeDenseConfig, LlamoeTextConfig
+from llamoe.configuration import LayerPlan, LlamoeDenseConfig, LlamoeTextConfig, from_stock, to_stock
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
 
@@ -95,6 +96,31 @@ def test_no_mixture_at_all():
     assert not any(config.layer_plan(idx).is_moe for idx in range(3))
 
 
+@pytest.mark.parametrize("chunk", [None, 8192])
+@pytest.mark.parametrize("listed", [None, []])
+@pytest.mark.parametrize("experts", [{}, {"num_local_experts": 0, "num_experts_per_tok": 0}])
+def test_a_step_of_zero_means_no_mixtures(experts, listed, chunk, tmp_path):
+    """Llama Guard 4's shape, with and without chunks; stock reads what we write, also for it."""
+    config = LlamoeTextConfig(
+        num_hidden_layers=3,
+        interleave_moe_layer_step=0,
+        moe_layers=listed,
+        attention_chunk_size=chunk,
+        **experts,
+    )
+    assert config.moe_layers == [] and not any(config.layer_plan(i).is_moe for i in range(3))
+    assert {config.layer_plan(i).intermediate_size for i in range(3)} == {config.intermediate_size_mlp}
+    config.save_pretrained(tmp_path)
+    read = LlamoeTextConfig.from_pretrained(tmp_path)
+    assert read == config and read.interleave_moe_layer_step == 0
+    stock = Llama4TextConfig(**to_stock(config))
+    assert stock.moe_layers == [] and from_stock(stock).moe_layers == []
+
+
+def test_a_list_of_mixtures_wins_over_a_step_of_zero():
+    assert LlamoeTextConfig(interleave_moe_layer_step=0, moe_layers=[5]).layer_plan(5).is_moe
+
+
 def test_lists_may_be_tuples_and_ranges():
     config = LlamoeTextConfig(num_hidden_layers=4, moe_layers=range(0, 4, 2), layer_types=(FULL,) * 4)
     assert config.moe_layers == [0, 2]
@@ -165,7 +191,9 @@ BAD_TEXT = [
     ("num_experts_per_tok", 0, {}, "at least 1"),
     ("num_local_experts", 0, {}, "at least 1"),
     ("intermediate_size_mlp", 0, {}, "at least 1"),
-    ("interleave_moe_layer_step", 0, {}, "at least 1"),
+    ("num_experts_per_tok", -1, {"moe_layers": []}, "at least 0"),
+    ("num_local_experts", 0, {"interleave_moe_layer_step": 0, "moe_layers": [1]}, "at least 1"),
+    ("interleave_moe_layer_step", -1, {}, "at least 0"),
     ("num_hidden_layers", 0, {}, "at least 1"),
     ("head_dim", 9, {}, "a multiple of 2"),
     ("floor_scale", 0, {}, "at least 1"),
@@ -176,6 +204,13 @@ BAD_TEXT = [
     ("router_aux_loss_coef", -0.1, {}, "at least 0"),
     ("router_z_loss_coef", -0.1, {}, "at least 0"),
     ("expert_capacity_factor", 0.0, {}, "above 0"),
+    ("expert_capacity_factor", -1.5, {}, "above 0"),
+    ("expert_capacity_factor", math.inf, {}, "above 0, or None"),
+    ("expert_capacity_factor", -math.inf, {}, "above 0, or None"),
+    ("expert_capacity_factor", math.nan, {}, "above 0, or None"),
+    ("router_aux_loss_coef", math.inf, {}, "finite"),
+    ("attn_scale", math.inf, {}, "finite"),
+    ("rms_norm_eps", math.inf, {}, "finite"),
     ("no_rope_layers", [1, 0], {"num_hidden_layers": 3}, "a list of 3"),
     ("layer_types", [FULL], {"num_hidden_layers": 2}, "a list of 2"),
     ("layer_types", FULL, {"num_hidden_layers": 2}, r"list\[str\]"),
@@ -222,6 +257,10 @@ def test_text_refuses_inside_lists(lists, match):
         ({"rope_type": "spiral"}, r"\['rope_type'\] = 'spiral': .*valid: default, dynamic, linear, llama3"),
         ({"rope_type": "llama3", "factor": 8.0}, " = .*low_freq_factor.*valid: all the keys"),
         ({"rope_type": "default", "rope_theta": 0.0}, r"\['rope_theta'\] = 0.0: must be positive; valid: "),
+        (
+            {"rope_type": "default", "rope_theta": math.inf},
+            r"\['rope_theta'\] = inf: must be finite; valid: ",
+        ),
         ({"rope_type": "default", "rope_theta": "10000"}, r"\['rope_theta'\] = '10000': "),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, r"\['partial_rotary_factor'\] = 0.5: "),
     ],

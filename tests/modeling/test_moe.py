@@ -178,6 +178,15 @@ def test_capacity_keeps_the_best_scores(top_k):
     assert max_abs(block(x)[dropped], block.shared_expert(x)[dropped]) == 0
 
 
+@pytest.mark.parametrize("factor", [5.0, 77.0, 1e300])
+def test_a_capacity_for_every_token_drops_none(factor):
+    """However large: as many times the fair share as there are experts is everything already."""
+    block, plain = training_block(expert_capacity_factor=factor), training_block()
+    x = tokens(40, 64)
+    assert max_abs(block(x), plain(x)) == 0
+
+
+@torch.no_grad()
 def test_capacity_is_for_training():
     block, plain = training_block(expert_capacity_factor=0.1), training_block()
     x = tokens(40, 64)

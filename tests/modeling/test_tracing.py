@@ -59,6 +59,8 @@ FOR_ANY_NUMBER = (traced, exported, compiled)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("sizes", "top_k"), [("odd", 1), ("odd", 2), ("aligned", 2)])
 def test_other_tokens_go_to_their_own_experts(sizes, top_k, implementation, trace):
+    if trace is made_of_fakes and implementation == "grouped_mm" and sizes == "aligned":
+        pytest.skip("before torch 2.15 fake tensors of the grouped product are of bfloat16 only; it says so")
     config = llamoe.from_stock(stock_text_config(num_experts_per_tok=top_k, **SIZES[sizes]))
     block = make_asymmetric(MixtureOfExperts(config))
     block.experts.config._experts_implementation = implementation
