@@ -6,6 +6,9 @@ empty line, the content, and a token that ends it. Sources: Meta's `llama`, `lla
 
 Meta's code encodes header, content and calls each by itself, a template all at once: content of Llama 4 that begins
 with a line break may become other tokens than there, since it joins the header's.
+
+What a model writes itself stands between `generation` and `endgeneration`, the token that ends it included: by these
+marks `apply_chat_template(return_assistant_tokens_mask=True)` and trainers find it. They write nothing.
 """
 
 _NO_TOOLS = """{%- if tools is defined and tools -%}
@@ -54,7 +57,9 @@ message ' + loop.index | string + ' has the role ' + message['role'] + '.') -}}
             {%- endif -%}
             {{- bos_token + '[INST] ' + content | trim + ' [/INST]' -}}
         {%- else -%}
-            {{- ' ' + content | trim + ' ' + eos_token -}}
+            {%- generation -%}
+                {{- ' ' + content | trim + ' ' + eos_token -}}
+            {%- endgeneration -%}
         {%- endif -%}
     {%- endif -%}
 {%- endfor -%}
@@ -88,6 +93,16 @@ _HEADERS = (
     {%- endif -%}
     {{- '}' -}}
 {%- endmacro -%}
+{%- macro write_rest(message, role) -%}
+    {%- if 'content' in message -%}
+        {{- write(message['content']) -}}
+    {%- endif -%}
+    {%- set calls = message['tool_calls'] if 'tool_calls' in message and message['tool_calls'] else [] -%}
+    {%- for call in calls -%}
+        {{- write_call(call) -}}
+    {%- endfor -%}
+    {{- 'EOM' if role == 'ipython' or calls else 'EOT' -}}
+{%- endmacro -%}
 """
     + _NO_TOOLS
     + """{{- bos_token -}}
@@ -98,14 +113,13 @@ _HEADERS = (
 ' has the role ' + role + '.') -}}
     {%- endif -%}
     {{- 'START' + role + 'END\\n\\n' -}}
-    {%- if 'content' in message -%}
-        {{- write(message['content']) -}}
+    {%- if role == 'assistant' -%}
+        {%- generation -%}
+            {{- write_rest(message, role) -}}
+        {%- endgeneration -%}
+    {%- else -%}
+        {{- write_rest(message, role) -}}
     {%- endif -%}
-    {%- set calls = message['tool_calls'] if 'tool_calls' in message and message['tool_calls'] else [] -%}
-    {%- for call in calls -%}
-        {{- write_call(call) -}}
-    {%- endfor -%}
-    {{- 'EOM' if role == 'ipython' or calls else 'EOT' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- 'STARTassistantEND\\n\\n' -}}

@@ -31,6 +31,7 @@ from ..modeling.weights import CheckpointError, WeightFiles, check_shards, find_
 from .experts import fuse_experts, split_experts
 from .files import open_pickle, open_safetensors, read_bytes, read_json
 from .lazy import LazyTensor, compute
+from .processors import processor_of_layout
 from .source_files import Look, look_at, remember_looks
 from .targets import check_target
 from .tokenizers import check_companions
@@ -244,7 +245,7 @@ def save_hf(
     groups, index = split_shards(tensors, parse_size(shard_size))
     plan = Plan(
         groups,
-        before={**checkpoint.companions, **described},
+        before={**processor_of_layout(checkpoint.companions, layout), **described},
         last=index,
         identity={"source": identify(checkpoint), "to": "hf", "layout": layout, **(options or {})},
         sources=checkpoint.looks,
@@ -258,8 +259,9 @@ def save_hf(
         and _main_dtype(tensors) != torch.bfloat16
     ):
         report.notes.append(
-            "transformers' image processor gives bfloat16 pixels, which its own model class does not cast: give it "
-            "inputs.to(model.dtype), or load the folder as LlamoeForConditionalGeneration, which casts them"
+            "transformers' processor gives bfloat16 pixels, which its own model class does not cast: give it "
+            "inputs.to(model.dtype), or call llamoe.adopt('llama4') before loading: llamoe's processor gives float32, "
+            "and its model casts"
         )
     return report
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from ..configuration import LlamoeConfig
+from ..configuration._hub import MODULE_NAME, entries_of_others
 from ..modeling.weights import CheckpointError
 
 # The tokens that Llama4Processor writes for a picture; the names are in its code.
@@ -93,6 +94,30 @@ def processor_files(
             {**settings, "processor_class": "Llama4Processor", "padding_side": "left"}
         )
     return files
+
+
+def processor_of_layout(companions: Mapping[str, bytes], layout: str) -> dict[str, bytes]:
+    """Say in processor_config.json how a folder of this layout loads it, and leave the other files as they are.
+
+    Args:
+        companions: file name to content.
+        layout: "llamoe" adds an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. "stock" takes it
+            away, and names `Llama4Processor`, which reads the same files.
+    """
+    if "processor_config.json" not in companions:
+        return dict(companions)
+    content = json.loads(companions["processor_config.json"])
+    if content.get("processor_class") not in ("Llama4Processor", "LlamoeProcessor"):
+        return dict(companions)
+    wanted = {name: value for name, value in content.items() if name != "auto_map"}
+    auto_map = entries_of_others(content.get("auto_map"))
+    if layout == "llamoe":
+        auto_map["AutoProcessor"] = f"{MODULE_NAME}.LlamoeProcessor"
+    else:
+        wanted["processor_class"] = "Llama4Processor"
+    if auto_map:
+        wanted["auto_map"] = auto_map
+    return {**companions, **({"processor_config.json": as_json(wanted)} if wanted != content else {})}
 
 
 def as_json(content: Mapping) -> bytes:

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, TextStreamer
 
-import llamoe  # noqa: F401  (importing it registers its model types with the Auto classes)
+import llamoe  # registers its model types with the Auto classes, too
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MARKER = "<|image|>"
@@ -29,14 +29,13 @@ def fail(message: str) -> NoReturn:
 
 
 def read_picture(path: str) -> Image.Image:
-    """Reads every pixel of a picture now: PIL alone would notice a truncated file only when it is used."""
-    try:
-        with Image.open(path) as picture:
-            return picture.convert("RGB")
-    except FileNotFoundError:
+    """Reads every pixel of a picture now, or ends the program."""
+    if not Path(path).exists():
         fail(f"no such image: {path}")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        fail(f"cannot read the image {path}: {error}")
+    try:
+        return llamoe.read_picture(path)
+    except ValueError as error:
+        fail(f"cannot read the image {error}")
 
 
 def check_model(path: str) -> None:

@@ -36,13 +36,18 @@ from tqdm import tqdm
 from transformers import (
     GenerationConfig,
     Llama4ImageProcessor,
-    Llama4Processor,
     PreTrainedTokenizerFast,
     get_cosine_schedule_with_warmup,
     set_seed,
 )
 
-from llamoe import LlamoeConfig, LlamoeForConditionalGeneration, LlamoeTextConfig, LlamoeVisionConfig
+from llamoe import (
+    LlamoeConfig,
+    LlamoeForConditionalGeneration,
+    LlamoeProcessor,
+    LlamoeTextConfig,
+    LlamoeVisionConfig,
+)
 
 PICTURE_SIZE, PATCH_SIZE, PIXEL_SHUFFLE_RATIO = 112, 14, 0.5
 TILE = {"height": PICTURE_SIZE, "width": PICTURE_SIZE}
@@ -63,10 +68,9 @@ SPECIAL_TOKENS = (
     "<|image|>",
     "<|patch|>",
 )
+# What stands between `generation` and `endgeneration` is the model's part, which trainers ask for.
 CHAT_TEMPLATE = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {{- '<|header_start|>' + message['role'] + '<|header_end|>\n\n' }}
+{%- macro write(message) %}
     {%- if message['content'] is string %}
         {{- message['content'] }}
     {%- else %}
@@ -75,6 +79,17 @@ CHAT_TEMPLATE = """\
         {%- endfor %}
     {%- endif %}
     {{- '<|eot|>' }}
+{%- endmacro %}
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|header_start|>' + message['role'] + '<|header_end|>\n\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}
+            {{- write(message) }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- write(message) }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|header_start|>assistant<|header_end|>\n\n' }}
@@ -160,9 +175,9 @@ def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def build_processor(tokenizer: PreTrainedTokenizerFast) -> Llama4Processor:
+def build_processor(tokenizer: PreTrainedTokenizerFast) -> LlamoeProcessor:
     """Llama 4's own processor, with one tile of 112 x 112 pixels (16 tokens) a picture, whatever its size."""
-    return Llama4Processor(
+    return LlamoeProcessor(
         image_processor=Llama4ImageProcessor(size=TILE, max_patches=1),
         tokenizer=tokenizer,
         patch_size=PATCH_SIZE,
@@ -300,7 +315,7 @@ def draw_batch(job: Job) -> Batch:
 
 
 def write_rows(
-    processor: Llama4Processor, picture_text: str, dialogues: list[list[tuple[str, str]]], rng: random.Random
+    processor: LlamoeProcessor, picture_text: str, dialogues: list[list[tuple[str, str]]], rng: random.Random
 ) -> dict[str, torch.Tensor]:
     """Tokenizes dialogues in the model's chat format; only answers and their `<|eot|>` carry a loss.
 
@@ -364,7 +379,7 @@ def normalise(image_processor: Any, resized: torch.Tensor) -> Any:
     ).float()
 
 
-def picture_text(processor: Llama4Processor) -> str:
+def picture_text(processor: LlamoeProcessor) -> str:
     """What the processor writes into the text in place of one picture."""
     blank = Image.new("RGB", (PICTURE_SIZE, PICTURE_SIZE))
     ids = processor(text=processor.image_token, images=[blank])["input_ids"][0]
@@ -403,7 +418,7 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
     return jobs
 
 
-def train(model: LlamoeForConditionalGeneration, processor: Llama4Processor, jobs: list[Job]) -> None:
+def train(model: LlamoeForConditionalGeneration, processor: LlamoeProcessor, jobs: list[Job]) -> None:
     """Trains in place; a progress bar shows the stage, its loss and the speed."""
     image_text, rng = picture_text(processor), random.Random(jobs[0].seed)
     heads = nn.Linear(model.config.text_config.hidden_size, sum(CLASSES))

@@ -41,6 +41,7 @@ from llamoe.modeling.heads import (  # noqa: E402
     LlamoeForSequenceClassification,
 )
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
+from llamoe.modeling.pictures import read_picture  # noqa: E402
 from llamoe.modeling.processing import LlamoeProcessor  # noqa: E402
 from llamoe.modeling.registration import register as _register  # noqa: E402
 from llamoe.modeling.vision import LlamoeVisionModel  # noqa: E402
@@ -71,6 +72,7 @@ __all__ = [
     "count_parameters",
     "from_stock",
     "preset",
+    "read_picture",
     "release",
     "to_stock",
 ]

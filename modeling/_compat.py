@@ -162,6 +162,38 @@ def point_at(auto_class: type, config_class: type, model_class: type) -> Callabl
     return undo
 
 
+def choose_processor(stock_class: type, choose: Callable[..., type | None]) -> None:
+    """Have `AutoProcessor` ask `choose(name_or_path, **kwargs)` where a folder's files name `stock_class`.
+
+    It goes by that name alone and looks into its registry only where no file names a class, so that there is no
+    public way. The class's own `from_pretrained` is wrapped; a call from `AutoProcessor` is known by `_from_auto`.
+
+    Args:
+        stock_class: a processor class of transformers.
+        choose: gives the class that shall load the folder, or None for `stock_class`.
+    """
+    original = stock_class.from_pretrained.__func__
+
+    @functools.wraps(original)
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        if cls is stock_class and kwargs.get("_from_auto"):
+            cls = choose(pretrained_model_name_or_path, **kwargs) or cls
+        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+
+    stock_class.from_pretrained = classmethod(from_pretrained)
+
+
+def shifts_assistant_masks() -> bool:
+    """Whether a processor's `apply_chat_template` knows that pictures lengthen the text behind them.
+
+    Early releases look for what the assistant wrote at its place in the short text, and find other tokens or none. The
+    releases that shift it are known by the method that does.
+    """
+    from transformers import ProcessorMixin
+
+    return hasattr(ProcessorMixin, "_adjust_assistant_masks_indices")
+
+
 def register_parallel_style(name: str, style: object) -> None:
     """Add a parallel style to transformers' registry where the release has none of that name.
 

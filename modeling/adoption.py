@@ -1,9 +1,9 @@
 """Let the Auto classes give our models for stock checkpoints, so that unchanged scripts use them.
 
 `AutoModelForCausalLM.from_pretrained(stock_folder)` and pipelines choose a class by the type of the config. Adoption
-changes these choices, in this process and for all threads. Configs, tokenizers and processors stay stock's; models turn
-a stock config into ours. What is built from a config inside of other models (the language model of a LLaVA, say) is
-chosen in the same place, and is ours too while `llama` is adopted.
+changes these choices, in this process and for all threads. Configs and tokenizers stay stock's; models turn a stock
+config into ours, and the processor of Llama 4 is ours. What is built from a config inside of other models (the language
+model of a LLaVA, say) is chosen in the same place, and is ours too while `llama` is adopted.
 """
 
 import threading
@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 
 from ..configuration._hub import AUTO_CLASSES
 from ._compat import point_at
-from .registration import CONFIGS, MODELS
+from .registration import CONFIGS, MODELS, PROCESSED
 
 # Which of our model types stands in for a stock one.
 _STAND_INS = {config_class.stock_model_type: model_type for model_type, config_class in CONFIGS.items()}
@@ -131,10 +131,12 @@ def _stock_types(function: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _point_auto_classes(model_type: str) -> list[Callable[[], None]]:
     stand_in = _STAND_INS[model_type]
-    return [
+    undo = [
         point_at(getattr(transformers, auto_name), CONFIG_MAPPING[model_type], MODELS[name])
         for auto_name, name in AUTO_CLASSES[stand_in].items()
     ]
+    PROCESSED.add(model_type)
+    return [*undo, lambda: PROCESSED.discard(model_type)]
 
 
 def _restore(model_type: str) -> None:

@@ -9,7 +9,7 @@ ours as long as a request fits into one chunk, so that is what is let in; longer
 import copy
 from typing import Any
 
-from transformers import Cache, GenerationMixin, PreTrainedConfig
+from transformers import Cache, GenerationMixin, PreTrainedConfig, ProcessorMixin
 
 from .expert_paths import try_kernels
 
@@ -27,6 +27,10 @@ class ChunkedGeneration(GenerationMixin):
         if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
             del kwargs["pixel_values"]  # a turn without pictures; newer releases would encode it
         try_kernels(self)  # pyright: ignore[reportArgumentType]
+        # `transformers serve` gives what it has, a processor; stop strings are searched with a tokenizer's own calls.
+        for name in ("tokenizer", "assistant_tokenizer"):
+            if isinstance(kwargs.get(name), ProcessorMixin):
+                kwargs[name] = kwargs[name].tokenizer
         text_config = self.config.get_text_config(decoder=True)
         num_layers = text_config.num_hidden_layers
         try:

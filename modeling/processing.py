@@ -1,12 +1,14 @@
-"""The processor: transformers' `Llama4Processor`, and what servers and early mistakes ask for besides.
+"""The processor: transformers' `Llama4Processor`, and what servers, trainers and early mistakes ask for besides.
 
-Cutting pictures into tiles and writing their tokens into the prompt is stock's work. Folders that name
-`Llama4Processor` keep it; what is here matters to servers, which must know how many tokens a picture will take
-before they see one.
+Cutting pictures into tiles and writing their tokens into the prompt is stock's work. Here pictures are read from files
+in one way, pixels come in a dtype that NumPy has, servers learn how many tokens a picture will take before they see
+one, and the processor answers for its tokenizer where trainers ask a processor as they would ask a tokenizer.
 """
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,91 @@ from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.processing_utils import MultiModalData
 
 from ..configuration._hub import MODULE_NAME, write_module
+from ._compat import shifts_assistant_masks
+from .pictures import read_pictures_in
+
+# Whether the call in progress is made to find what the assistant wrote, by a release that looks in the wrong place.
+_finds_assistant: ContextVar[bool] = ContextVar("llamoe_finds_assistant", default=False)
+
+
+class _OfTokenizer:
+    """An attribute that the processor has from its tokenizer, to read and to set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, processor: Any, owner: type | None = None) -> Any:
+        return self if processor is None else getattr(processor.tokenizer, self.name)
+
+    def __set__(self, processor: Any, value: Any) -> None:
+        setattr(processor.tokenizer, self.name, value)
 
 
 class LlamoeProcessor(Llama4Processor):
-    """Pictures and prompts to model inputs; reads folders of `Llama4Processor` and takes the same arguments."""
+    """Pictures and prompts to model inputs; reads folders of `Llama4Processor` and takes the same arguments.
+
+    Pictures that are named by text (a path, an address, base64) are read as `llamoe.read_picture` does. `pixel_values`
+    are float32; their numbers are those of bfloat16, in which stock computes them.
+    """
+
+    # Trainers (TRL's) take a processor in the place of a tokenizer, and ask for tokens that end and pad.
+    bos_token = _OfTokenizer()
+    bos_token_id = _OfTokenizer()
+    eos_token = _OfTokenizer()
+    eos_token_id = _OfTokenizer()
+    pad_token = _OfTokenizer()
+    pad_token_id = _OfTokenizer()
+    # Servers and constrained decoding look through the vocabulary, for tokens that may complete a stop string, say.
+    get_vocab = _OfTokenizer()
+    vocab_size = _OfTokenizer()
+    backend_tokenizer = _OfTokenizer()
+    convert_ids_to_tokens = _OfTokenizer()
+    convert_tokens_to_ids = _OfTokenizer()
+    convert_tokens_to_string = _OfTokenizer()
+
+    def __call__(self, images=None, text=None, **kwargs):
+        """Make inputs of texts and pictures; the arguments are those of `Llama4Processor`.
+
+        Returns:
+            `BatchFeature`: `input_ids`, `attention_mask`, and where there are pictures `pixel_values`, the tiles of all
+            of them, `[tiles, C, height, width]`; without `return_tensors` a list of tiles.
+
+        Raises:
+            ValueError: as many markers as pictures were expected, or a picture cannot be read.
+        """
+        if not _finds_assistant.get():
+            return super().__call__(images=images, text=text, **kwargs)
+        inputs = super().__call__(images=images, text=text, return_text_replacement_offsets=True, **kwargs)
+        rows = zip(inputs["offset_mapping"], inputs.pop("text_replacement_offsets"), strict=True)
+        inputs["offset_mapping"] = [_as_written(offsets, expansions) for offsets, expansions in rows]
+        return inputs
+
+    def apply_chat_template(
+        self,
+        conversation,
+        chat_template=None,
+        tools=None,
+        documents=None,
+        add_generation_prompt=False,
+        continue_final_message=False,
+        return_assistant_tokens_mask=False,
+        **kwargs,
+    ):
+        """Write a conversation as one text, or as its tokens; the arguments are those of `Llama4Processor`."""
+        token = _finds_assistant.set(return_assistant_tokens_mask and not shifts_assistant_masks())
+        try:
+            return super().apply_chat_template(
+                conversation,
+                chat_template=chat_template,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                return_assistant_tokens_mask=return_assistant_tokens_mask,
+                **kwargs,
+            )
+        finally:
+            _finds_assistant.reset(token)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """Save as `ProcessorMixin.save_pretrained` does, with what loads the folder where llamoe is not imported."""
@@ -50,6 +133,19 @@ class LlamoeProcessor(Llama4Processor):
     def image_token_ids(self) -> list[int]:
         """The token that features replace; stock names the marker here."""
         return [self.tokenizer.convert_tokens_to_ids(self.img_patch_token)]
+
+    def prepare_inputs_layout(self, images=None, text=None, **kwargs):
+        """Read pictures that are named by text, each in the same way, before stock arranges them."""
+        return super().prepare_inputs_layout(images=read_pictures_in(images), text=text, **kwargs)
+
+    def _process_images(self, images, return_tensors=None, **kwargs):
+        # Stock's pixels are bfloat16, which NumPy has not, and without `return_tensors` a tensor for each picture: no
+        # array can be made of pictures with unlike numbers of tiles. TRL's GRPO fails on both.
+        processed, replacements = super()._process_images(images, return_tensors="pt", **kwargs)
+        tiles = processed["pixel_values"]
+        tiles = tiles.float() if tiles.dtype is torch.bfloat16 else tiles
+        processed["pixel_values"] = tiles if return_tensors else list(tiles)
+        return processed.convert_to_tensors(return_tensors), replacements
 
     def validate_inputs(self, images=None, text=None, **kwargs) -> None:
         """Refuse prompts whose markers are not as many as the pictures.
@@ -98,3 +194,16 @@ class LlamoeProcessor(Llama4Processor):
         return MultiModalData(
             num_image_tokens=[count * tokens_per_tile for count in tiles], num_image_patches=tiles
         )
+
+
+def _as_written(offsets: Sequence[Sequence[int]], expansions: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Give where tokens stood in a text before pictures were written out in it; a picture's are all at its marker."""
+    starts = [expansion["new_span"][0] for expansion in expansions]
+
+    def before(place: int) -> int:
+        if (index := bisect_right(starts, place) - 1) < 0:
+            return place
+        (first, last), (_, new_last) = expansions[index]["span"], expansions[index]["new_span"]
+        return first if place < new_last else place - new_last + last
+
+    return [(before(int(start)), before(int(end))) for start, end in offsets]

@@ -1,14 +1,17 @@
 """Tell transformers' Auto classes of our model types. Stock types are left as they are."""
 
+from typing import Any
+
 import transformers
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoConfig, AutoProcessor, Llama4Processor, PreTrainedConfig
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
 from ..configuration._hub import AUTO_CLASSES
 from . import decoder, heads, multimodal, vision
-from ._compat import name_causal_model, publish, register_model
+from ._compat import choose_processor, name_causal_model, publish, register_model
+from .adapters import HUB_ARGUMENTS
 from .base import LlamoePreTrainedModel
 from .peft_targets import register_with_peft
 from .processing import LlamoeProcessor
@@ -24,6 +27,17 @@ MODELS: dict[str, type[LlamoePreTrainedModel]] = {
     for name in served.values()
     if hasattr(module, name)
 }
+# Model types in whose folders AutoProcessor gives ours, also where they name `Llama4Processor`; `adopt` adds stock's.
+PROCESSED = {LlamoeConfig.model_type}
+
+
+def _processor_of(name_or_path: Any, **kwargs) -> type[LlamoeProcessor] | None:
+    where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(name_or_path, **where)
+    except (OSError, ValueError):
+        return None  # a processor without a model beside it
+    return LlamoeProcessor if content.get("model_type") in PROCESSED else None
 
 
 def register() -> None:
@@ -35,6 +49,7 @@ def register() -> None:
             register_model(getattr(transformers, auto_name), CONFIGS[model_type], MODELS[name])
     name_causal_model(LlamoeConfig.model_type, "LlamoeForConditionalGeneration")
     AutoProcessor.register(LlamoeConfig, LlamoeProcessor)
+    choose_processor(Llama4Processor, _processor_of)
     register_with_peft()
     publish(MODELS.values())
     for name, model_class in MODELS.items():

@@ -1,0 +1,126 @@
+"""Pictures from files, for the processor, the examples and whoever is handed a file by somebody else.
+
+Pillow opens whatever it knows, by content and not by name: an EPS starts Ghostscript, and dozens of rare formats bring
+decoders that nobody looks at. transformers opens paths through Pillow or through torchvision, whose answers differ by
+release, and leaves photos of some kinds lying on their side. Here are the formats that browsers show, read one way.
+"""
+
+import base64
+import os
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_EXPECTED = "expected a JPEG, PNG, WebP, GIF or BMP"
+# A quarter of a gigabyte in three bytes each. More is what a decompression bomb is made of.
+MAX_PIXELS = 2**28 // 3
+
+
+class PictureError(OSError, ValueError):
+    """A picture is missing, broken, too large, or of a format that is not read here."""
+
+
+def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: int = MAX_PIXELS) -> "Image":
+    """Read a picture as people see it, upright; of an animation, the first frame.
+
+    Args:
+        source: a path, the bytes of a file, or a binary file that can seek.
+        max_pixels: most pixels, width times height, that are decoded.
+
+    Returns:
+        a `PIL.Image.Image` in RGB, with every pixel read, turned as its EXIF orientation says. Transparency is dropped
+        and CMYK converted as transformers' `load_image` does. Grey of 16 bits keeps its upper 8, as Pillow reads
+        colours of 16 bits.
+
+    Raises:
+        PictureError: no such file, not one of the formats JPEG, PNG, WebP, GIF and BMP, a damaged file, or more than
+            `max_pixels`. It is an `OSError` and a `ValueError`.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    name, file = _file_of(source)
+    try:
+        with Image.open(file, formats=FORMATS) as picture:
+            width, height = picture.size
+            if width * height > max_pixels:
+                raise PictureError(
+                    f"{name}: {width:,} x {height:,} pixels are more than {max_pixels:,}. Make the picture smaller."
+                )
+            upright = ImageOps.exif_transpose(picture)
+            return _grey_of_8_bits(upright).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise PictureError(f"{name}: is no picture, or of another format; {_EXPECTED}.") from error
+    except PictureError:
+        raise
+    except Exception as error:  # a damaged file makes Pillow raise nearly anything
+        raise PictureError(f"{name}: is damaged and cannot be read as a picture ({error}).") from error
+
+
+def read_pictures_in(images: Any) -> Any:
+    """Read what a chat or a call of the processor names by text; leave pictures, arrays and tensors as they are.
+
+    Args:
+        images: a path, an address (http, https), a `data:` address, base64, anything else that a processor takes, or
+            lists of these.
+
+    Raises:
+        PictureError: see `read_picture`; or a text that is none of these.
+    """
+    if isinstance(images, (list, tuple)):
+        return [read_pictures_in(image) for image in images]
+    if not isinstance(images, (str, os.PathLike)):
+        return images
+    text = os.fspath(images)
+    if text.startswith(("http://", "https://")):
+        return read_picture(_fetch(text))
+    if isinstance(images, os.PathLike) or os.path.exists(text):
+        return read_picture(text)
+    encoded = text.partition("base64,")[2] if text.startswith("data:") else text
+    try:
+        # Line breaks are usual in base64 and no mistake.
+        content = base64.b64decode("".join(encoded.split()), validate=True)
+    except ValueError as error:
+        shown = text if len(text) < 200 else f"{text[:99]}..."
+        raise PictureError(
+            f"{shown!r}: no such picture; neither a file nor an address (http, https) nor base64 of a picture."
+        ) from error
+    return read_picture(content)
+
+
+def _file_of(source: str | os.PathLike | bytes | BinaryIO) -> tuple[str, Path | BinaryIO]:
+    if isinstance(source, (bytes, bytearray)):
+        return f"picture of {len(source):,} bytes", BytesIO(source)
+    if not isinstance(source, (str, os.PathLike)):
+        return str(getattr(source, "name", "picture")), source
+    path = Path(source)
+    try:
+        is_there, is_file = path.exists(), path.is_file()
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a zero
+        raise PictureError(f"{str(source)[:99]}: cannot be a file's name ({error}).") from error
+    if not is_there:
+        raise PictureError(f"{source}: no such picture.")
+    if not is_file:
+        raise PictureError(f"{source}: is no file; {_EXPECTED}.")
+    return str(source), path
+
+
+def _grey_of_8_bits(picture: "Image") -> "Image":
+    if not picture.mode.startswith("I"):
+        return picture
+    import numpy
+    from PIL import Image
+
+    return Image.fromarray((numpy.asarray(picture) >> 8).astype("uint8"))
+
+
+def _fetch(address: str) -> bytes:
+    import httpx
+
+    try:
+        return httpx.get(address, follow_redirects=True).raise_for_status().content
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PictureError(f"{address}: cannot be fetched ({error}).") from error
