@@ -7,6 +7,8 @@ release, and leaves photos of some kinds lying on their side. Here are the forma
 
 import base64
 import os
+import urllib.request
+from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -18,6 +20,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _EXPECTED = "expected a JPEG, PNG, WebP, GIF or BMP"
 # A quarter of a gigabyte in three bytes each. More is what a decompression bomb is made of.
 MAX_PIXELS = 2**28 // 3
+_MAX_BYTES = 2**28  # that are fetched
 
 
 class PictureError(OSError, ValueError):
@@ -29,7 +32,7 @@ def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: in
 
     Args:
         source: a path, the bytes of a file, or a binary file that can seek.
-        max_pixels: most pixels, width times height, that are decoded.
+        max_pixels: most pixels, width times height, that are decoded; at most twice `PIL.Image.MAX_IMAGE_PIXELS`.
 
     Returns:
         a `PIL.Image.Image` in RGB, with every pixel read, turned as its EXIF orientation says. Transparency is dropped
@@ -52,6 +55,8 @@ def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: in
                 )
             upright = ImageOps.exif_transpose(picture)
             return _grey_of_8_bits(upright).convert("RGB")
+    except Image.DecompressionBombError as error:
+        raise PictureError(f"{name}: has too many pixels. Make the picture smaller ({error}).") from error
     except UnidentifiedImageError as error:
         raise PictureError(f"{name}: is no picture, or of another format; {_EXPECTED}.") from error
     except PictureError:
@@ -118,9 +123,13 @@ def _grey_of_8_bits(picture: "Image") -> "Image":
 
 
 def _fetch(address: str) -> bytes:
-    import httpx
-
     try:
-        return httpx.get(address, follow_redirects=True).raise_for_status().content
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        # Some sites answer nobody who says no name.
+        request = urllib.request.Request(address, headers={"User-Agent": "llamoe"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            content = response.read(_MAX_BYTES + 1)
+    except (OSError, ValueError, HTTPException) as error:
         raise PictureError(f"{address}: cannot be fetched ({error}).") from error
+    if len(content) > _MAX_BYTES:
+        raise PictureError(f"{address}: the file is larger than {_MAX_BYTES:,} bytes.")
+    return content

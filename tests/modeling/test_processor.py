@@ -9,45 +9,13 @@ import torch
 import transformers
 from packaging.version import Version
 from support import make_asymmetric, max_abs, stock_multimodal_config
-from transformers import Llama4ForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import Llama4ForConditionalGeneration
 
 import llamoe
 
 Image = pytest.importorskip("PIL.Image", reason="pictures need the extra 'vision'")
 pytest.importorskip("torchvision", reason="pictures need the extra 'vision'")
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import Llama4ImageProcessor, Llama4Processor  # noqa: E402
-
-SPECIAL = [
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|header_start|>",
-    "<|header_end|>",
-    "<|eot|>",
-    "<|finetune_right_pad|>",
-    "<|image_start|>",
-    "<|image_end|>",
-    "<|tile_x_separator|>",
-    "<|tile_y_separator|>",
-    "<|image|>",
-    "<|patch|>",
-]
-WORDS = ["user", "assistant", "what", "is", "in", "the", "picture", "and", "this", "one", "?"]
-
-
-def make_processor(size=56, max_patches=16):
-    vocabulary = {token: index for index, token in enumerate(["[UNK]", *WORDS, *SPECIAL])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|begin_of_text|>",
-        eos_token="<|eot|>",
-        pad_token="<|finetune_right_pad|>",
-        extra_special_tokens=SPECIAL[6:],
-    )
-    image_processor = Llama4ImageProcessor(size={"height": size, "width": size}, max_patches=max_patches)
-    return Llama4Processor(image_processor, fast, patch_size=14, pixel_shuffle_ratio=0.5)
+from support_pictures import SPECIAL, make_processor  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +120,7 @@ def test_what_is_in_the_picture_matters(processor, pair):
     assert max_abs(*results) > 0.05
 
 
-def test_pictures_in_bfloat16_as_the_processor_gives_them(processor, pair):
+def test_pictures_in_bfloat16_as_stocks_processor_gives_them(processor, pair):
     """Our tower casts pixels to the dtype of its weights, where stock stops with an error of torch's."""
     _, ours = pair
     inputs = processor(text="<|image|> what ?", images=picture(120, 60), return_tensors="pt")
@@ -188,9 +156,10 @@ def test_a_processor_saved_beside_the_model_is_found(processor, pair, tmp_path):
     ours.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     found = AutoProcessor.from_pretrained(tmp_path)
-    assert type(found) is Llama4Processor
+    assert type(found) is llamoe.LlamoeProcessor
     text, images = "<|image|> what ?", picture(120, 60)
     given, expected = (maker(text=text, images=images, return_tensors="pt") for maker in (found, processor))
+    assert given["pixel_values"].dtype is torch.float32  # with stock's numbers
     assert all(torch.equal(given[name], expected[name]) for name in expected)
 
 
@@ -318,7 +287,7 @@ def test_our_processor_gives_what_stocks_does_and_is_found_again(processor, pair
             for maker in (mine, processor)
         )
         assert given.keys() == expected.keys()
-        assert all(torch.equal(given[name], expected[name]) for name in expected)
+        assert all(torch.equal(given[name], expected[name]) for name in expected)  # dtypes are not compared
     pair[1].save_pretrained(tmp_path)
     mine.save_pretrained(tmp_path)
     assert type(AutoProcessor.from_pretrained(tmp_path)) is llamoe.LlamoeProcessor
