@@ -61,6 +61,25 @@ def meet_before_saving(model: PreTrainedModel) -> None:
             "its weights. Load it without pp_size to save it."
         )
     ranks = sharing_processes(model)
+    _meet(
+        ranks,
+        f"the weights of this {type(model).__name__} are shared by {len(ranks)} processes, all of which have to save "
+        "it together. Call save_pretrained in every process (only the first one writes), not under `if rank == 0:`",
+        patience=_PATIENCE,
+    )
+
+
+def meet_after_saving(model: PreTrainedModel) -> None:
+    """Wait until the process that writes has written.
+
+    Raises:
+        RuntimeError: it has not, in the time that the process group allows.
+    """
+    _meet(sharing_processes(model), "the files are not written yet, or writing them failed")
+
+
+def _meet(ranks: list[int], reason: str, patience: float = float("inf")) -> None:
+    """Wait for other processes; say after `patience` seconds, and in the end raise, who is missing and the reason."""
     if not ranks:
         return
     store = default_store()
@@ -69,32 +88,27 @@ def meet_before_saving(model: PreTrainedModel) -> None:
     # How often this process has come here, and how often all of them have, taken together.
     count = store.add(mine, 1)
     arrivals = store.add(name, 1)
-    begin, pause, has_warned = time.monotonic(), 0.001, False
+    begin, pause = time.monotonic(), 0.001
     while arrivals < count * len(ranks):
         waited = time.monotonic() - begin
         is_over = waited > store.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
-        if is_over or (waited > _PATIENCE and not has_warned):
+        if is_over or waited > patience:
+            patience = float("inf")
             missing = [rank for rank in ranks if store.add(f"{name}/{rank}", 0) < count]
-            problem = (
-                f"save_pretrained: the weights of this {type(model).__name__} are shared by {len(ranks)} processes, "
-                f"all of which have to save it together. After {waited:.0f} s "
-                f"{_listed(missing)} not called save_pretrained. Call it in every process (only the first one writes), "
-                "not under `if rank == 0:`."
-            )
+            problem = f"save_pretrained waits for {_listed(missing)} since {waited:.0f} s: {reason}."
             if is_over and missing:
                 store.add(name, -1)
                 store.add(mine, -1)
                 raise RuntimeError(problem)
             logger.warning(problem)
-            has_warned = True
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
         arrivals = store.add(name, 0)
 
 
 def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"process {shown} has" if len(ranks) == 1 else f"processes {shown} have"
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"process {shown}" if len(ranks) == 1 else f"processes {shown}"
 
 
 def gather_state(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -106,8 +120,9 @@ def gather_state(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> d
     if state_dict is None and getattr(model, "_hf_peft_config_loaded", False):
         whole = model.state_dict()
         if is_sharded(whole.values()):
-            wanted = {id(tensor) for tensor in model.get_adapter_state_dict(state_dict=whole).values()}
-            state_dict = {name: tensor for name, tensor in whole.items() if id(tensor) in wanted}
+            # peft chooses by name. Given tensors, it may join them besides, in the first process alone.
+            wanted = set(model.get_adapter_state_dict(state_dict={name: name for name in whole}).values())
+            state_dict = {name: tensor for name, tensor in whole.items() if name in wanted}
     if state_dict is None or not is_sharded(state_dict.values()):
         return state_dict
     return joined(state_dict)

@@ -31,7 +31,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration._hub import MODULE_NAME, is_our_module
-from .gathering import broadcast, gather_state, meet_before_saving
+from .gathering import broadcast, gather_state, meet_after_saving, meet_before_saving
 from .weights import CheckpointError
 
 # What the hidden folder is called while it is written to, while the files are exchanged, and afterwards.
@@ -188,8 +188,8 @@ def _saving(
         raise
     finally:
         _current.reset(token)
-    # transformers waits for the one that writes, but before the files have come to their place.
-    model.barrier_after_gathered_checkpoint_save(getattr(model.config, "distributed_config", None))
+    # Where transformers waits for the one that writes, it does so before the files have come to their place.
+    meet_after_saving(model)
 
 
 def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:
