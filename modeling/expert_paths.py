@@ -73,7 +73,7 @@ def compute_experts(
             'choose "grouped_mm" or another of transformers\'.'
         )
     gate_up_EHF, down_EIH = experts.gate_up_proj, experts.down_proj
-    dtype = _compute_dtype(down_EIH)
+    dtype = compute_dtype(down_EIH)
     num_rows = top_k_index.numel()
     needs_gradient = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (hidden_states, gate_up_EHF, down_EIH, top_k_weights)
@@ -246,7 +246,7 @@ def try_kernels(model: torch.nn.Module) -> None:
             weight: Any = module.down_proj
             # Of parameters that are sharded, or wait elsewhere for their turn, the first pass knows more.
             if type(weight) is torch.nn.Parameter and not _is_on_host(weight):
-                _rows_of_kernel(module, _compute_dtype(weight), needs_gradient=False, is_traced=False)
+                _rows_of_kernel(module, compute_dtype(weight), needs_gradient=False, is_traced=False)
 
 
 def _chosen_by_rows(experts: Any) -> bool:
@@ -279,13 +279,14 @@ def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_g
     if path == "grouped" and not experts.fits_grouped_mm(dtype=dtype):
         return (
             f"torch's grouped product does not take experts of {hidden_size} x {intermediate_size} in {dtype} on "
-            f"{weight.device}: their rows must be multiples of 16 bytes, float16 is not for the CPU, and compilers "
-            "take bfloat16 only (on GPUs: of capability 9 and 10)."
+            f"{weight.device}: their rows must be multiples of 16 bytes, it takes no float64, no float16 on the "
+            "CPU, and compilers take bfloat16 only (on GPUs: of capability 9 and 10)."
         )
     return None
 
 
-def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
+def compute_dtype(weight: torch.Tensor) -> torch.dtype:
+    """Give the dtype that experts with this weight are computed in: autocast's, or their own."""
     device_type = weight.device.type
     # Autocast leaves float64 alone.
     if device_type != "meta" and weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):

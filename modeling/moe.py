@@ -29,7 +29,7 @@ from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.import_utils import is_fake_tensor
 
 from ._compat import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
-from .expert_paths import compute_experts, register_paths
+from .expert_paths import compute_dtype, compute_experts, register_paths
 from .feed_forward import FeedForward, activation, apply_gate
 from .plain import is_recorded
 
@@ -78,12 +78,8 @@ def _grouped_or_eager(
     experts: "Experts", hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Run `grouped_mm` where its kernels take these sizes and dtypes, else the loop over experts."""
-    device_type = hidden_states.device.type
-    seen = experts
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        if dtype != experts.down_proj.dtype:
-            seen = cast("Experts", _ExpertsInDtype(experts, dtype))
+    dtype = compute_dtype(experts.down_proj)
+    seen = experts if dtype == experts.down_proj.dtype else cast("Experts", _ExpertsInDtype(experts, dtype))
     if Experts.fits_grouped_mm(seen):
         return grouped_mm_experts_forward(seen, hidden_states, top_k_index, top_k_weights)
     return experts.loop_over_experts(hidden_states, top_k_index, top_k_weights)
@@ -139,7 +135,7 @@ class Experts(nn.Module):
         weight = self.down_proj
         device = weight.device if device is None else device
         dtype = weight.dtype if dtype is None else dtype
-        if not grouped_mm_exists(device):
+        if not grouped_mm_exists(device) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return False
         if device.type == "cpu" and dtype == torch.float16:
             return False  # falls into a scalar loop for input-first weights

@@ -313,6 +313,57 @@ def main(output):
     return output[0] if isinstance(output, tuple) else output
 
 
+@pytest.mark.parametrize("implementation", ["llamoe", "llamoe_loop", "eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_float64_gradients_are_the_derivatives(sizes, implementation):
+    """By differences, of rows, both stacks and weights, also of sizes that torch's grouped product takes.
+
+    Without the router, whose scores are rounded to float32 as Llama 4's rule has it.
+    """
+    small = {
+        "odd": dict(hidden_size=6, intermediate_size=5),
+        "aligned": dict(hidden_size=8, intermediate_size=4),
+    }
+    config = llamoe.from_stock(stock_text_config(num_local_experts=3, **small[sizes]))
+    experts = make_asymmetric(Experts(config)).double()
+    experts.config._experts_implementation = implementation
+    x, ids, weights = make_rows(experts, 4, 2, torch.float64)
+
+    def call(x, weights, gate_up, down):
+        stacks = {"gate_up_proj": gate_up, "down_proj": down}
+        return torch.func.functional_call(experts, stacks, (x, ids, weights))
+
+    stacks = [parameter.detach().clone().requires_grad_() for parameter in experts.parameters()]
+    assert torch.autograd.gradcheck(call, (x.requires_grad_(), weights.requires_grad_(), *stacks))
+
+
+@for_models("is_head", "has_experts")
+@pytest.mark.parametrize("implementation", ["llamoe", "grouped_mm"])
+def test_a_float64_mixture_trains_as_eager_does(case, implementation):
+    """Autocast leaves float64 alone, whichever way the experts are computed."""
+    results = []
+    for name, autocast in ((implementation, False), (implementation, True), ("eager", False)):
+        model, inputs = case.make(intermediate_size=56).double(), case.inputs()
+        model.set_experts_implementation(name)
+        inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            experts = next(module for module in model.modules() if isinstance(module, Experts))
+            rows, ids, weights = make_rows(experts, 9, 2, torch.float64)
+            results.append(experts(rows, ids, weights))
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        results[-1] = [results[-1], experts.down_proj.grad, experts.gate_up_proj.grad]
+    for given in results[:2]:
+        for mine, expected in zip(given, results[2], strict=True):
+            assert (mine - expected).abs().max() < 1e-12 * max(1, expected.abs().max())
+
+
+@pytest.mark.parametrize("path", ["grouped", "kernel"])
+def test_a_forced_path_refuses_float64_by_name(path):
+    experts = make_experts("aligned", torch.float64).requires_grad_(False)
+    with pytest.raises(ValueError, match=f'"llamoe_{path}".*float64.*Choose "llamoe"'):
+        compute_experts(experts, *make_rows(experts, 6, 1, torch.float64), path=path)
+
+
 def test_frozen_experts_keep_no_rows():
     experts = make_experts().requires_grad_(False)
     x, ids, weights = make_rows(experts, 9, 1)
