@@ -25,6 +25,7 @@ KINDS = {
     "converting": 5,
     "heads": 4,
     "compiling": 2.5,
+    "kernels": 0.3,
 }
 
 # Refusals that say what is not supported and why; every other error where stock has none is a fault.

@@ -1,0 +1,64 @@
+"""The kernels for few rows under the interpreter of Triton, which decides at its import: in another process."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..batch import check, draw_batch, forward
+from ..judge import Refused, Wrong
+from ..subject import draw_subject
+
+
+def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "fuzz.kinds.kernels", str(seed)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if "RESULT refused" in done.stdout:
+        raise Refused(done.stdout)
+    if "RESULT passed" not in done.stdout:
+        raise Wrong(" ".join((done.stdout + done.stderr).split())[-500:])
+
+
+@torch.no_grad()
+def interpreted(seed: int) -> str:
+    """Run a few rows through forced kernels, as the tests of the kernels do."""
+    import numpy as np
+    import triton.runtime.interpreter
+
+    # Triton 3.6 keeps scalars as arrays of one element and asks `int` for bounds of loops; numpy 2.4 refuses that.
+    patch_tensor = triton.runtime.interpreter._patch_lang_tensor
+
+    def patch_tensor_too(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(np.squeeze(self.handle.data)))
+
+    vars(triton.runtime.interpreter)["_patch_lang_tensor"] = patch_tensor_too
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtypes = ["float32", "float32", "bfloat16", "float16"]
+    subject = draw_subject(
+        rng, seed, "llama4_text", dtypes=dtypes, experts=["llamoe_kernel"], hidden_act="silu"
+    )
+    batch = draw_batch(rng, generator, subject.fields["vocab_size"], ["plain", "left", "packed"], 16)
+    try:
+        _, fed = forward(subject.model, batch)
+    except ValueError as error:
+        if "the kernel takes up to" in str(error):
+            return f"refused {error}"
+        raise
+    check(fed, subject.judge, "logits by kernels")
+    return "passed"
+
+
+if __name__ == "__main__":
+    print("RESULT", interpreted(int(sys.argv[1])))
