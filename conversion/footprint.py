@@ -16,27 +16,16 @@ import torch
 
 from ..configuration import LlamoeVisionConfig
 from ..configuration._base import LlamoeBaseConfig
+from ..modeling.quantized import part_of
 
 # As bitsandbytes stores a linear layer: bytes of a weight with so many rows and numbers.
 _LINEAR_BYTES: dict[str, Callable[[int, int], int]] = {
     "int8": lambda rows, numbers: numbers + 4 * rows,  # a float32 scale for each row
     "int4": lambda rows, numbers: -(-numbers // 2) + 4 * -(-numbers // 64),  # and for each 64 numbers
 }
-_PARTS = (
-    ("vision tower", r"(^|\.)vision_model\."),
-    ("projector", r"^multi_modal_projector\."),
-    ("embedding", r"embed_tokens\."),
-    ("output head", r"lm_head\."),
-    ("norms", r"norm"),
-    ("attention", r"\.self_attn\."),
-    ("routers", r"\.router\."),
-    ("shared experts", r"\.shared_expert\."),
-    ("experts", r"\.experts\."),
-    ("feed-forwards", r"\.(mlp|feed_forward)\."),
-)
 NOTE = (
-    "int8 and int4: linear layers but the head, as bitsandbytes stores them; embeddings, head, router and norms stay "
-    "in bfloat16. It leaves stacked experts in bfloat16 too, and stores them like linear layers once they are split."
+    "int8 and int4: linear layers, as bitsandbytes stores them. Routed experts stay in bfloat16, since quantizers pass "
+    "them over, and so do embeddings, routers, norms, the head and the tower's patch embedding."
 )
 
 
@@ -52,13 +41,11 @@ class Need:
     """Bytes of memory that a model takes to run.
 
     Attributes:
-        weights: of the weights when the stacked experts stay in bfloat16, as bitsandbytes leaves them.
-        weights_split: of the weights when each expert is a linear layer (`--experts split`), stored like the others.
+        weights: of the weights; routed experts stay in bfloat16, as transformers' quantizers leave them.
         cache: keys and values in bfloat16, for the context and rows asked for.
     """
 
     weights: int
-    weights_split: int
     cache: int
 
 
@@ -70,21 +57,18 @@ def needs_of(shapes: Mapping[str, tuple[int, ...]], cached: int) -> dict[str, Ne
         cached: bytes of the cache.
     """
     plain = sum(2 * math.prod(shape) for shape in shapes.values())
-    needs = {"bfloat16": Need(plain, plain, cached)}
+    needs = {"bfloat16": Need(plain, cached)}
     for name, size_of in _LINEAR_BYTES.items():
-        sizes = [
-            sum(
-                size_of(shape[0], math.prod(shape)) if _is_linear(key, shape) else 2 * math.prod(shape)
-                for key, shape in some.items()
-            )
-            for some in (shapes, split_shapes(shapes))
-        ]
-        needs[name] = Need(*sizes, cached)
+        weights = sum(
+            size_of(shape[0], math.prod(shape)) if _is_linear(key, shape) else 2 * math.prod(shape)
+            for key, shape in shapes.items()
+        )
+        needs[name] = Need(weights, cached)
     return needs
 
 
 def _is_linear(key: str, shape: tuple[int, ...]) -> bool:
-    others = ("embed_tokens.weight", "lm_head.weight", "router.weight")
+    others = ("embed_tokens.weight", "lm_head.weight", "router.weight", "patch_embedding.linear.weight")
     return len(shape) == 2 and key.endswith(".weight") and not key.endswith(others)
 
 
@@ -118,8 +102,7 @@ def parts_of(config: LlamoeBaseConfig | None, tensors: Mapping[str, Header]) -> 
     """Give each part of the model with its numbers and bytes."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for key, tensor in tensors.items():
-        part = next((label for label, pattern in _PARTS if re.search(pattern, key)), "other")
-        part = "vision tower" if isinstance(config, LlamoeVisionConfig) else part
+        part = "vision tower" if isinstance(config, LlamoeVisionConfig) else part_of(key)
         numbers, size = found[part]
         found[part] = (numbers + math.prod(tensor.shape), size + _nbytes(tensor))
     return dict(found)

@@ -25,6 +25,7 @@ from ..configuration import (
     preset,
 )
 from ..configuration._base import LlamoeBaseConfig
+from ..modeling.quantized import in_units
 from ..modeling.split_experts import expert_of
 from ..modeling.weights import UNFINISHED, CheckpointError
 from .checkpoint import Checkpoint, expected_shapes
@@ -116,10 +117,13 @@ class Inspection:
             counts.append(("in the files", f"{self.stored:,}"))
         sections.append(("parameters", counts))
         if self.files:
-            rows = [("files", f"{len(self.files):,}, {_gb(self.bytes)}")]
-            rows += [(name, f"{count:,} tensors, {_gb(size)}") for name, (count, size) in self.dtypes.items()]
+            rows = [("files", f"{len(self.files):,}, {in_units(self.bytes)}")]
             rows += [
-                (name, f"{numbers:,} numbers, {_gb(size)}") for name, (numbers, size) in self.parts.items()
+                (name, f"{count:,} tensors, {in_units(size)}") for name, (count, size) in self.dtypes.items()
+            ]
+            rows += [
+                (name, f"{numbers:,} numbers, {in_units(size)}")
+                for name, (numbers, size) in self.parts.items()
             ]
             rows += [("a layer", _runs(self.layers))] if self.layers else []
             rows += [("left out", f"{len(self.dropped):,} tensors")] if self.dropped else []
@@ -129,8 +133,6 @@ class Inspection:
             rows = []
             for name, need in self.needs.items():
                 rows.append((name, _need(need.weights, cached)))
-                if need.weights_split != need.weights:
-                    rows.append((f"{name}, experts too", _need(need.weights_split, cached)))
             if self.context is not None:
                 rows.append(("cache", f"{self.context:,} tokens x {self.batch:,} rows in bfloat16"))
             rows.append(("note", NOTE))
@@ -456,16 +458,11 @@ def _guess(tensors: Mapping[str, Header]) -> tuple[str, dict[str, Any]]:
     return "unknown", sizes
 
 
-def _gb(size: int) -> str:
-    for unit, name in ((10**9, "GB"), (10**6, "MB")):
-        if size >= unit / 10:
-            return f"{size / unit:,.2f} {name}"
-    return f"{size / 1000:,.2f} kB"
-
-
 def _need(weights: int, cached: int) -> str:
     return (
-        _gb(weights) if not cached else f"{_gb(weights)} + {_gb(cached)} of cache = {_gb(weights + cached)}"
+        in_units(weights)
+        if not cached
+        else f"{in_units(weights)} + {in_units(cached)} of cache = {in_units(weights + cached)}"
     )
 
 
@@ -475,6 +472,6 @@ def _text(value: Any) -> str:
 
 def _runs(sizes: list[int]) -> str:
     counts = Counter(sizes)
-    return ", ".join(f"{_gb(size)} ({count} layers)" for size, count in counts.most_common(4)) + (
+    return ", ".join(f"{in_units(size)} ({count} layers)" for size, count in counts.most_common(4)) + (
         ", ..." if len(counts) > 4 else ""
     )

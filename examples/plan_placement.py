@@ -35,8 +35,8 @@ QUANTIZED = {
     "int4": lambda rows, numbers: -(-numbers // 2) + 4 * -(-numbers // 64),  # and for each 64 numbers
 }
 NOTE = (
-    "{0}: linear layers but the head, as bitsandbytes stores them. The experts are stacked tensors, which it leaves in "
-    "bfloat16, like embeddings, head, router and norms."
+    "{0}: linear layers, as bitsandbytes stores them. The experts are stacked tensors, which it leaves in bfloat16, as "
+    "it does embeddings, head, router, norms and the tower's patch embedding."
 )
 
 
@@ -87,8 +87,9 @@ def build(config, dtype: str) -> nn.Module:
     with torch.device("meta"):
         model = model_class(config).to(DTYPES.get(dtype, torch.bfloat16))
     if dtype in QUANTIZED:
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+        for name, module in model.named_modules():
+            is_kept = module is model.get_output_embeddings() or "patch_embedding" in name
+            if isinstance(module, nn.Linear) and not is_kept:
                 module.weight = meta_bytes(QUANTIZED[dtype](len(module.weight), module.weight.numel()))
     return model
 

@@ -25,6 +25,7 @@ from .expert_paths import IMPLEMENTATION
 from .masks import attention_masks
 from .moe import Experts, Router
 from .placement import check_devices, check_offload, check_on_disk, settle_device_map
+from .quantized import tell_of_experts
 from .saving import SavesWhole, check_whole
 from .split_experts import find_split_experts, fuse_while_loading
 from .weights import (
@@ -42,7 +43,7 @@ from .weights import (
 logger = logging.getLogger("llamoe")
 
 # Quantization methods whose transformers quantizers leave the stacked experts as they are. The others expect
-# experts of another layout or replace stock's class by its name.
+# experts of another layout or replace stock's class by its name. transformers itself says that hqq is not there yet.
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "quanto", "torchao")
 
 
@@ -175,6 +176,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         elif isinstance(module, Router):
             init.normal_(module.weight, mean=0.0, std=self.config.get_text_config().initializer_range)
 
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        # `_keep_in_fp32_modules` names what is not quantized; in float16 it is loaded in float16 like the rest.
+        return {}
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         """Load a checkpoint, ours or stock, as `PreTrainedModel.from_pretrained` does.
@@ -219,6 +224,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
                 result = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         model._log_backends()
+        if getattr(model, "is_quantized", False):
+            tell_of_experts(model, _name(model.quantization_method))
         return result
 
     @classmethod
@@ -294,12 +301,12 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         method = quantization.get("quant_method")
         if method is None and (quantization.get("load_in_8bit") or quantization.get("load_in_4bit")):
             method = "bitsandbytes"  # as its first configs were written
-        method = getattr(method, "value", method)
+        method = _name(method)
         if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
             raise ValueError(
                 f"{cls.__name__} cannot load a mixture quantized with {method!r}: its experts are stored in a "
                 "layout that transformers reads only into its own Llama 4 classes. Supported here: "
-                f"{', '.join(_QUANTIZERS_FOR_MIXTURES)} (experts stay in 16 bit). Load the unquantized checkpoint."
+                "bitsandbytes, quanto, torchao (routed experts stay in 16 bit). Load the unquantized checkpoint."
             )
 
     def _log_backends(self) -> None:
@@ -354,3 +361,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         """
         if cls.__module__.partition(".")[0] != "llamoe":
             super().register_for_auto_class(auto_class)
+
+
+def _name(method: Any) -> Any:
+    # A member of transformers' `QuantizationMethod`, or the text that a config.json holds.
+    return getattr(method, "value", method)

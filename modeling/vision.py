@@ -37,8 +37,7 @@ from .rotary_2d import rotary_2d_cos_sin
 class PatchEmbedding(nn.Module):
     """Cut a tile into P x P patches and map each to D channels: a strided convolution without bias.
 
-    As a linear layer it takes LoRA and quantization like any other; a convolution's weight fits after
-    `weight.reshape(D, -1)`.
+    As a linear layer it takes LoRA like any other; a convolution's weight fits after `weight.reshape(D, -1)`.
     """
 
     def __init__(self, config: LlamoeVisionConfig):
@@ -273,6 +272,10 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     _checkpoint_prefixes = {r"vision_model\.": ""}
     _keys_to_ignore_on_load_unexpected = [r"^language_model\.", r"^multi_modal_projector\."]
     _can_record_outputs = {"hidden_states": VisionEncoderLayer, "attentions": VisionAttention}
+    # transformers' quantizers leave these alone, whatever a user's own list says. A patch of 14 x 14 pixels in three
+    # colours has 588 numbers, no multiple of the blocks of 64 that kernels read: quanto's int8 then ends the process on
+    # a CPU. `_get_dtype_plan` of the base class sees to it that they are not kept in float32.
+    _keep_in_fp32_modules = [r"(.*\.)?patch_embedding"]
 
     def __init__(self, config: PreTrainedConfig):
         config = cast(LlamoeVisionConfig, self.resolve_config(config))
