@@ -46,13 +46,12 @@ def in_units(size: int) -> str:
 
 def stored_bytes(tensor: torch.Tensor) -> int:
     """The bytes that a tensor takes, with the scales and codes that belong to a quantized one."""
-    if hasattr(type(tensor), "__tensor_flatten__"):  # torchao, quanto: tensors that are made of others
-        names, _ = tensor.__tensor_flatten__()
-        return sum(stored_bytes(getattr(tensor, name)) for name in names)
-    state, scales = (
-        getattr(tensor, "quant_state", None),
-        getattr(tensor, "SCB", None),
-    )  # bitsandbytes, 4 and 8 bit
+    if flatten := getattr(
+        tensor, "__tensor_flatten__", None
+    ):  # torchao, quanto: tensors that are made of others
+        return sum(stored_bytes(getattr(tensor, name)) for name in flatten()[0])
+    # bitsandbytes, 4 and 8 bit
+    state, scales = getattr(tensor, "quant_state", None), getattr(tensor, "SCB", None)
     parts = [] if state is None else list(state.as_dict(packed=True).values())
     parts += [] if scales is None else [scales]
     return tensor.numel() * tensor.element_size() + sum(stored_bytes(part) for part in parts)

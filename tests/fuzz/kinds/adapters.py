@@ -57,7 +57,8 @@ def merged(
     """Weights with the adapter's product added; of stacked experts each one's own.
 
     Of stacks `[E, in, out]` ours has A on the input side, `[E * r, in]`, where the expert runs slowest, and B on the
-    output side, `[out, r * E]`, where it runs fastest. peft does not know that stock's are input-first, and exchanges the two.
+    output side, `[out, r * E]`, where it runs fastest. peft does not know that stock's are
+    input-first, and exchanges the two.
     """
     result, state = (
         dict(weights),
