@@ -151,6 +151,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         """Bring keyword arguments, ours or of the stock class, into our terms, without a model type."""
         data = {}
         for name, value in given.items():
+            check_size(cls, cls.attribute_map.get(name, name), value)
             mutable = isinstance(value, (dict, list))
             data[cls.attribute_map.get(name, name)] = copy.deepcopy(value) if mutable else value
         if cls.base_config_key and isinstance(data.get(cls.base_config_key), (dict, PreTrainedConfig)):

@@ -75,7 +75,7 @@ def sizes():
             yield "multimodal", part, field, value
 
 
-@pytest.mark.parametrize(("family", "part", "field", "value"), sizes())
+@pytest.mark.parametrize(("family", "part", "field", "value"), list(sizes()))
 def test_size_beyond_reason(family, part, field, value, model_copy, guard):
     """By `from_pretrained` and by `inspect`, before anything is made of it."""
     path = model_copy(family)
