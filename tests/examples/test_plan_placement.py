@@ -147,10 +147,10 @@ def test_large_models_take_seconds_and_little_memory():
 
 @for_models("is_head")
 def test_quantized_sizes(case, planner, monkeypatch):
-    """What is quantized is what transformers' bitsandbytes integration replaces: linear layers, the head excepted."""
+    """What is quantized is what transformers' bitsandbytes integration replaces: linear layers, with few exceptions."""
     config = case.make_config()
     model = case.make()
-    kept = get_keys_to_not_convert(model)
+    kept = [*get_keys_to_not_convert(model), *model._keep_in_fp32_modules]
     linear = {
         f"{name}.weight"
         for name, module in model.named_modules()
