@@ -158,7 +158,8 @@ def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
         )
         if not all(map(_is_number, numbers)):
             valid = "a finite number, or a list of them"
-            fail(config, f"rope_parameters[{name!r}]", value, "is no number", valid)
+            problem = "must be finite" if value in (math.inf, -math.inf) else "is no number"
+            fail(config, f"rope_parameters[{name!r}]", value, problem, valid)
     rope_type = parameters.get("rope_type")
     # "axial" belongs to models that rotate by several coordinates at once.
     if rope_type == "axial" or not hasattr(config, f"_validate_{rope_type}_rope_parameters"):

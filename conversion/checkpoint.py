@@ -32,7 +32,7 @@ from .experts import fuse_experts, split_experts
 from .files import open_pickle, open_safetensors, read_bytes, read_json
 from .lazy import LazyTensor, compute
 from .processors import processor_of_layout
-from .source_files import Look, look_at, remember_looks
+from .source_files import Look, look_at, note, remember_looks
 from .targets import check_target
 from .tokenizers import check_companions
 from .writing import Plan, Progress, parse_size, split_shards, write
@@ -159,6 +159,8 @@ def weight_files(folder: Path) -> WeightFiles:
     Raises:
         CheckpointError: there are none, one that the index names is missing or outside, or there are two sets of them.
     """
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        note(folder / name)
     found = find_weights(folder)
     if found is None:
         raise CheckpointError(

@@ -48,7 +48,7 @@ from llamoe.modeling.vision import LlamoeVisionModel  # noqa: E402
 
 _register()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "PRESETS",

@@ -129,7 +129,13 @@ def skeleton_with(model: PreTrainedModel, config: Any, adapter_name: str) -> Pre
             setattr(config, field, False)  # some ways to begin decompose the weights
     with torch.device("meta"):
         skeleton = type(model)(copy.deepcopy(model.config))
-    inject_adapter_in_model(config, skeleton, adapter_name, low_cpu_mem_usage=True)
+    try:
+        inject_adapter_in_model(config, skeleton, adapter_name, low_cpu_mem_usage=True)
+    except (AttributeError, TypeError) as error:  # peft takes fields of its configurations as they come
+        raise ValueError(
+            f"adapter_config.json: peft cannot make layers of it ({type(error).__name__}: {error}); a field has a "
+            "value of the wrong type."
+        ) from error
     return skeleton
 
 

@@ -1,4 +1,9 @@
-"""More cases than the tests run: `python -m fuzz --cases 6000`, from the folder `tests`."""
+"""More cases than the tests run: `python -m fuzz --cases 6000`, from the folder `tests`.
+
+Random models and random damage, each drawn from one number, and judges that nobody of the package wrote. Reading order:
+draw, reference, tower_reference, judge, batch, kinds (a folder: one file a kind of case), differential; damage,
+originals, reading, corruption; runner.
+"""
 
 import argparse
 import os

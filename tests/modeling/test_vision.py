@@ -1,6 +1,7 @@
 """The vision tower against transformers' own Llama 4 tower, and its parts against arithmetic done by hand."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -445,10 +446,14 @@ class TestModelContract:
         assert model.model.layers[0].mlp.fc1.weight.std().item() == pytest.approx(0.05, rel=0.05)
         assert torch.equal(model.layernorm_pre.weight, torch.ones(240))
 
-    def test_missing_weights_are_drawn_when_loading(self, tmp_path):
+    def test_missing_weights_are_drawn_only_from_another_class(self, tmp_path):
         model = our_tower()
         state = {k: v for k, v in model.state_dict().items() if k != "positional_embedding_vlm"}
         model.save_pretrained(tmp_path, state_dict=state)
+        with pytest.raises(ValueError, match="1 of its weights are missing: positional_embedding_vlm"):
+            LlamoeVisionModel.from_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["SomebodysTower"]}))
         loaded = LlamoeVisionModel.from_pretrained(tmp_path)
         assert loaded.positional_embedding_vlm.std().item() == pytest.approx(120**-0.5, rel=0.1)
         assert torch.equal(loaded.class_embedding, model.class_embedding)
