@@ -39,7 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder}: holds params.json, but no consolidated.00.pth.")
     width = len(next(iter(numbered.values()))) - len("consolidated..pth")
     gaps = (n for n in range(max(numbered)) if n not in numbered)
-    missing = [f"consolidated.{n:0{width}d}.pth" for n in islice(gaps, 5)]
+    missing = [f"consolidated.{n:0{width}d}.pth" for n in islice(gaps, 3)]
     if missing:
         raise CheckpointError(f"{folder}: {', '.join(missing)} missing; there is {numbered[max(numbered)]}.")
     if len(numbered) != len([name for name in names if (match := _FILE.fullmatch(name)) and match[1]]):
