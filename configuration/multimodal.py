@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 from ._base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig, as_dict, logger
 from ._checks import fail
 from .decoder import LlamoeTextConfig
-from .parallel import PROJECTOR_TP
 from .vision import LlamoeVisionConfig
 
 _ROUTER_FIELDS = ("output_router_logits", "output_expert_load", "router_aux_loss_coef", "router_z_loss_coef")
@@ -39,7 +38,6 @@ class LlamoeConfig(LlamoeBaseConfig):
     model_type = "llamoe"
     stock_model_type: ClassVar[str] = "llama4"
     keys_to_ignore_at_inference = KEYS_TO_IGNORE_AT_INFERENCE
-    base_model_tp_plan = PROJECTOR_TP
     base_model_fsdp_plan: ClassVar[dict[str, str]] = {}  # transformers' default names a decoder's children
     attribute_map: ClassVar[dict[str, str]] = {
         "image_token_id": "image_token_index",

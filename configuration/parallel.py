@@ -66,7 +66,6 @@ DECODER_FSDP = {
 }
 
 VISION_TP = {
-    "patch_embedding.linear": "colwise_gather_output",
     **{f"model.{name}": style for name, style in ATTENTION_TP.items()},
     "model.layers.*.mlp.fc1": "colwise",
     "model.layers.*.mlp.fc2": "rowwise",
@@ -76,8 +75,6 @@ VISION_TP = {
 
 VISION_FSDP = {"model.layers.*": "free_full_weight"}
 
-# Of the multimodal model itself; tower and decoder bring their own.
-PROJECTOR_TP = {"multi_modal_projector.linear_1": "colwise_gather_output"}
 
 # Of the language model head.
 HEAD_TP = {"lm_head": "colwise_gather_output"}

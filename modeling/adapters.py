@@ -168,7 +168,7 @@ def fit(
         name = next((name for name in _names(model, key) if name in expected or name in optional), None)
         if name is not None:
             fitted[name] = tensor
-        elif any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ()):
+        elif any(re.search(pattern, key) for pattern in getattr(model, "_keys_passed_over", ())):
             passed_over.append(key)
         else:
             unknown.append(key)

@@ -61,6 +61,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
     _has_experts: ClassVar[bool] = False
     # Beginnings (patterns) of keys in checkpoints of other classes, and what they are here.
     _checkpoint_prefixes: ClassVar[dict[str, str]] = {}
+    # Keys (patterns) of parts that this class does not have, in checkpoints of classes around it. Not transformers'
+    # `_keys_to_ignore_on_load_unexpected`: a model takes over that of its children, whose patterns mean its own parts,
+    # and servers drop every key that one of them matches.
+    _keys_passed_over: ClassVar[list[str]] = []
     _has_stock_layout: ClassVar[bool] = True
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
@@ -264,6 +268,9 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
             quantized = getattr(load_config, "hf_quantizer", None) is not None
             if not getattr(load_config, "ignore_mismatched_sizes", False):
                 check_fit(checkpoint_files, expected, model._checkpoint_prefixes, quantized)
+        # Of the model that is loaded alone; asked of what is left over once the rest has found its place.
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
         load = partial(fuse_while_loading, stacks) if stacks else PreTrainedModel._load_pretrained_model
         loading_info, offload_index = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         if device_map is not None and is_whole:

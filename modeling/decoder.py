@@ -39,6 +39,7 @@ from .moe import MixtureOfExperts, Router
 from .normalization import RMSNorm
 from .rotary import RotaryEmbedding, rotary_tables
 from .rows import without_padding_positions
+from .servers import warn_of_server
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -94,6 +95,7 @@ class DecoderModel(LlamoePreTrainedModel):
     def __init__(self, config: PreTrainedConfig):
         config = self.resolve_config(config)
         super().__init__(config)
+        warn_of_server(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -208,7 +210,7 @@ class LlamoeTextModel(DecoderModel):
     config: LlamoeTextConfig
     _has_experts = True
     _checkpoint_prefixes = {r"language_model\.model\.": ""}
-    _keys_to_ignore_on_load_unexpected = [
+    _keys_passed_over = [
         r"^vision_model\.",
         r"^multi_modal_projector\.",
         r"^language_model\.lm_head\.",
@@ -385,4 +387,4 @@ class LlamoeForCausalLM(CausalLM, ChunkedGeneration, GenerationMixin):
     _model_class = LlamoeTextModel
     _has_experts = True
     _checkpoint_prefixes = {r"language_model\.": ""}
-    _keys_to_ignore_on_load_unexpected = [r"^vision_model\.", r"^multi_modal_projector\."]
+    _keys_passed_over = [r"^vision_model\.", r"^multi_modal_projector\."]

@@ -208,7 +208,7 @@ class LlamoeForSequenceClassification(TrainsRouters, SequenceClassifier):
     _has_experts = True
     _has_stock_layout = False
     _checkpoint_prefixes = {r"language_model\.": ""}
-    _keys_to_ignore_on_load_unexpected = [
+    _keys_passed_over = [
         r"^vision_model\.",
         r"^multi_modal_projector\.",
         r"^language_model\.lm_head\.",

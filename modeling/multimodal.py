@@ -19,7 +19,6 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling
 
 from ..configuration import LlamoeConfig
-from ..configuration.parallel import PROJECTOR_TP
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import ChunkedGeneration
@@ -234,7 +233,7 @@ class LlamoeModel(MultimodalModel):
 
     _text_class = LlamoeTextModel
     _checkpoint_prefixes = {r"language_model\.model\.": "language_model."}
-    _keys_to_ignore_on_load_unexpected = [r"^language_model\.lm_head\."]
+    _keys_passed_over = [r"^language_model\.lm_head\."]
     _has_stock_layout = False
 
     @classmethod
@@ -292,7 +291,6 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
     """
 
     _text_class = LlamoeForCausalLM
-    _tp_plan = PROJECTOR_TP  # the base model that the config's plan is for is no registered child here
     # Keys of a folder that `LlamoeModel` saved.
     _checkpoint_prefixes = {r"language_model\.(?!model\.|lm_head\.)": "language_model.model."}
 

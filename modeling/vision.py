@@ -270,7 +270,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     _no_split_modules = ["VisionEncoderLayer"]
     # In a multimodal folder, whose keys of the tower begin with the base model's prefix.
     _checkpoint_prefixes = {r"vision_model\.": ""}
-    _keys_to_ignore_on_load_unexpected = [r"^language_model\.", r"^multi_modal_projector\."]
+    _keys_passed_over = [r"^language_model\.", r"^multi_modal_projector\."]
     _can_record_outputs = {"hidden_states": VisionEncoderLayer, "attentions": VisionAttention}
     # transformers' quantizers leave these alone, whatever a user's own list says. A patch of 14 x 14 pixels in three
     # colours has 588 numbers, no multiple of the blocks of 64 that kernels read: quanto's int8 then ends the process on

@@ -21,6 +21,9 @@ from llamoe.modeling.moe import MixtureOfExperts
 
 FILES = Path(__file__).parents[2] / "examples" / "accelerate"
 
+# Layers that are whole on each device.
+WHOLE = ("patch_embedding.linear", "multi_modal_projector.linear_1")
+
 
 def names_in(model):
     parts = [*model.named_modules(), *model.named_parameters()]
@@ -36,10 +39,13 @@ def test_plans_hold_those_of_stock():
     dense, text = llamoe.LlamoeDenseConfig, llamoe.LlamoeTextConfig
     assert dense.base_model_tp_plan == LlamaConfig.base_model_tp_plan
     assert text.base_model_tp_plan == Llama4TextConfig.base_model_tp_plan
-    assert (
-        llamoe.LlamoeVisionConfig.base_model_tp_plan.items() >= Llama4VisionConfig.base_model_tp_plan.items()
-    )
-    assert llamoe.LlamoeConfig.base_model_tp_plan == Llama4Config.base_model_tp_plan
+    # But for two small layers whose outputs stock gathers, under a name that SGLang does not know.
+    for ours, stock in (
+        (llamoe.LlamoeVisionConfig, Llama4VisionConfig),
+        (llamoe.LlamoeConfig, Llama4Config),
+    ):
+        kept = {name: style for name, style in stock.base_model_tp_plan.items() if name not in WHOLE}
+        assert (ours.base_model_tp_plan or {}).items() >= kept.items()
     for ours in (dense, text):
         assert ours.base_model_pp_plan == LlamaConfig.base_model_pp_plan
         assert ours.base_model_fsdp_plan == LlamaConfig.base_model_fsdp_plan
@@ -67,6 +73,7 @@ def test_plans_cover_all_but_small_weights(case):
         owner = wildcard(name.rpartition(".")[0])
         planned = owner in model.tp_plan or wildcard(name) in model.tp_plan
         small = parameter.ndim < 2 or name.endswith(("router.weight", "positional_embedding_vlm"))
+        small = small or owner.endswith(WHOLE)
         # Later releases add the embedding by themselves.
         assert planned or small or owner.endswith("embed_tokens"), name
     layers = [

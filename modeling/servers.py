@@ -1,0 +1,60 @@
+"""What inference servers compute otherwise than this library, said by name when they build a model.
+
+vLLM and SGLang run models of transformers by putting their own attention and their own experts in place of ours. Which
+of them builds a model is told by the attention implementation that it writes into the configuration beforehand. What
+they then do is read in their sources, vLLM 0.33.0 `model_executor/models/transformers` and SGLang 0.5.23
+`srt/models/transformers.py`.
+"""
+
+from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+logger = logging.get_logger("llamoe")
+
+# Attention implementation to the server that registers it.
+SERVERS = {"vllm": "vLLM", "vllm_mla": "vLLM", "sglang": "SGLang"}
+
+
+def warn_of_server(config: PreTrainedConfig) -> None:
+    """Warn, once each, of what the server that builds a decoder will compute otherwise; silent elsewhere.
+
+    Args:
+        config: a decoder's config.
+    """
+    server = SERVERS.get(config._attn_implementation)
+    for difference in differences(config, server) if server else ():
+        logger.warning_once(f"{server}'s transformers backend, {type(config).__name__}: {difference}")
+
+
+def differences(config: PreTrainedConfig, server: str) -> list[str]:
+    """Give a sentence for each thing that a server computes otherwise.
+
+    Args:
+        config: a decoder's config.
+        server: "vLLM" or "SGLang".
+    """
+    found = []
+    chunk_size = getattr(config, "attention_chunk_size", None)
+    is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    if is_chunked and chunk_size < config.max_position_embeddings:
+        limit = {"vLLM": "--max-model-len", "SGLang": "--context-length"}[server]
+        found.append(
+            f"it knows no chunked attention. Layers with attention_chunk_size = {chunk_size} will see all earlier "
+            f"tokens, so that logits are wrong from position {chunk_size} on. Serve with {limit} {chunk_size}."
+        )
+    if not getattr(config, "moe_layers", None):
+        return found
+    if config.num_experts_per_tok > 1:
+        found.append(
+            f"it is told num_experts_per_tok = {config.num_experts_per_tok} experts a row, but is given one: Llama 4 "
+            "scales the input of an expert, so that each expert of a token gets a row of its own. Kernels that rely "
+            "on that number may give other results. Compare its answers with this library's."
+        )
+    if config.hidden_act != "silu":
+        found.append(f"it computes experts with silu, whatever hidden_act says ({config.hidden_act!r} here).")
+    if server == "SGLang":
+        found.append(
+            "it passes over stacked experts and leaves random ones in their place. Serve a folder of "
+            "`llamoe convert MODEL FOLDER --experts split`, whose experts it reads."
+        )
+    return found
