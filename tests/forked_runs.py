@@ -4,7 +4,7 @@ A process that has imported everything and has no threads forks for every run, s
 not Python's start. `ForkedRuns` speaks to it; this file is both sides.
 
 `LLAMOE_KILLS` is the number of cases of each test that stops runs at random, `LLAMOE_SEED` the first one's seed; what
-fails says how to repeat it.
+fails says how to repeat it: exactly where a run stopped at a line, nearly where it stopped by the clock.
 """
 
 import json
@@ -186,7 +186,7 @@ def _serve() -> None:
                 process = os.fork()
                 if process == 0:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
-                    signal.alarm(120)  # rather than hang
+                    signal.alarm(300)  # rather than hang
                     said = ""
                     try:
                         said = _execute(run, writer)

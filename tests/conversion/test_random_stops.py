@@ -81,7 +81,7 @@ class Bench:
         for loader in (llamoe.LlamoeForCausalLM.from_pretrained, open_checkpoint):
             with pytest.raises(ValueError, match=re.escape(str(target))) as caught:
                 loader(target)
-            assert ("unfinished" in str(caught.value)) == (UNFINISHED in found)
+            assert (": is unfinished" in str(caught.value)) == (UNFINISHED in found)
         return False
 
     def finish(self, name: str, target: Path) -> None:
