@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .originals import Original
 
 Files = dict[str, bytes | None]
@@ -21,15 +23,17 @@ class Damage:
     Attributes:
         how: in words.
         changes: files that are other now; None: missing.
-        payload: whether only numbers of tensors were changed, which no reader without checksums can see.
+        numbers: tensors that the changed bytes make, where numbers of tensors were changed: no reader without checksums
+            can see that, but what it gives must be these, bit for bit.
+        tensors_changed: of how many tensors the numbers may be others, where `numbers` does not say which.
         is_config: whether the changed file says what the model is, so that another model is no surprise.
     """
 
     how: str
     changes: Files
-    payload: bool = False
+    numbers: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors_changed: int = 0
     is_config: bool = False
-    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def header_length(content: bytes) -> int:
@@ -47,26 +51,16 @@ def with_header(content: bytes, header: dict[str, Any] | bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + content[header_length(content) :]
 
 
-def records(content: bytes) -> Iterator[tuple[int, int]]:
-    """Where an archive's numbers are: begin and end of each record of a storage."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        for info in archive.infolist():
-            if "/data/" in info.filename:
-                lengths = content[info.header_offset + 26 : info.header_offset + 30]
-                begin = info.header_offset + 30 + int.from_bytes(lengths[:2], "little")
-                begin += int.from_bytes(lengths[2:], "little")
-                yield begin, begin + info.file_size
-
-
-def is_payload(original: Original, name: str, position: int) -> bool:
-    """Whether a byte is a number's of a tensor."""
-    content = original.files[name]
-    if name.endswith(".safetensors"):
-        return position >= header_length(content)
-    if content.startswith(b"PK"):
-        return any(begin <= position < end for begin, end in records(content))
-    places = ((content.find(raw), len(raw)) for raw in original.raw_tensors())
-    return any(0 <= begin <= position < begin + length for begin, length in places)
+def with_numbers(original: Original, name: str, content: bytes) -> dict[str, torch.Tensor]:
+    """The tensors of a file whose bytes are others, by where the undamaged file has their bytes."""
+    result = {}
+    for key, tensor in original.tensors.items():
+        raw = tensor.contiguous().numpy().tobytes()
+        begin = original.files[name].find(raw)
+        if begin >= 0 and content[begin : begin + len(raw)] != raw:
+            result[key] = torch.frombuffer(bytearray(content[begin : begin + len(raw)]), dtype=tensor.dtype)
+            result[key] = result[key].view(tensor.shape)
+    return result
 
 
 def flip(rng: random.Random, original: Original) -> Damage:
@@ -84,8 +78,8 @@ def flip(rng: random.Random, original: Original) -> Damage:
     positions = sorted({rng.randrange(limit) for _ in range(count)})
     for position in positions:
         content[position] ^= 1 << rng.randrange(8)
-    payload = all(is_payload(original, name, position) for position in positions)
-    return Damage(f"{len(positions)} bits of {name} from {positions[0]}", {name: bytes(content)}, payload)
+    numbers = with_numbers(original, name, bytes(content))
+    return Damage(f"{len(positions)} bits of {name} from {positions[0]}", {name: bytes(content)}, numbers)
 
 
 def cut(rng: random.Random, original: Original) -> Damage:
@@ -238,8 +232,8 @@ def archive(rng: random.Random, original: Original) -> Damage:
                         data = infos[partner]
             new.writestr(file, data, method)
     # Numbers that are others, behind a sum that is right: nobody can see that.
-    numbers = way in ("op", "swapped", "twice") and "/data/" in record
-    return Damage(f"{name}: {way} of {record}", {name: result.getvalue()}, payload=numbers)
+    changed = int(way in ("op", "swapped", "twice") and "/data/" in record)
+    return Damage(f"{name}: {way} of {record}", {name: result.getvalue()}, tensors_changed=changed)
 
 
 def _changed(rng: random.Random, data: bytes) -> bytes:

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,9 +78,6 @@ class Original:
     @property
     def json_files(self) -> list[str]:
         return [name for name in self.files if name.endswith(".json")]
-
-    def raw_tensors(self) -> Iterator[bytes]:
-        return (value.contiguous().numpy().tobytes() for value in self.tensors.values())
 
     def write(self, folder: Path, changes: dict[str, bytes | None]) -> Path:
         """Write the folder with some files changed; None: missing."""

@@ -67,7 +67,7 @@ def verify_it(original: Original, folder: Path) -> None:
             is_other = (folder / name).is_file() and (folder / name).read_bytes() != content
             if is_other and name in original.weight_files:
                 tensors = load(original, folder)
-                if any(not torch.equal(tensors[key], value) for key, value in original.tensors.items()):
+                if any(not same_bits(tensors[key], value) for key, value in original.tensors.items()):
                     raise Wrong("verify calls weights the same that are not")
 
 
@@ -143,16 +143,38 @@ def check_error(error: Exception, original: Original, folder: Path) -> None:
         raise Unclean(f"{len(text)} characters")
 
 
-def check_tensors(given: dict[str, torch.Tensor], original: Original, is_config: bool) -> int:
-    """Count the tensors that differ from the undamaged folder's; raise where one is lost, or another's or random."""
+def check_tensors(
+    given: dict[str, torch.Tensor], original: Original, numbers: dict[str, torch.Tensor], is_config: bool
+) -> tuple[int, int]:
+    """Raise where a tensor is lost, or another's shape, or comes from nowhere.
+
+    Args:
+        given: what was read.
+        original: the undamaged folder.
+        numbers: the tensors whose numbers were changed in the file.
+        is_config: whether the damaged file may say that the model has fewer tensors.
+
+    Returns:
+        how many tensors are those of `numbers`, and how many are neither these nor the original's.
+    """
     expected = original.tensors
     if not is_config and given.keys() != expected.keys():
         raise Wrong(f"tensors are lost or come in: {sorted(given.keys() ^ expected.keys())[:3]}")
-    different = 0
+    payload = others = 0
     for name, value in given.items():
         if name not in expected:
             raise Wrong(f"{name} comes from nowhere")
         if value.shape != expected[name].shape:
             raise Wrong(f"{name} has shape {list(value.shape)}")
-        different += not torch.equal(value, expected[name])
-    return different
+        if same_bits(value, expected[name]):
+            continue
+        if name in numbers and same_bits(value, numbers[name]):
+            payload += 1
+        else:
+            others += 1
+    return payload, others
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal to the bit, also where they hold no numbers."""
+    return a.dtype == b.dtype and a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
