@@ -131,6 +131,8 @@ def skeleton_with(model: PreTrainedModel, config: Any, adapter_name: str) -> Pre
         skeleton = type(model)(copy.deepcopy(model.config))
     try:
         inject_adapter_in_model(config, skeleton, adapter_name, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ValueError(f"adapter_config.json: {error}") from error
     except (AttributeError, TypeError) as error:  # peft takes fields of its configurations as they come
         raise ValueError(
             f"adapter_config.json: peft cannot make layers of it ({type(error).__name__}: {error}); a field has a "

@@ -279,8 +279,8 @@ def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_g
     if path == "grouped" and not experts.fits_grouped_mm(dtype=dtype):
         return (
             f"torch's grouped product does not take experts of {hidden_size} x {intermediate_size} in {dtype} on "
-            f"{weight.device}: their rows must be multiples of 16 bytes, it takes no float64, no float16 on the "
-            "CPU, and compilers take bfloat16 only (on GPUs: of capability 9 and 10)."
+            f"{weight.device}: their rows must be multiples of 16 bytes, float16 is not for the CPU, float64 for no "
+            "device, and compilers take bfloat16 only (on GPUs: of capability 9 and 10)."
         )
     return None
 
