@@ -61,6 +61,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
     _has_experts: ClassVar[bool] = False
     # Beginnings (patterns) of keys in checkpoints of other classes, and what they are here.
     _checkpoint_prefixes: ClassVar[dict[str, str]] = {}
+    _registers_prefixes: ClassVar[bool] = True
     # Keys (patterns) of parts that this class does not have, in checkpoints of classes around it. Not transformers'
     # `_keys_to_ignore_on_load_unexpected`: a model takes over that of its children, whose patterns mean its own parts,
     # and servers drop every key that one of them matches.

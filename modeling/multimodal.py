@@ -291,8 +291,17 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
     """
 
     _text_class = LlamoeForCausalLM
-    # Keys of a folder that `LlamoeModel` saved.
+    # Keys of a folder that `LlamoeModel` saved. Known to this class's own loading only: servers run a `LlamoeModel` and
+    # apply what is registered for either class, one behind the other, and this undoes what that one does.
     _checkpoint_prefixes = {r"language_model\.(?!model\.|lm_head\.)": "language_model.model."}
+    _registers_prefixes = False
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+        """Load a checkpoint, as `LlamoePreTrainedModel.from_pretrained` does; a `LlamoeModel`'s, too."""
+        renamed = {f"^{old}": new for old, new in cls._checkpoint_prefixes.items()}
+        kwargs["key_mapping"] = renamed | (kwargs.get("key_mapping") or {})
+        return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
 
     @property
     def model(self) -> LlamoeModel:

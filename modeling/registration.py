@@ -53,7 +53,7 @@ def register() -> None:
     register_with_peft()
     publish(MODELS.values())
     for name, model_class in MODELS.items():
-        if model_class._checkpoint_prefixes:
+        if model_class._checkpoint_prefixes and model_class._registers_prefixes:
             # By class name, so that no other class and no adapter is touched.
             renamings = [
                 WeightRenaming("^" + old, new) for old, new in model_class._checkpoint_prefixes.items()
