@@ -166,7 +166,8 @@ def _entries(directory: bytes, fail: Callable[[str], NoReturn]) -> Iterator[tupl
         name, extra = directory[position + 46 : middle], directory[middle : middle + lengths[1]]
         position += 46 + sum(lengths)
         packed, nbytes, begin = _widen(packed, nbytes, begin, extra)
-        if method or flags & 1 or packed != nbytes:
+        # A program's code is compressed; that it is a program is said first.
+        if b"/code/" not in name and (method or flags & 1 or packed != nbytes):
             fail(
                 f"record {name[:99].decode(errors='replace')} is compressed or encrypted, which torch never does"
             )
