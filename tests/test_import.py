@@ -24,28 +24,30 @@ def json_from_python(code):
 
 @pytest.fixture(scope="module")
 def imports():
-    """Seconds that `import llamoe` takes in a fresh process, and the packages it brings, three times over.
+    """What `import llamoe` takes in a fresh process, as a part of what torch and transformers took before it, and
+    the packages it brings; three times over.
 
-    Both are measured after what they are compared with has been imported, so that its spread does not count;
-    in processor time, which does not depend on what else the machine is doing.
+    In processor time, which depends little on what else the machine is doing.
     """
     code = """
 import json, sys, time
+begun = time.process_time()
 import torch
 from transformers import GenerationMixin, PreTrainedModel
-before, begun = set(sys.modules), time.process_time()
+before, between = set(sys.modules), time.process_time()
 import llamoe
-seconds = time.process_time() - begun
+part = (time.process_time() - between) / (between - begun)
 packages = {name.split(".")[0] for name in set(sys.modules)} - {name.split(".")[0] for name in before}
-print(json.dumps([seconds, sorted(packages)]))
+print(json.dumps([part, sorted(packages)]))
 """
     json_from_python(code)  # writes byte code and fills the file cache
     return [json_from_python(code) for _ in range(3)]
 
 
-def test_import_adds_at_most_half_a_second(imports):
-    seconds = [seconds for seconds, _ in imports]
-    assert statistics.median(seconds) <= 0.5, seconds
+def test_import_adds_little(imports):
+    """Measured between 0.07 and 0.09; a library more would be seen."""
+    parts = [part for part, _ in imports]
+    assert statistics.median(parts) <= 0.15, parts
 
 
 def test_import_leaves_heavy_libraries_alone(imports):

@@ -264,11 +264,12 @@ def test_another_process_goes_first(monkeypatch, tmp_path):
 def test_a_kernel_that_takes_the_process_along(monkeypatch, tmp_path):
     """As a compiler does that aborts; what it says last is kept."""
     copy = tmp_path / "copy"
+    # In a checkout three folders that stand side by side, in a wheel one with two of them inside.
     root = Path(llamoe.__file__).parents[1]
     for folder in ("llamoe", "configuration", "modeling"):
-        at = root / folder if (root / folder).is_dir() else root / "llamoe" / folder
-        shutil.copytree(at, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    spoilt = copy / "modeling/kernels/few_rows_triton.py"
+        if (root / folder).is_dir():
+            shutil.copytree(root / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    spoilt = copy / SOURCE.relative_to(root)
     spoilt.write_text(
         spoilt.read_text() + '\nimport os\nos.write(2, b"LLVM ERROR: Cannot select\\n")\nos.abort()\n'
     )
