@@ -133,10 +133,10 @@ def skeleton_with(model: PreTrainedModel, config: Any, adapter_name: str) -> Pre
         inject_adapter_in_model(config, skeleton, adapter_name, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ValueError(f"adapter_config.json: {error}") from error
-    except (AttributeError, TypeError) as error:  # peft takes fields of its configurations as they come
+    except Exception as error:  # peft takes the fields of a configuration as they come
         raise ValueError(
-            f"adapter_config.json: peft cannot make layers of it ({type(error).__name__}: {error}); a field has a "
-            "value of the wrong type."
+            f"adapter_config.json: peft cannot make layers of it ({type(error).__name__}: {error}). A field has a "
+            "value of the wrong type, or asks for a package that is not installed."
         ) from error
     return skeleton
 

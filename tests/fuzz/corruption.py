@@ -143,16 +143,17 @@ def run(seed: int) -> Outcome:
 
 
 def our_frames(error: BaseException | None) -> list[str]:
-    """The places of the package that an error went through."""
-    roots = {
-        str(Path(sys.modules[name].__path__[0]))
+    """The places of the package that an error went through, but for those that only hand on what peft says."""
+    roots = [
+        Path(sys.modules[name].__path__[0])
         for name in ("llamoe.modeling", "llamoe.conversion", "llamoe.configuration")
-    }
+    ]
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     return [
         f"{Path(frame.filename).name}:{frame.lineno}"
         for frame in frames
-        if str(Path(frame.filename).parent) in roots
+        if any(Path(frame.filename).is_relative_to(root) for root in roots)
+        and "_compat" not in frame.filename
     ]
 
 
