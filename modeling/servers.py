@@ -50,7 +50,8 @@ def differences(config: PreTrainedConfig, server: str) -> list[str]:
             "scales the input of an expert, so that each expert of a token gets a row of its own. Kernels that rely "
             "on that number may give other results. Compare its answers with this library's."
         )
-    if config.hidden_act != "silu":
+    # "swish" is another name of the same function.
+    if config.hidden_act not in ("silu", "swish"):
         found.append(f"it computes experts with silu, whatever hidden_act says ({config.hidden_act!r} here).")
     if server == "SGLang":
         found.append(

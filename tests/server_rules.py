@@ -105,17 +105,68 @@ def sglang_style(style: str) -> str:
     return style
 
 
+# Beginnings of keys to what SGLang calls them, `MultiModalMixin` and `TransformersBase.hf_to_sglang_mapper`; of several
+# that fit, the longest counts. Those that no model of ours has are left out.
+SGLANG_MULTIMODAL_PREFIXES = {
+    "language_model.lm_head.": "lm_head.",
+    "vision_model.": "model.vision_model.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+    "model.layers.": "model.language_model.layers.",
+    "model.embed_tokens.": "model.language_model.embed_tokens.",
+    "model.norm.": "model.language_model.norm.",
+}
+SGLANG_PREFIXES = {
+    "language_model.model.": "model.language_model.",
+    "model.model.": "model.",
+    "model.lm_head.": "lm_head.",
+    "model.score.": "classifier.",
+    "transformer.": "model.",
+    "model.": "model.",
+    "lm_head.": "lm_head.",
+    "score.": "classifier.",
+    "": "model.",
+}
+
+
+def sglang_name(key: str, has_images: bool) -> str:
+    """What SGLang's transformers backend calls a checkpoint's tensor."""
+    prefixes = SGLANG_PREFIXES | (SGLANG_MULTIMODAL_PREFIXES if has_images else {})
+    old = max(filter(key.startswith, prefixes), key=len)
+    return prefixes[old] + key.removeprefix(old)
+
+
 def published(package: str, file: str, *names: str) -> SimpleNamespace | None:
     """Functions and classes of an installed package, run from their source alone; None where it is not installed."""
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
+    tree = _syntax_tree(package, file)
+    if tree is None:
         return None
-    path = Path(next(iter(spec.submodule_search_locations))) / file
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     chosen = [node for node in ast.walk(tree) if getattr(node, "name", None) in names]
     for node in chosen:
         node.returns = None
     source = ast.Module([ast.parse("from __future__ import annotations").body[0], *chosen], [])
     scope = dict(NAMES_IN_SOURCES)
-    exec(compile(ast.fix_missing_locations(source), str(path), "exec"), scope)
+    exec(compile(ast.fix_missing_locations(source), file, "exec"), scope)
     return SimpleNamespace(**{name: scope[name] for name in names})
+
+
+def sglangs_own_mappers() -> dict[str, typing.Any] | None:
+    """SGLang's mappers of names by the class that declares them; None where it is not installed."""
+    tree = _syntax_tree("sglang", "srt/models/transformers.py")
+    if tree is None:
+        return None
+    scope = vars(published("sglang", "srt/models/utils.py", "WeightsMapper"))
+    return {
+        part.name: eval(compile(ast.Expression(statement.value), part.name, "eval"), scope)
+        for part in tree.body
+        if isinstance(part, ast.ClassDef)
+        for statement in part.body
+        if isinstance(statement, ast.Assign) and statement.targets[0].id == "hf_to_sglang_mapper"
+    }
+
+
+def _syntax_tree(package, file):
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(next(iter(spec.submodule_search_locations))) / file
+    return ast.parse(path.read_text(encoding="utf-8"))

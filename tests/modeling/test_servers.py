@@ -1,12 +1,18 @@
 """Servers that run our models by transformers' classes get every weight, and say what they compute otherwise.
 
-The servers cannot run here. Their rules stand in `server_rules`; with vLLM or SGLang on the path, as after
-`pip download --no-deps vllm` and unpacking the wheel, the rules are compared with the published code besides.
+Their rules stand in `server_rules`, and are always tested. With vLLM or SGLang on the path, as after
+`pip download --no-deps vllm` and unpacking the wheel, the rules are compared with the published code besides. Where
+all that vLLM imports is there too, vLLM itself builds and fills our models, on the CPU.
 """
 
 import logging
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
+import load_with_vllm
 import pytest
 import server_rules
 import torch
@@ -75,6 +81,18 @@ def test_the_rule_is_vllms_own(case):
             assert server_rules.vllm_name(model, key, config.architectures) == expected
 
 
+@pytest.mark.parametrize("case", [CASES["LlamoeDenseForCausalLM"], TEXT, WHOLE], ids=lambda case: case.name)
+def test_vllm_itself_loads_every_weight(case):
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not on the path: its rule is tested as it is written in server_rules")
+    program = Path(server_rules.__file__).with_name("load_with_vllm.py")
+    run = subprocess.run([sys.executable, program, case.name], capture_output=True, text=True, check=False)
+    if run.returncode == load_with_vllm.CANNOT_IMPORT:
+        pytest.skip(run.stderr.splitlines()[-1])
+    assert run.returncode == 0, run.stderr
+    print(run.stdout)
+
+
 @for_models()
 def test_no_model_hands_on_patterns_of_keys_to_ignore(case):
     assert not case.make()._keys_to_ignore_on_load_unexpected
@@ -87,6 +105,28 @@ def test_parts_of_a_whole_still_load_without_a_word_of_the_rest(case, tmp_path):
     for name in ("LlamoeTextModel", "LlamoeForCausalLM", "LlamoeVisionModel", "LlamoeModel", case.name):
         _, info = getattr(llamoe, name).from_pretrained(tmp_path, output_loading_info=True)
         assert not any(info.values()), (name, info)
+
+
+@for_models("is_text")
+def test_sglang_finds_a_place_for_every_weight(case):
+    config = case.make_config()
+    keys = case.model_class(config).state_dict()
+    model = built_by_a_server(config, "sglang")
+    places = {f"model.{name}" for name in model.state_dict()} | {"lm_head.weight"}
+    named = {server_rules.sglang_name(key, case.has_images) for key in keys}
+    assert named <= places
+    assert len(named) == len(keys)
+
+
+@for_models("is_text")
+def test_the_names_are_sglangs_own(case):
+    mappers = server_rules.sglangs_own_mappers()
+    if mappers is None:
+        pytest.skip("SGLang is not on the path")
+    whole = mappers["TransformersBase"]
+    whole = mappers["MultiModalMixin"] | whole if case.has_images else whole
+    for key in case.make().state_dict():
+        assert whole._map_name(key) == server_rules.sglang_name(key, case.has_images)
 
 
 # Plans
@@ -143,6 +183,7 @@ def test_a_server_is_told_what_it_computes_otherwise(case, name, server, caplog)
         ({}, "eager"),
         (dict(attention_chunk_size=None, num_experts_per_tok=1), "vllm"),
         (dict(attention_chunk_size=256, num_experts_per_tok=1), "vllm"),
+        (dict(attention_chunk_size=None, num_experts_per_tok=1, hidden_act="swish"), "vllm"),
         (dict(attention_chunk_size=None, moe_layers=[]), "sglang"),
     ],
 )

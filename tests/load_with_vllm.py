@@ -1,0 +1,83 @@
+"""Loads tiny models with vLLM's transformers backend on the CPU, and compares all weights with ours.
+
+Run as a program: vLLM changes the process that imports it. It needs vLLM's Python files and what they import, no
+compiled part and no GPU: `VLLM_TARGET_DEVICE=cpu` is set. Exit status 77: vLLM cannot be imported, and standard error
+says why.
+"""
+
+import os
+import sys
+import tempfile
+
+os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_PLUGINS="", VLLM_LOGGING_LEVEL="ERROR")
+
+import torch
+from support import MODELS, make_asymmetric
+from support_pictures import make_processor
+
+from llamoe import LlamoeProcessor
+
+CANNOT_IMPORT = 77
+# Experts on the CPU are taken in multiples of 32.
+SIZES = dict(hidden_size=96, intermediate_size=64)
+
+
+def nonzero_values(tensors) -> torch.Tensor:
+    """All values in order of size. Zeros are left out: vLLM pads vocabularies with them."""
+    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return values[values != 0].sort().values
+
+
+def compare(case) -> None:
+    """Save a model, build and fill it by vLLM, and end the program where a value is missing or at another place."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    ours = make_asymmetric(case.model_class(case.make_config(**SIZES)))
+    with tempfile.TemporaryDirectory() as folder:
+        ours.save_pretrained(folder)
+        if case.has_images:
+            make_processor(LlamoeProcessor).save_pretrained(folder)
+        config = EngineArgs(
+            model=folder,
+            model_impl="transformers",
+            dtype="float32",
+            skip_tokenizer_init=not case.has_images,
+            enforce_eager=True,
+            max_model_len=64,
+        ).create_engine_config()
+        with set_current_vllm_config(config):
+            if not torch.distributed.is_initialized():
+                init_distributed_environment(1, 0, f"file://{folder}/store", 0, backend="gloo")
+                initialize_model_parallel(1, 1)
+            served = initialize_model(config)
+            for parameter in served.parameters():
+                parameter.data.fill_(torch.nan)
+            loader = get_model_loader(config.load_config)
+            served.load_weights(loader.get_all_weights(config.model_config, served))
+    theirs = dict(served.named_parameters())
+    unfilled = [name for name, parameter in theirs.items() if parameter.isnan().any()]
+    assert not unfilled, unfilled
+    expected = ours.state_dict()
+    assert torch.equal(nonzero_values(theirs.values()), nonzero_values(expected.values()))
+    places = {key: served.hf_to_vllm_mapper.map_name(key) for key in expected}
+    compared = {key: place for key, place in places.items() if place in theirs}
+    assert compared, places
+    for key, place in compared.items():
+        assert torch.equal(theirs[place][: len(expected[key])], expected[key]), (key, place)
+    print(
+        f"{case.name}: {config.model_config.architecture}, {len(expected)} weights, {len(compared)} by name"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        import vllm.model_executor.models.transformers  # noqa: F401
+    except ImportError as error:
+        print(f"vLLM cannot be imported: {error}", file=sys.stderr)
+        sys.exit(CANNOT_IMPORT)
+    for name in sys.argv[1:]:
+        compare(next(case for case in MODELS if case.name == name))
