@@ -9,8 +9,6 @@ import os
 import sys
 import tempfile
 
-os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_PLUGINS="", VLLM_LOGGING_LEVEL="ERROR")
-
 import torch
 from support import MODELS, make_asymmetric
 from support_pictures import make_processor
@@ -74,6 +72,7 @@ def compare(case) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_PLUGINS="", VLLM_LOGGING_LEVEL="ERROR")
     try:
         import vllm.model_executor.models.transformers  # noqa: F401
     except ImportError as error:
