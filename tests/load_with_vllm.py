@@ -1,6 +1,6 @@
-"""Loads tiny models with vLLM's transformers backend on the CPU, and compares all weights with ours.
+"""Loads a tiny model with vLLM's transformers backend on the CPU, and compares all weights with ours.
 
-Run as a program: vLLM changes the process that imports it. It needs vLLM's Python files and what they import, no
+Run as a program, once a model: vLLM changes our classes and the process that imports it. It needs vLLM's Python files and what they import, no
 compiled part and no GPU: `VLLM_TARGET_DEVICE=cpu` is set. Exit status 77: vLLM cannot be imported, and standard error
 says why.
 """
@@ -48,9 +48,8 @@ def compare(case) -> None:
             max_model_len=64,
         ).create_engine_config()
         with set_current_vllm_config(config):
-            if not torch.distributed.is_initialized():
-                init_distributed_environment(1, 0, f"file://{folder}/store", 0, backend="gloo")
-                initialize_model_parallel(1, 1)
+            init_distributed_environment(1, 0, f"file://{folder}/store", 0, backend="gloo")
+            initialize_model_parallel(1, 1)
             served = initialize_model(config)
             for parameter in served.parameters():
                 parameter.data.fill_(torch.nan)
@@ -83,5 +82,4 @@ if __name__ == "__main__":
     except ImportError as error:
         print(f"vLLM cannot be imported: {error}", file=sys.stderr)
         sys.exit(CANNOT_IMPORT)
-    for name in sys.argv[1:]:
-        compare(next(case for case in MODELS if case.name == name))
+    compare(next(case for case in MODELS if case.name == sys.argv[1]))
