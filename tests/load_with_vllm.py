@@ -1,8 +1,8 @@
 """Loads a tiny model with vLLM's transformers backend on the CPU, and compares all weights with ours.
 
-Run as a program, once a model: vLLM changes our classes and the process that imports it. It needs vLLM's Python files and what they import, no
-compiled part and no GPU: `VLLM_TARGET_DEVICE=cpu` is set. Exit status 77: vLLM cannot be imported, and standard error
-says why.
+Run as a program, once a model: vLLM changes our classes and the process that imports it. It needs vLLM's
+Python files and what they import, no compiled part and no GPU: `VLLM_TARGET_DEVICE=cpu` is set. Exit status 77: vLLM
+cannot be imported, and standard error says why.
 """
 
 import os
