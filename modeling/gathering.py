@@ -2,7 +2,8 @@
 
 Each tensor is gathered by all processes together. A process that does so alone waits for the others until the process
 group's time is over, if its backend has one, and is then ended without a word of the reason. So the processes meet
-first, at the store through which they found each other.
+first, at the store through which they found each other. They do so only where there is something to gather: accelerate
+and Trainer gather the weights of an FSDP2 model themselves, and have one process save them.
 """
 
 import logging
@@ -34,25 +35,30 @@ def broadcast(value: Any) -> Any:
     return values[0]
 
 
-def sharing_processes(model: PreTrainedModel) -> list[int]:
-    """Name the processes that have to save a model together; none where one can do it alone."""
+def sharing_processes(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> list[int]:
+    """Name the processes that have to save a model together; none where one can do it alone.
+
+    Args:
+        model: the model.
+        state_dict: what is to be written of it; None for all of it.
+    """
     config = getattr(model.config, "distributed_config", None)
     sizes = [getattr(config, f"{name}_size", None) or 1 for name in ("tp", "fsdp", "dp_replicate", "ep")]
     if not dist.is_available() or not dist.is_initialized():
         return []
-    if max(sizes) > 1:
+    if max(sizes) > 1:  # sharded by transformers, which waits for all processes even where nothing is left to gather
         return list(range(dist.get_world_size()))
-    meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    tensors = model.parameters() if state_dict is None else state_dict.values()
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
     ranks = {int(rank) for mesh in meshes for rank in mesh.mesh.flatten()}
     return sorted(ranks) if len(ranks) > 1 else []
 
 
-def meet_before_saving(model: PreTrainedModel) -> None:
-    """Wait until all processes that share a model have called `save_pretrained`.
+def refuse_stages(model: PreTrainedModel) -> None:
+    """Refuse to save a model in pipeline stages, of which each process has other layers.
 
     Raises:
-        RuntimeError: not all of them have, in the time that the process group allows.
-        ValueError: a model in pipeline stages.
+        ValueError: it is one.
     """
     stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
     if stages > 1:
@@ -60,22 +66,30 @@ def meet_before_saving(model: PreTrainedModel) -> None:
             f"save_pretrained: this {type(model).__name__} is in {stages} pipeline stages, and no process has all of "
             "its weights. Load it without pp_size to save it."
         )
-    ranks = sharing_processes(model)
+
+
+def meet_before_saving(model: PreTrainedModel, ranks: list[int]) -> None:
+    """Wait until these processes, which share a model, have called `save_pretrained`.
+
+    Raises:
+        RuntimeError: not all of them have, in the time that the process group allows.
+    """
     _meet(
         ranks,
-        f"the weights of this {type(model).__name__} are shared by {len(ranks)} processes, all of which have to save "
-        "it together. Call save_pretrained in every process (only the first one writes), not under `if rank == 0:`",
+        f"the weights of this {type(model).__name__.removeprefix('FSDP')} are shared by {len(ranks)} processes, all of "
+        "which have to save it together. Call save_pretrained in every process (only the first one writes), not under "
+        "`if rank == 0:`",
         patience=_PATIENCE,
     )
 
 
-def meet_after_saving(model: PreTrainedModel) -> None:
-    """Wait until the process that writes has written.
+def meet_after_saving(ranks: list[int]) -> None:
+    """Wait until the one of these processes that writes has written.
 
     Raises:
         RuntimeError: it has not, in the time that the process group allows.
     """
-    _meet(sharing_processes(model), "the files are not written yet, or writing them failed")
+    _meet(ranks, "the files are not written yet, or writing them failed")
 
 
 def _meet(ranks: list[int], reason: str, patience: float = float("inf")) -> None:
@@ -111,21 +125,19 @@ def _listed(ranks: list[int]) -> str:
     return f"process {shown}" if len(ranks) == 1 else f"processes {shown}"
 
 
-def gather_state(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Give what `save_pretrained` is to write of a model that may be shared; None for all of it.
+def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
+    """Give what `save_pretrained` writes of a sharded model with an adapter; None where transformers may choose.
 
-    transformers joins the shards of all weights, but neither those of a state dict that it is given nor those of an
-    adapter, of which it makes a state dict in the first process only.
+    It does so in the first process alone, where shards cannot be joined any more.
     """
-    if state_dict is None and getattr(model, "_hf_peft_config_loaded", False):
-        whole = model.state_dict()
-        if is_sharded(whole.values()):
-            # peft chooses by name. Given tensors, it may join them besides, in the first process alone.
-            wanted = set(model.get_adapter_state_dict(state_dict={name: name for name in whole}).values())
-            state_dict = {name: tensor for name, tensor in whole.items() if name in wanted}
-    if state_dict is None or not is_sharded(state_dict.values()):
-        return state_dict
-    return joined(state_dict)
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return None
+    whole = model.state_dict()
+    if not is_sharded(whole.values()):
+        return None
+    # peft chooses by name. Given tensors, it may join them besides, in the first process alone.
+    wanted = set(model.get_adapter_state_dict(state_dict={name: name for name in whole}).values())
+    return {name: tensor for name, tensor in whole.items() if name in wanted}
 
 
 def joined(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,16 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration._hub import MODULE_NAME, is_our_module
-from .gathering import broadcast, gather_state, meet_after_saving, meet_before_saving
+from .gathering import (
+    broadcast,
+    is_sharded,
+    joined,
+    meet_after_saving,
+    meet_before_saving,
+    refuse_stages,
+    sharded_adapter,
+    sharing_processes,
+)
 from .weights import CheckpointError
 
 # What the hidden folder is called while it is written to, while the files are exchanged, and afterwards.
@@ -169,15 +178,19 @@ def _saving(
     target: str | os.PathLike,
     variant: str | None,
     is_main_process: bool,
+    ranks: list[int],
     is_distributed: bool,
 ) -> Iterator[str | os.PathLike]:
-    """Give the folder that this process is to write into; what is in it stands in `target` afterwards."""
+    """Give the folder that this process is to write into; what is in it stands in `target` afterwards.
+
+    `ranks` are the processes that save the model together, of which each writes a part where `is_distributed`.
+    """
     is_writer = model.should_save_on_this_rank(is_main_process)
     save = _Save(target, variant) if is_writer else None
     token = _current.set(save)
     try:
         folder = target if save is None else save.new
-        if is_distributed:  # every process writes its own shards
+        if is_distributed and ranks:
             folder = broadcast(folder)
         yield folder
         if save is not None:
@@ -189,7 +202,7 @@ def _saving(
     finally:
         _current.reset(token)
     # Where transformers waits for the one that writes, it does so before the files have come to their place.
-    meet_after_saving(model)
+    meet_after_saving(ranks)
 
 
 def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:
@@ -230,20 +243,30 @@ class SavesWhole(PreTrainedModel):
     ):
         """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
 
+        All processes that share the weights call this together, or the first one alone with a `state_dict` of whole
+        tensors, as Trainer does under accelerate's FSDP2. A model that transformers has sharded is saved by all.
+
         Raises:
             ValueError: a model in pipeline stages, of which no process has all weights, or one inside of a `PeftModel`,
                 whose weights have other names.
             RuntimeError: a process that shares the weights did not call this in the time of the process group.
         """
-        meet_before_saving(self)
-        if state_dict is None and not self._hf_peft_config_loaded:
-            state_dict = _without_wrappers(self)
-        state_dict = gather_state(self, state_dict)
+        refuse_stages(self)
+        if state_dict is None:
+            adapted = self._hf_peft_config_loaded
+            state_dict = sharded_adapter(self) if adapted else _without_wrappers(self)
+        # Where each process writes its own shards, transformers takes them from the model.
+        ranks = sharing_processes(self, None if distributed_checkpoint else state_dict)
+        meet_before_saving(self, ranks)
+        if state_dict is not None and is_sharded(state_dict.values()):
+            # transformers joins the shards of a model, but not those of a state dict that it is given.
+            state_dict = joined(state_dict)
         if self._hf_peft_config_loaded:  # an adapter is read from one file
             max_shard_size = sys.maxsize
         if push_to_hub:
             kwargs.setdefault("repo_id", os.fspath(save_directory).split(os.path.sep)[-1])
-        with _saving(self, save_directory, variant, is_main_process, distributed_checkpoint) as folder:
+        is_distributed = distributed_checkpoint
+        with _saving(self, save_directory, variant, is_main_process, ranks, is_distributed) as folder:
             super().save_pretrained(
                 folder,
                 is_main_process=is_main_process,
