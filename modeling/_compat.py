@@ -264,6 +264,15 @@ def gather(tensor: "torch.Tensor") -> "torch.Tensor":
         return torch.cat([shard[i] for i in range(placement.split_factor) for shard in pieces], placement.dim)
 
 
+def adapts_shards() -> bool:
+    """Whether peft makes an adapter of a sharded weight in the size of the weight.
+
+    Before 0.21.1 it takes the size of this process's part, in each process for itself. The releases that do not are
+    known by a function that came with it.
+    """
+    return hasattr(importlib.import_module("peft.tuners.lora.model"), "get_tp_plan_and_mesh")
+
+
 def default_store() -> "torch.distributed.Store":
     """Give the store through which the processes of a job have found each other.
 

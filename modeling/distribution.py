@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ..configuration.parallel import check_parallel, wildcard
 from ._compat import (
+    adapts_shards,
     has_part,
     is_tensor_parallel_only,
     parallel_sizes,
@@ -16,7 +17,7 @@ from ._compat import (
     shards_unevenly,
 )
 from .expert_parallel import DispatchExperts
-from .gathering import is_sharded, joined
+from .gathering import is_sharded, joined, sharing_processes
 from .moe import Experts
 
 register_parallel_style("ep_dispatch_experts", DispatchExperts())
@@ -73,6 +74,33 @@ class Distributed(PreTrainedModel):
             if size % tp_size:
                 for key in [key for key in plan if f"{key}.".startswith(f"{rule}.")]:
                     del plan[key]
+
+    def add_adapter(self, *args, **kwargs):
+        """Add a new adapter, as `PreTrainedModel.add_adapter` does.
+
+        Raises:
+            ValueError: the model is sharded, which this release of peft does not know.
+        """
+        self._check_takes_adapter()
+        return super().add_adapter(*args, **kwargs)
+
+    def load_adapter(self, *args, **kwargs):
+        """Load an adapter, as `PreTrainedModel.load_adapter` does.
+
+        Raises:
+            ValueError: the model is sharded, which this release of peft does not know.
+        """
+        self._check_takes_adapter()
+        return super().load_adapter(*args, **kwargs)
+
+    def _check_takes_adapter(self) -> None:
+        ranks = sharing_processes(self, None)
+        if is_sharded(self.parameters()) and ranks and not adapts_shards():
+            raise ValueError(
+                f"The weights of this {type(self).__name__.removeprefix('FSDP')} are shared by {len(ranks)} processes, "
+                "and this release of peft makes an adapter for the part of one. Install peft>=0.21.1, or add the "
+                "adapter first and shard the model with accelerate or fully_shard then."
+            )
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
         """Join the shards; `save_pretrained` calls this in every process."""

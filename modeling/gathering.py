@@ -46,7 +46,9 @@ def sharing_processes(model: PreTrainedModel, state_dict: dict[str, Any] | None)
     sizes = [getattr(config, f"{name}_size", None) or 1 for name in ("tp", "fsdp", "dp_replicate", "ep")]
     if not dist.is_available() or not dist.is_initialized():
         return []
-    if max(sizes) > 1:  # sharded by transformers, which waits for all processes even where nothing is left to gather
+    if (
+        max(sizes) > 1
+    ):  # sharded by transformers, which waits for all processes even where nothing is left to gather
         return list(range(dist.get_world_size()))
     tensors = model.parameters() if state_dict is None else state_dict.values()
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
@@ -130,8 +132,6 @@ def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
 
     It does so in the first process alone, where shards cannot be joined any more.
     """
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return None
     whole = model.state_dict()
     if not is_sharded(whole.values()):
         return None

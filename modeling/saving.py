@@ -258,9 +258,10 @@ class SavesWhole(PreTrainedModel):
         # Where each process writes its own shards, transformers takes them from the model.
         ranks = sharing_processes(self, None if distributed_checkpoint else state_dict)
         meet_before_saving(self, ranks)
-        if state_dict is not None and is_sharded(state_dict.values()):
-            # transformers joins the shards of a model, but not those of a state dict that it is given.
-            state_dict = joined(state_dict)
+        if state_dict is not None:
+            # transformers joins the shards of a model, but not those of a state dict that it is given, of which it
+            # takes out one tensor after the other while it writes: the caller keeps theirs.
+            state_dict = joined(state_dict) if is_sharded(state_dict.values()) else dict(state_dict)
         if self._hf_peft_config_loaded:  # an adapter is read from one file
             max_shard_size = sys.maxsize
         if push_to_hub:

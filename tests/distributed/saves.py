@@ -2,24 +2,29 @@
 
 import os
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from checks import FOLDER, check, load, tensor_parallel, weight_difference
 from peft import LoraConfig
 from support import max_abs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 import llamoe
 from llamoe.modeling._compat import default_store, gather
 
 
-def fully_sharded(name, mesh):
+def fully_sharded(model):
     """FSDP2 as torch applies it, of which transformers knows nothing."""
-    model = load(name)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -30,7 +35,7 @@ def load_sharded(name, kind):
         return load(name, distributed_config=DistributedConfig(fsdp_size=2))
     if kind == "tensor":
         return load(name, distributed_config=tensor_parallel())
-    return fully_sharded(name, init_device_mesh("cpu", (dist.get_world_size(),)))
+    return fully_sharded(load(name))
 
 
 @check("fsdp", "tensor", "torch")
@@ -59,6 +64,7 @@ def given(kind):
             parameter.mul_(1.5)
     folder = FOLDER / f"given-{kind}"
     model.save_pretrained(folder, state_dict=other.state_dict())
+    dist.barrier()  # a whole state dict needs no other process, and none waits
     return {"weights": weight_difference(llamoe.LlamoeForCausalLM.from_pretrained(folder), other)}
 
 
@@ -87,12 +93,17 @@ def alone(kind):
     return {"message": message, "seconds": waited, "left": left, "weights": weights}
 
 
-@check("fsdp", "tensor")
+@check("fsdp", "tensor", "torch")
 def adapters(kind):
     """An adapter on shards, saved and loaded into a model that is whole."""
-    model = load_sharded("dense", kind)
+    model = load("dense") if kind == "torch" else load_sharded("dense", kind)
     torch.manual_seed(5)
-    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    try:
+        model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    except ValueError as error:
+        return {"message": str(error)}
+    if kind == "torch":
+        model = fully_sharded(model)
     folder = FOLDER / f"adapter-{kind}"
     model.save_pretrained(folder)
     again = load("dense")
@@ -104,6 +115,91 @@ def adapters(kind):
         "weights": max(max_abs(given[name], expected[name]) for name in given),
         "files": sorted(path.name for path in folder.iterdir()),
     }
+
+
+@contextmanager
+def fsdp2_of_accelerate():
+    """FSDP2 through accelerate, which offers it on GPUs only: it is told that these processes have one each."""
+    environment = dict(os.environ)
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        state_dict_type="FULL_STATE_DICT",
+        cpu_ram_efficient_loading=False,
+    )
+    try:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        assert accelerator.is_fsdp2
+        yield accelerator
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@check("weights", "adapter")
+def gathered(what):
+    """What accelerate has gathered, saved by the first process alone and by both, the second with nothing."""
+    folder, model = FOLDER / f"gathered-{what}", load("dense")
+    if what == "adapter":
+        torch.manual_seed(5)
+        model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    with fsdp2_of_accelerate() as accelerator:
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        state = accelerator.get_state_dict(model)
+        inner, is_first = accelerator.unwrap_model(model), accelerator.is_main_process
+        if is_first:
+            inner.save_pretrained(folder / "alone", state_dict=state)
+        dist.barrier()
+        inner.save_pretrained(folder / "both", is_main_process=is_first, state_dict=state)
+        dist.barrier()
+    differences = []
+    for saved in (folder / "alone", folder / "both"):
+        again = load("dense") if what == "adapter" else type(load("dense")).from_pretrained(saved)
+        if what == "adapter":
+            again.load_adapter(str(saved))
+        expected = {name: p for name, p in again.named_parameters() if what == "weights" or "lora_" in name}
+        given = {name: gather(p.detach()) for name, p in model.named_parameters() if name in expected}
+        assert given.keys() == expected.keys() and given
+        differences.append(max(max_abs(given[name], expected[name]) for name in given))
+    return {"weights": max(differences), "given": len(state)}
+
+
+@check("text")
+def trainer(name):
+    """Trainer under accelerate's FSDP2 saves in the first process alone."""
+    folder, model = FOLDER / f"trainer-{name}", load(name)
+    model_class = type(model)
+    rows = torch.randint(3, 90, (8, 9), generator=torch.Generator().manual_seed(6))
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=2,
+        save_steps=1,
+        learning_rate=1e-2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    with fsdp2_of_accelerate():
+        trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+        assert trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2
+        trainer.train()
+        trainer.save_model(str(folder / "model"))
+        dist.barrier()
+        again = model_class.from_pretrained(folder / "model")
+        middle = model_class.from_pretrained(folder / "checkpoint-1")
+        return {
+            "weights": weight_difference(trainer.model, again),
+            "learned": weight_difference(again, load(name)),
+            "in between": weight_difference(middle, again),
+        }
 
 
 @check("dense")

@@ -14,6 +14,7 @@ from support import MODELS
 
 import llamoe
 from llamoe.conversion import convert
+from llamoe.modeling._compat import adapts_shards
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "train_parallel.py"
@@ -61,7 +62,9 @@ def run_together(folder, *checks, count=2):
     try:
         for rank in map(str, range(count)):
             with open(folder / f"output-{rank}.txt", "w") as output:
-                own = environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(count))
+                own = environment(
+                    RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count)
+                )
                 processes.append(
                     subprocess.Popen(command, env=own, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
                 )
@@ -225,15 +228,32 @@ def test_a_process_that_saves_alone_is_told_who_is_missing(measured, kind):
         assert figures["weights"] == 0  # saved together afterwards
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tensor"])
+@pytest.mark.parametrize("kind", ["fsdp", "tensor", "torch"])
 def test_an_adapter_on_shards_is_saved(measured, kind):
     for figures in both(measured, f"adapters-{kind}"):
+        if kind != "torch" and not adapts_shards():
+            assert figures["message"].startswith("The weights of this LlamoeDenseForCausalLM are shared by 2")
+            assert "Install peft>=0.21.1" in figures["message"]
+            continue
         assert figures["weights"] == 0
         assert figures["files"] == [
             "adapter_config.json",
             "adapter_model.safetensors",
             "generation_config.json",
         ]
+
+
+@pytest.mark.parametrize("what", ["weights", "adapter"])
+def test_what_accelerate_has_gathered_is_saved_by_one_process(measured, what):
+    first, second = both(measured, f"gathered-{what}")
+    assert first["weights"] == second["weights"] == 0
+    assert first["given"] and not second["given"]
+
+
+def test_trainer_saves_under_fsdp2(measured):
+    for figures in both(measured, "trainer-text"):
+        assert figures["weights"] == 0
+        assert figures["learned"] > 1e-3 and figures["in between"] > 1e-3
 
 
 def test_pipeline_stages_are_not_saved_in_part(measured):
