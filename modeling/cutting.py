@@ -110,7 +110,7 @@ def sequences_of_type(
         query_groups = key_groups = groups.expand(batch_size, -1)
     elif chunk_size is not None:
         position_at = positions_along(
-            padding_mask, position_ids, query_offset, query_length, batch_size, device
+            padding_mask, position_ids, query_offset, query_length, batch_size, device, chunk_size
         )
         if padding_mask is not None and past_key_values is not None:
             check_window(position_at, padding_mask, key_index, query_offset, chunk_size)

@@ -228,7 +228,7 @@ def _chunked_mask(
         can_be_plain_causal = False
     else:
         position_at = positions_along(
-            padding_mask, position_ids, query_offset, query_length, batch_size, device
+            padding_mask, position_ids, query_offset, query_length, batch_size, device, chunk_size
         )
         mask_function = _causal_chunks(chunk_size, position_at)
         if padding_mask is not None and past is not None:

@@ -84,10 +84,15 @@ def positions_along(
     query_length: int,
     batch_size: int,
     device: torch.device,
+    chunk_size: int,
 ) -> Callable[[Any, Any], torch.Tensor]:
     """Give a function from row and index along the keys, tensors that broadcast, to the token's position.
 
     Of cached tokens no positions are known, only which are padding: they are counted back from the first new token.
+
+    Raises:
+        ValueError: padding behind cached tokens, and a first new position that fits two ways of counting, of which each
+            gives it other tokens in its chunk; on the CPU only.
     """
     if position_ids is None:
         offset_B = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -96,13 +101,11 @@ def positions_along(
     if padding_mask is None:
         cached_position_at = _shifted(positions_BQ[:, 0] - query_offset)
     else:
-        # Real tokens are counted, not indices: behind a cached prefix a row's padding is a hole in its middle.
         query_index = torch.arange(query_length, device=device) + query_offset
         column_B1 = is_real(query_index, padding_mask, batch_size).int().argmax(1, keepdim=True)
         index_B1 = (column_B1 + query_offset).clamp(max=padding_mask.shape[1] - 1)
-        counts_BK = padding_mask.cumsum(-1)
         cached_position_at = _looked_up(
-            counts_BK - counts_BK.gather(1, index_B1) + positions_BQ.gather(1, column_B1)
+            _counted_back(padding_mask, index_B1, positions_BQ.gather(1, column_B1), query_offset, chunk_size)
         )
     new_position_at = _looked_up(positions_BQ)
 
@@ -113,6 +116,47 @@ def positions_along(
         )
 
     return position_at
+
+
+def _counted_back(
+    padding_mask: torch.Tensor,
+    index_B1: torch.Tensor,
+    position_B1: torch.Tensor,
+    query_offset: int | torch.Tensor,
+    chunk_size: int,
+) -> torch.Tensor:
+    """Give `[B, K]`, positions of the tokens before each row's first new one, which has that index and position.
+
+    Padding in the middle of a row may count, as in `arange`, or not, as in `attention_mask.cumsum(-1) - 1`. The
+    position tells: counted back to the row's first real token it gives a number at which people begin in one way, and
+    a strange one in the other.
+    """
+    by_index_BK = torch.arange(padding_mask.shape[1], device=padding_mask.device) - index_B1 + position_B1
+    counts_BK = padding_mask.cumsum(-1)
+    by_count_BK = counts_BK - counts_BK.gather(1, index_B1) + position_B1
+    # Both ways give the row's first real token a position; that of indices is lower by the padding behind it.
+    begin_B1 = left_padding(padding_mask)[:, None]
+    first_by_index = position_B1 - index_B1 + begin_B1
+    first_by_count = position_B1 - counts_BK.gather(1, index_B1) + 1
+    fits_index = (first_by_index == 0) | (first_by_index == begin_B1)
+    fits_count = (first_by_count == 0) | (first_by_count == 1) | (first_by_count == begin_B1)
+    if not (is_torchdynamo_compiling() or is_tracing(padding_mask)) and padding_mask.is_cpu:
+        is_open = (first_by_index >= 0) & (fits_index == fits_count)
+        is_cached = padding_mask & (torch.arange(padding_mask.shape[1]) < query_offset)
+        chunk_B1 = position_B1 // chunk_size
+        differs = (by_index_BK // chunk_size == chunk_B1) != (by_count_BK // chunk_size == chunk_B1)
+        has_new = padding_mask.gather(1, index_B1)
+        wrong = (is_open & is_cached & differs & has_new).any(1).nonzero()
+        if len(wrong):
+            row = int(wrong[0])
+            raise ValueError(
+                f"position_ids do not tell where the cached tokens of row {row} stand, which has padding behind them: "
+                f"its next token has position {int(position_B1[row])}, so its first one had "
+                f"{int(first_by_index[row])} if padding was counted, {int(first_by_count[row])} if not, and by that it "
+                "falls into other chunks. Number real tokens from zero, attention_mask.cumsum(-1) - 1, or give all "
+                "tokens in one pass."
+            )
+    return torch.where(fits_index, by_index_BK, by_count_BK)
 
 
 def _shifted(offset_B: torch.Tensor) -> Callable[[Any, Any], torch.Tensor]:

@@ -4,6 +4,9 @@ The truth is each row by itself, without padding and without a cache: transforme
 (its temperature follows the cache's length; see `test_stock_differs_where_it_is_wrong`).
 """
 
+import itertools
+import random
+
 import pytest
 import torch
 from support import (
@@ -18,6 +21,7 @@ from support import (
 from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
+from llamoe.modeling.rows import positions_along
 
 CHUNK = 16  # attention_chunk_size of the tiny config; floor_scale is 8
 LENGTHS = (5, 37, 50)  # one chunk, a chunk border inside, several borders
@@ -215,6 +219,108 @@ def test_padding_behind_a_cached_prefix(implementation):
     for i, row in enumerate(rows):
         alone = run(model, input_ids=torch.cat([prefix, row], 1), use_cache=False)[0, 7:]
         assert max_abs(given[i, longest - row.shape[1] :], alone) < 1e-5 * alone.std()
+
+
+# How rows with padding in their middle are numbered by hand; `generate` counts their real tokens from zero.
+WAYS = {
+    "real tokens from 0": lambda mask: mask.cumsum(1) - 1,
+    "real tokens from 1": lambda mask: mask.cumsum(1),
+    "all tokens": lambda mask: torch.arange(mask.shape[1]).expand(mask.shape),
+    "all but left padding": lambda mask: torch.arange(mask.shape[1]) - (mask.cumsum(1) == 0).sum(1, True),
+}
+
+SMALL = dict(num_hidden_layers=2, no_rope_layers=[1, 1], layer_types=["chunked_attention"] * 2)
+OPEN = "do not tell where the cached tokens of row"
+
+
+def mask_with_holes(draw, num_rows, length):
+    mask = torch.ones(num_rows, length, dtype=torch.long)
+    for row in mask:
+        row[: draw.choice([0, 0, 1, 4])] = 0
+        for _ in range(draw.choice([0, 1, 2])):
+            begin = draw.randrange(6, length)
+            row[begin : begin + draw.choice([1, 2, 3, 9])] = 0
+    mask[:, -1] = 1
+    return mask
+
+
+def in_pieces(model, inputs, past, borders):
+    pieces = []
+    for begin, end in itertools.pairwise(borders):
+        piece = {name: tensor[:, begin:end] for name, tensor in inputs.items()}
+        piece["attention_mask"] = inputs["attention_mask"][:, :end]
+        pieces.append(run(model, **piece, past_key_values=past))
+    return torch.cat(pieces, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_padding_in_the_middle_of_rows_counts_as_the_positions_say(implementation, cache, way):
+    """Fed in pieces, of cached tokens only the mask is known. One pass, which sees all positions, is the truth."""
+    draw = random.Random(way)
+    compared = refused = 0
+    for chunk_size in (3, 5):
+        model = text_model(implementation, **SMALL, attention_chunk_size=chunk_size)
+        for _ in range(4):
+            length = draw.randint(15, 26)
+            mask = mask_with_holes(draw, 3, length)
+            ids = torch.randint(3, 90, mask.shape, generator=torch.Generator().manual_seed(length))
+            # Those of hidden tokens tell nothing, not even how the others are counted.
+            positions = WAYS[way](mask).masked_fill(mask == 0, draw.choice([0, 1, 50]))
+            inputs = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
+            past = DynamicCache() if cache == "dynamic" else StaticCache(model.config, max_cache_len=length)
+            borders = [0, *sorted(draw.sample(range(1, length), draw.randint(1, 3))), length]
+            try:
+                given = in_pieces(model, inputs, past, borders)
+            except ValueError as error:
+                refused += 1
+                # Windows of a chunk may have lost what goes on behind padding. What `generate` gives is never in doubt.
+                is_window = "forgotten tokens that are still needed" in str(error)
+                if not is_window and (OPEN not in str(error) or way == "real tokens from 0"):
+                    raise
+                continue
+            compared += 1
+            expected = run(model, **inputs, use_cache=False)
+            assert max_abs(given[mask == 1], expected[mask == 1]) < TOLERANCE
+    assert compared > 2, (compared, refused)
+
+
+@pytest.mark.parametrize(
+    ("hole", "first_by_index"), [(1, 0), (3, 5)], ids=["both are usual", "none is usual"]
+)
+def test_positions_that_fit_two_ways_of_counting_are_refused_where_it_matters(hole, first_by_index):
+    """All tokens from 0 and real ones from 1 give the same number behind a hole of one token."""
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(6))
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 6 : 6 + hole] = 0
+    positions = torch.arange(12).expand(2, -1) + torch.tensor([[0], [first_by_index]])
+
+    inputs = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
+
+    def go_on(chunk_size):
+        model = text_model(**SMALL, attention_chunk_size=chunk_size)
+        given = in_pieces(model, inputs, DynamicCache(), [0, 6, 12])
+        assert max_abs(given[mask == 1], run(model, **inputs, use_cache=False)[mask == 1]) < TOLERANCE
+
+    go_on(64)  # by both ways all tokens are in one chunk
+    next_position = 6 + hole + first_by_index
+    message = (
+        f"cached tokens of row 1 stand.*has position {next_position}, so its first one had {first_by_index} if "
+        rf"padding was counted, {first_by_index + hole} if not.*cumsum\(-1\) - 1"
+    )
+    with pytest.raises(ValueError, match=message):
+        go_on(4)
+
+
+def test_nobody_waits_for_positions_on_another_device():
+    """Tensors without values cannot be read; a GPU's must not be."""
+    mask = torch.ones(2, 9, dtype=torch.bool, device="meta")
+    positions = torch.zeros(2, 3, dtype=torch.long, device="meta")
+    position_at = positions_along(mask, positions, 6, 3, 2, torch.device("meta"), chunk_size=4)
+    rows, index = torch.arange(2, device="meta")[:, None], torch.arange(9, device="meta")
+    assert position_at(rows, index).shape == (2, 9)
 
 
 @pytest.mark.parametrize("cache", ["windows", "static"])
