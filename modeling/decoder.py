@@ -126,8 +126,8 @@ class DecoderModel(LlamoePreTrainedModel):
                 by attention type.
             position_ids: `[B or 1, T]`. Rotation, temperature and chunk borders follow from them. Left out, each
                 row is numbered from its first real token; rows in which they restart are packed sequences. Those of
-                tokens that `attention_mask` hides may be any numbers. Chunked layers tell from the first new one whether padding
-                in the middle of a row was counted; where that stays open and matters, it is a ValueError on the CPU.
+                tokens that `attention_mask` hides may be any numbers. Chunked layers tell from the first new one
+                whether padding behind cached tokens counts; where that stays open and matters, it is an error.
             past_key_values: keys and values of earlier tokens; added to.
             inputs_embeds: `[B, T, hidden_size]` instead of `input_ids`.
             use_cache: whether to make a cache when none is given.
