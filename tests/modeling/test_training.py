@@ -469,10 +469,30 @@ def test_bfloat16_autocast_errs_as_stock_does(case, implementation):
     assert 0 < errors[0] <= 2 * errors[1] + 0.02, errors
 
 
-def test_trainer_with_bfloat16(tmp_path):
-    """accelerate's own autocast, evaluation included."""
-    expected = losses_of(trainer_of(TEXT.make(), tmp_path, rows(TEXT)))
-    trainer = trainer_of(TEXT.make(), tmp_path, rows(TEXT), bf16=True, eval_strategy="epoch")
-    given = losses_of(trainer)
-    assert given == pytest.approx(expected, rel=2e-2) and given != expected
-    assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+def test_trainer_with_bfloat16_stays_as_near_to_float32_as_stock(tmp_path):
+    """accelerate's own autocast, 40 steps. Two rounded runs go apart from each other; both are held against float32."""
+    drifts = {"ours": 0.0, "stock": 0.0}
+    for seed in range(3):
+        ours, stock = pair(MULTIMODAL, seed=seed, num_hidden_layers=2, no_rope_layers=[1, 0])
+        examples = [
+            {**example, "labels": example["input_ids"]}
+            for example in rows(MULTIMODAL, count=80, length=13, seed=seed)
+        ]
+        exact = losses_of(trainer_of(copy.deepcopy(stock), tmp_path, examples))
+        assert len(exact) == 40
+        for name, model in (("ours", ours), ("stock", stock)):
+            trainer = trainer_of(model, tmp_path, examples, bf16=True)
+            given = losses_of(trainer)
+            drifts[name] += sum(abs(a - b) for a, b in zip(given, exact, strict=True)) / len(exact) / 3
+            assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+    # Roundings differ by seed: stock's own drift does by a factor of 2 from one to the next, a third of that or so is
+    # left in a mean of three. Weights kept in bfloat16 drift 1.7 times as far.
+    assert 0 < drifts["ours"] <= 1.4 * drifts["stock"], drifts
+
+
+def test_trainer_with_bfloat16_evaluates(tmp_path):
+    trainer = trainer_of(TEXT.make(), tmp_path, rows(TEXT, count=2), bf16=True, eval_strategy="epoch")
+    losses_of(trainer)
+    expected = trainer.model(**collate(rows(TEXT, count=2))).loss.item()
+    # Eight bits of a loss near 5, over two rows.
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=2e-2)
