@@ -17,11 +17,13 @@ Python evaluates the annotations of these modules on purpose: `strict` skips ann
 import copy
 import functools
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, ClassVar, get_args, get_origin
 
 from huggingface_hub.dataclasses import strict
@@ -152,6 +154,8 @@ class LlamoeBaseConfig(PreTrainedConfig):
         data = {}
         for name, value in given.items():
             check_size(cls, cls.attribute_map.get(name, name), value)
+            if re.fullmatch(r"base_model_\w+_plan", name) and not isinstance(value, (dict, NoneType)):
+                fail(cls, name, value, f"wrong type {type(value).__name__}", "a dictionary of rules")
             mutable = isinstance(value, (dict, list))
             data[cls.attribute_map.get(name, name)] = copy.deepcopy(value) if mutable else value
         if cls.base_config_key and isinstance(data.get(cls.base_config_key), (dict, PreTrainedConfig)):

@@ -94,6 +94,17 @@ def grouped_mm_takes(weight: "torch.Tensor", device: "torch.device") -> bool:
     return len(weight) < 1024 and all(start * weight.itemsize % 16 == 0 for start in (offset, apart))
 
 
+def open_archive(path: str | os.PathLike) -> None:
+    """Have torch read the directory of one of its archives, as `torch.load` does before it reads a tensor.
+
+    Raises:
+        RuntimeError: torch will not read this file.
+    """
+    import torch
+
+    torch._C.PyTorchFileReader(os.fspath(path))
+
+
 def is_under_functorch() -> bool:
     """Whether a transform of `torch.func` is at work (grad, vmap, jvp): it sees through torch's own operators only."""
     import torch

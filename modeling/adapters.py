@@ -86,14 +86,12 @@ def remember_file(tensors: Mapping[str, torch.Tensor], name_or_path: Any, **kwar
 
 def _config_in_memory_or_file(config: Any, tensors: Iterable[torch.Tensor]) -> Any:
     """Give the config that was saved with these tensors: the file's, if they come from one."""
-    from peft import PeftConfig
-
     reference, name_or_path, kwargs = _latest_file.get() or (lambda: None, None, {})
     first = reference()
     if first is None or not any(tensor is first for tensor in tensors):
         return config
     download = {name: value for name, value in kwargs.items() if name not in ("device", "key_mapping")}
-    return PeftConfig.from_pretrained(name_or_path, **download)
+    return read_config(name_or_path, **download)
 
 
 def read_adapter(name_or_path: str | os.PathLike, **download: Any) -> dict[str, torch.Tensor]:
@@ -104,10 +102,22 @@ def read_adapter(name_or_path: str | os.PathLike, **download: Any) -> dict[str, 
 
 
 def read_config(name_or_path: str | os.PathLike, **download: Any) -> Any:
-    """Read an adapter's config, from a folder or the Hub."""
+    """Read an adapter's config, from a folder or the Hub.
+
+    Raises:
+        OSError: there is none.
+        ValueError: of peft, or where a field is none that it knows, or of another type.
+    """
     from peft import PeftConfig
 
-    return PeftConfig.from_pretrained(name_or_path, **download)
+    try:
+        return PeftConfig.from_pretrained(name_or_path, **download)
+    except OSError:
+        raise
+    except Exception as error:  # peft takes the fields as they come
+        raise ValueError(
+            f"{name_or_path}: adapter_config.json: peft cannot read it ({type(error).__name__}: {error})."
+        ) from error
 
 
 def skeleton_with(model: PreTrainedModel, config: Any, adapter_name: str) -> PreTrainedModel:

@@ -25,7 +25,14 @@ from .attention import Attention
 from .base import LlamoePreTrainedModel
 from .feed_forward import FeedForward
 from .generation import ChunkedGeneration
-from .inputs import check_cache, check_labels, check_row_inputs, check_tokens, leave_out_attentions
+from .inputs import (
+    check_cache,
+    check_labels,
+    check_padding_id,
+    check_row_inputs,
+    check_tokens,
+    leave_out_attentions,
+)
 from .linear import apply_linear
 from .losses import TrainsRouters, expert_load, load_balancing_loss
 from .masks import (
@@ -96,6 +103,7 @@ class DecoderModel(LlamoePreTrainedModel):
         config = self.resolve_config(config)
         super().__init__(config)
         warn_of_server(config)
+        check_padding_id(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)

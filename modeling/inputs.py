@@ -12,6 +12,7 @@ import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.utils import is_torchdynamo_compiling, logging
 
+from ..configuration._checks import fail
 from .masks import cached_length
 from .plain import is_recorded
 from .rows import without_padding_positions
@@ -29,6 +30,23 @@ def is_readable(tensor: torch.Tensor) -> bool:
     step of decoding.
     """
     return not is_recorded(tensor) and tensor.is_cpu
+
+
+def check_padding_id(config: PreTrainedConfig) -> None:
+    """Refuse a padding token that is none of the vocabulary, whose row torch's embedding would leave out.
+
+    Raises:
+        ConfigurationError: there is no such row; -1 is the last one.
+    """
+    padding, size = config.pad_token_id, config.vocab_size
+    if padding is not None and not -size <= padding < size:
+        fail(
+            config,
+            "pad_token_id",
+            padding,
+            f"is no token of a vocabulary of {size}",
+            f"below {size}, or None",
+        )
 
 
 def check_tokens(

@@ -71,7 +71,7 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
         return config
     mark(config, model)
     excluded = getattr(config, "exclude_modules", None)
-    nothing_excluded = excluded is not None and len(excluded) == 0
+    nothing_excluded = excluded in ([], (), set(), "")
     if isinstance(targets, str) and config.target_modules != targets and not nothing_excluded:
         config.target_modules = set(config.target_modules) - tower_layers(model)
     return config

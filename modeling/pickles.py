@@ -278,6 +278,14 @@ class Machine:
                 f"has a tensor of shape {list(shape)} and dtype {dtype} that reaches past the {storage.nbytes} bytes "
                 "behind it"
             )
+        # An axis of stride 0 repeats what is there; any other one that steps into the axes below it is damage.
+        below = 0
+        for step, size in sorted(zip(strides, shape, strict=True)):
+            if size > 1 and 0 < step <= below:
+                self.fail(
+                    f"has a tensor of shape {list(shape)} that overlaps itself (strides {list(strides)})"
+                )
+            below += max(size - 1, 0) * step
         row_major = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
         is_plain = all(
             size == 1 or step == plain for size, step, plain in zip(shape, strides, row_major, strict=True)

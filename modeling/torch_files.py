@@ -16,11 +16,14 @@ from zlib import crc32
 import torch
 
 from ..configuration._files import CheckpointError, check_regular
+from ._compat import open_archive
 from .pickles import MOST_BYTES, Machine, Storage, bits_of
 
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.7, 4.3.12, 4.3.14 to 4.3.16
 _LOCAL, _ENTRY, _END64, _LOCATOR, _END = b"PK\3\4", b"PK\1\2", b"PK\6\6", b"PK\6\7", b"PK\5\6"
 _MOST_DIRECTORY_BYTES = 1 << 26
+# 4.4.4: encrypted, patched, strongly encrypted, and a directory with hidden values.
+_ENCRYPTED = 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
 _MAGIC_NUMBER, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _AGAIN = "Download or copy it again."
 
@@ -79,6 +82,11 @@ def _safe_globals() -> set[str]:
 
 def _read_archive(path: str | os.PathLike, file: BinaryIO, allowed: set[str]) -> Any:
     records = read_records(path, file)
+    try:
+        open_archive(path)
+    except RuntimeError as error:
+        reason = str(error).partition(". ")[0]
+        raise CheckpointError(f"{path}: torch cannot read this archive ({reason}). {_AGAIN}") from error
     folder = next(iter(records)).partition("/")[0]
     pickled = records.get(f"{folder}/data.pkl")
     if pickled is None:
@@ -167,7 +175,7 @@ def _entries(directory: bytes, fail: Callable[[str], NoReturn]) -> Iterator[tupl
         position += 46 + sum(lengths)
         packed, nbytes, begin = _widen(packed, nbytes, begin, extra)
         # A program's code is compressed; that it is a program is said first.
-        if b"/code/" not in name and (method or flags & 1 or packed != nbytes):
+        if b"/code/" not in name and (method or flags & _ENCRYPTED or packed != nbytes):
             fail(
                 f"record {name[:99].decode(errors='replace')} is compressed or encrypted, which torch never does"
             )
@@ -202,11 +210,12 @@ def _read_directory(file: BinaryIO, size: int, fail: Callable[[str], NoReturn]) 
     *disks, here, entries, length, begin, comment = unpack("<HHHHLLH", end[-18:])
     close = size - 22
     if end[-42:-38] == _LOCATOR:
-        (at,) = unpack_from("<Q", end, len(end) - 34)
+        first_disk, at, all_disks = unpack_from("<LQL", end, len(end) - 38)
         close = size - 98
         if at != close or end[:4] != _END64:
             fail("is damaged: its directory is not at its end")
-        (here, entries, length, begin) = unpack_from("<QQQQ", end, 24)
+        (*disks64, here, entries, length, begin) = unpack_from("<LLQQQQ", end, 16)
+        disks += [first_disk, *disks64, all_disks - 1]
     if any(disks) or here != entries or comment or begin + length != close or length > _MOST_DIRECTORY_BYTES:
         fail("is cut short or damaged in its directory")
     file.seek(begin)

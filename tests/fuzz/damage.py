@@ -6,6 +6,7 @@ import random
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,19 @@ def with_numbers(original: Original, name: str, content: bytes) -> dict[str, tor
     return result
 
 
+def stacks_of_changed_experts(original: Original, name: str, content: bytes) -> set[str]:
+    """The stacks that get other numbers by a file in which the experts lie one by one."""
+    before, begin = original.files[name], header_length(original.files[name])
+    stacks = set()
+    for key, entry in header_of(before).items():
+        if "data_offsets" in entry and key not in original.tensors:
+            first, end = (begin + offset for offset in entry["data_offsets"])
+            if content[first:end] != before[first:end]:
+                layer, _, part = key.partition(".experts.")
+                stacks.add(f"{layer} {'down' if 'down_proj' in part else 'gate_up'}")
+    return stacks
+
+
 def flip(rng: random.Random, original: Original) -> Damage:
     name = rng.choice(original.weight_files)
     content = bytearray(original.files[name])
@@ -78,8 +92,12 @@ def flip(rng: random.Random, original: Original) -> Damage:
     positions = sorted({rng.randrange(limit) for _ in range(count)})
     for position in positions:
         content[position] ^= 1 << rng.randrange(8)
-    numbers = with_numbers(original, name, bytes(content))
-    return Damage(f"{len(positions)} bits of {name} from {positions[0]}", {name: bytes(content)}, numbers)
+    how = f"{len(positions)} bits of {name} from {positions[0]}"
+    if original.name == "legacy":  # without checksums: what torch itself reads is what the file says
+        with suppress(Exception):
+            return Damage(how, {name: bytes(content)}, torch.load(io.BytesIO(content), weights_only=True))
+    stacks = len(stacks_of_changed_experts(original, name, bytes(content))) if original.name == "split" else 0
+    return Damage(how, {name: bytes(content)}, with_numbers(original, name, bytes(content)), stacks)
 
 
 def cut(rng: random.Random, original: Original) -> Damage:
