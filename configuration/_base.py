@@ -96,9 +96,11 @@ class LlamoeBaseConfig(PreTrainedConfig):
     Class attributes:
         model_type: Ours, written to every `config.json`.
         stock_model_type: transformers' model type of the same architecture, accepted as input.
+        feed_forward_name: Of a decoder, what its layers call their feed-forward.
     """
 
     stock_model_type: ClassVar[str] = ""
+    feed_forward_name: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -156,6 +158,8 @@ class LlamoeBaseConfig(PreTrainedConfig):
             check_size(cls, cls.attribute_map.get(name, name), value)
             if re.fullmatch(r"base_model_\w+_plan", name) and not isinstance(value, (dict, NoneType)):
                 fail(cls, name, value, f"wrong type {type(value).__name__}", "a dictionary of rules")
+            if name == "feed_forward_name" and value != cls.feed_forward_name:
+                fail(cls, name, value, "belongs to the class", repr(cls.feed_forward_name))
             mutable = isinstance(value, (dict, list))
             data[cls.attribute_map.get(name, name)] = copy.deepcopy(value) if mutable else value
         if cls.base_config_key and isinstance(data.get(cls.base_config_key), (dict, PreTrainedConfig)):

@@ -136,6 +136,9 @@ def run(seed: int) -> Outcome:
             outcome.text = f"{error}: {text} (through {frames[-1]})" if frames else f"{error}: {text}"
             # What an Auto class of transformers does before it reaches ours is not ours to repair.
             is_theirs = not frames and reader in ("AutoModel", "AutoConfig", "PeftModel")
+            is_theirs |= made.how.startswith("generation_config.json") and all(
+                frame.startswith("base.py") for frame in frames
+            )
             outcome.verdict = "library" if is_theirs else "failed"
         if {path.name: path.read_bytes() for path in folder.iterdir()} != before:
             outcome.verdict, outcome.text = "failed", "reading changed the folder"

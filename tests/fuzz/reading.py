@@ -25,7 +25,9 @@ MOST_SECONDS = 20.0
 # Types of errors that a user can be told of. CheckpointError is a ValueError and an OSError.
 CLEAN = (ValueError, OSError, RuntimeError)
 NOT_CLEAN = (RecursionError, NotImplementedError, UnicodeError)
-NAMED = re.compile(r"Llamoe\w*Config|Llama4\w*Config|LlamaConfig|config\.json|adapter|Lora|\bhidden_act =")
+NAMED = re.compile(
+    r"Llamoe\w*Config|Llama4\w*Config|LlamaConfig|config\.json|adapter|Lora|\bhidden_act =|init_lora_weights"
+)
 
 
 class Unclean(Exception):
