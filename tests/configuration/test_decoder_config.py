@@ -184,6 +184,9 @@ BAD_DENSE = [
     ("tie_word_embeddings", "yes", {}, "bool"),
     ("num_hidden_layers", True, {}, "int"),
     ("eos_token_id", "2", {}, "int"),
+    ("base_model_tp_plan", "../x", {}, "a dictionary of rules"),
+    ("base_model_ep_plan", 0.5, {}, "a dictionary of rules"),
+    ("feed_forward_name", [1, 2], {}, "mlp|feed_forward"),
 ]
 BAD_TEXT = [
     ("num_key_value_heads", 5, {"num_attention_heads": 6}, "1, 2, 3 or 6"),

@@ -460,6 +460,17 @@ def test_bad_inputs(name, inputs, heads):
         heads[name](**given)
 
 
+@pytest.mark.parametrize("padding", [-48, -47, -1, 46, 47, None])
+def test_padding_token_of_the_vocabulary(padding):
+    config = llamoe.LlamoeDenseConfig.from_dict(stock_dense_config(vocab_size=47).to_dict())
+    config.pad_token_id = padding
+    if padding in (-48, 47):
+        with pytest.raises(ValueError, match=f"pad_token_id = {padding}: is no token of a vocabulary of 47"):
+            llamoe.LlamoeDenseModel(config)
+    else:
+        llamoe.LlamoeDenseModel(config)
+
+
 def test_negative_positions_are_looked_for_on_the_cpu_alone():
     """Elsewhere one would wait for the values, which tensors without any refuse."""
     for device, refused in (("cpu", True), ("meta", False)):

@@ -130,3 +130,23 @@ def test_hostile_config_of_an_adapter(damage, by, adapter, model_folders, guard,
     )
     assert outcome.kinds and outcome.seconds < 15
     assert "MemoryError" not in outcome.kinds and "OutOfTime" not in outcome.kinds
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"corda_config": []},
+        {"task_type": [[]]},
+        {"peft_type": 1},
+        {"megatron_config": 1},
+        {"target_parameters": "../x"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_config_that_peft_cannot_take(change, adapter, model_folders, tmp_path):
+    """peft raises whatever the field's first use raises, and names no file."""
+    shutil.copytree(adapter, tmp_path / "adapter")
+    edit(tmp_path / "adapter/adapter_config.json", **change)
+    model = llamoe.LlamoeDenseForCausalLM.from_pretrained(model_folders / "dense")
+    with pytest.raises(ValueError, match="adapter_config.json"):
+        model.load_adapter(str(tmp_path / "adapter"))

@@ -120,6 +120,20 @@ def entry_field(offset, form, value, which=b"archive/data/0"):
     return damage
 
 
+def at_end(offset, value):
+    """Write a number into the last 98 bytes, in the form for large archives: record, locator, end."""
+
+    def change(head, body, end):
+        fields = struct.unpack("<HHHHLLH", end[4:22])
+        record = struct.pack("<4sQHHLLQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, *fields[2:4], *fields[4:6])
+        locator = struct.pack("<4sLQL", b"PK\6\7", 0, len(head) + len(body), 1)
+        large = bytearray(record + locator + end)
+        large[offset : offset + 4] = struct.pack("<L", value)
+        return head + body + bytes(large)
+
+    return with_end(change)
+
+
 ARCHIVES = {
     "longer_record": (entry_field(24, "<L", 10**9), "compressed|cut short"),
     "longer_record_both": (
@@ -127,6 +141,11 @@ ARCHIVES = {
         "cut short",
     ),
     "encrypted": (entry_field(8, "<H", 1), "encrypted"),
+    "strongly_encrypted": (entry_field(8, "<H", 1 << 6), "encrypted"),
+    "on_another_disk": (entry_field(34, "<H", 3), "torch cannot read this archive"),
+    "directory_on_another_disk": (at_end(16, 1), "damaged in its directory"),
+    "end_on_another_disk": (at_end(60, 2), "damaged in its directory"),
+    "many_disks": (at_end(72, 2), "damaged in its directory"),
     "far_away": (entry_field(42, "<L", 2**31), "cut short"),
     "elsewhere": (entry_field(42, "<L", 0), "not where the directory says|overlap"),
     "overlapping": (overlapping, "twice there"),
