@@ -158,6 +158,14 @@ class LlamoeBaseConfig(PreTrainedConfig):
             check_size(cls, cls.attribute_map.get(name, name), value)
             if re.fullmatch(r"base_model_\w+_plan", name) and not isinstance(value, (dict, NoneType)):
                 fail(cls, name, value, f"wrong type {type(value).__name__}", "a dictionary of rules")
+            if name in ("text_config", "vision_config") and not isinstance(
+                value, (dict, PreTrainedConfig, NoneType)
+            ):
+                fail(cls, name, value, f"wrong type {type(value).__name__}", "a dictionary of fields")
+            if name == "id2label" and isinstance(value, dict) and not all(map(_is_number, value)):
+                fail(
+                    cls, name, value, "has a key that is no number", "{0: first label, 1: second label, ...}"
+                )
             if name == "feed_forward_name" and value != cls.feed_forward_name:
                 fail(cls, name, value, "belongs to the class", repr(cls.feed_forward_name))
             mutable = isinstance(value, (dict, list))
@@ -343,3 +351,7 @@ def _coerce(value: Any, annotation: Any) -> Any:
     if list in origins and tuple not in origins and isinstance(value, (tuple, range)):
         return list(value)
     return value
+
+
+def _is_number(key: Any) -> bool:
+    return isinstance(key, int) or (isinstance(key, str) and key.isdecimal())

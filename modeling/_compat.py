@@ -99,10 +99,11 @@ def open_archive(path: str | os.PathLike) -> None:
 
     Raises:
         RuntimeError: torch will not read this file.
+        UnicodeDecodeError: what should be a text is none.
     """
     import torch
 
-    torch._C.PyTorchFileReader(os.fspath(path))
+    torch._C.PyTorchFileReader(os.fspath(path)).serialization_id()
 
 
 def is_under_functorch() -> bool:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import cache, partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -111,7 +112,11 @@ def read_config(name_or_path: str | os.PathLike, **download: Any) -> Any:
     from peft import PeftConfig
 
     try:
-        return PeftConfig.from_pretrained(name_or_path, **download)
+        config = PeftConfig.from_pretrained(name_or_path, **download)
+        begin = getattr(config, "init_lora_weights", None)
+        if not isinstance(begin, bool | str | NoneType):
+            raise TypeError(f"init_lora_weights = {begin!r} is neither a truth value nor a name")
+        return config
     except OSError:
         raise
     except Exception as error:  # peft takes the fields as they come

@@ -187,6 +187,8 @@ BAD_DENSE = [
     ("base_model_tp_plan", "../x", {}, "a dictionary of rules"),
     ("base_model_ep_plan", 0.5, {}, "a dictionary of rules"),
     ("feed_forward_name", [1, 2], {}, "mlp|feed_forward"),
+    ("id2label", {"0": "a", "1x": "b"}, {}, "first label"),
+    ("vision_config", False, {}, "a dictionary of fields"),
 ]
 BAD_TEXT = [
     ("num_key_value_heads", 5, {"num_attention_heads": 6}, "1, 2, 3 or 6"),
