@@ -103,7 +103,9 @@ def open_archive(path: str | os.PathLike) -> None:
     """
     import torch
 
-    torch._C.PyTorchFileReader(os.fspath(path)).serialization_id()
+    reader = torch._C.PyTorchFileReader(os.fspath(path))
+    reader.serialization_id()
+    reader.get_all_records()
 
 
 def is_under_functorch() -> bool:
