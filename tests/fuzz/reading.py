@@ -26,7 +26,7 @@ MOST_SECONDS = 20.0
 CLEAN = (ValueError, OSError, RuntimeError)
 NOT_CLEAN = (RecursionError, NotImplementedError, UnicodeError)
 NAMED = re.compile(
-    r"Llamoe\w*Config|Llama4\w*Config|LlamaConfig|config\.json|adapter|Lora|\bhidden_act =|init_lora_weights"
+    r"Llamoe\w*Config|Llama4\w*Config|LlamaConfig|config\.json|adapter|Lora|\bhidden_act =|init_lora_weights|quantization config"
 )
 
 
