@@ -26,7 +26,8 @@ MOST_SECONDS = 20.0
 CLEAN = (ValueError, OSError, RuntimeError)
 NOT_CLEAN = (RecursionError, NotImplementedError, UnicodeError)
 NAMED = re.compile(
-    r"Llamoe\w*Config|Llama4\w*Config|LlamaConfig|config\.json|adapter|Lora|\bhidden_act =|init_lora_weights|quantization config"
+    r"Llamoe\w*Config|Llama4\w*Config|LlamaConfig|config\.json|adapter|Lora|quantization config"
+    r"|\bhidden_act =|init_lora_weights"
 )
 
 
