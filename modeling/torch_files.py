@@ -146,6 +146,8 @@ def read_records(path: str | os.PathLike, file: BinaryIO) -> dict[str, Record]:
         signature, method, name_length, extra_length = unpack("<4s4xH16xHH", file.read(30))
         if signature != _LOCAL or method or file.read(name_length) != raw_name:
             fail(f"{shown} is not where the directory says")
+        if not _is_whole(file.read(extra_length)):
+            fail(f"{shown} does not begin where its own header says")
         content = begin + 30 + name_length + extra_length
         if content + nbytes > close:
             fail(f"{shown} is cut short")
@@ -159,6 +161,16 @@ def read_records(path: str | os.PathLike, file: BinaryIO) -> dict[str, Record]:
     if any(end > start for (_, end), (start, _) in pairwise(spans)):
         fail("has records that overlap")
     return records
+
+
+def _is_whole(extra: bytes) -> bool:
+    """Whether the fields of a local header's extra part fill it: with them torch moves numbers to round addresses."""
+    while len(extra) >= 4:
+        extra, rest = extra[4:], int.from_bytes(extra[2:4], "little")
+        if rest > len(extra):
+            return False
+        extra = extra[rest:]
+    return not extra
 
 
 def _entries(directory: bytes, fail: Callable[[str], NoReturn]) -> Iterator[tuple[bytes, int, int, int]]:

@@ -120,6 +120,14 @@ def entry_field(offset, form, value, which=b"archive/data/0"):
     return damage
 
 
+def shifted(content):
+    """The numbers of a record are said to begin 16 bytes later, where the next record does not follow at once."""
+    begin, _ = directory_of(content)
+    at = struct.unpack_from("<L", content, content.index(b"archive/data/0", begin) - 4)[0]
+    length = struct.unpack_from("<H", content, at + 28)[0]
+    return content[: at + 28] + struct.pack("<H", length + 16) + content[at + 30 :]
+
+
 def at_end(offset, value):
     """Write a number into the last 98 bytes, in the form for large archives: record, locator, end."""
 
@@ -142,6 +150,7 @@ ARCHIVES = {
     ),
     "encrypted": (entry_field(8, "<H", 1), "encrypted"),
     "strongly_encrypted": (entry_field(8, "<H", 1 << 6), "encrypted"),
+    "shifted": (shifted, "does not begin where its own header says"),
     "on_another_disk": (entry_field(34, "<H", 3), "torch cannot read this archive"),
     "directory_on_another_disk": (at_end(16, 1), "damaged in its directory"),
     "end_on_another_disk": (at_end(60, 2), "damaged in its directory"),
