@@ -46,9 +46,8 @@ def sharing_processes(model: PreTrainedModel, state_dict: dict[str, Any] | None)
     sizes = [getattr(config, f"{name}_size", None) or 1 for name in ("tp", "fsdp", "dp_replicate", "ep")]
     if not dist.is_available() or not dist.is_initialized():
         return []
-    if (
-        max(sizes) > 1
-    ):  # sharded by transformers, which waits for all processes even where nothing is left to gather
+    # A model that transformers has sharded: it waits for all processes even where nothing is left to gather.
+    if max(sizes) > 1:
         return list(range(dist.get_world_size()))
     tensors = model.parameters() if state_dict is None else state_dict.values()
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
