@@ -135,7 +135,6 @@ def test_hostile_config_of_an_adapter(damage, by, adapter, model_folders, guard,
 @pytest.mark.parametrize(
     "change",
     [
-        {"corda_config": []},
         {"task_type": [[]]},
         {"peft_type": 1},
         {"megatron_config": 1},
