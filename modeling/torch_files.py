@@ -22,7 +22,9 @@ from .pickles import MOST_BYTES, Machine, Storage, bits_of
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.7, 4.3.12, 4.3.14 to 4.3.16
 _LOCAL, _ENTRY, _END64, _LOCATOR, _END = b"PK\3\4", b"PK\1\2", b"PK\6\6", b"PK\6\7", b"PK\5\6"
 _MOST_DIRECTORY_BYTES = 1 << 26
-# 4.4.4: encrypted, patched, strongly encrypted, and a directory with hidden values.
+# Flags of a record, 4.4.4: its sizes and checksum follow the content (4.3.9).
+_DESCRIPTOR, _DESCRIPTOR_SIZES = 1 << 3, (12, 16, 20, 24)
+# It is encrypted, patched, strongly encrypted, or in a directory with hidden values.
 _ENCRYPTED = 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
 _MAGIC_NUMBER, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _AGAIN = "Download or copy it again."
@@ -127,7 +129,7 @@ def read_records(path: str | os.PathLike, file: BinaryIO) -> dict[str, Record]:
 
     close, count, directory = _read_directory(file, os.fstat(file.fileno()).st_size, fail)
     records: dict[str, Record] = {}
-    spans: list[tuple[int, int]] = []
+    spans: list[tuple[int, int, bool]] = []
     seen: set[str] = set()
     for raw_name, begin, nbytes, crc in _entries(directory, fail):
         name = raw_name.decode("utf-8", "replace")
@@ -143,34 +145,26 @@ def read_records(path: str | os.PathLike, file: BinaryIO) -> dict[str, Record]:
         if begin + 30 > close:
             fail(f"{shown} is cut short")
         file.seek(begin)
-        signature, method, name_length, extra_length = unpack("<4s4xH16xHH", file.read(30))
+        signature, flags, method, name_length, extra_length = unpack("<4s2xHH16xHH", file.read(30))
         if signature != _LOCAL or method or file.read(name_length) != raw_name:
             fail(f"{shown} is not where the directory says")
-        if not _is_whole(file.read(extra_length)):
-            fail(f"{shown} does not begin where its own header says")
         content = begin + 30 + name_length + extra_length
         if content + nbytes > close:
             fail(f"{shown} is cut short")
         records[name] = Record(content, nbytes, crc)
-        spans.append((begin, content + nbytes))
+        spans.append((begin, content + nbytes, bool(flags & _DESCRIPTOR)))
         if "/data/" not in name:
             _check_small(records[name], shown, file, fail)
     if not records or len(records) != count:
         fail("is cut short or damaged in its directory")
     spans.sort()
-    if any(end > start for (_, end), (start, _) in pairwise(spans)):
-        fail("has records that overlap")
+    for (_, end, has_descriptor), (start, *_) in pairwise([*spans, (close, close, False)]):
+        if end > start:
+            fail("has records that overlap")
+        # A record that is said to begin elsewhere has other numbers.
+        if start - end not in (_DESCRIPTOR_SIZES if has_descriptor else (0,)):
+            fail(f"has {start - end} bytes between two records")
     return records
-
-
-def _is_whole(extra: bytes) -> bool:
-    """Whether the fields of a local header's extra part fill it: with them torch moves numbers to round addresses."""
-    while len(extra) >= 4:
-        extra, rest = extra[4:], int.from_bytes(extra[2:4], "little")
-        if rest > len(extra):
-            return False
-        extra = extra[rest:]
-    return not extra
 
 
 def _entries(directory: bytes, fail: Callable[[str], NoReturn]) -> Iterator[tuple[bytes, int, int, int]]:

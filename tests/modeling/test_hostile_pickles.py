@@ -150,7 +150,7 @@ ARCHIVES = {
     ),
     "encrypted": (entry_field(8, "<H", 1), "encrypted"),
     "strongly_encrypted": (entry_field(8, "<H", 1 << 6), "encrypted"),
-    "shifted": (shifted, "does not begin where its own header says"),
+    "shifted": (shifted, "bytes between two records|overlap"),
     "on_another_disk": (entry_field(34, "<H", 3), "torch cannot read this archive"),
     "directory_on_another_disk": (at_end(16, 1), "damaged in its directory"),
     "end_on_another_disk": (at_end(60, 2), "damaged in its directory"),
