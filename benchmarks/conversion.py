@@ -25,8 +25,9 @@ import torch
 
 import llamoe
 from llamoe.conversion import Checkpoint, convert
-from llamoe.conversion.checkpoint import expected_shapes, save_hf
-from llamoe.conversion.lazy import LazyTensor
+from llamoe.conversion.checkpoint import expected_shapes
+from llamoe.conversion.hf import save_hf
+from llamoe.conversion.io.lazy_tensor import LazyTensor
 
 RESULTS = Path(__file__).parent / "results"
 GB = 10**9

@@ -10,10 +10,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding, apply_rotary_emb
 
 import llamoe
-from llamoe.modeling.feed_forward import FeedForward
-from llamoe.modeling.linear import apply_linear, multiply_row
-from llamoe.modeling.normalization import RMSNorm
-from llamoe.modeling.rotary import RotaryEmbedding, rotary_tables, rotate
+from llamoe.modeling.kernels.cpu import apply_linear, multiply_row
+from llamoe.modeling.layers.feed_forward import FeedForward
+from llamoe.modeling.layers.normalization import RMSNorm
+from llamoe.modeling.layers.rotary import RotaryEmbedding, rotary_tables, rotate
 
 from . import OURS, REFERENCE
 from .harness import Case, Cases, Contestant, tolerance_of

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import torch
 
 from llamoe.modeling.kernels.few_rows import (
-    MAX_ROWS,
     PLANS,
+    TRITON_MAX_ROWS,
     Plan,
     Tile,
     few_rows_experts_reference,
@@ -84,8 +84,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
-    if wrong := [count for count in arguments.rows if not 1 <= count <= MAX_ROWS]:
-        parser.error(f"--rows must be from 1 to {MAX_ROWS}, the most that the kernels take, and has {wrong}")
+    if wrong := [count for count in arguments.rows if not 1 <= count <= TRITON_MAX_ROWS]:
+        parser.error(
+            f"--rows must be from 1 to {TRITON_MAX_ROWS}, the most that the kernels take, and has {wrong}"
+        )
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA device, and torch finds none")
     num_experts, hidden, intermediate = arguments.experts, arguments.hidden, arguments.intermediate

@@ -1,10 +1,11 @@
-"""What a model is: pure data, no tensors.
+"""What a model is: pure data, no tensors; and the errors that all packages raise.
 
-A file imports only files that stand above it in this order: `_files`, `_checks`, `_hub`, `parallel`, `_base`,
-`decoder`, `vision`, `multimodal`, `stock`, `presets`, `parameter_count`, `memory`.
+Reading order: errors, json_files, checks, hub, servers, base, parallel, decoder, vision, multimodal, stock, presets,
+parameter_count, memory. A file imports only files that stand before it.
 """
 
 from .decoder import LayerPlan, LlamoeDenseConfig, LlamoeTextConfig
+from .errors import CheckpointError, ConfigurationError
 from .memory import cache_bytes, cache_tokens
 from .multimodal import LlamoeConfig
 from .parameter_count import ParameterCount, count_parameters
@@ -14,6 +15,8 @@ from .vision import LlamoeVisionConfig
 
 __all__ = [
     "PRESETS",
+    "CheckpointError",
+    "ConfigurationError",
     "LayerPlan",
     "LlamoeConfig",
     "LlamoeDenseConfig",

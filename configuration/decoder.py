@@ -15,8 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ._base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig
-from ._checks import (
+from .base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig
+from .checks import (
     LAYER_TYPES,
     check_heads,
     check_layer_lists,

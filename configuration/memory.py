@@ -5,7 +5,7 @@ has brought; in every other layer, all tokens. A prompt that is read in one pass
 layer until the next pass, which is what a plan has to leave room for.
 """
 
-from ._base import LlamoeBaseConfig
+from .base import LlamoeBaseConfig
 
 
 def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list[int]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from ._base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig, as_dict, logger
-from ._checks import fail
+from .base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig, as_dict, logger
+from .checks import fail
 from .decoder import LlamoeTextConfig
 from .vision import LlamoeVisionConfig
 

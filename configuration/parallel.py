@@ -9,7 +9,7 @@ them. A model that lacks a part (a mixture without dense layers, a tower without
   their outputs is called rowwise, and "packed" means that gate and up are each split by themselves.
 * Expert parallel: whole experts on each device. Rows arrive scaled by their router score, with weights of one, so
   that transformers' dispatch suits routing that scales the input. One spelling serves all releases: where
-  `ep_dispatch_experts` is missing (before 5.19), `modeling/expert_parallel.py` brings it.
+  `ep_dispatch_experts` is missing (before 5.19), `modeling/parallel/expert_parallel.py` brings it.
 * Pipeline parallel: the children in the order in which they run, with the names of what goes in and out.
 * FSDP2: what is gathered and freed by itself; the last modules keep their weights, as they come first in backward.
 """
@@ -18,7 +18,7 @@ import re
 
 from transformers import PreTrainedConfig
 
-from ._checks import enumerate_words, fail
+from .checks import enumerate_words, fail
 
 ATTENTION_TP = {
     "layers.*.self_attn.q_proj": "colwise",

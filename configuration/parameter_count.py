@@ -7,7 +7,7 @@ rotary embeddings.
 
 from dataclasses import dataclass
 
-from ._base import LlamoeBaseConfig
+from .base import LlamoeBaseConfig
 from .decoder import LlamoeDenseConfig, LlamoeTextConfig
 from .multimodal import LlamoeConfig
 from .vision import LlamoeVisionConfig

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ._base import READERS, LlamoeBaseConfig
-from ._checks import enumerate_words
+from .base import READERS, LlamoeBaseConfig
+from .checks import enumerate_words
 from .stock import CONFIG_CLASSES
 
 

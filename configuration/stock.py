@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ._base import ARCHITECTURES, READERS, LlamoeBaseConfig, as_dict, unreadable_as_value_error
-from ._checks import enumerate_words, fail
+from .base import ARCHITECTURES, READERS, LlamoeBaseConfig, as_dict, unreadable_as_value_error
+from .checks import enumerate_words, fail
 from .decoder import LlamoeDenseConfig, LlamoeTextConfig
 from .multimodal import LlamoeConfig
 from .vision import STOCK_CONSTANTS, LlamoeVisionConfig

@@ -13,8 +13,8 @@ Sources: Meta's reference implementation of Llama 4; CLIP (Radford et al., 2021,
 
 from typing import Any, ClassVar
 
-from ._base import LlamoeBaseConfig, logger
-from ._checks import check_not_negative, check_positive, check_probability, enumerate_words, fail
+from .base import LlamoeBaseConfig, logger
+from .checks import check_not_negative, check_positive, check_probability, enumerate_words, fail
 from .parallel import VISION_FSDP, VISION_TP
 
 FEATURE_STRATEGIES = ("default", "full")

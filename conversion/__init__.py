@@ -1,19 +1,22 @@
 """Weights in and out: Meta's and open_clip's formats, Hugging Face's, and checkpoints made of others.
 
 Everything goes through lazy tensors under stock Hugging Face keys: `open_checkpoint` gives them for every format, and
-every command writes views of them, block by block. A file imports only files that stand above it in this order: lazy,
-experts, source_files, files, outputs, run_lock, targets, writing, tables; for texts: chat_templates, sentence_pieces,
-tiktoken_tables, processors, tokenizers; then checkpoint; for Meta: meta_tables, meta_params, meta_fit, meta_sizes,
-meta; for pictures: image_processors, positions, metaclip_tables, open_clip_config, towers, metaclip; then convert,
-upcycle, assemble, running, comparing, footprint, inspect, shared_parts, verdict, unreached, verify, printing, cli.
+every command writes views of them, block by block.
+
+Reading order: io (a folder: lazy tensors, reading and writing files), tokenizers (a folder), checkpoint (a
+configuration and lazy tensors, whatever they came from); hf, clip, meta (folders, one a format), open (which of them);
+then a file a command: convert, upcycle, merge_kv_heads, assemble, verify (a folder), footprint, inspect; printing, cli
+(the `llamoe` command). A file or folder imports only what stands before it.
 """
 
 from .assemble import assemble
 from .checkpoint import Checkpoint, Report
-from .convert import convert, open_checkpoint
+from .clip import convert_vision
+from .convert import convert
 from .inspect import Inspection, inspect
-from .metaclip import convert_vision
-from .upcycle import merge_kv_heads, upcycle
+from .merge_kv_heads import merge_kv_heads
+from .open import open_checkpoint
+from .upcycle import upcycle
 from .verify import Verification, verify
 
 __all__ = [

@@ -20,18 +20,21 @@ from typing import Any
 import torch
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from ..configuration._base import LlamoeBaseConfig
-from ..modeling.weights import CheckpointError
-from .checkpoint import Checkpoint, Report, expected_shapes, save_hf
-from .convert import open_checkpoint
-from .image_processors import CLIP_MEAN, CLIP_STD, normalization
-from .lazy import LazyTensor
-from .metaclip import fold, open_tower, resize
-from .processors import processor_files
-from .targets import check_apart
-from .tokenizers import MULTIMODAL_TOKENS, extend_tokenizer, multimodal_chat_template, token_ids
-from .upcycle import as_text_model, describe, fresh, open_source, zeros
-from .writing import to_json
+from ..configuration.base import LlamoeBaseConfig
+from ..configuration.errors import CheckpointError
+from .checkpoint import Checkpoint, Report, expected_shapes
+from .clip import CLIP_MEAN, CLIP_STD, fold, normalization, open_tower, resize
+from .hf import save_hf
+from .io import LazyTensor, check_apart, to_json
+from .open import describe, open_checkpoint, open_source
+from .tokenizers import (
+    MULTIMODAL_TOKENS,
+    extend_tokenizer,
+    multimodal_chat_template,
+    processor_files,
+    token_ids,
+)
+from .upcycle import as_text_model, fresh, zeros
 
 _PAD = "<|finetune_right_pad|>"
 _ENDS = ("<|eot|>", "<|eom|>")  # of an answer, in the chat template that is written

@@ -215,7 +215,7 @@ def vision(
 
         llamoe vision l14_fullcc2.5b.pt tower --activation quick_gelu --image-size 336
     """
-    from .metaclip import convert_vision as run
+    from .clip import convert_vision as run
 
     with progress_bar(as_json) as progress:
         report = run(
@@ -304,7 +304,7 @@ def gqa(
 
     llamoe gqa llama-2-7b llama-2-7b-gqa --kv-heads 8
     """
-    from .upcycle import merge_kv_heads as run
+    from .merge_kv_heads import merge_kv_heads as run
 
     with progress_bar(as_json) as progress:
         report = run(

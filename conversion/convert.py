@@ -6,52 +6,11 @@ from typing import Any
 
 import torch
 
-from ..modeling.weights import CheckpointError
-from .checkpoint import Checkpoint, Report, open_hf, save_hf
-from .files import check_sums, read_json
-from .meta import open_meta, save_meta
-from .metaclip import open_tower
-from .targets import check_apart, check_source, check_target
-from .writing import Progress
-
-_TOWERS = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
-_OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-
-
-def open_checkpoint(
-    path: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
-) -> Checkpoint:
-    """Open a checkpoint of any format that llamoe knows.
-
-    Args:
-        path: a folder of Meta (params.json, consolidated.00.pth), of Hugging Face (config.json), or a vision tower of
-            open_clip or CLIP, which may be a single file.
-        companions: whether the tokenizer and what belongs to it are wanted; translating Meta's takes seconds.
-        instruct: of a folder of Meta's, whether the model was tuned for conversations; None goes by the folder's name.
-
-    Raises:
-        CheckpointError: there is no such path, it is none of those formats, it is damaged, or a run is writing it or
-            has left it unfinished.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder.")
-    if path.is_file():
-        return open_tower(path)
-    check_source(path)
-    if (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
-        return open_meta(path, companions=companions, instruct=instruct)
-    if any((path / name).is_file() for name in _OPEN_CLIP_FILES):
-        return open_tower(path)  # timm's folders have a config.json of their own beside it
-    if (path / "config.json").is_file():
-        if read_json(path / "config.json").get("model_type") in _TOWERS:
-            return open_tower(path)
-        return open_hf(path, companions=companions)
-    inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
-    raise CheckpointError(
-        f"{path}: is no checkpoint that is known here: neither params.json with consolidated.00.pth (Meta), nor "
-        f"config.json (Hugging Face), nor open_clip_model.safetensors (open_clip); it holds {inside}."
-    )
+from .checkpoint import Report
+from .hf import save_hf
+from .io import Progress, check_apart, check_sums, check_target
+from .meta import save_meta
+from .open import open_checkpoint
 
 
 def convert(

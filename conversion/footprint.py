@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 
 from ..configuration import LlamoeVisionConfig
-from ..configuration._base import LlamoeBaseConfig
-from ..modeling.quantized import part_of
+from ..configuration.base import LlamoeBaseConfig
+from ..modeling.checkpoints import part_of
 
 # As bitsandbytes stores a linear layer: bytes of a weight with so many rows and numbers.
 _LINEAR_BYTES: dict[str, Callable[[int, int], int]] = {

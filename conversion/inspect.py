@@ -24,16 +24,14 @@ from ..configuration import (
     from_stock,
     preset,
 )
-from ..configuration._base import LlamoeBaseConfig
-from ..modeling.quantized import in_units
-from ..modeling.split_experts import expert_of
-from ..modeling.weights import UNFINISHED, CheckpointError
+from ..configuration.base import LlamoeBaseConfig
+from ..configuration.errors import CheckpointError
+from ..modeling.checkpoints import UNFINISHED, expert_of, in_units
 from .checkpoint import Checkpoint, expected_shapes
-from .comparing import compare_configs
-from .convert import open_checkpoint
-from .files import open_weights, read_json
 from .footprint import NOTE, Header, Need, dtypes_of, layers_of, needs_of, parts_of, split_shapes
-from .running import tied_head
+from .io import open_weights, read_json
+from .open import open_checkpoint
+from .verify import compare_configs, tied_head
 
 _DEFAULT_CONTEXT = 8192
 _SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")

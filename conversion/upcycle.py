@@ -43,17 +43,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
+from ..configuration.errors import CheckpointError
 from ..configuration.parameter_count import count_parameters
-from ..modeling.weights import CheckpointError
-from .checkpoint import Checkpoint, Report, save_hf
-from .convert import open_checkpoint
-from .lazy import LazyTensor, Slot, compute, join, stack
-from .targets import check_apart, check_target
+from .checkpoint import Checkpoint, Report, check_at_least
+from .hf import save_hf
+from .io import LazyTensor, Slot, compute, join, stack
+from .open import describe, open_source
 
 _PIECE = 1 << 20  # numbers drawn, or summed, at a time
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_KEY_VALUE = re.compile(r"(?:language_model\.)?model\.layers\.\d+\.self_attn\.[kv]_proj\.(?:weight|bias)")
 
 
 def upcycle(
@@ -100,8 +99,8 @@ def upcycle(
         ValueError: a source that is no dense LLaMA, or numbers that make no mixture.
         CheckpointError: a file that is missing or damaged (also a ValueError).
     """
-    _at_least(1, experts=experts, interleave=interleave, top_k=top_k)
-    _at_least(0, seed=seed)
+    check_at_least(1, experts=experts, interleave=interleave, top_k=top_k)
+    check_at_least(0, seed=seed)
     if top_k > experts:
         raise ValueError(f"upcycle: top_k = {top_k} is more than experts = {experts}; choose 1 to {experts}.")
     if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
@@ -141,84 +140,6 @@ def upcycle(
         else "the experts' down_proj is zero: the function is the source's until they are trained",
     ]
     return report
-
-
-def merge_kv_heads(
-    source: str | Path,
-    target: str | Path,
-    *,
-    kv_heads: int,
-    layout: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    shard_size: str | int = "5GB",
-    resume: bool = False,
-    dry_run: bool = False,
-    progress: Any = None,
-) -> Report:
-    """Merge the key/value heads of a decoder into fewer by mean pooling, as a start for further training.
-
-    Means are formed in a wider dtype (float32, or float64 of float32) and cast back. Where the heads of each group are
-    equal the function stays the same; elsewhere the model needs some training (the paper: 5 % of the original's).
-    Works for dense, mixture and multimodal models; of the latter the decoder is changed and the tower is left alone.
-
-    Args:
-        source: a model of any format that `open_checkpoint` reads.
-        target: the folder to write.
-        kv_heads: key/value heads of the result; divides those of the source. 1 makes multi-query attention.
-        layout: see `upcycle`, like all that follow.
-        dtype: see there.
-        shard_size: see there.
-        resume: see there.
-        dry_run: see there.
-        progress: see there.
-
-    Returns:
-        what was written.
-
-    Raises:
-        ValueError: a source without a decoder, or a number of heads that does not divide the source's.
-        CheckpointError: a file that is missing or damaged (also a ValueError).
-    """
-    _at_least(1, kv_heads=kv_heads)
-    checkpoint = open_source(source, target, resume)
-    if isinstance(checkpoint.config, LlamoeVisionConfig):
-        raise ValueError(f"gqa: {source} is {describe(checkpoint.config)}; give a model with a decoder.")
-    config = copy.deepcopy(checkpoint.config)
-    text = config.get_text_config()
-    before = text.num_key_value_heads
-    if before % kv_heads:
-        divisors = [str(count) for count in range(1, before + 1) if before % count == 0]
-        raise ValueError(
-            f"gqa: {source} has {before} key/value heads, which do not merge into {kv_heads}; choose one of "
-            f"{', '.join(divisors)}."
-        )
-    text.num_key_value_heads = kv_heads
-    tensors = {
-        key: merge_heads(tensor, before, kv_heads) if _KEY_VALUE.fullmatch(key) else tensor
-        for key, tensor in checkpoint.tensors.items()
-    }
-    report = save_hf(
-        replace(checkpoint, config=config, tensors=tensors),
-        target,
-        layout=layout,
-        dtype=dtype,
-        shard_size=shard_size,
-        resume=resume,
-        dry_run=dry_run,
-        progress=progress,
-        options={"kv_heads": kv_heads},
-    )
-    report.notes.append(
-        f"{before} key/value heads a layer became {kv_heads}, each the mean of {before // kv_heads}"
-    )
-    return report
-
-
-def open_source(source: str | Path, target: str | Path, resume: bool) -> Checkpoint:
-    """Open what a target will be made from, after a look at the target."""
-    check_apart(Path(source), Path(target))
-    check_target(Path(target), resume)
-    return open_checkpoint(source)
 
 
 @dataclass(frozen=True)
@@ -346,21 +267,6 @@ def _interleave(rest: str, tensor: LazyTensor, config: LlamoeDenseConfig) -> Laz
     return tensor.map(lambda rows: rows.unflatten(0, (count, 2, half)).transpose(1, 2).flatten(0, 2))
 
 
-def merge_heads(tensor: LazyTensor, before: int, after: int) -> LazyTensor:
-    """View a key or value projection, `[before * D, ...]`, with groups of heads replaced by their means."""
-    if before == after:
-        return tensor
-    head_dim = tensor.shape[0] // before
-
-    def merge(rows: torch.Tensor) -> torch.Tensor:
-        grouped = rows.unflatten(0, (after, before // after, head_dim))
-        # Sums of equal numbers are exact in the wider dtype, so that their mean is that number again.
-        wide = torch.float32 if rows.dtype.itemsize < 4 else torch.float64
-        return grouped.to(wide).mean(1).to(rows.dtype).flatten(0, 1)
-
-    return tensor.map(merge, (after * head_dim, *tensor.shape[1:]))
-
-
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int, name: str) -> LazyTensor:
     """View normal numbers around 0, drawn in float32; they follow from seed and name alone."""
 
@@ -373,18 +279,6 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int, nam
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> LazyTensor:
     """View zeros."""
     return compute(lambda: torch.zeros(shape, dtype=dtype), [], shape, dtype, name)
-
-
-def describe(config: Any) -> str:
-    """Say what a configuration is, for messages."""
-    if isinstance(config, LlamoeDenseConfig):
-        return "a dense LLaMA"
-    if isinstance(config, LlamoeVisionConfig):
-        return "a vision tower"
-    whole = "a multimodal model" if isinstance(config, LlamoeConfig) else "a text model of Llama 4's family"
-    text = config.get_text_config()
-    mixtures = f"{len(text.moe_layers)} of {text.num_hidden_layers} layers"
-    return f"{whole} ({mixtures} are mixtures of {text.num_local_experts} experts)"
 
 
 class _Noisy:
@@ -427,9 +321,3 @@ def _add_normal(tensor: torch.Tensor, std: float, seed: int, name: str) -> torch
         drawn = torch.from_numpy(stream.standard_normal(piece.numel(), dtype=np.float32))
         piece.copy_(piece.float().add_(drawn, alpha=std))
     return tensor
-
-
-def _at_least(least: int, **values: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} = {value!r}; give an integer of at least {least}.")

@@ -18,6 +18,8 @@ _require()
 
 from llamoe.configuration import (  # noqa: E402
     PRESETS,
+    CheckpointError,
+    ConfigurationError,
     LlamoeConfig,
     LlamoeDenseConfig,
     LlamoeTextConfig,
@@ -27,22 +29,21 @@ from llamoe.configuration import (  # noqa: E402
     preset,
     to_stock,
 )
-from llamoe.modeling.adoption import adopt, release  # noqa: E402
+from llamoe.modeling.classification import (  # noqa: E402
+    LlamoeDenseForQuestionAnswering,
+    LlamoeDenseForSequenceClassification,
+    LlamoeDenseForTokenClassification,
+    LlamoeForSequenceClassification,
+)
 from llamoe.modeling.decoder import (  # noqa: E402
     LlamoeDenseForCausalLM,
     LlamoeDenseModel,
     LlamoeForCausalLM,
     LlamoeTextModel,
 )
-from llamoe.modeling.heads import (  # noqa: E402
-    LlamoeDenseForQuestionAnswering,
-    LlamoeDenseForSequenceClassification,
-    LlamoeDenseForTokenClassification,
-    LlamoeForSequenceClassification,
-)
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
-from llamoe.modeling.pictures import read_picture  # noqa: E402
-from llamoe.modeling.processing import LlamoeProcessor  # noqa: E402
+from llamoe.modeling.processing import LlamoeProcessor, read_picture  # noqa: E402
+from llamoe.modeling.registration import adopt, release  # noqa: E402
 from llamoe.modeling.registration import register as _register  # noqa: E402
 from llamoe.modeling.vision import LlamoeVisionModel  # noqa: E402
 
@@ -52,6 +53,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "PRESETS",
+    "CheckpointError",
+    "ConfigurationError",
     "LlamoeConfig",
     "LlamoeDenseConfig",
     "LlamoeDenseForCausalLM",

@@ -1,9 +1,9 @@
 """What a model computes.
 
-Reading order: plain, normalization, rotary, rotary_2d, linear, sequences, folding, ring_cache, cached, rows, cutting,
-masks, attention, feed_forward, grouped_product, kernels (a folder), expert_paths, moe, expert_parallel, losses,
-inputs, safetensors_files, pickles, torch_files, weights, quantized, placement, split_experts, adapter_files,
-adapters, gathering, distribution, saving, base, generation, servers, decoder, heads, vision, multimodal, pictures,
-processing, peft_targets, registration, adoption. A file imports only files that stand before it; `_compat` holds every
-branch on a library's version. Nothing is imported here, so that `llamoe.modeling.moe` costs only what it needs.
+Reading order, from the parts to the whole: kernels, layers, attention, moe (folders that hold the formulas and their
+faster forms); generation, input_checks; parallel, checkpoints, adapters (folders: several devices, files in and out,
+LoRA); base, decoder, classification, vision, multimodal (the model classes); processing, registration (folders: text
+and pictures in, and what other libraries must know). A file or folder imports only what stands before it; `_compat`
+holds every branch on a library's version. Nothing is imported here, so that `llamoe.modeling.moe` costs only what it
+needs.
 """

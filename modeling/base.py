@@ -15,30 +15,33 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..configuration import LlamoeConfig, from_stock
-from ..configuration._hub import written_by
+from ..configuration.hub import written_by
 from ..configuration.stock import to_stock
 from ._compat import parameter_shapes
-from .adapter_files import HUB_ARGUMENTS
-from .adapters import LoadsAdapters
-from .distribution import Distributed
-from .expert_paths import IMPLEMENTATION
-from .masks import attention_masks
-from .moe import Experts, Router
-from .placement import check_devices, check_offload, check_on_disk, settle_device_map
-from .quantized import tell_of_experts
-from .saving import SavesWhole, check_whole
-from .split_experts import find_split_experts, fuse_while_loading
-from .weights import (
+from .adapters import HUB_ARGUMENTS, LoadsAdapters
+from .attention import attention_masks
+from .checkpoints import (
+    SavesWhole,
     check_complete,
+    check_devices,
     check_files,
     check_fit,
     check_folder,
     check_inside,
     check_layers,
+    check_offload,
+    check_on_disk,
     check_place,
+    check_whole,
     each_header_once,
+    find_split_experts,
+    fuse_while_loading,
     loading,
+    settle_device_map,
+    tell_of_experts,
 )
+from .moe import IMPLEMENTATION, Experts, Router
+from .parallel import Distributed
 
 logger = logging.getLogger("llamoe")
 

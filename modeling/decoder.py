@@ -21,11 +21,19 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
 from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
-from .attention import Attention
+from ..configuration.servers import warn_of_server
+from .attention import (
+    Attention,
+    attention_masks,
+    cached_length,
+    mask_of_new_tokens,
+    positions_from_lengths,
+    positions_from_padding,
+    without_padding_positions,
+)
 from .base import LlamoePreTrainedModel
-from .feed_forward import FeedForward
 from .generation import ChunkedGeneration
-from .inputs import (
+from .input_checks import (
     check_cache,
     check_labels,
     check_padding_id,
@@ -33,20 +41,9 @@ from .inputs import (
     check_tokens,
     leave_out_attentions,
 )
-from .linear import apply_linear
-from .losses import TrainsRouters, expert_load, load_balancing_loss
-from .masks import (
-    attention_masks,
-    cached_length,
-    mask_of_new_tokens,
-    positions_from_lengths,
-    positions_from_padding,
-)
-from .moe import MixtureOfExperts, Router
-from .normalization import RMSNorm
-from .rotary import RotaryEmbedding, rotary_tables
-from .rows import without_padding_positions
-from .servers import warn_of_server
+from .kernels import apply_linear
+from .layers import FeedForward, RMSNorm, RotaryEmbedding, rotary_tables
+from .moe import MixtureOfExperts, Router, TrainsRouters, expert_load, load_balancing_loss
 
 
 class DecoderLayer(GradientCheckpointingLayer):

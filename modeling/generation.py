@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import Cache, GenerationMixin, PreTrainedConfig, ProcessorMixin
 
-from .expert_paths import try_kernels
+from .moe import try_kernels
 
 
 class ChunkedGeneration(GenerationMixin):

@@ -22,7 +22,7 @@ from ..configuration import LlamoeConfig
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import ChunkedGeneration
-from .inputs import check_cache, check_row_inputs, check_tokens
+from .input_checks import check_cache, check_row_inputs, check_tokens
 from .vision import LlamoeVisionModel
 
 

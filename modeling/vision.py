@@ -29,9 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ..configuration.vision import LlamoeVisionConfig
 from .attention import eager_attention_forward
 from .base import LlamoePreTrainedModel
-from .feed_forward import activation
-from .rotary import rotary_tables, rotate
-from .rotary_2d import rotary_2d_cos_sin
+from .layers import activation, rotary_2d_cos_sin, rotary_tables, rotate
 
 
 class PatchEmbedding(nn.Module):

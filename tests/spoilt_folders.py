@@ -9,7 +9,7 @@ import torch
 from support import dense_config, make_asymmetric, multimodal_config, text_config, vision_config
 
 import llamoe
-from llamoe.modeling.weights import CheckpointError
+from llamoe.configuration.errors import CheckpointError
 
 KINDS = ["single", "sharded", "bin", "sharded_bin"]
 FAMILIES = {

@@ -116,6 +116,25 @@ PACKAGES = sorted(
 )
 
 
+@pytest.mark.parametrize("folder", LIBRARY)
+def test_nobody_uses_private_names_of_another_folder(folder):
+    """A name with an underscore belongs to the folder that it stands in; what others use has none.
+
+    `_compat` alone is for all: its underscore tells users that it is not for them.
+    """
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in library_files(folder)
+        if path.suffix == ".py"
+        for module in imported_modules(path)
+        if (owner := module.replace("._compat", ".compat").rpartition("._")[0])
+        and module.startswith("llamoe.")
+        and not package_of(path.parent).startswith(owner)
+        and owner not in (f"{package_of(path.parent)}.{file.stem}" for file in path.parent.glob("*.py"))
+    }
+    assert not wrong
+
+
 @pytest.mark.parametrize("folder", PACKAGES)
 def test_files_import_only_what_stands_before_them(folder):
     """In the order that the folder's `__init__` gives, after its words "in this order" or "Reading order".

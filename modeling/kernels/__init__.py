@@ -1,5 +1,40 @@
-"""Products that PyTorch has no fast form of, as Triton kernels, each beside a plain version of the same function.
+"""Faster ways to the same numbers, each beside a plain version of the same function.
 
-Reading order: few_rows_triton, few_rows, trial, trust. Files named `…_triton` import Triton, which is not installed
-everywhere and takes long to import; the others import it when a kernel is about to run, never before.
+Reading order: tracing (does a compiler or tracer read along), cpu (shortcuts of a CPU, and the one question when they
+may be taken), few_rows_triton, few_rows (a kernel for few rows of experts), trial, trust (that kernel's test at first
+use). Files named `…_triton` import Triton, which is not installed everywhere and takes long to import; the others
+import it when a kernel is about to run, never before.
 """
+
+from .cpu import (
+    CPU_SHORTCUT_MAX_ROWS,
+    apply_linear,
+    are_single_queries,
+    attend_to_single_queries,
+    can_use_shortcut,
+    multiply_few,
+    multiply_row,
+)
+from .few_rows import TRITON_MAX_ROWS, few_rows_experts, few_rows_fits
+from .tracing import is_recorded, is_tracing
+from .trial import Way, describe
+from .trust import rows_known, rows_to_trust
+
+__all__ = [
+    "CPU_SHORTCUT_MAX_ROWS",
+    "TRITON_MAX_ROWS",
+    "Way",
+    "apply_linear",
+    "are_single_queries",
+    "attend_to_single_queries",
+    "can_use_shortcut",
+    "describe",
+    "few_rows_experts",
+    "few_rows_fits",
+    "is_recorded",
+    "is_tracing",
+    "multiply_few",
+    "multiply_row",
+    "rows_known",
+    "rows_to_trust",
+]

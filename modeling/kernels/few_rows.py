@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-MAX_ROWS = 128
+TRITON_MAX_ROWS = 128
 """Above this the comparison of all rows with each other is no longer small beside the products."""
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -81,7 +81,7 @@ def few_rows_fits(
         dtype: of rows and weights alike.
         hidden_act: transformers' name of the activation.
     """
-    if not _HAS_TRITON or num_rows > MAX_ROWS or min(hidden_size, intermediate_size) < 1:
+    if not _HAS_TRITON or num_rows > TRITON_MAX_ROWS or min(hidden_size, intermediate_size) < 1:
         return False
     if dtype not in (torch.bfloat16, torch.float16, torch.float32) or hidden_act not in ("silu", "swish"):
         return False
@@ -247,7 +247,7 @@ def constants(
 def row_counts_of_launches(
     num_experts: int, hidden_size: int, intermediate_size: int, element_size: int
 ) -> list[int]:
-    """Numbers of rows that together launch every kernel which any number of rows up to `MAX_ROWS` launches.
+    """Numbers of rows that together launch every kernel which any number of rows up to `TRITON_MAX_ROWS` launches.
 
     They are the first and the last of those that share what is compiled and how the second product is split, so that
     every border of both is among them.
@@ -261,8 +261,8 @@ def row_counts_of_launches(
         slots = min(num_rows, num_experts)
         return _padded(num_rows), _split_size(slots, hidden_size, intermediate_size, PLANS[element_size])
 
-    borders = [n for n in range(2, MAX_ROWS + 1) if launch(n) != launch(n - 1)]
-    return sorted({1, *(n - 1 for n in borders), *borders, MAX_ROWS})
+    borders = [n for n in range(2, TRITON_MAX_ROWS + 1) if launch(n) != launch(n - 1)]
+    return sorted({1, *(n - 1 for n in borders), *borders, TRITON_MAX_ROWS})
 
 
 def _padded(num_rows: int) -> int:

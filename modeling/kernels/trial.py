@@ -9,7 +9,7 @@ exclusive mode) the made-up experts are tried in this one.
 
 Made-up experts show what real ones may hide: weights that are zero, or not finite, make every kernel look right. Real
 ones show what made-up ones cannot: addresses far inside of large stacks. So both are tried. What that allocates on
-the device, beside the made-up expert: `MAX_ROWS` rows a few times over, and two pieces of a weight of 32 MiB.
+the device, beside the made-up expert: `TRITON_MAX_ROWS` rows a few times over, and two pieces of a weight of 32 MiB.
 
 Shapes: N rows, E experts, H hidden size, I intermediate size, F = 2 I.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from .few_rows import MAX_ROWS, few_rows_experts, row_counts_of_launches
+from .few_rows import TRITON_MAX_ROWS, few_rows_experts, row_counts_of_launches
 
 Way = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Computes experts: rows `[N, H]` and expert ids `[N, 1]` to `[N, H]`."""
@@ -126,8 +126,8 @@ def find_difference(
     """Say in what the kernels differ from their plain twin, or how they fail; None if they are right.
 
     Rows are random, the same each time, and large enough for gates of about one; the caller's random numbers stay as
-    they are. Three kinds of ids are tried: spread over all experts (as far as `MAX_ROWS` rows reach, the first and the
-    last among them) with every seventh row of no expert, all the last expert's, and all of no expert.
+    they are. Three kinds of ids are tried: spread over all experts (as far as `TRITON_MAX_ROWS` rows reach, the first
+    and the last among them) with every seventh row of no expert, all the last expert's, and all of no expert.
 
     Args:
         gate_up_EHF: 16 or 32 bits, in any strides, on a device where `few_rows_fits`.
@@ -142,12 +142,12 @@ def find_difference(
     generator = torch.Generator(device).manual_seed(1)
     deviation = gate_up_EHF[-1, :, :64].float().square().mean().sqrt().item() * hidden**0.5
     scale = min(2 / deviation, 100.0) if 0 < deviation < float("inf") else 1.0
-    x_NH = torch.randn(MAX_ROWS, hidden, device=device, generator=generator).mul_(scale).to(dtype)
+    x_NH = torch.randn(TRITON_MAX_ROWS, hidden, device=device, generator=generator).mul_(scale).to(dtype)
 
-    place_N = torch.arange(MAX_ROWS, device=device)
+    place_N = torch.arange(TRITON_MAX_ROWS, device=device)
     spread_N = num_experts - 1 - place_N % num_experts
-    if num_experts > MAX_ROWS:
-        spread_N = torch.randint(num_experts, (MAX_ROWS,), device=device, generator=generator)
+    if num_experts > TRITON_MAX_ROWS:
+        spread_N = torch.randint(num_experts, (TRITON_MAX_ROWS,), device=device, generator=generator)
         spread_N[1], spread_N[2] = 0, num_experts - 1
     none_N = num_experts + place_N % 3
     spread_N = torch.where(place_N % 7 == 0, none_N, spread_N)
@@ -314,7 +314,8 @@ def run_task(task: dict) -> None:
 def find_fastest_rows(kernel: Way, other: Way, down_EIH: torch.Tensor) -> tuple[int, str]:
     """Measure up to how many rows the kernel is no slower than the other way.
 
-    Rows and ids are random, the same each time. Powers of two are tried up to `MAX_ROWS`, until the kernel is slower.
+    Rows and ids are random, the same each time. Powers of two are tried up to `TRITON_MAX_ROWS`, until the kernel is
+    slower.
 
     Args:
         kernel: the kernels' way through the experts.
@@ -327,7 +328,7 @@ def find_fastest_rows(kernel: Way, other: Way, down_EIH: torch.Tensor) -> tuple[
     num_experts, _, hidden = down_EIH.shape
     generator = torch.Generator(down_EIH.device).manual_seed(2)
     fastest, times = 0, []
-    for num_rows in (1 << power for power in range(MAX_ROWS.bit_length())):
+    for num_rows in (1 << power for power in range(TRITON_MAX_ROWS.bit_length())):
         x_NH = torch.randn(num_rows, hidden, device=down_EIH.device, generator=generator).to(down_EIH.dtype)
         ids_N1 = torch.randint(num_experts, (num_rows, 1), device=down_EIH.device, generator=generator)
         of_kernel, of_other = (

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from .few_rows import MAX_ROWS
+from .few_rows import TRITON_MAX_ROWS
 from .trial import (
     Way,
     device_facts,
@@ -216,7 +216,7 @@ def _read(path: Path | None, question: dict[str, str]) -> Answer | None:
         content = json.loads(path.read_text()) if path is not None else {}
         answer = Answer(**content["answer"])
         whole = content["question"] == question and content["seal"] == _seal(question, answer)
-        return answer if whole and type(answer.rows) is int and 0 <= answer.rows <= MAX_ROWS else None
+        return answer if whole and type(answer.rows) is int and 0 <= answer.rows <= TRITON_MAX_ROWS else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 

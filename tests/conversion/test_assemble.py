@@ -22,9 +22,10 @@ from transformers import (
 
 from llamoe import LlamoeForConditionalGeneration
 from llamoe.conversion.assemble import assemble
-from llamoe.conversion.convert import convert, open_checkpoint
-from llamoe.conversion.metaclip import convert_vision
-from llamoe.conversion.tokenizers import MULTIMODAL_TOKENS
+from llamoe.conversion.clip.convert_vision import convert_vision
+from llamoe.conversion.convert import convert
+from llamoe.conversion.open import open_checkpoint
+from llamoe.conversion.tokenizers.folder_files import MULTIMODAL_TOKENS
 from llamoe.conversion.upcycle import upcycle
 
 TOLERANCE = 1e-5
@@ -294,7 +295,7 @@ def test_parts_of_a_multimodal_model_serve_as_decoder_and_as_tower(tmp_path):
 
 
 def test_the_tower_of_a_folder_of_metas_serves_as_tower(tmp_path):
-    pytest.importorskip("llamoe.conversion.meta", reason="folders of Meta's are written by it")
+    pytest.importorskip("llamoe.conversion.meta.folder", reason="folders of Meta's are written by it")
     whole = make_asymmetric(Llama4ForConditionalGeneration(stock_multimodal_config({"head_dim": 12})))
     whole.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "meta", to="meta")

@@ -11,7 +11,9 @@ import torch
 from conversion_support import META_LLAMA_2, sums
 from tower_folders import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 
-from llamoe.conversion import assemble, checkpoint, convert, convert_vision, merge_kv_heads, upcycle, writing
+from llamoe.conversion import assemble, convert, convert_vision, merge_kv_heads, upcycle
+from llamoe.conversion.hf import folder as folder_of_hf
+from llamoe.conversion.io import write_checkpoint
 
 CASE = replace(META_LLAMA_2, params={**META_LLAMA_2.params, "n_layers": 2})
 SHARDED = {"shard_size": "60KB"}
@@ -144,13 +146,13 @@ def test_every_command_looks_at_its_sources_in_the_end(given, writer, tmp_path):
 @pytest.mark.parametrize(("kind", "pattern"), [(kind, file) for kind in FILES for file in FILES[kind]])
 def test_what_changes_between_opening_and_writing_is_noticed(given, kind, pattern, tmp_path, monkeypatch):
     run = WRITERS[{"hf": "convert", "meta": "convert from meta", "tower": "vision"}[kind]][0]
-    path, plain = find(given / kind, pattern), checkpoint.identify
+    path, plain = find(given / kind, pattern), folder_of_hf.identify
 
     def identify(opened):
         exchange(path)
         return plain(opened)
 
-    monkeypatch.setattr(checkpoint, "identify", identify)
+    monkeypatch.setattr(folder_of_hf, "identify", identify)
     with pytest.raises(ValueError, match=f"^{path}: was changed"):
         run(given, tmp_path / "to")
     assert not (tmp_path / "to").exists()
@@ -158,13 +160,13 @@ def test_what_changes_between_opening_and_writing_is_noticed(given, kind, patter
 
 def test_what_changes_while_the_source_is_opened_is_noticed(given, tmp_path, monkeypatch):
     """The configuration, after it was read and before the weights were."""
-    plain = checkpoint.weight_files
+    plain = folder_of_hf.weight_files
 
     def find_weights(folder):
         exchange(folder / "config.json")
         return plain(folder)
 
-    monkeypatch.setattr(checkpoint, "weight_files", find_weights)
+    monkeypatch.setattr(folder_of_hf, "weight_files", find_weights)
     with pytest.raises(ValueError, match=f"^{given / 'hf' / 'config.json'}: was changed"):
         WRITERS["convert"][0](given, tmp_path / "to")
     assert not (tmp_path / "to").exists()
@@ -214,7 +216,7 @@ def test_a_changed_source_does_not_go_on_with_what_was_written_of_the_old_one(gi
     run, target = WRITERS["convert"][0], tmp_path / "to"
     path = find(given / "hf", FILES["hf"][1])
     run(given, tmp_path / "whole")
-    monkeypatch.setattr(writing, "_NOTED", 20_000)
+    monkeypatch.setattr(write_checkpoint, "_NOTED", 20_000)
 
     def interrupt():
         raise KeyboardInterrupt
@@ -230,7 +232,7 @@ def test_a_changed_source_does_not_go_on_with_what_was_written_of_the_old_one(gi
         run(given, target, resume=True, progress=At(0.8, lambda: exchange(path)))
     # What that run made is gone, and the note of the first one still says what its files were made from.
     assert {name for name in sums(target) if name.endswith(".safetensors")} <= before.keys()
-    assert (target / writing.UNFINISHED).exists()
+    assert (target / write_checkpoint.UNFINISHED).exists()
     with pytest.raises(ValueError, match="begun from another source"):
         run(given, target, resume=True)
     kept.replace(path)

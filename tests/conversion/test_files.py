@@ -12,8 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llamoe.conversion.files import FileTensor, check_sums, open_pickle, open_safetensors, open_weights
-from llamoe.modeling.weights import CheckpointError
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.io.read_files import (
+    FileTensor,
+    check_sums,
+    open_pickle,
+    open_safetensors,
+    open_weights,
+)
 
 BASE = torch.randn(5, 7, 9)
 TENSORS = {

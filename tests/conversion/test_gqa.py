@@ -18,9 +18,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from llamoe.conversion.convert import open_checkpoint
-from llamoe.conversion.lazy import from_tensor
-from llamoe.conversion.upcycle import merge_heads, merge_kv_heads
+from llamoe.conversion.io.lazy_tensor import from_tensor
+from llamoe.conversion.merge_kv_heads import merge_heads, merge_kv_heads
+from llamoe.conversion.open import open_checkpoint
 
 BUILD = {
     "dense": (LlamaForCausalLM, stock_dense_config),

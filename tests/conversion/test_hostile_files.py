@@ -11,9 +11,9 @@ from hostile_files import JSON, PICKLES, archive, dictionary, entry, safetensors
 from safetensors.torch import load_file, save_file
 from spoilt_folders import edit, index_of
 
+from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert, inspect
-from llamoe.conversion.files import open_pickle, open_weights
-from llamoe.modeling.weights import CheckpointError
+from llamoe.conversion.io.read_files import open_pickle, open_weights
 
 
 def refused(guard, path, other, says, inspected=None):

@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llamoe
+from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert, open_checkpoint
-from llamoe.modeling.weights import CheckpointError
 
 
 def weights(folder):

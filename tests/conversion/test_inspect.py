@@ -18,14 +18,15 @@ from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, Llam
 
 import llamoe
 from llamoe.configuration import cache_bytes, count_parameters, preset, to_stock
-from llamoe.conversion.checkpoint import model_class, open_hf, save_hf
-from llamoe.conversion.files import FileTensor
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.checkpoint import model_class
+from llamoe.conversion.clip.convert_vision import convert_vision
 from llamoe.conversion.footprint import split_shapes
+from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.inspect import inspect
-from llamoe.conversion.meta import save_meta
-from llamoe.conversion.metaclip import convert_vision
-from llamoe.conversion.running import build_empty
-from llamoe.modeling.weights import CheckpointError
+from llamoe.conversion.io.read_files import FileTensor
+from llamoe.conversion.meta.folder import save_meta
+from llamoe.conversion.verify.run_streamed import build_empty
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MODELS = {

@@ -14,8 +14,9 @@ from forked_runs import ForkedRuns
 from transformers import AutoModelForCausalLM
 
 import llamoe
-from llamoe.conversion import convert, open_checkpoint, writing
-from llamoe.conversion.files import FileTensor
+from llamoe.conversion import convert, open_checkpoint
+from llamoe.conversion.io import write_checkpoint
+from llamoe.conversion.io.read_files import FileTensor
 
 CASE = replace(META_MAVERICK, params={**META_MAVERICK.params, "n_layers": 2})
 OPTIONS = {"hf": {"to": "hf", "shard_size": "280KB"}, "meta": {"to": "meta", "shards": 3}}
@@ -274,7 +275,7 @@ def test_large_files_go_on_where_they_were_left(source, finished, to, damage, tm
     options = {**OPTIONS[to], **({"shard_size": "1GB"} if to == "hf" else {})}
     convert(source, tmp_path / "expected", **options)
     total = sum(path.stat().st_size for path in weight_files(tmp_path / "expected"))
-    monkeypatch.setattr(writing, "_NOTED", total // 20)
+    monkeypatch.setattr(write_checkpoint, "_NOTED", total // 20)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out", progress=Stops(KeyboardInterrupt(), 0.8), **options)
     left = sorted((tmp_path / "out").glob(".*.partial"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llamoe.conversion.lazy import Slot, blocks, compute, from_tensor, join, stack
+from llamoe.conversion.io.lazy_tensor import Slot, blocks, compute, from_tensor, join, stack
 
 CUBE = torch.arange(5 * 6 * 8.0).reshape(5, 6, 8)
 MATRIX = torch.arange(6 * 10.0).reshape(6, 10)

@@ -29,11 +29,12 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from llamoe.conversion.convert import convert, open_checkpoint
-from llamoe.conversion.meta import open_meta, save_meta
-from llamoe.conversion.meta_tables import llama4_table, llama_table
-from llamoe.conversion.tables import Drop
-from llamoe.modeling.weights import CheckpointError
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.convert import convert
+from llamoe.conversion.io.name_table import Drop
+from llamoe.conversion.meta.folder import open_meta, save_meta
+from llamoe.conversion.meta.name_tables import llama4_table, llama_table
+from llamoe.conversion.open import open_checkpoint
 
 EACH_COUNT = [pytest.param(case, n, id=f"{case.name}-{n}") for case in CASES for n in case.files]
 

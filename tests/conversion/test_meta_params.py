@@ -8,11 +8,14 @@ import torch
 
 import llamoe
 from llamoe.configuration import PRESETS
+from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.checkpoint import Checkpoint, expected_shapes
-from llamoe.conversion.lazy import LazyTensor, from_tensor
-from llamoe.conversion.meta import open_meta, save_meta
-from llamoe.conversion.meta_fit import add_kept, write_params
-from llamoe.conversion.meta_params import (
+from llamoe.conversion.io.lazy_tensor import LazyTensor, from_tensor
+from llamoe.conversion.io.name_table import read_through, write_through
+from llamoe.conversion.meta.config_to_params import add_kept, write_params
+from llamoe.conversion.meta.folder import open_meta, save_meta
+from llamoe.conversion.meta.name_tables import llama4_table, llama_table
+from llamoe.conversion.meta.params_to_config import (
     Params,
     Seen,
     expert_size,
@@ -20,9 +23,6 @@ from llamoe.conversion.meta_params import (
     note_defaults,
     read_config,
 )
-from llamoe.conversion.meta_tables import llama4_table, llama_table
-from llamoe.conversion.tables import read_through, write_through
-from llamoe.modeling.weights import CheckpointError
 
 LLAMAS = [name for name in PRESETS if name.startswith("llama")]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from meta_folders import BY_NAME, VISION, add_ballast, cut, make_folder, rank_table, whole_model, write_folder
 
+from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.convert import convert
-from llamoe.conversion.meta import open_meta, save_meta
-from llamoe.modeling.weights import CheckpointError
+from llamoe.conversion.meta.folder import open_meta, save_meta
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,11 @@ from tower_folders import (
 from transformers import AutoImageProcessor, AutoModel, CLIPVisionConfig, CLIPVisionModel
 
 import llamoe
+from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import open_checkpoint
-from llamoe.conversion.metaclip import convert_vision, open_tower
-from llamoe.conversion.metaclip_tables import HEADS, RELEASES, TOWERS
-from llamoe.conversion.open_clip_config import find_release
-from llamoe.modeling.weights import CheckpointError
+from llamoe.conversion.clip.convert_vision import convert_vision, open_tower
+from llamoe.conversion.clip.name_tables import HEADS, RELEASES, TOWERS
+from llamoe.conversion.clip.open_clip_config import find_release
 
 ACTIVATIONS = [
     pytest.param(nn.GELU, "gelu", id="gelu"),

@@ -24,8 +24,8 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from llamoe.conversion.metaclip import convert_vision, open_tower
-from llamoe.modeling.weights import CheckpointError
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.clip.convert_vision import convert_vision, open_tower
 
 BLOCK = "visual.transformer.resblocks.1"
 

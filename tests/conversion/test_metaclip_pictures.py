@@ -38,9 +38,9 @@ from transformers import (
 
 import llamoe
 from llamoe.configuration.vision import LlamoeVisionConfig
-from llamoe.conversion.lazy import from_tensor
-from llamoe.conversion.metaclip import convert_vision
-from llamoe.conversion.positions import resize_positions
+from llamoe.conversion.clip.convert_vision import convert_vision
+from llamoe.conversion.clip.resize import resize_positions
+from llamoe.conversion.io.lazy_tensor import from_tensor
 
 
 def picture() -> Image.Image:

@@ -54,10 +54,10 @@ from llamoe.configuration import preset
 from llamoe.configuration.presets import PRESETS
 from llamoe.configuration.vision import LlamoeVisionConfig
 from llamoe.conversion.checkpoint import expected_shapes
-from llamoe.conversion.lazy import from_tensor
-from llamoe.conversion.metaclip import convert_vision, open_tower
-from llamoe.conversion.metaclip_tables import CLIP, OPEN_CLIP
-from llamoe.conversion.tables import read_through, write_through
+from llamoe.conversion.clip.convert_vision import convert_vision, open_tower
+from llamoe.conversion.clip.name_tables import CLIP, OPEN_CLIP
+from llamoe.conversion.io.lazy_tensor import from_tensor
+from llamoe.conversion.io.name_table import read_through, write_through
 
 TOWERS = [
     pytest.param(CLIPVisionModelWithProjection, CLIPVisionConfig, id="clip"),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from llamoe.conversion.lazy import from_tensor
-from llamoe.conversion.tables import Drop, Row, read_through, write_through
-from llamoe.modeling.weights import CheckpointError
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.io.lazy_tensor import from_tensor
+from llamoe.conversion.io.name_table import Drop, Row, read_through, write_through
 
 TABLE = [
     Row("embed", "model.embed", axis=1),

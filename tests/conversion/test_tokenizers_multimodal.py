@@ -11,9 +11,9 @@ import torch
 from transformers import AutoTokenizer
 
 import llamoe
-from llamoe.conversion import tokenizers as conversion
-from llamoe.conversion.processors import IMAGE_TOKENS, processor_files
-from llamoe.modeling.weights import CheckpointError
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.tokenizers import folder_files as conversion
+from llamoe.conversion.tokenizers.processors import IMAGE_TOKENS, processor_files
 
 spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
 pytest.importorskip("google.protobuf", reason="SentencePiece models need the extra 'tokenizers'")

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
 import llamoe
-from llamoe.conversion import tokenizers as conversion
-from llamoe.modeling.weights import CheckpointError
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.tokenizers import folder_files as conversion
 
 tiktoken = pytest.importorskip("tiktoken", reason="tables of ranks need the extra 'tokenizers'")
 

@@ -21,18 +21,18 @@ from tower_folders import open_clip_config, open_clip_tower, randomize, visual_s
 import llamoe
 from llamoe.conversion import (
     assemble,
-    checkpoint,
     cli,
     convert,
     convert_vision,
     inspect,
     merge_kv_heads,
     open_checkpoint,
-    run_lock,
     upcycle,
     verify,
 )
-from llamoe.conversion.run_lock import one_run
+from llamoe.conversion.hf import folder as folder_of_hf
+from llamoe.conversion.io import run_lock
+from llamoe.conversion.io.run_lock import one_run
 
 CASE = replace(META_LLAMA_2, params={**META_LLAMA_2.params, "n_layers": 2})
 LOCK = ".llamoe-lock"
@@ -144,19 +144,19 @@ def test_the_command_says_it_in_one_line(given, tmp_path, capsys):
 
 def test_a_run_that_was_planned_meanwhile_touches_nothing(given, tmp_path, monkeypatch):
     """Both find an empty target; the second one comes to write when the first one writes, or has finished."""
-    plain = checkpoint.write
+    plain = folder_of_hf.write
 
     def be_second(plan, target, *more):
         def refuse():
             with pytest.raises(ValueError, match=f"is being written by {ME}"):
                 plain(plan, target, *more)
 
-        monkeypatch.setattr(checkpoint, "write", plain)
+        monkeypatch.setattr(folder_of_hf, "write", plain)
         run_halfway(given, target, refuse)
         plain(plan, target, *more)
 
     for resume in (False, True):
-        monkeypatch.setattr(checkpoint, "write", be_second)
+        monkeypatch.setattr(folder_of_hf, "write", be_second)
         with pytest.raises(ValueError, match="nothing to resume" if resume else "exists already"):
             convert(given.meta, tmp_path / str(resume), resume=resume, **SHARDED)
         assert sums(tmp_path / str(resume)) == given.expected
@@ -166,7 +166,7 @@ def test_nobody_reads_a_folder_that_is_being_written(given, tmp_path):
     target = tmp_path / "to"
     readers = (
         open_checkpoint,
-        llamoe.conversion.metaclip.open_tower,
+        llamoe.conversion.clip.open_tower,
         lambda folder: verify(given.meta, folder),
         lambda folder: convert(folder, tmp_path / "other"),
         lambda folder: upcycle(folder, tmp_path / "other", experts=2),
@@ -278,7 +278,7 @@ def test_templates_in_a_folder_of_their_own_are_removed_with_it(given, tmp_path)
     source = shutil.copytree(given.dense, tmp_path / "source")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
-    tensors = llamoe.conversion.files.open_safetensors(source / "model.safetensors")
+    tensors = llamoe.conversion.io.read_files.open_safetensors(source / "model.safetensors")
     from safetensors.torch import save_file
 
     values = {name: tensor.read().clone() for name, tensor in tensors.items()}

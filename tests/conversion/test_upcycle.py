@@ -17,8 +17,9 @@ from transformers import (
 )
 
 from llamoe import LlamoeForCausalLM, LlamoeTextConfig
-from llamoe.conversion.convert import convert, open_checkpoint
-from llamoe.conversion.lazy import LazyTensor, blocks
+from llamoe.conversion.convert import convert
+from llamoe.conversion.io.lazy_tensor import LazyTensor, blocks
+from llamoe.conversion.open import open_checkpoint
 from llamoe.conversion.upcycle import Mixture, as_text_model, upcycle
 
 # Logits of deviation about 1. Rotated channels are summed in another order; everything else is equal bit by bit.
@@ -139,7 +140,7 @@ def test_a_dense_model_whose_weights_pair_neighbours_is_not_permuted(tmp_path):
 
 
 def test_a_folder_of_metas_gives_the_same_mixture(tmp_path):
-    pytest.importorskip("llamoe.conversion.meta", reason="folders of Meta's are written by it")
+    pytest.importorskip("llamoe.conversion.meta.folder", reason="folders of Meta's are written by it")
     save_dense(tmp_path / "dense", head_dim=12)
     convert(tmp_path / "dense", tmp_path / "meta", to="meta")
     for source in ("dense", "meta"):

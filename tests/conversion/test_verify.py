@@ -20,15 +20,15 @@ from support import (
 )
 
 import llamoe
-from llamoe.conversion import running
-from llamoe.conversion.checkpoint import open_hf, save_hf
-from llamoe.conversion.convert import open_checkpoint
-from llamoe.conversion.lazy import from_tensor
-from llamoe.conversion.meta import save_meta
-from llamoe.conversion.metaclip import convert_vision
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.clip.convert_vision import convert_vision
+from llamoe.conversion.hf import open_hf, save_hf
+from llamoe.conversion.io.lazy_tensor import from_tensor
+from llamoe.conversion.meta.folder import save_meta
+from llamoe.conversion.open import open_checkpoint
 from llamoe.conversion.upcycle import upcycle
-from llamoe.conversion.verify import verify
-from llamoe.modeling.weights import CheckpointError
+from llamoe.conversion.verify import run_streamed
+from llamoe.conversion.verify.command import verify
 
 CLASSES = {
     "dense": ("LlamoeDenseForCausalLM", dense_config),
@@ -81,10 +81,10 @@ def test_a_model_read_one_matrix_at_a_time_computes_what_the_whole_model_does(fa
     # `text` has chunks of 16 tokens, layers without positions and temperatures from 8 on: 53 tokens cross them.
     model = build(family)
     tensors = {name: from_tensor(value) for name, value in model.state_dict().items()}
-    weights = running.Weights(model.config, tensors, torch.device("cpu"))
-    inputs, _ = running.random_inputs((model.config, model.config), 53, 2, seed=1)
+    weights = run_streamed.Weights(model.config, tensors, torch.device("cpu"))
+    inputs, _ = run_streamed.random_inputs((model.config, model.config), 53, 2, seed=1)
     states = {}
-    found = running.run(model.config, weights, inputs, stream=stream, watch=states.__setitem__)
+    found = run_streamed.run(model.config, weights, inputs, stream=stream, watch=states.__setitem__)
     with torch.no_grad():
         expected = model(**inputs, output_hidden_states=True)
     assert found
@@ -102,7 +102,7 @@ def test_a_model_read_one_matrix_at_a_time_computes_what_the_whole_model_does(fa
 
 def test_random_inputs_hold_pictures_and_no_image_token_besides():
     config = multimodal_config()
-    inputs, same = running.random_inputs((config, config), 11, 3, seed=0)
+    inputs, same = run_streamed.random_inputs((config, config), 11, 3, seed=0)
     tiles = (inputs["input_ids"] == IMAGE_TOKEN).sum(-1)
     assert tiles.tolist() == [config.vision_config.tokens_per_tile] * 3 and len(inputs["pixel_values"]) == 3
     assert inputs["input_ids"].shape == (3, 11 + config.vision_config.tokens_per_tile)
@@ -114,7 +114,7 @@ def test_a_stream_holds_one_matrix_at_a_time_and_only_the_experts_that_are_used(
     tensors = {name: from_tensor(value) for name, value in model.state_dict().items()}
     alive, most, rows = weakref.WeakSet(), [], []
 
-    class Watched(running.Weights):
+    class Watched(run_streamed.Weights):
         def read(self, name, start=0, stop=None):
             value = super().read(name, start, stop).clone()
             alive.add(value.untyped_storage())
@@ -124,7 +124,7 @@ def test_a_stream_holds_one_matrix_at_a_time_and_only_the_experts_that_are_used(
 
     weights = Watched(model.config, tensors, torch.device("cpu"))
     inputs = {"input_ids": torch.tensor([[3]])}
-    running.run(model.config, weights, inputs, stream=True, watch=lambda name, state: None)
+    run_streamed.run(model.config, weights, inputs, stream=True, watch=lambda name, state: None)
     largest = max(tensor.nbytes // (tensor.shape[0] if tensor.ndim > 2 else 1) for tensor in tensors.values())
     experts = [row for row in rows if "experts.gate_up_proj" in row[0]]
     assert len(experts) == 2 * len(model.config.moe_layers)  # one token, two experts, of five

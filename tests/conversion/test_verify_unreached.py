@@ -13,13 +13,13 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import llamoe
-from llamoe.conversion import running
+from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.assemble import assemble
-from llamoe.conversion.checkpoint import open_hf
-from llamoe.conversion.metaclip import convert_vision
+from llamoe.conversion.clip.convert_vision import convert_vision
+from llamoe.conversion.hf import open_hf
 from llamoe.conversion.upcycle import upcycle
-from llamoe.conversion.verify import verify
-from llamoe.modeling.weights import CheckpointError
+from llamoe.conversion.verify import run_streamed
+from llamoe.conversion.verify.command import verify
 
 EMBEDDING = "model.embed_tokens.weight"
 EXPERTS = "model.layers.{}.feed_forward.experts.{}"
@@ -65,10 +65,10 @@ def swapped(key, first, second):
 def used_experts(folder, stream=True):
     """Experts of each layer that tokens of a `verify` with the usual seed are sent to."""
     opened = open_hf(folder)
-    weights = running.Weights(opened.config, opened.tensors, torch.device("cpu"))
-    inputs, _ = running.random_inputs((opened.config, opened.config), 32, 2, 0)
+    weights = run_streamed.Weights(opened.config, opened.tensors, torch.device("cpu"))
+    inputs, _ = run_streamed.random_inputs((opened.config, opened.config), 32, 2, 0)
     used = {}
-    running.run(opened.config, weights, inputs, stream=stream, watch=lambda *_: None, used=used)
+    run_streamed.run(opened.config, weights, inputs, stream=stream, watch=lambda *_: None, used=used)
     return used
 
 
@@ -101,7 +101,7 @@ def test_rows_of_the_embedding_that_differ_are_among_the_tokens(family, saved, t
 
 def test_rows_that_no_token_reads_are_compared_by_themselves(saved, tmp_path, monkeypatch):
     # As a rule those that differ most are run, and show. Here none of them is.
-    monkeypatch.setattr(sys.modules["llamoe.conversion.verify"], "wanted_tokens", lambda rows: [])
+    monkeypatch.setattr(sys.modules["llamoe.conversion.verify.command"], "wanted_tokens", lambda rows: [])
     folder = saved("dense")
 
     def change(tensors):
@@ -146,7 +146,7 @@ def test_the_experts_that_got_a_token_are_known(saved):
             module.register_forward_hook(
                 lambda _, inputs, output, name=name: states.update({name: output[2].unique().tolist()})
             )
-    inputs, _ = running.random_inputs((model.config, model.config), 32, 2, 0)
+    inputs, _ = run_streamed.random_inputs((model.config, model.config), 32, 2, 0)
     model(**inputs)
     expected = {name.replace(".router", ".experts"): set(chosen) for name, chosen in states.items()}
     assert used_experts(folder, stream=True) == used_experts(folder, stream=False) == expected

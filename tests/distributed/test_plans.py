@@ -17,7 +17,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 import llamoe
 from llamoe.configuration.parallel import check_parallel, wildcard
 from llamoe.modeling import _compat
-from llamoe.modeling.moe import MixtureOfExperts
+from llamoe.modeling.moe.layer import MixtureOfExperts
 
 FILES = Path(__file__).parents[2] / "examples" / "accelerate"
 

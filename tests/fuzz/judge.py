@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llamoe.modeling.moe import Router
+from llamoe.modeling.moe.layer import Router
 
 from .reference import Blur, Decoder, Result
 

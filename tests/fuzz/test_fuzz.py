@@ -1,7 +1,6 @@
 """A few of the cases of each fuzzer, the same every time; `make fuzz N=6000` runs more of them."""
 
 import pytest
-
 from fuzz.suites import run_suite
 
 # Compiling takes seconds a case; it has tests of its own, and its part in `make fuzz`.

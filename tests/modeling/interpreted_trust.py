@@ -24,11 +24,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig
 
 import llamoe
-from llamoe.modeling import expert_paths, kernels
-from llamoe.modeling.expert_paths import try_kernels
+from llamoe.modeling import kernels
 from llamoe.modeling.kernels import few_rows, few_rows_triton, trial, trust
 from llamoe.modeling.kernels.trial import describe, find_difference, find_difference_apart, made_up_experts
-from llamoe.modeling.moe import Experts
+from llamoe.modeling.moe import dispatch
+from llamoe.modeling.moe.dispatch import try_kernels
+from llamoe.modeling.moe.layer import Experts
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 
@@ -61,7 +62,7 @@ def two_counts(monkeypatch):
 @pytest.fixture
 def on_a_gpu(monkeypatch, in_this_process, two_counts):
     """The CPU as a device that takes kernels, which are known to be the faster way for up to 64 rows."""
-    monkeypatch.setattr(expert_paths, "_is_on_host", lambda weight: weight.is_meta)
+    monkeypatch.setattr(dispatch, "_is_on_host", lambda weight: weight.is_meta)
     monkeypatch.setattr(trust, "KNOWN_ROWS", {"Triton's interpreter": 64})
 
 
@@ -664,7 +665,7 @@ def test_rows_up_to_which_the_kernel_is_faster():
 
     for kernel, other, expected in (
         (lambda n: n, lambda n: 12, 8),
-        (lambda n: 1, lambda n: 9, few_rows.MAX_ROWS),
+        (lambda n: 1, lambda n: 9, few_rows.TRITON_MAX_ROWS),
         (lambda n: 9, lambda n: 1, 0),
     ):
         fastest, times = trial.find_fastest_rows(sleeping(kernel), sleeping(other), down)

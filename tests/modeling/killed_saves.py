@@ -24,8 +24,8 @@ from support import make_asymmetric
 from transformers import LlamaForCausalLM
 
 import llamoe
-from llamoe.modeling.saving import put_back
-from llamoe.modeling.weights import CheckpointError
+from llamoe.configuration.errors import CheckpointError
+from llamoe.modeling.checkpoints.saving import put_back
 
 SHAPES = {"single": "5GB", "sharded": "30KB"}
 PAIRS = list(itertools.product(SHAPES, SHAPES, ("llamoe", "stock")))

@@ -17,8 +17,8 @@ from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedMod
 from transformers import modeling_flash_attention_utils as flash_utils
 
 import llamoe
-from llamoe.modeling.masks import positions_from_lengths
-from llamoe.modeling.sequences import sequences_of_equal_rows, sequences_of_groups
+from llamoe.modeling.attention.masks import positions_from_lengths
+from llamoe.modeling.attention.varlen import sequences_of_equal_rows, sequences_of_groups
 
 CASES = {case.name: case for case in MODELS}
 TEXT, DENSE = CASES["LlamoeForCausalLM"], CASES["LlamoeDenseForCausalLM"]
@@ -379,7 +379,7 @@ def test_flash_attention_3_is_given_the_same(flash):
 def implementations_used(model, inputs, monkeypatch):
     """By class of attention module, the functions that ran."""
     used = {}
-    interface = type(llamoe.modeling.attention.ALL_ATTENTION_FUNCTIONS)
+    interface = type(llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS)
     get = interface.get_interface
 
     def spy(self, name, default):
@@ -474,7 +474,7 @@ def test_stock_returns_no_weights_either(case):
 def test_what_flex_gives_beside_its_output_is_no_weights(monkeypatch):
     """On a GPU it gives the logarithm of each row's sum, which transformers returns as the attentions."""
     model = DENSE.make()
-    functions = llamoe.modeling.attention.ALL_ATTENTION_FUNCTIONS
+    functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
     model.set_attn_implementation("flex_attention")
     monkeypatch.setitem(
         functions,
@@ -503,7 +503,7 @@ def test_weights_of_the_tower(name, implementation):
         output = ask(pixels, output_attentions=True)
         attend = layer.self_attn
         q, k = (
-            llamoe.modeling.rotary.apply_rotary(
+            llamoe.modeling.layers.rotary.apply_rotary(
                 projection(states["x"]).unflatten(-1, (-1, attend.head_dim)).transpose(1, 2),
                 *states["cos_sin"],
                 interleave=True,
@@ -538,7 +538,7 @@ def test_keywords_reach_the_implementation_untouched(case):
         calls.append((module, kwargs))
         return torch.zeros_like(query).transpose(1, 2), None
 
-    functions = llamoe.modeling.attention.ALL_ATTENTION_FUNCTIONS
+    functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
     functions["untouched"] = attend
     try:
         model = case.make()

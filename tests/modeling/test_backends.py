@@ -11,8 +11,8 @@ from support import MODELS, MULTIMODAL, for_models, main_output, max_abs, run, t
 from transformers import AutoModelForCausalLM
 
 import llamoe
-from llamoe.modeling import moe
-from llamoe.modeling.attention import eager_attention_forward
+from llamoe.modeling.attention.layer import eager_attention_forward
+from llamoe.modeling.moe import layer
 
 
 @pytest.fixture
@@ -30,14 +30,14 @@ def calls(monkeypatch):
     for module in ("attention", "vision"):
         name = f"llamoe.modeling.{module}.eager_attention_forward"
         monkeypatch.setattr(name, count("eager_attention", eager_attention_forward))
-    monkeypatch.setattr(moe.Experts, "loop_over_experts", count("eager", moe.Experts.loop_over_experts))
+    monkeypatch.setattr(layer.Experts, "loop_over_experts", count("eager", layer.Experts.loop_over_experts))
     monkeypatch.setattr(
-        moe, "grouped_mm_experts_forward", count("grouped_mm", moe.grouped_mm_experts_forward)
+        layer, "grouped_mm_experts_forward", count("grouped_mm", layer.grouped_mm_experts_forward)
     )
-    batched = moe.EXPERTS_INTERFACE["batched_mm"]
-    moe.EXPERTS_INTERFACE["batched_mm"] = count("batched_mm", batched)
+    batched = layer.EXPERTS_INTERFACE["batched_mm"]
+    layer.EXPERTS_INTERFACE["batched_mm"] = count("batched_mm", batched)
     yield counts
-    moe.EXPERTS_INTERFACE["batched_mm"] = batched
+    layer.EXPERTS_INTERFACE["batched_mm"] = batched
 
 
 @for_models()
@@ -105,7 +105,7 @@ def test_without_grouped_mm_in_torch(case, dtype, monkeypatch):
         max_abs(run(model, **inputs), expected) < (1e-5 if dtype == torch.float32 else 0.05) * expected.std()
     )
     main_output(model(**inputs)).float().square().mean().backward()
-    experts = next(module for module in model.modules() if isinstance(module, moe.Experts))
+    experts = next(module for module in model.modules() if isinstance(module, layer.Experts))
     assert experts.gate_up_proj.grad.abs().sum() > 0
 
 

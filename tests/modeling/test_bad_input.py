@@ -21,9 +21,9 @@ from support import (
 from transformers import Llama4VisionConfig
 
 import llamoe
-from llamoe.modeling import safetensors_files, weights
-from llamoe.modeling.inputs import check_row_inputs
-from llamoe.modeling.weights import CheckpointError
+from llamoe.configuration.errors import CheckpointError
+from llamoe.modeling.checkpoints import checkpoint_files, safetensors_files
+from llamoe.modeling.input_checks import check_row_inputs
 
 TENSOR = "model.layers.1.self_attn.q_proj.weight"
 SHAPE = [120, 72]
@@ -79,19 +79,19 @@ def test_a_header_is_read_once_in_a_load_and_anew_when_the_file_changes(saved, t
     load(tmp_path)
     assert sorted(map(str, opened)) == list(map(str, shards))
 
-    path = next(path for path in shards if TENSOR in weights.read_header(path))
+    path = next(path for path in shards if TENSOR in checkpoint_files.read_header(path))
     damaged = with_entry(shape=SHAPE[::-1])(path.read_bytes())
-    with weights.each_header_once():
-        assert weights.read_header(path)[TENSOR].shape == tuple(SHAPE)
+    with checkpoint_files.each_header_once():
+        assert checkpoint_files.read_header(path)[TENSOR].shape == tuple(SHAPE)
         opened.clear()
         link = tmp_path / "link"
         link.symlink_to(path)
-        assert weights.read_header(link)[TENSOR].shape == tuple(SHAPE)
+        assert checkpoint_files.read_header(link)[TENSOR].shape == tuple(SHAPE)
         assert not opened, "another name of the same file"
         path.write_bytes(damaged)
         changed = path.stat().st_mtime_ns + 1_000_000_000  # where the file system's clock is coarse
         os.utime(path, ns=(changed, changed))
-        assert weights.read_header(path)[TENSOR].shape == tuple(SHAPE[::-1])
+        assert checkpoint_files.read_header(path)[TENSOR].shape == tuple(SHAPE[::-1])
     refused(tmp_path, names=path.name, says=f"{re.escape(TENSOR)} has shape")
 
 

@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
-from llamoe.modeling import folding
-from llamoe.modeling import masks as masks_module
-from llamoe.modeling.attention import ALL_ATTENTION_FUNCTIONS
-from llamoe.modeling.folding import Fold, attend_in_equal_rows, attend_in_fold, fold
-from llamoe.modeling.masks import attention_masks
-from llamoe.modeling.sequences import EqualRows, cut_equal_rows, sequences_of_groups
+from llamoe.modeling.attention import chunked_sdpa
+from llamoe.modeling.attention import masks as masks_module
+from llamoe.modeling.attention.chunked_sdpa import Fold, attend_in_equal_rows, attend_in_fold, fold
+from llamoe.modeling.attention.layer import ALL_ATTENTION_FUNCTIONS
+from llamoe.modeling.attention.masks import attention_masks
+from llamoe.modeling.attention.varlen import EqualRows, cut_equal_rows, sequences_of_groups
 
 CHUNK = 16
 HEADS = {case.name: case for case in MODELS if case.is_head}
@@ -294,12 +294,12 @@ def test_chunked_layers_make_nothing_as_large_as_a_mask(kind, with_cache):
 def chunked_only(model, ids, past, attention_mask=None, position_ids=None):
     """A pass of a model with one chunked layer and no full one, without the mask for full layers."""
     embeds = model.embed_tokens(ids)
-    full = llamoe.modeling.masks.create_causal_mask
-    llamoe.modeling.masks.create_causal_mask = lambda **_: None
+    full = llamoe.modeling.attention.masks.create_causal_mask
+    llamoe.modeling.attention.masks.create_causal_mask = lambda **_: None
     try:
         mask = attention_masks(model.config, embeds, attention_mask, past, position_ids)
     finally:
-        llamoe.modeling.masks.create_causal_mask = full
+        llamoe.modeling.attention.masks.create_causal_mask = full
     with torch.no_grad():
         return model(
             inputs_embeds=embeds, attention_mask=mask, position_ids=position_ids, past_key_values=past
@@ -310,7 +310,7 @@ def chunked_only(model, ids, past, attention_mask=None, position_ids=None):
 @torch.no_grad()
 def test_full_layers_make_no_mask_without_padding(monkeypatch, pieces):
     """A piece behind cached tokens takes a mask a few queries long; blocks of 1024 queries in practice."""
-    monkeypatch.setattr(folding, "BLOCK", 32)
+    monkeypatch.setattr(chunked_sdpa, "BLOCK", 32)
     case = HEADS["LlamoeDenseForCausalLM"]
     truth, model = case.make(num_hidden_layers=1), case.make(num_hidden_layers=1)
     truth.set_attn_implementation("eager")
@@ -342,7 +342,7 @@ def test_uneven_sequences_are_filled_up_to_less_than_twice_their_length():
 def no_full_masks(monkeypatch):
     """Gather rows of every size; masks of what continues them are in pieces."""
     monkeypatch.setattr(masks_module, "LARGEST_FULL_MASK", 0)
-    monkeypatch.setattr(folding, "BLOCK", 32)
+    monkeypatch.setattr(chunked_sdpa, "BLOCK", 32)
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -505,7 +505,7 @@ def test_other_implementations_keep_getting_masks(models):
         seen.append(attention_mask)
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
-    interface = llamoe.modeling.masks.ALL_MASK_ATTENTION_FUNCTIONS
+    interface = llamoe.modeling.attention.masks.ALL_MASK_ATTENTION_FUNCTIONS
     ALL_ATTENTION_FUNCTIONS["ours_alone"] = attend
     interface.register("ours_alone", interface["sdpa"])
     try:

@@ -16,9 +16,9 @@ from transformers import CompileConfig, StaticCache
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 import llamoe
-from llamoe.modeling.grouped_product import grouped_product
-from llamoe.modeling.moe import MixtureOfExperts
-from llamoe.modeling.sequences import sequences_of_equal_rows
+from llamoe.modeling.attention.varlen import sequences_of_equal_rows
+from llamoe.modeling.moe.grouped_product import grouped_product
+from llamoe.modeling.moe.layer import MixtureOfExperts
 
 CASES = {case.name: case for case in MODELS}
 DECODERS = pytest.mark.parametrize("name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM"])

@@ -8,7 +8,7 @@ from support import MODELS, MULTIMODAL, for_models, run
 from transformers import AutoModelForCausalLM
 
 import llamoe
-from llamoe.modeling.placement import settle_device_map
+from llamoe.modeling.checkpoints.device_map import settle_device_map
 
 HEADS = {case.name: case for case in MODELS if case.is_head}
 

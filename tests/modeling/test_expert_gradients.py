@@ -9,9 +9,9 @@ from support import make_asymmetric, max_abs, stock_text_config
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 import llamoe
-from llamoe.modeling import expert_paths, grouped_product
-from llamoe.modeling.grouped_product import _multiply_outer, _unmapped_zeros
-from llamoe.modeling.moe import MixtureOfExperts
+from llamoe.modeling.moe import dispatch, grouped_product
+from llamoe.modeling.moe.grouped_product import _multiply_outer, _unmapped_zeros
+from llamoe.modeling.moe.layer import MixtureOfExperts
 
 HAS_MEMORY = hasattr(mmap, "MAP_ANONYMOUS")
 
@@ -20,7 +20,7 @@ HAS_MEMORY = hasattr(mmap, "MAP_ANONYMOUS")
 def has_memory(request, monkeypatch):
     """Memory of their own for gradients of every size; and a system that has none."""
     monkeypatch.setattr(grouped_product, "LARGE", 1)
-    monkeypatch.setattr(expert_paths, "LARGE", 1)
+    monkeypatch.setattr(dispatch, "LARGE", 1)
     if not request.param:
         monkeypatch.delattr(mmap, "MAP_ANONYMOUS", raising=False)
     return request.param and HAS_MEMORY

@@ -14,10 +14,10 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import llamoe
-from llamoe.modeling import expert_paths
-from llamoe.modeling.expert_paths import PATHS, choose_path, compute_experts, why_not
-from llamoe.modeling.grouped_product import grouped_product, multiply_groups
-from llamoe.modeling.moe import Experts, MixtureOfExperts
+from llamoe.modeling.moe import dispatch
+from llamoe.modeling.moe.dispatch import PATHS, choose_path, compute_experts, why_not
+from llamoe.modeling.moe.grouped_product import grouped_product, multiply_groups
+from llamoe.modeling.moe.layer import Experts, MixtureOfExperts
 
 SIZES = {
     "odd": dict(hidden_size=70, intermediate_size=51),
@@ -129,9 +129,9 @@ def test_rows_and_gradients_decide_on_a_gpu(
     rows, needs_gradient, kernel_fits, grouped_fits, expected, monkeypatch
 ):
     """Where the kernel has been found right, and no slower for up to 64 rows."""
-    monkeypatch.setattr(expert_paths, "few_rows_fits", lambda *_: kernel_fits)
-    monkeypatch.setattr(expert_paths, "describe", lambda *_: "")
-    monkeypatch.setattr(expert_paths, "rows_to_trust", lambda *_: 64)
+    monkeypatch.setattr(dispatch, "few_rows_fits", lambda *_: kernel_fits)
+    monkeypatch.setattr(dispatch, "describe", lambda *_: "")
+    monkeypatch.setattr(dispatch, "rows_to_trust", lambda *_: 64)
     weight = SimpleNamespace(shape=(5, 48, 64), dtype=torch.bfloat16, device=torch.device("cuda"))
     experts = SimpleNamespace(
         gate_up_proj=weight,

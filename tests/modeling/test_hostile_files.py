@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from spoilt_folders import FAMILIES, KINDS, edit, index_of, refused
 
 import llamoe
-from llamoe.modeling.weights import CheckpointError
+from llamoe.configuration.errors import CheckpointError
 
 # The guard itself
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from spoilt_folders import edit, refused
 
 import llamoe
-from llamoe.modeling.torch_files import read_torch
-from llamoe.modeling.weights import CheckpointError, read_header
+from llamoe.configuration.errors import CheckpointError
+from llamoe.modeling.checkpoints.checkpoint_files import read_header
+from llamoe.modeling.checkpoints.torch_files import read_torch
 
 # Pickles
 

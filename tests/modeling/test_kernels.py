@@ -20,14 +20,14 @@ from transformers.integrations.moe import batched_mm_experts_forward
 import llamoe
 from llamoe.modeling.kernels import few_rows
 from llamoe.modeling.kernels.few_rows import (
-    MAX_ROWS,
     PLANS,
+    TRITON_MAX_ROWS,
     constants,
     few_rows_experts,
     few_rows_experts_reference,
     few_rows_fits,
 )
-from llamoe.modeling.moe import Experts
+from llamoe.modeling.moe.layer import Experts
 
 CUDA = torch.device("cuda", 0)
 
@@ -119,9 +119,9 @@ def test_a_gradient_is_refused():
     ("fits", "change"),
     [
         (True, {}),
-        (True, {"num_rows": MAX_ROWS, "dtype": torch.float32, "hidden_act": "swish"}),
+        (True, {"num_rows": TRITON_MAX_ROWS, "dtype": torch.float32, "hidden_act": "swish"}),
         (True, {"num_rows": 1, "hidden_size": 51, "intermediate_size": 1, "dtype": torch.float16}),
-        (False, {"num_rows": MAX_ROWS + 1}),
+        (False, {"num_rows": TRITON_MAX_ROWS + 1}),
         (False, {"dtype": torch.float64}),
         (False, {"hidden_act": "gelu"}),
         (False, {"device": torch.device("cpu")}),

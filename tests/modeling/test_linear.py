@@ -8,23 +8,23 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from llamoe.modeling import linear
-from llamoe.modeling.feed_forward import FeedForward
-from llamoe.modeling.linear import apply_linear, multiply_row
-from llamoe.modeling.normalization import L2Norm
+from llamoe.modeling.kernels import cpu
+from llamoe.modeling.kernels.cpu import apply_linear, multiply_row
+from llamoe.modeling.layers.feed_forward import FeedForward
+from llamoe.modeling.layers.normalization import L2Norm
 
 
 @pytest.fixture
 def in_parts(monkeypatch):
     """Counts how often the batched product is taken; for weights of every size."""
     calls = []
-    monkeypatch.setattr(linear, "_MIN_WEIGHTS", 1)
+    monkeypatch.setattr(cpu, "_MIN_WEIGHTS", 1)
 
-    def count(x, *args, original=linear._multiply_in_parts):
+    def count(x, *args, original=cpu._multiply_in_parts):
         calls.append(tuple(x.shape))
         return original(x, *args)
 
-    monkeypatch.setattr(linear, "_multiply_in_parts", count)
+    monkeypatch.setattr(cpu, "_multiply_in_parts", count)
     return calls
 
 
@@ -139,7 +139,7 @@ def threads(request):
 def calls(monkeypatch):
     """Names of the calls that products of a single row are made of; for weights of every size."""
     made = []
-    monkeypatch.setattr(linear, "_MIN_WEIGHTS", 1)
+    monkeypatch.setattr(cpu, "_MIN_WEIGHTS", 1)
     originals = {name: getattr(torch, name) for name in ("mm", "bmm", "embedding_bag")}
     for name in originals:
 
@@ -164,8 +164,8 @@ def test_a_row_times_a_weight_that_lies_input_first(num_in, num_out, threads, ca
         assert out.shape == (1, num_out)
         # Sums of up to 128 products of normal numbers, rounded to float32 in another order.
         torch.testing.assert_close(out.double(), x.double() @ stack[1].double(), rtol=0, atol=2e-5)
-    if linear._MAX_SUMMED:
-        is_cut = threads > 1 and linear._divisor(num_in, threads) > 1
+    if cpu._MAX_SUMMED:
+        is_cut = threads > 1 and cpu._divisor(num_in, threads) > 1
         wide = "bmm" if is_cut else "mm"
         assert calls == 2 * ["embedding_bag" if num_out <= 576 else wide]
 
@@ -185,9 +185,9 @@ def test_rows_that_are_not_plain_are_multiplied_plainly(calls):
 
 
 def test_indices_made_under_another_default_device_serve_the_next_call():
-    linear._consecutive.cache_clear()
+    cpu._consecutive.cache_clear()
     with torch.device("meta"):
-        indices, offsets = linear._consecutive(12, 4)
+        indices, offsets = cpu._consecutive(12, 4)
     assert indices.tolist() == list(range(12)) and offsets.tolist() == [0, 3, 6, 9]
 
 

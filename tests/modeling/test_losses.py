@@ -8,7 +8,7 @@ from support import MULTIMODAL, make_asymmetric, stock_text_config
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import llamoe
-from llamoe.modeling.losses import expert_load, load_balancing_loss, router_z_loss
+from llamoe.modeling.moe.losses import expert_load, load_balancing_loss, router_z_loss
 
 E = 5
 

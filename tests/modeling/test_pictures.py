@@ -21,7 +21,7 @@ from PIL import EpsImagePlugin, ImageFile, ImageOps  # noqa: E402
 from support_pictures import drawn, encode, make_processor  # noqa: E402
 from transformers.image_utils import load_image  # noqa: E402
 
-from llamoe.modeling.pictures import PictureError  # noqa: E402
+from llamoe.modeling.processing.pictures import PictureError  # noqa: E402
 
 ORIENTATION = 0x112
 # What every sort of file holds, and how it is written.

@@ -21,7 +21,7 @@ from support import (
 from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration
 
 import llamoe
-from llamoe.modeling.placement import settle_device_map
+from llamoe.modeling.checkpoints.device_map import settle_device_map
 
 CPU = torch.device("cpu")
 HEADS = {case.name: case for case in MODELS if case.is_head}

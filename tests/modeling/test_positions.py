@@ -21,7 +21,7 @@ from support import (
 from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
-from llamoe.modeling.rows import positions_along
+from llamoe.modeling.attention.mask_inputs import positions_along
 
 CHUNK = 16  # attention_chunk_size of the tiny config; floor_scale is 8
 LENGTHS = (5, 37, 50)  # one chunk, a chunk border inside, several borders

@@ -329,5 +329,5 @@ print(type(first).__module__, type(first).__name__, type(again) is type(first), 
         env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "llamoe.modeling.processing LlamoeProcessor True 14"
+    assert done.stdout.splitlines()[-1] == "llamoe.modeling.processing.processor LlamoeProcessor True 14"
     assert [path.name for path in (tmp_path / "again").glob("*.py")] == ["llamoe_hub.py"]

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import llamoe
+from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.inspect import inspect
-from llamoe.modeling.quantized import bytes_by_part, in_units, part_of, stored_bytes
-from llamoe.modeling.weights import CheckpointError
+from llamoe.modeling.checkpoints.quantization import bytes_by_part, in_units, part_of, stored_bytes
 
 # Whole blocks of 64 everywhere but in the patches, which have 588 numbers: int8 of quanto reads beyond other widths.
 TEXT = dict(

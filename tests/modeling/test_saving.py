@@ -10,7 +10,7 @@ from support import MODELS, Case, dense_config, make_asymmetric, multimodal_conf
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import llamoe
-from llamoe.modeling.weights import CheckpointError
+from llamoe.configuration.errors import CheckpointError
 
 HEADS = [
     Case(f"Llamoe{prefix}For{task}", config, AutoModelForSequenceClassification, stock)

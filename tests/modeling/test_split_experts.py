@@ -24,9 +24,9 @@ from support import (
 from transformers import AutoModelForCausalLM, Llama4ForCausalLM
 
 import llamoe
+from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert
-from llamoe.modeling import split_experts
-from llamoe.modeling.weights import CheckpointError
+from llamoe.modeling.checkpoints import split_experts
 
 TEXT = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
 SPELLINGS = {

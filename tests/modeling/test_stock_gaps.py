@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, CompileConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
-from llamoe.modeling.moe import MixtureOfExperts
+from llamoe.modeling.moe.layer import MixtureOfExperts
 
 TEXT = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
 

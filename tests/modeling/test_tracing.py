@@ -10,7 +10,7 @@ from support import MODELS, for_models, main_output, make_asymmetric, max_abs, r
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import llamoe
-from llamoe.modeling.moe import MixtureOfExperts
+from llamoe.modeling.moe.layer import MixtureOfExperts
 
 CASES = {case.name: case for case in MODELS}
 # Sums in another order.

@@ -17,9 +17,9 @@ from support import make_asymmetric, stock_text_config
 import llamoe
 from llamoe.modeling import _compat
 from llamoe.modeling.kernels import few_rows, trial, trust
-from llamoe.modeling.kernels.few_rows import MAX_ROWS, PLANS, constants, row_counts_of_launches
+from llamoe.modeling.kernels.few_rows import PLANS, TRITON_MAX_ROWS, constants, row_counts_of_launches
 from llamoe.modeling.kernels.trial import describe, made_up_experts
-from llamoe.modeling.moe import Experts
+from llamoe.modeling.moe.layer import Experts
 
 CPU = torch.device("cpu")
 
@@ -65,9 +65,14 @@ def test_every_launch_is_among_those_that_are_tried(sizes, element_size):
         return *tiles, few_rows._split_size(min(num_rows, num_experts), hidden, intermediate, plan)
 
     counts = row_counts_of_launches(num_experts, hidden, intermediate, element_size)
-    assert counts == sorted(set(counts)) and counts[0] == 1 and counts[-1] == MAX_ROWS and len(counts) < 25
-    assert {launch(n) for n in counts} == {launch(n) for n in range(1, MAX_ROWS + 1)}
-    for before, behind in zip(range(1, MAX_ROWS), range(2, MAX_ROWS + 1), strict=True):
+    assert (
+        counts == sorted(set(counts))
+        and counts[0] == 1
+        and counts[-1] == TRITON_MAX_ROWS
+        and len(counts) < 25
+    )
+    assert {launch(n) for n in counts} == {launch(n) for n in range(1, TRITON_MAX_ROWS + 1)}
+    for before, behind in zip(range(1, TRITON_MAX_ROWS), range(2, TRITON_MAX_ROWS + 1), strict=True):
         assert launch(before) == launch(behind) or {before, behind} <= set(counts)
 
 
@@ -160,9 +165,9 @@ def test_compilers_get_no_product_that_waits_for_the_host(monkeypatch):
     for capability in ((8, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
         fits.append(experts.fits_grouped_mm(gpu))
-        monkeypatch.setattr("llamoe.modeling.moe.is_torchdynamo_compiling", lambda: True)
+        monkeypatch.setattr("llamoe.modeling.moe.layer.is_torchdynamo_compiling", lambda: True)
         fits.append(experts.fits_grouped_mm(gpu))
-        monkeypatch.setattr("llamoe.modeling.moe.is_torchdynamo_compiling", lambda: False)
+        monkeypatch.setattr("llamoe.modeling.moe.layer.is_torchdynamo_compiling", lambda: False)
     assert fits == [True, False, True, True]
 
 
@@ -209,7 +214,7 @@ def test_first_use_on_a_gpu(sizes, dtype, nothing_known, tmp_path, caplog):
     assert_near(experts(*inputs), experts, inputs)
     (file,) = tmp_path.glob("*.json")
     content = json.loads(file.read_text())
-    assert content["answer"]["failure"] == "" and 0 <= content["answer"]["rows"] <= MAX_ROWS
+    assert content["answer"]["failure"] == "" and 0 <= content["answer"]["rows"] <= TRITON_MAX_ROWS
     assert content["question"]["device"] == torch.cuda.get_device_name() and content["question"]["driver"]
     assert "1: " in content["answer"]["times"] and not [r for r in caplog.records if r.levelname == "WARNING"]
     trust._ANSWERS.clear()

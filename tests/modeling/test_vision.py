@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Llama4Config, Llama4ForConditionalGeneration, Llama4VisionConfig, Llama4VisionModel
 
 from llamoe.configuration.vision import LlamoeVisionConfig
-from llamoe.modeling.rotary_2d import rotary_2d_cos_sin
+from llamoe.modeling.layers.rotary import rotary_2d_cos_sin
 from llamoe.modeling.vision import LlamoeVisionModel, VisionEncoderLayer, pixel_shuffle
 
 # No two sizes coincide, so that no axis can be taken for another, except those that stock wants equal: the

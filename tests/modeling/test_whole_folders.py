@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from support import MODELS, make_asymmetric, stock_dense_config
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, modeling_utils
 
-from llamoe.modeling import saving
-from llamoe.modeling.weights import CheckpointError
+from llamoe.configuration.errors import CheckpointError
+from llamoe.modeling.checkpoints import saving
 
 CASE = next(case for case in MODELS if case.name == "LlamoeDenseForCausalLM")
 SHARDED = {"max_shard_size": "90KB"}

@@ -1,0 +1,358 @@
+"""What the four configurations share: strict fields, and stock transformers configurations as valid input.
+
+transformers makes every configuration a dataclass. Three of its habits are changed here:
+
+* `huggingface_hub`'s `strict` checks types on each assignment but raises an exception that is no
+  `ValueError`; ours are `ValueError`s that name field, value and what is valid. Every subclass is strict
+  without a decorator.
+* A dictionary of another model type only draws a warning there, and its `model_type` then hides the class's
+  own. Here each class names the types that it reads; others are errors; the type of an instance never
+  changes.
+* Overrides given to `from_dict` and `from_pretrained` are set after the derived fields were derived,
+  unchecked. Here they are applied before, and checked.
+
+Python evaluates the annotations of these modules on purpose: `strict` skips annotations that are strings.
+"""
+
+import copy
+import functools
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, ClassVar, get_args, get_origin
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
+from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+from .checks import check_rope_parameters, check_size, enumerate_words, fail
+from .errors import ConfigurationError
+from .hub import entries_of_others, write_config
+from .json_files import read_json
+
+logger = logging.get_logger(__name__)
+
+# Which of our configurations reads a model type.
+READERS = {
+    "llamoe_dense": "LlamoeDenseConfig",
+    "llama": "LlamoeDenseConfig",
+    "llamoe_text": "LlamoeTextConfig",
+    "llama4_text": "LlamoeTextConfig",
+    "llamoe_vision": "LlamoeVisionConfig",
+    "llama4_vision_model": "LlamoeVisionConfig",
+    "llamoe": "LlamoeConfig",
+    "llama4": "LlamoeConfig",
+}
+
+# Stock model classes and ours. Heads over a multimodal trunk have one class only in stock.
+ARCHITECTURES = {
+    "LlamaModel": "LlamoeDenseModel",
+    "LlamaForCausalLM": "LlamoeDenseForCausalLM",
+    "LlamaForSequenceClassification": "LlamoeDenseForSequenceClassification",
+    "LlamaForTokenClassification": "LlamoeDenseForTokenClassification",
+    "LlamaForQuestionAnswering": "LlamoeDenseForQuestionAnswering",
+    "Llama4TextModel": "LlamoeTextModel",
+    "Llama4ForCausalLM": "LlamoeForCausalLM",
+    "Llama4VisionModel": "LlamoeVisionModel",
+    "Llama4ForConditionalGeneration": "LlamoeForConditionalGeneration",
+}
+
+# Whether the JSON being written is a folder's config.json.
+_is_saving: ContextVar[bool] = ContextVar("llamoe_is_saving", default=False)
+
+_COMPOSITE_TYPES = ("llama4", "llamoe")
+
+# Of an output, what is no prediction: `Trainer` gathers the rest over a whole evaluation, and gives the logits by
+# themselves where nothing else is left.
+KEYS_TO_IGNORE_AT_INFERENCE = [
+    "past_key_values",
+    "aux_loss",
+    "router_logits",
+    "expert_load",
+    "image_hidden_states",
+]
+
+# Rotary parameters that transformers has already checked without an error.
+_ROPE_SEEN: set[str] = set()
+
+
+def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
+    """Turn any configuration into keyword arguments, with the backends that `to_dict` leaves out."""
+    data = config.to_dict()
+    for name in ("attn_implementation", "experts_implementation"):
+        if (value := getattr(config, f"_{name}", None)) is not None:
+            data[name] = value
+    return data
+
+
+class LlamoeBaseConfig(PreTrainedConfig):
+    """Base of our configurations; see the module's text. It has no fields of its own.
+
+    Class attributes:
+        model_type: Ours, written to every `config.json`.
+        stock_model_type: transformers' model type of the same architecture, accepted as input.
+        feed_forward_name: Of a decoder, what its layers call their feed-forward.
+    """
+
+    stock_model_type: ClassVar[str] = ""
+    feed_forward_name: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        strict(cls)
+        _report_as_value_errors(cls)
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """Read a `config.json`, ours or stock; return its content in our terms and the unused arguments."""
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if config_dict:
+            config_dict = cls._read(config_dict) | {"model_type": cls.model_type}
+        return config_dict, kwargs
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file):
+        return read_json(json_file)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """Build a configuration from a dictionary, ours or stock; fields among `kwargs` win.
+
+        Args:
+            config_dict: The content of a `config.json`; it is left as it was.
+            **kwargs: Fields to override, and transformers' own arguments.
+
+        Returns:
+            The configuration; with `return_unused_kwargs=True` a pair of it and the arguments that are no
+            fields.
+        """
+        data = cls._read(config_dict)
+        names = {field.name for field in fields(cls)} - {"dtype"}
+        given = {cls.attribute_map.get(name, name): name for name in kwargs}
+        overrides = {field: kwargs.pop(name) for field, name in given.items() if field in names}
+        with unreadable_as_value_error(cls):
+            return super().from_dict(cls._override(data, overrides), **kwargs)
+
+    @classmethod
+    def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+        """Apply overrides; a dictionary for a nested configuration overrides fields inside it."""
+        data = dict(data)
+        for name, value in overrides.items():
+            if name in cls.sub_configs and isinstance(value, dict):
+                part = data.get(name) or {}
+                part = as_dict(part) if isinstance(part, PreTrainedConfig) else part
+                value = cls.sub_configs[name]._override(part, value)
+            data[name] = value
+        return data
+
+    @classmethod
+    def _read(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Bring keyword arguments, ours or of the stock class, into our terms, without a model type."""
+        data = {}
+        for name, value in given.items():
+            check_size(cls, cls.attribute_map.get(name, name), value)
+            if re.fullmatch(r"base_model_\w+_plan", name) and not isinstance(value, (dict, NoneType)):
+                fail(cls, name, value, f"wrong type {type(value).__name__}", "a dictionary of rules")
+            if name in ("text_config", "vision_config") and not isinstance(
+                value, (dict, PreTrainedConfig, NoneType)
+            ):
+                fail(cls, name, value, f"wrong type {type(value).__name__}", "a dictionary of fields")
+            if name == "id2label" and isinstance(value, dict) and not all(map(_is_number, value)):
+                fail(
+                    cls, name, value, "has a key that is no number", "{0: first label, 1: second label, ...}"
+                )
+            if name == "feed_forward_name" and value != cls.feed_forward_name:
+                fail(cls, name, value, "belongs to the class", repr(cls.feed_forward_name))
+            mutable = isinstance(value, (dict, list))
+            data[cls.attribute_map.get(name, name)] = copy.deepcopy(value) if mutable else value
+        if cls.base_config_key and isinstance(data.get(cls.base_config_key), (dict, PreTrainedConfig)):
+            data = cls._part_of(data)
+        model_type = data.pop("model_type", None)
+        cls._check_model_type(model_type)
+        if model_type == cls.stock_model_type:
+            data = cls._from_stock(data)
+        if data.get("per_layer_config"):
+            problem = "layers with fields of their own are not supported"
+            fail(cls, "per_layer_config", data["per_layer_config"], problem, "leave it out")
+        if architectures := data.get("architectures"):
+            if not isinstance(architectures, (list, tuple)) or not all(
+                isinstance(name, str) for name in architectures
+            ):
+                fail(cls, "architectures", architectures, "wrong type", "a list of names of classes")
+            data["architectures"] = [ARCHITECTURES.get(name, name) for name in architectures]
+        return data
+
+    @classmethod
+    def _part_of(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Take this class's part of a multimodal configuration, with what is said once for the whole."""
+        whole = data.get("model_type")
+        if whole is not None and whole not in _COMPOSITE_TYPES:
+            cls._check_model_type(whole)
+        part = data[cls.base_config_key]
+        part = as_dict(part) if isinstance(part, PreTrainedConfig) else part
+        if whole == "llama4":
+            part.setdefault("model_type", cls.stock_model_type)
+        for name in ("dtype", "torch_dtype", "quantization_config"):
+            if data.get(name) is not None and part.get(name) is None:
+                part[name] = data[name]
+        return part
+
+    @classmethod
+    def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Correct fields of the stock class. The names are the same; subclasses pin what stock ignores."""
+        return data
+
+    @classmethod
+    def _check_model_type(cls, model_type: Any) -> None:
+        accepted = [name for name in (cls.model_type, cls.stock_model_type) if name]
+        if model_type is None or model_type in accepted:
+            return
+        valid = enumerate_words(map(repr, accepted))
+        if isinstance(model_type, str) and model_type in READERS:
+            valid += f" ({READERS[model_type]} reads {model_type!r})"
+        fail(cls, "model_type", model_type, f"{cls.__name__} does not read this model type", valid)
+
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+        """Save as `PreTrainedConfig.save_pretrained` does, with what loads the folder where llamoe is not imported.
+
+        That is `auto_map` in config.json and the file llamoe_hub.py, which imports the installed llamoe.
+        """
+        token = _is_saving.set(True)
+        try:
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        finally:
+            _is_saving.reset(token)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the fields; of `auto_map` only what somebody else has entered.
+
+        Our own entries tell how the folder is loaded that a configuration was read from. Each save writes them anew.
+        The attribute itself stays, since tools that load models by trusted code look there.
+        """
+        data = super().to_dict()
+        if others := entries_of_others(data.pop("auto_map", None)):
+            data["auto_map"] = others
+        return data
+
+    def to_json_file(self, json_file_path, use_diff: bool = True):
+        """Write the configuration as JSON."""
+        if not _is_saving.get():
+            super().to_json_file(json_file_path, use_diff=use_diff)
+            return
+        content = json.loads(self.to_json_string(use_diff=use_diff))
+        write_config(self, Path(json_file_path), content, is_ours=_is_ours(type(self)))
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Do nothing for llamoe's own classes, whose folders say already how they are loaded.
+
+        transformers would copy our sources into each saved folder. A subclass of yours is registered as usual.
+        """
+        if not _is_ours(cls):
+            super().register_for_auto_class(auto_class)
+
+    def _rotary_multiple(self) -> int:
+        """Say what the head's width must be a multiple of to be rotated; 0 where no layer is."""
+        return 0
+
+    def validate_rope(self) -> None:
+        """Check the rotary embedding: a kind that transformers knows, with what that kind needs."""
+        if not getattr(self, "rope_parameters", None) or not self._rotary_multiple():
+            return
+        check_rope_parameters(self, self._rotary_multiple())
+        # transformers warns of values that it finds odd, Scout's published ones among them, at each look.
+        seen = repr((self.rope_parameters, self.head_dim, getattr(self, "max_position_embeddings", None)))
+        if seen in _ROPE_SEEN:
+            return
+        try:
+            super().validate_rope()
+            _ROPE_SEEN.add(seen)
+        except KeyError as error:
+            problem = str(error.args[0]) if error.args else "a key is missing"
+            valid = "all the keys that this rope_type needs"
+            fail(self, "rope_parameters", self.rope_parameters, problem, valid)
+
+    def _equals(self, other: Any) -> bool:
+        """Compare class and content, but not where a configuration was read from and by which release."""
+        if type(self) is not type(other):
+            return NotImplemented
+        mine, theirs = self.to_dict(), other.to_dict()
+        for data in (mine, theirs):
+            for name in ("_name_or_path", "auto_map"):
+                data.pop(name, None)
+        return mine == theirs
+
+
+@contextmanager
+def unreadable_as_value_error(config_class: type) -> Iterator[None]:
+    """Report as a `ValueError` what transformers trips over in a file: a number for labels, and so on."""
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError) as error:
+        raise ConfigurationError(
+            f"{config_class.__name__} cannot be made of these fields ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+
+
+def _is_ours(config_class: type) -> bool:
+    return config_class.__module__.partition(".")[0] == "llamoe"
+
+
+def _report_as_value_errors(cls: Any) -> None:
+    """Put our reading of the arguments and our error messages around what `strict` made of a class."""
+    strict_init, strict_setattr, strict_validate = cls.__init__, cls.__setattr__, cls.validate
+
+    @functools.wraps(strict_init)
+    def __init__(self, *args, **kwargs):
+        strict_init(self, *args, **cls._read(kwargs))
+
+    def __setattr__(self, name, value):
+        name = type(self).attribute_map.get(name, name)
+        if name == "model_type":
+            cls._check_model_type(value)
+            return
+        check_size(self, name, value)
+        field = cls.__dataclass_fields__.get(name)
+        if field is not None:
+            value = _coerce(value, field.type)
+        try:
+            strict_setattr(self, name, value)
+        except StrictDataclassFieldValidationError:
+            expected = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+            fail(self, name, value, f"wrong type {type(value).__name__}", expected.replace("typing.", ""))
+
+    def validate(self):
+        """Check the fields against each other; `ValueError` for the first contradiction."""
+        try:
+            strict_validate(self)
+        except StrictDataclassClassValidationError as error:
+            if isinstance(error.__cause__, ConfigurationError):
+                raise error.__cause__ from None
+            raise ConfigurationError(f"{type(self).__name__}: {error.__cause__}") from None
+
+    # `strict` refuses to decorate a subclass of a class whose `validate` it did not write.
+    validate.__is_defined_by_strict_decorator__ = True
+    cls.__init__, cls.__setattr__, cls.validate = __init__, __setattr__, validate
+    cls.__eq__ = LlamoeBaseConfig._equals
+
+
+def _coerce(value: Any, annotation: Any) -> Any:
+    """Convert a value to what its field holds: integers to floats, tuples and ranges to lists."""
+    accepted = get_args(annotation) if get_origin(annotation) is not list else ()
+    accepted = accepted or (annotation,)
+    if float in accepted and int not in accepted and type(value) is int and abs(value) < 1 << 1000:
+        return float(value)
+    origins = {get_origin(kind) or kind for kind in accepted}
+    if list in origins and tuple not in origins and isinstance(value, (tuple, range)):
+        return list(value)
+    return value
+
+
+def _is_number(key: Any) -> bool:
+    return isinstance(key, int) or (isinstance(key, str) and key.isdecimal())

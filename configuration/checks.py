@@ -1,0 +1,210 @@
+"""How a contradiction in a configuration is reported.
+
+Every complaint is a `ValueError` of one form, `Class.field = value: what is wrong; valid: what would be
+accepted`, so that a message can be acted on without reading this source, and matched by a program.
+"""
+
+import math
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from .errors import ConfigurationError
+
+LAYER_TYPES = ("full_attention", "chunked_attention")
+
+_LONGEST_VALUE = 120
+
+# What no model will meet. Each is far above anything published, and small enough that what is made of a configuration
+# (lists with an entry a layer, empty modules, counts) is made in seconds.
+MOST = {
+    "num_hidden_layers": 4096,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "intermediate_size_mlp": 1 << 24,
+    "vocab_size": 1 << 26,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "max_position_embeddings": 1 << 40,
+    "attention_chunk_size": 1 << 40,
+    "floor_scale": 1 << 40,
+    "interleave_moe_layer_step": 1 << 40,
+    "no_rope_layer_interval": 1 << 40,
+    "image_size": 1 << 16,
+    "patch_size": 1 << 16,
+    "num_channels": 1 << 16,
+    "vision_output_dim": 1 << 20,
+    "projector_input_dim": 1 << 20,
+    "projector_output_dim": 1 << 20,
+    "projection_dim": 1 << 20,
+    "num_labels": 1 << 20,
+}
+# Of lists and dictionaries, whose entries belong to layers, tokens or labels.
+_MOST_ENTRIES = 1 << 20
+
+
+def fail(config: Any, field: str, value: Any, problem: str, valid: str) -> NoReturn:
+    """Raise the error for one field.
+
+    Args:
+        config: The configuration or its class.
+        field: Name of the field, with an index or key in brackets where the fault lies inside it.
+        value: What the field holds.
+        problem: What is wrong with it.
+        valid: What would be accepted.
+    """
+    owner = config.__name__ if isinstance(config, type) else type(config).__name__
+    try:
+        is_long = isinstance(value, (str, list, tuple, dict)) and len(value) > 10 * _LONGEST_VALUE
+        shown = reprlib.repr(value) if is_long else repr(value)
+    except (RecursionError, ValueError):  # lists within lists without end, integers of thousands of digits
+        shown = f"a {type(value).__name__}"
+    if len(shown) > _LONGEST_VALUE:
+        shown = f"{shown[:_LONGEST_VALUE]}…"
+    raise ConfigurationError(f"{owner}.{field} = {shown}: {problem}; valid: {valid}")
+
+
+def enumerate_words(words: Iterable[Any], last: str = "or") -> str:
+    """Join words as a sentence does: `1, 2, 3 or 6`."""
+    words = [str(word) for word in words]
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def check_size(config: Any, name: str, value: Any) -> None:
+    """Refuse a size beyond reason, before anything is made of it.
+
+    Args:
+        config: The configuration that the field is about to be set in.
+        name: Name of the field.
+        value: What it is given.
+    """
+    if type(value) is int:
+        most = MOST.get(name)
+        if most is not None and value > most:
+            fail(config, name, value, "is beyond reason", f"at most {most}")
+    elif isinstance(value, (list, tuple, Mapping)) and len(value) > _MOST_ENTRIES:
+        problem = f"{len(value)} entries are beyond reason"
+        fail(config, name, value, problem, f"at most {_MOST_ENTRIES}")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Demand that every named field that is set is at least 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            fail(config, name, value, "must be positive", "an integer of at least 1")
+
+
+def check_not_negative(config: Any, *names: str) -> None:
+    """Demand that every named field that is set is at least 0, and a number: neither NaN nor infinite."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < math.inf:
+            problem = "must be finite" if value == math.inf else "must not be negative"
+            fail(config, name, value, problem, "a finite number of at least 0")
+
+
+def check_probability(config: Any, *names: str) -> None:
+    """Demand that every named field that is set lies in [0, 1): a dropout of 1 would leave nothing."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 1:
+            fail(config, name, value, "out of range", "a number from 0 up to, not including, 1")
+
+
+def check_heads(config: Any) -> None:
+    """Demand that every key/value head serves the same number of query heads."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        problem = f"must divide num_attention_heads = {heads}"
+        fail(config, "num_key_value_heads", kv_heads, problem, enumerate_words(divisors))
+
+
+def derive_head_dim(config: Any) -> int:
+    """Derive the width of a head where the configuration gives none: the hidden size split evenly.
+
+    Runs before the checks of the single fields, hence its own look at the divisor.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    check_positive(config, "hidden_size", "num_attention_heads")
+    if hidden % heads:
+        problem = f"must be a multiple of num_attention_heads = {heads} when head_dim is not given"
+        below = hidden // heads * heads
+        nearest = enumerate_words([n for n in (below, below + heads) if n > 0])
+        fail(config, "hidden_size", hidden, problem, f"{nearest}, or any size with head_dim set")
+    return hidden // heads
+
+
+def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
+    """Demand a rotary embedding that transformers knows and that fits the head.
+
+    Args:
+        config: A configuration with `rope_parameters` and `head_dim`.
+        rotary_multiple: What the head's width must be a multiple of: 2 in a decoder (pairs of channels), 4
+            for patches (pairs, half of them for each axis).
+    """
+    parameters = config.rope_parameters
+    for name, value in parameters.items():
+        numbers = (
+            value if isinstance(value, (list, tuple)) else [] if name in ("rope_type", "type") else [value]
+        )
+        if not all(map(_is_number, numbers)):
+            valid = "a finite number, or a list of them"
+            problem = "must be finite" if value in (math.inf, -math.inf) else "is no number"
+            fail(config, f"rope_parameters[{name!r}]", value, problem, valid)
+    rope_type = parameters.get("rope_type")
+    # "axial" belongs to models that rotate by several coordinates at once.
+    if rope_type == "axial" or not hasattr(config, f"_validate_{rope_type}_rope_parameters"):
+        names = (re.fullmatch(r"_validate_(\w+)_rope_parameters", name) for name in dir(config))
+        known = sorted({match[1] for match in names if match} - {"axial"})
+        problem = "unknown kind of rotary scaling"
+        fail(config, "rope_parameters['rope_type']", rope_type, problem, enumerate_words(known))
+    theta = parameters.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+        valid = "a number above 0, such as 10000.0"
+        problem = "must be finite" if theta == math.inf else "must be positive"
+        fail(config, "rope_parameters['rope_theta']", theta, problem, valid)
+    if config.head_dim % rotary_multiple:
+        problem = "rotary embedding turns channels in pairs"
+        if rotary_multiple == 4:
+            problem += ", as many for the rows as for the columns"
+        fail(config, "head_dim", config.head_dim, problem, f"a multiple of {rotary_multiple}")
+    factor = parameters.get("partial_rotary_factor")
+    if rope_type != "proportional" and factor not in (None, 1, 1.0):
+        problem = "these models rotate the whole head"
+        valid = "1.0, or rope_type 'proportional'"
+        fail(config, "rope_parameters['partial_rotary_factor']", factor, problem, valid)
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether a rotary parameter can be computed with; None and truth values stand for what is not used."""
+    return value is None or isinstance(value, (int, float)) and abs(value) < 1e100
+
+
+def check_layer_lists(config: Any) -> None:
+    """Demand that the lists which say what each layer is fit the number of layers."""
+    count = config.num_hidden_layers
+    for name in ("no_rope_layers", "layer_types"):
+        value = getattr(config, name)
+        if len(value) != count:
+            problem = f"has {len(value)} entries for num_hidden_layers = {count}"
+            fail(config, name, value, problem, f"a list of {count}, or None to derive it")
+    for idx, kind in enumerate(config.layer_types):
+        if kind not in LAYER_TYPES:
+            valid = enumerate_words(map(repr, LAYER_TYPES))
+            fail(config, f"layer_types[{idx}]", kind, "unknown kind of attention", valid)
+    named: set[int] = set()
+    for position, idx in enumerate(config.moe_layers):
+        name = f"moe_layers[{position}]"
+        if not 0 <= idx < count:
+            problem = f"no such layer among num_hidden_layers = {count}"
+            fail(config, name, idx, problem, f"0 to {count - 1}")
+        if idx in named:
+            fail(config, name, idx, "named twice", "each layer once")
+        named.add(idx)

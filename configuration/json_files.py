@@ -1,0 +1,86 @@
+"""How small files are read: of bounded size, and JSON that says one thing only."""
+
+import errno
+import json
+import os
+import stat
+from collections import Counter
+from typing import Any
+
+from .errors import CheckpointError
+
+# config.json and its like: a label for each of 20,000 classes takes a megabyte.
+_MOST_BYTES = 1 << 24
+# Indexes of hundreds of thousands of tensors, vocabularies.
+LARGE = 1 << 27
+
+
+def check_regular(path: str | os.PathLike) -> os.stat_result:
+    """Check that a path is a file that can be read to its end, or a link to one.
+
+    Args:
+        path: the file.
+
+    Returns:
+        what the system says of it.
+
+    Raises:
+        OSError: there is nothing, or it may not be looked at; also an `IsADirectoryError`.
+        CheckpointError: it is a pipe or a device, which might never end.
+    """
+    status = os.stat(path)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", os.fspath(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: is a pipe or a device, where the checkpoint should have a file.")
+    return status
+
+
+def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Returns:
+        the object.
+
+    Raises:
+        CheckpointError: the file is missing, larger than `most`, no JSON, or no object; a name stands twice in an
+            object, so that readers may take either value; a number is NaN.
+    """
+    try:
+        size = check_regular(path).st_size
+        if size > most:
+            raise CheckpointError(f"{path}: has {size} bytes, where at most {most} were expected.")
+        with open(path, "rb") as file:
+            raw = file.read(most + 1)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        raise CheckpointError(f"{path}: cannot be read ({getattr(error, 'strerror', error)}).") from error
+    try:
+        content = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=without_duplicates, parse_constant=_number
+        )
+    except (ValueError, RecursionError) as error:  # no text, no JSON, or numbers and nesting without end
+        raise CheckpointError(f"{path}: is not a valid JSON file ({str(error)[:200]}).") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: should hold a JSON object, not {type(content).__name__}.")
+    return content
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dictionary of a JSON object's pairs, as `object_pairs_hook`; `ValueError` for a name that stands twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{twice[:99]!r} stands twice in one object")
+    return content
+
+
+def _number(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("NaN is no number")
+    return float(name)

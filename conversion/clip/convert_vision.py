@@ -1,0 +1,330 @@
+"""Vision towers from any format to any: open_clip, transformers' CLIP, ours; for other pictures on request.
+
+Opening stands in `towers.py`; here a tower is changed (its picture size, its pixel normalization) and written.
+"""
+
+import copy
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import CLIPVisionConfig
+
+from ...configuration.vision import LlamoeVisionConfig
+from ..checkpoint import Checkpoint, Report, identify, make_report, parse_dtype
+from ..hf import save_hf
+from ..io import (
+    LazyTensor,
+    Plan,
+    Progress,
+    check_apart,
+    check_target,
+    from_tensor,
+    read_json,
+    split_shards,
+    to_json,
+    write,
+    write_through,
+)
+from . import image_processors
+from .name_tables import CLIP, OPEN_CLIP
+from .open_clip_config import OPEN_CLIP_CONFIG, write_model_cfg
+from .open_tower import OPEN_CLIP_FILES, PROCESSOR, open_tower, tower_kind
+from .resize import POSITIONS, fold_normalization, resize_positions
+
+__all__ = ["convert_vision", "fold", "open_tower", "resize", "tower_kind"]
+
+_TARGETS = ("tower", "open_clip", "clip")
+_LLAMA_4 = ([0.5] * 3, [0.5] * 3)
+_SHARD_SIZE = 5 * 10**9
+# What a tower must be for open_clip's and CLIP's classes to compute the same.
+_REQUIRED = {
+    "use_rope": (False, "rotates its patches by their place in the grid, as Llama 4's does"),
+    "use_pre_layernorm": (True, "has no norm in front of its blocks"),
+    "use_post_layernorm": (True, "has no norm behind its blocks"),
+    "attention_bias": (True, "has no biases in its attention"),
+}
+
+
+def convert_vision(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    *,
+    to: str = "tower",
+    image_size: int | None = None,
+    fold_normalization: bool = False,
+    activation: str | None = None,
+    tag: str | None = None,
+    heads: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert a vision tower between open_clip, transformers' CLIP and ours, in any direction.
+
+    Args:
+        source: an open_clip file or folder, a folder of transformers' CLIP or MetaCLIP 2, or of ours or Llama 4's;
+            it is only read.
+        target: a folder that does not exist or is empty.
+        to: "tower" writes a folder of `LlamoeVisionModel`; "open_clip" writes open_clip_model.safetensors (keys
+            `visual.…`) and open_clip_config.json; "clip" writes a folder of transformers'
+            `CLIPVisionModelWithProjection`, or `CLIPVisionModel` for a tower without projection.
+        image_size: side of the pictures that the new tower takes, in pixels: its position grid is resized as open_clip
+            does it. A multiple of the patch size.
+        fold_normalization: change the patch weights so that pixels are normalized by mean = std = 0.5, as Llama 4's
+            processor does, with the same result.
+        activation: "quick_gelu" or "gelu"; needed for an open_clip file without open_clip_config.json, unless `tag` is
+            given.
+        tag: the release's tag in open_clip, such as "metaclip_fullcc".
+        heads: number of attention heads; needed for an open_clip file of an unpublished size without
+            open_clip_config.json.
+        dtype: "float32", "float16" or "bfloat16" for all tensors; None keeps each one's.
+        resume: go on with a folder that an earlier run left unfinished.
+        dry_run: check and plan everything, write nothing.
+        progress: is told of every block.
+
+    Returns:
+        what was written; its notes say where the activation came from and what was changed.
+
+    Raises:
+        ValueError: bad options, a target in use or inside of the source, an activation or heads that cannot be told, a
+            tower that the target cannot express, a damaged source; nothing is left behind.
+        OSError: the disk is full or fails; whole files stay for `resume`.
+    """
+    begun = time.monotonic()
+    source, target = Path(source), Path(target)
+    if to not in _TARGETS:
+        raise ValueError(f"to = {to!r}: valid are {', '.join(map(repr, _TARGETS))}.")
+    wanted = parse_dtype(dtype)
+    check_apart(source, target)
+    check_target(target, resume)
+    checkpoint = open_tower(source, activation=activation, tag=tag, heads=heads)
+    if to != "tower":
+        _check_expressible(checkpoint, to)
+    if image_size is not None:
+        checkpoint = resize(checkpoint, image_size)
+    if fold_normalization:
+        checkpoint = fold(checkpoint)
+    options = {"image_size": image_size, "fold_normalization": fold_normalization}
+    options |= {"hidden_act": checkpoint.config.hidden_act, "heads": checkpoint.config.num_attention_heads}
+    if to == "tower":
+        report = save_hf(
+            checkpoint,
+            target,
+            layout="llamoe",
+            dtype=wanted,
+            resume=resume,
+            dry_run=dry_run,
+            progress=progress,
+            options=options,
+        )
+        return replace(report, to="tower", seconds=time.monotonic() - begun)
+    plan_target = _plan_open_clip if to == "open_clip" else _plan_clip
+    checkpoint, plan = plan_target(checkpoint, wanted)
+    plan.identity = {"source": identify(checkpoint), "to": to, "dtype": str(wanted), **options}
+    plan.sources = checkpoint.looks
+    if not dry_run:
+        write(plan, target, resume, progress)
+    return make_report(checkpoint, target, to, plan, begun, dry_run)
+
+
+def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
+    """Give a tower for pictures of another size: positions resized (see `resize_positions`), processor adapted.
+
+    Args:
+        checkpoint: of a tower.
+        image_size: side of the pictures, in pixels.
+
+    Raises:
+        ValueError: it is no multiple of the patch size, or the grid does not fit the tower's adapter.
+    """
+    before = cast(LlamoeVisionConfig, checkpoint.config)
+    if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
+        raise ValueError(
+            f"image_size = {image_size!r}: should be the side of the pictures in pixels, 1 or more."
+        )
+    config = copy.deepcopy(before)
+    config.image_size = image_size
+    config.validate()
+    positions = resize_positions(checkpoint.tensors[POSITIONS], config.grid_size)
+    companions = dict(checkpoint.companions)
+    processor = _processor(checkpoint)
+    if processor is not None:
+        old = cast(int, before.image_size)
+        companions[PROCESSOR] = to_json(image_processors.with_image_size(processor, old, image_size))
+    note = f"positions: resized from {before.grid_size} x {before.grid_size} to {config.grid_size} x {config.grid_size}"
+    return replace(
+        checkpoint,
+        config=config,
+        tensors={**checkpoint.tensors, POSITIONS: positions},
+        companions=companions,
+        notes=[
+            *checkpoint.notes,
+            note if config.grid_size != before.grid_size else "positions: as they were",
+        ],
+    )
+
+
+def fold(checkpoint: Checkpoint) -> Checkpoint:
+    """Give a tower of the same function for pixels that are normalized by mean = std = 0.5.
+
+    Args:
+        checkpoint: of a tower; its companions hold preprocessor_config.json.
+
+    Raises:
+        ValueError: the normalization that the weights want is not known.
+    """
+    processor = _processor(checkpoint)
+    origin = f"{checkpoint.path}: {PROCESSOR}"
+    if processor is None:
+        raise ValueError(
+            f"{checkpoint.path}: holds no {PROCESSOR}, which says how pixels are normalized for these weights, so that "
+            "the normalization cannot be folded. Put it there."
+        )
+    mean, std = image_processors.normalization(processor, origin)
+    if (mean, std) == _LLAMA_4:
+        return replace(checkpoint, notes=[*checkpoint.notes, "normalization: is mean = std = 0.5 already"])
+    if checkpoint.config.num_channels != len(mean):
+        raise ValueError(
+            f"{checkpoint.path}: has {checkpoint.config.num_channels} channels, but a mean for {len(mean)}."
+        )
+    note = f"normalization: mean {mean} and std {std} folded into the patch weights and positions; now 0.5 and 0.5"
+    return replace(
+        checkpoint,
+        tensors=fold_normalization(checkpoint.tensors, mean, std, *_LLAMA_4),
+        companions={
+            **checkpoint.companions,
+            PROCESSOR: to_json(image_processors.with_normalization(processor, *_LLAMA_4)),
+        },
+        notes=[*checkpoint.notes, note],
+    )
+
+
+def _processor(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    content = checkpoint.companions.get(PROCESSOR)
+    return None if content is None else json.loads(content)
+
+
+def _check_expressible(checkpoint: Checkpoint, to: str) -> None:
+    config = checkpoint.config
+    names = {"open_clip": "open_clip's", "clip": "transformers' CLIP"}
+    for field, (required, meaning) in _REQUIRED.items():
+        found = getattr(config, field)
+        if found != required:
+            raise ValueError(
+                f"{checkpoint.path}: this tower {meaning} ({field} = {found}), which {names[to]} towers cannot "
+                "express. Only to='tower' fits."
+            )
+    if to == "open_clip" and config.num_channels != 3:
+        raise ValueError(f"{checkpoint.path}: has {config.num_channels} channels; open_clip's towers have 3.")
+
+
+def _encoder(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkpoint, dict[str, LazyTensor]]:
+    """The tensors that CLIP has a place for, and the checkpoint with a word on the others."""
+    config = cast(LlamoeVisionConfig, checkpoint.config)
+    adapter = [name for name in checkpoint.tensors if name.startswith("vision_adapter.")]
+    dropped = dict.fromkeys(adapter, "belongs to the adapter, which CLIP does not have")
+    notes = list(checkpoint.notes)
+    if range(config.num_hidden_layers + 1)[config.vision_feature_layer] != config.num_hidden_layers:
+        notes.append(
+            f"vision_feature_layer: {config.vision_feature_layer} in the source; CLIP's classes give the last layer"
+        )
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in dropped}
+    if dtype is not None:
+        tensors = {name: tensor.cast(dtype) for name, tensor in tensors.items()}
+    return replace(checkpoint, dropped={**checkpoint.dropped, **dropped}, notes=notes), tensors
+
+
+def _plan_open_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkpoint, Plan]:
+    config = cast(LlamoeVisionConfig, checkpoint.config)
+    model = write_model_cfg(config)
+    checkpoint, tensors = _encoder(checkpoint, dtype)
+    notes = checkpoint.notes
+    if config.projection_dim is None:
+        name = "visual_projection.weight"
+        identity = torch.eye(config.hidden_size, dtype=tensors["class_embedding"].dtype)
+        tensors[name] = from_tensor(identity, "an identity matrix")
+        notes.append(
+            "visual.proj: an identity matrix, as open_clip's towers always project and this one does not"
+        )
+    processor = _processor(checkpoint)
+    content: dict[str, Any] = {"model_cfg": model}
+    if processor is None:
+        notes.append(
+            f"preprocess_cfg: unknown, as the source has no {PROCESSOR}; open_clip takes its default"
+        )
+    else:
+        origin = f"{checkpoint.path}: {PROCESSOR}"
+        content["preprocess_cfg"] = image_processors.to_open_clip(processor, origin)
+    text = _text_cfg(checkpoint.path)
+    if text is not None:
+        model["text_cfg"] = text
+    else:
+        notes.append(f"{OPEN_CLIP_CONFIG}: without text_cfg, as the source does not say it")
+    (translated,) = write_through(OPEN_CLIP, tensors, 1, config)
+    groups = [{OPEN_CLIP_FILES[0]: translated}]
+    return checkpoint, Plan(groups, before=_licences(checkpoint), last={OPEN_CLIP_CONFIG: to_json(content)})
+
+
+def _text_cfg(path: Path) -> Any:
+    file = path / OPEN_CLIP_CONFIG if path.is_dir() else path.with_name(OPEN_CLIP_CONFIG)
+    if not file.is_file() or (path.is_file() and path.name not in OPEN_CLIP_FILES):
+        return None
+    settings = read_json(file)
+    model = settings.get("model_cfg", settings)
+    return model.get("text_cfg") if isinstance(model, dict) else None
+
+
+def _plan_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkpoint, Plan]:
+    config = cast(LlamoeVisionConfig, checkpoint.config)
+    checkpoint, tensors = _encoder(checkpoint, dtype)
+    has_projection = config.projection_dim is not None
+    counts: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
+    stock = CLIPVisionConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_channels=config.num_channels,
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        hidden_act=config.hidden_act,
+        layer_norm_eps=config.norm_eps,
+        attention_dropout=config.attention_dropout,
+        architectures=["CLIPVisionModelWithProjection" if has_projection else "CLIPVisionModel"],
+        dtype=str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch."),
+        **({"projection_dim": config.projection_dim} if has_projection else {}),
+    )
+    (translated,) = write_through(CLIP, tensors, 1, config)
+    groups, index = split_shards(translated, _SHARD_SIZE)
+    before = {**_licences(checkpoint), "config.json": stock.to_json_string().encode()}
+    processor = _processor(checkpoint)
+    if processor is None:
+        checkpoint.notes.append(f"{PROCESSOR}: not written, as the source has none")
+    else:
+        before[PROCESSOR] = to_json(_as_clip_processor(processor, checkpoint, cast(int, config.image_size)))
+    return checkpoint, Plan(groups, before=before, last=index)
+
+
+def _as_clip_processor(
+    processor: Mapping[str, Any], checkpoint: Checkpoint, image_size: int
+) -> dict[str, Any]:
+    """The settings for `CLIPImageProcessor`; those of one that cuts pictures into tiles are for one tile."""
+    if str(processor.get("image_processor_type", "CLIP")).startswith("CLIP"):
+        return dict(processor)
+    origin = f"{checkpoint.path}: {PROCESSOR}"
+    return image_processors.from_open_clip(
+        image_processors.to_open_clip(processor, origin), image_size, origin
+    )
+
+
+def _licences(checkpoint: Checkpoint) -> dict[str, bytes]:
+    return {name: content for name, content in checkpoint.companions.items() if name != PROCESSOR}

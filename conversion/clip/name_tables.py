@@ -1,0 +1,238 @@
+"""MetaCLIP towers as data: their keys in open_clip and transformers, their published sizes and activations.
+
+Keys of ours are on the right: what `LlamoeVisionModel` saves. Shapes: D width, M inner width, P patch side, C channels,
+G patches along a side, E width of the joint space.
+
+Sources: open_clip's `transformer.py`, `pretrained.py` and `model_configs`; transformers' CLIP and MetaCLIP 2.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from ...configuration.errors import CheckpointError
+from ..io import KEEP, Drop, Operation, Row, Slot, join
+
+
+class _ClassLast(Operation):
+    """Positions `[1 + G * G, D]`: the class token's row goes from the first place to the last."""
+
+    def convert(self, tensors, sizes):
+        return [tensors[0].map(lambda rows: torch.cat([rows[1:], rows[:1]]))]
+
+    def revert(self, tensors, sizes):
+        return [tensors[0].map(lambda rows: torch.cat([rows[-1:], rows[:-1]]))]
+
+
+class _Flatten(Operation):
+    """A strided convolution `[D, C, P, P]` as a linear layer `[D, C * P * P]`: the same numbers in the same order."""
+
+    def convert(self, tensors, sizes):
+        return [tensors[0].view(tensors[0].shape[0], prod(tensors[0].shape[1:]))]
+
+    def revert(self, tensors, sizes):
+        side = sizes.patch_size
+        # A tensor of four axes is read row by row, and the matrix that the rows are cut from may be computed.
+        whole = tensors[0].remember(Slot())
+        return [whole.view(whole.shape[0], sizes.num_channels, side, side)]
+
+
+class _Transpose(Operation):
+    """A matrix `[D, E]` that is used from the right, `x @ proj`, as a linear layer's `[E, D]`."""
+
+    def convert(self, tensors, sizes):
+        return [tensors[0].transpose()]
+
+    def revert(self, tensors, sizes):
+        return [tensors[0].transpose()]
+
+
+class _SplitThirds(Operation):
+    """Fused query, key and value, `[3 * D, ...]`, as three tensors."""
+
+    def convert(self, tensors, sizes):
+        rows = tensors[0].shape[0] // 3
+        return [tensors[0].cut(0, i * rows, (i + 1) * rows) for i in range(3)]
+
+    def revert(self, tensors, sizes):
+        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+        if len(dtypes) > 1:
+            raise CheckpointError(
+                f"{tensors[0].origin}: query, key and value have different dtypes ({', '.join(dtypes)}), so that they "
+                "cannot become one tensor; give one dtype for the whole result."
+            )
+        return [join(tensors, 0)]
+
+
+def _row(source: str, target: str, operation: Operation = KEEP) -> Row:
+    return Row(source, target, operation)
+
+
+def _pairs(source: str, target: str) -> list[Row]:
+    return [_row(f"{source}.{kind}", f"{target}.{kind}") for kind in ("weight", "bias")]
+
+
+# What whole models hold besides the tower.
+_TEXT = "part of the text tower, which an image encoder does without"
+_SCALE = "scales the contrastive loss only"
+OPEN_CLIP_DROPS = [
+    *(
+        Drop(pattern, _TEXT)
+        for pattern in (
+            "text.*",
+            "transformer.resblocks.*",
+            "token_embedding.*",
+            "positional_embedding",
+            "ln_final.*",
+            "text_projection*",
+            "attn_mask",
+        )
+    ),
+    Drop("logit_scale", _SCALE),
+    Drop("logit_bias", _SCALE),
+]
+CLIP_DROPS = [
+    Drop("text_model.*", _TEXT),
+    Drop("text_projection.*", _TEXT),
+    Drop("logit_scale", _SCALE),
+    Drop("vision_model.embeddings.position_ids", "a buffer that counts the positions"),
+]
+
+_OURS = "model.layers.{i}"
+_PROJECTIONS = tuple(f"{_OURS}.self_attn.{name}_proj" for name in "qkv")
+
+_BLOCK = "visual.transformer.resblocks.{i}"
+OPEN_CLIP = [
+    _row("visual.class_embedding", "class_embedding"),
+    _row("visual.positional_embedding", "positional_embedding_vlm", _ClassLast()),
+    _row("visual.conv1.weight", "patch_embedding.linear.weight", _Flatten()),
+    *_pairs("visual.ln_pre", "layernorm_pre"),
+    *_pairs(f"{_BLOCK}.ln_1", f"{_OURS}.input_layernorm"),
+    *(
+        Row(f"{_BLOCK}.attn.in_proj_{kind}", tuple(f"{p}.{kind}" for p in _PROJECTIONS), _SplitThirds())
+        for kind in ("weight", "bias")
+    ),
+    *_pairs(f"{_BLOCK}.attn.out_proj", f"{_OURS}.self_attn.o_proj"),
+    *_pairs(f"{_BLOCK}.ln_2", f"{_OURS}.post_attention_layernorm"),
+    *_pairs(f"{_BLOCK}.mlp.c_fc", f"{_OURS}.mlp.fc1"),
+    *_pairs(f"{_BLOCK}.mlp.c_proj", f"{_OURS}.mlp.fc2"),
+    *_pairs("visual.ln_post", "layernorm_post"),
+    _row("visual.proj", "visual_projection.weight", _Transpose()),
+    *OPEN_CLIP_DROPS,
+]
+
+_LAYER = "vision_model.encoder.layers.{i}"
+CLIP = [
+    _row("vision_model.embeddings.class_embedding", "class_embedding"),
+    _row("vision_model.embeddings.position_embedding.weight", "positional_embedding_vlm", _ClassLast()),
+    _row("vision_model.embeddings.patch_embedding.weight", "patch_embedding.linear.weight", _Flatten()),
+    *_pairs("vision_model.pre_layrnorm", "layernorm_pre"),  # transformers' own spelling
+    *_pairs(f"{_LAYER}.layer_norm1", f"{_OURS}.input_layernorm"),
+    *(
+        row
+        for name, target in zip("qkv", _PROJECTIONS, strict=True)
+        for row in _pairs(f"{_LAYER}.self_attn.{name}_proj", target)
+    ),
+    *_pairs(f"{_LAYER}.self_attn.out_proj", f"{_OURS}.self_attn.o_proj"),
+    *_pairs(f"{_LAYER}.layer_norm2", f"{_OURS}.post_attention_layernorm"),
+    *_pairs(f"{_LAYER}.mlp.fc1", f"{_OURS}.mlp.fc1"),
+    *_pairs(f"{_LAYER}.mlp.fc2", f"{_OURS}.mlp.fc2"),
+    *_pairs("vision_model.post_layernorm", "layernorm_post"),
+    _row("visual_projection.weight", "visual_projection.weight"),
+    *CLIP_DROPS,
+]
+
+# Parts of keys of open_clip towers that ours cannot express, most specific first.
+OPEN_CLIP_REFUSED = {
+    "visual.trunk.": "a tower of timm (as SigLIP's, EVA's and ConvNeXt's are)",
+    "visual.attnpool.": "a ResNet tower",
+    "visual.layer1.": "a ResNet tower",
+    "visual.attn_pool": "an attentional pool",
+    "visual.head.": "a head besides the projection",
+    ".ls_1.gamma": "LayerScale",
+    ".ls_2.gamma": "LayerScale",
+    ".attn.ln_q.": "norms of queries and keys (qk_norm)",
+    ".attn.ln_k.": "norms of queries and keys (qk_norm)",
+    ".attn.logit_scale": "scaled cosine attention",
+    ".attn.head_scale": "scales for each attention head",
+    ".attn.ln_inner.": "a norm inside of the attention (scale_attn_inner)",
+    ".ln_attn.": "a norm behind the attention (scale_attn)",
+    ".mlp.ln.": "a norm inside of the feed-forward (scale_fc)",
+}
+# Fields of an open_clip vision_cfg that must have their defaults: what else they make of the tower.
+OPEN_CLIP_DEFAULTS = {
+    "ls_init_value": (None, "LayerScale"),
+    "attentional_pool": (False, "an attentional pool"),
+    "no_ln_pre": (False, "no norm in front of the blocks"),
+    "pos_embed_type": ("learnable", "fixed sine and cosine positions"),
+    "final_ln_after_pool": (False, "the last norm behind the pooling"),
+    "pool_type": ("tok", "pooling by another token than the class token"),
+    "block_type": (None, "another kind of block"),
+    "qk_norm": (False, "norms of queries and keys"),
+    "scaled_cosine_attn": (False, "scaled cosine attention"),
+    "scale_heads": (False, "scales for each attention head"),
+    "scale_attn_inner": (False, "a norm inside of the attention"),
+    "scale_attn": (False, "a norm behind the attention"),
+    "scale_fc": (False, "a norm inside of the feed-forward"),
+    "timm_model_name": (None, "a tower of timm"),
+}
+
+# Published sizes: width, layers, inner width to heads. No two published towers differ in the heads alone.
+HEADS = {
+    (384, 12, 1536): 6,  # S
+    (512, 12, 2048): 8,  # M
+    (768, 12, 3072): 12,  # B
+    (1024, 24, 4096): 16,  # L
+    (1280, 32, 5120): 16,  # H
+    (1408, 40, 6144): 16,  # g
+    (1664, 48, 8192): 16,  # bigG
+}
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release of MetaCLIP weights in open_clip.
+
+    Attributes:
+        tag: by which open_clip loads it.
+        sizes: width and patch side of each tower in it, by the tower's name.
+        image_size: in pixels.
+        activation: that the weights were trained with, by transformers' name.
+        resize_mode: how open_clip resizes its pictures.
+    """
+
+    tag: str
+    sizes: Sequence[str]
+    image_size: int
+    activation: str
+    resize_mode: str = "shortest"
+
+
+# Width, layers and patch side of the towers by name.
+TOWERS = {
+    "ViT-B-32": (768, 12, 32),
+    "ViT-B-16": (768, 12, 16),
+    "ViT-L-14": (1024, 24, 14),
+    "ViT-H-14": (1280, 32, 14),
+    "ViT-bigG-14": (1664, 48, 14),
+}
+RELEASES = [
+    Release("metaclip_400m", ("ViT-B-32", "ViT-B-16", "ViT-L-14"), 224, "quick_gelu"),
+    Release("metaclip_fullcc", tuple(TOWERS), 224, "quick_gelu"),
+    Release("metaclip_altogether", ("ViT-H-14",), 224, "gelu"),
+    Release("metaclip2_worldwide", ("ViT-H-14",), 224, "quick_gelu"),
+    Release("metaclip2_worldwide", ("ViT-H-14",), 378, "gelu", "squash"),
+    Release("metaclip2_worldwide", ("ViT-bigG-14",), 224, "gelu"),
+    Release("metaclip2_worldwide", ("ViT-bigG-14",), 378, "gelu", "squash"),
+]
+
+
+def describe_releases() -> str:
+    """Say which release was trained with which activation, for messages."""
+    lines = [
+        f"{release.tag} ({', '.join(release.sizes)} at {release.image_size} pixels): {release.activation}"
+        for release in RELEASES
+    ]
+    return "; ".join(lines)

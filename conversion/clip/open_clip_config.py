@@ -1,0 +1,200 @@
+"""What open_clip says of a tower beside its tensors: open_clip_config.json, and the releases that it lists."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...configuration.errors import CheckpointError
+from ...configuration.vision import LlamoeVisionConfig
+from .name_tables import HEADS, OPEN_CLIP_DEFAULTS, RELEASES, TOWERS, Release, describe_releases
+
+OPEN_CLIP_CONFIG = "open_clip_config.json"
+_TANH = {"approximate": "tanh"}
+
+
+def read_sizes(model: Any, where: Path) -> dict[str, Any]:
+    """Read the sizes that an open_clip configuration states, and refuse towers that ours cannot express.
+
+    Args:
+        model: `model_cfg` of open_clip_config.json.
+        where: that file.
+
+    Returns:
+        fields of `LlamoeVisionConfig`; what is not said has open_clip's default.
+
+    Raises:
+        CheckpointError: it cannot be read, or describes a part that ours does not have.
+    """
+    vision = model.get("vision_cfg") if isinstance(model, dict) else None
+    if not isinstance(vision, dict):
+        raise CheckpointError(f"{where}: has no vision_cfg, where open_clip describes the tower.")
+    for name, (default, meaning) in OPEN_CLIP_DEFAULTS.items():
+        if (vision.get(name) or default) != default:
+            raise CheckpointError(
+                f"{where}: {name} is {vision[name]!r}: {meaning} has no place in this tower, nor in MetaCLIP's."
+            )
+    try:
+        width = int(vision.get("width", 768))
+        patch = vision.get("patch_size", 16)
+        if isinstance(patch, (list, tuple)):
+            if len(set(patch)) != 1:
+                raise CheckpointError(f"{where}: patch_size is {patch}; patches must be square.")
+            patch = patch[0]
+        if isinstance(vision.get("layers"), list):
+            raise CheckpointError(
+                f"{where}: layers is {vision['layers']}, a ResNet tower, which cannot be converted."
+            )
+        return {
+            "hidden_size": width,
+            "num_hidden_layers": int(vision.get("layers", 12)),
+            "intermediate_size": int(width * float(vision.get("mlp_ratio", 4.0))),
+            "patch_size": int(patch),
+            "projection_dim": model.get("embed_dim"),
+        }
+    except (TypeError, ValueError, OverflowError, IndexError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{where}: vision_cfg cannot be read ({error}).") from error
+
+
+def read_norm_eps(model: Mapping[str, Any], where: Path) -> float:
+    """Read what the norms add to the variance; torch's default if nothing is said."""
+    arguments = model["vision_cfg"].get("norm_kwargs") or {}
+    eps = arguments.get("eps", 1e-5) if isinstance(arguments, dict) else None
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise CheckpointError(f"{where}: norm_kwargs is {arguments!r}, where eps was expected.")
+    return float(eps)
+
+
+def read_activation(model: Mapping[str, Any], where: Path) -> str:
+    """Read the activation, by transformers' name; open_clip's default is GELU."""
+    quick = model.get("quick_gelu", False)
+    if not isinstance(quick, bool):
+        raise CheckpointError(f"{where}: quick_gelu is {quick!r}; true or false was expected.")
+    arguments = model["vision_cfg"].get("act_kwargs") or {}
+    if not quick and arguments not in ({}, {"approximate": "none"}, _TANH):
+        raise CheckpointError(f"{where}: act_kwargs is {arguments}, which GELU does not take.")
+    return "quick_gelu" if quick else "gelu_pytorch_tanh" if arguments == _TANH else "gelu"
+
+
+def write_model_cfg(config: LlamoeVisionConfig) -> dict[str, Any]:
+    """Describe a tower as open_clip does, without a text tower.
+
+    Raises:
+        ValueError: an activation that open_clip does not have.
+    """
+    if config.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh"):
+        raise ValueError(
+            f"hidden_act = {config.hidden_act!r}: open_clip has QuickGELU and GELU only, and cannot compute this tower."
+        )
+    width, inner = config.hidden_size, config.intermediate_size
+    ratios = (round(inner / width, 4), inner / width, (inner + 0.5) / width)
+    vision: dict[str, Any] = {
+        "image_size": config.image_size,
+        "layers": config.num_hidden_layers,
+        "width": width,
+        "head_width": config.head_dim,
+        # open_clip takes the integer below; a rounded ratio may miss it.
+        "mlp_ratio": next(ratio for ratio in ratios if int(width * ratio) == inner),
+        "patch_size": config.patch_size,
+    }
+    if config.norm_eps != 1e-5:
+        vision["norm_kwargs"] = {"eps": config.norm_eps}
+    if config.hidden_act == "gelu_pytorch_tanh":
+        vision["act_kwargs"] = dict(_TANH)
+    return {
+        "embed_dim": width if config.projection_dim is None else config.projection_dim,
+        "quick_gelu": config.hidden_act == "quick_gelu",
+        "vision_cfg": vision,
+    }
+
+
+def find_heads(
+    model: Mapping[str, Any], config_file: Path, sizes: Mapping[str, Any], heads: int | None, file: Path
+) -> int:
+    """Find the number of attention heads, which no tensor shows.
+
+    Args:
+        model: of open_clip_config.json, or empty.
+        config_file: its path.
+        sizes: fields of the configuration that the tensors show.
+        heads: what the caller says, or None.
+        file: of the weights.
+
+    Raises:
+        ValueError: nothing says it, or two things say different numbers.
+    """
+    width = sizes["hidden_size"]
+    shape = (width, sizes["num_hidden_layers"], sizes["intermediate_size"])
+    found: dict[str, Any] = {}
+    if model:
+        head_width = model["vision_cfg"].get("head_width", 64)
+        is_count = (
+            isinstance(head_width, int) and not isinstance(head_width, bool) and 1 <= head_width <= width
+        )
+        if not is_count or width % (width // head_width):
+            raise CheckpointError(
+                f"{config_file}: head_width is {head_width!r}, which does not divide width {width}."
+            )
+        found[str(config_file)] = width // head_width
+    elif shape in HEADS:
+        found["the published towers of this size"] = HEADS[shape]
+    if heads is not None:
+        found["the argument heads"] = heads
+    if not found:
+        raise ValueError(
+            f"{file}: the tensors do not show the number of attention heads, and no published tower has width {width}, "
+            f"{shape[1]} layers and inner width {shape[2]}. Give heads= (often width / 64 = {width / 64:g}), or put "
+            f"{OPEN_CLIP_CONFIG} beside the file."
+        )
+    return agree("number of heads", found)
+
+
+def agree(what: str, stated: Mapping[str, Any]) -> Any:
+    """Give the one value that all state.
+
+    Args:
+        what: is stated.
+        stated: who says it, and what; not empty.
+
+    Raises:
+        ValueError: the values differ.
+    """
+    if len(set(stated.values())) > 1:
+        listed = ", ".join(f"{value!r} by {where}" for where, value in stated.items())
+        raise ValueError(
+            f"the {what} is said to be {listed}. Only one can belong to these weights: correct the file, or leave out "
+            "the argument."
+        )
+    return next(iter(stated.values()))
+
+
+def find_release(tag: str, sizes: Mapping[str, Any], image_size: int) -> Release:
+    """Find the release that a tag and a tower's sizes belong to.
+
+    Args:
+        tag: as open_clip lists it.
+        sizes: fields of the configuration that the tensors show.
+        image_size: in pixels; it decides where a release has the same tower with either activation.
+
+    Raises:
+        ValueError: no such tag, no tower of these sizes in it, or the activation stays open.
+    """
+    named = [release for release in RELEASES if release.tag == str(tag).lower().replace("-", "_")]
+    if not named:
+        raise ValueError(
+            f"tag = {tag!r}: no release of MetaCLIP in open_clip. Known releases: {describe_releases()}."
+        )
+    shape = (sizes["hidden_size"], sizes["num_hidden_layers"], sizes["patch_size"])
+    fitting = [release for release in named if any(TOWERS[name] == shape for name in release.sizes)]
+    same_size = [release for release in fitting if release.image_size == image_size]
+    chosen = same_size or fitting
+    if len({release.activation for release in chosen}) != 1:
+        problem = (
+            "has no tower" if not fitting else "has towers of either activation, but none for these pictures,"
+        )
+        raise ValueError(
+            f"tag = {tag!r}: the release {problem} of width {shape[0]}, {shape[1]} layers, patches of {shape[2]} and "
+            f"{image_size} pixels. Give activation= instead. Known releases: {describe_releases()}."
+        )
+    return chosen[0]

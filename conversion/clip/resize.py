@@ -1,0 +1,95 @@
+"""A tower for other pictures: its position grid resized, its pixel normalization folded into the patch weights.
+
+Both work on a tower's tensors under stock keys: positions row by row with the class token last, patch weights as a
+linear layer over channels, rows and columns of a patch.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isqrt
+
+import torch
+
+from ..io import LazyTensor, compute
+
+PATCH_WEIGHT = "patch_embedding.linear.weight"
+POSITIONS = "positional_embedding_vlm"
+
+
+def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
+    """Resize a learned position grid as open_clip does when it loads a tower for another picture size.
+
+    That is bicubic with antialiasing, corners not aligned (`open_clip.model.resize_pos_embed`); the class token's row
+    stays. transformers' `interpolate_pos_encoding` has no antialiasing and gives other values, even when it enlarges.
+
+    Args:
+        positions: `[G * G + 1, D]`, class token last.
+        grid: patches along a side of the new picture.
+
+    Returns:
+        `[grid * grid + 1, D]` of the same dtype; computed in float32, in float64 where that is the dtype.
+    """
+    rows, width = positions.shape
+    side = isqrt(rows - 1)
+    assert side * side == rows - 1, positions
+    if side == grid:
+        return positions
+
+    def resize(table: torch.Tensor) -> torch.Tensor:
+        exact = table.to(torch.promote_types(table.dtype, torch.float32))
+        # Permuted, not copied: the kernel for this memory layout is the one that open_clip runs.
+        patches = exact[:-1].reshape(1, side, side, width).permute(0, 3, 1, 2)
+        resized = torch.nn.functional.interpolate(
+            patches, size=(grid, grid), mode="bicubic", antialias=True, align_corners=False
+        )
+        patches = resized.permute(0, 2, 3, 1).reshape(grid * grid, width)
+        return torch.cat([patches, exact[-1:]]).to(table.dtype)
+
+    return positions.map(resize, (grid * grid + 1, width))
+
+
+def fold_normalization(
+    tensors: Mapping[str, LazyTensor],
+    mean: Sequence[float],
+    std: Sequence[float],
+    to_mean: Sequence[float],
+    to_std: Sequence[float],
+) -> dict[str, LazyTensor]:
+    """Change how pixels must be normalized without changing what the tower computes.
+
+    With x = (raw - mean) / std and y = (raw - to_mean) / to_std, x = y * to_std / std + (to_mean - mean) / std: the
+    factor goes into the patch weights of its channel, and what the constant adds to every patch goes into the position
+    of every patch. The class token sees no pixels, so its row stays.
+
+    Args:
+        tensors: of a tower.
+        mean: that the weights were trained with, a number for each channel; likewise `std`.
+        std: see `mean`.
+        to_mean: that the new weights want; likewise `to_std`.
+        to_std: see `to_mean`.
+
+    Returns:
+        all tensors, two of them new, in their dtypes; computed in float64 and rounded once.
+    """
+    weight, positions = tensors[PATCH_WEIGHT], tensors[POSITIONS]
+    width, columns = weight.shape
+    assert columns % len(mean) == 0, (weight, mean)
+    pixels = columns // len(mean)
+    mean_C, std_C, to_mean_C, to_std_C = (
+        torch.tensor(list(values), dtype=torch.float64) for values in (mean, std, to_mean, to_std)
+    )
+    factor = (to_std_C / std_C).repeat_interleave(pixels)
+    constant = ((to_mean_C - mean_C) / std_C).repeat_interleave(pixels)
+
+    def scale(weight: torch.Tensor) -> torch.Tensor:
+        return (weight.double() * factor).to(weight.dtype)
+
+    def shift(positions: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        shifted = positions.double()
+        shifted[:-1] += weight.double() @ constant
+        return shifted.to(positions.dtype)
+
+    return {
+        **tensors,
+        PATCH_WEIGHT: weight.map(scale),
+        POSITIONS: compute(shift, [positions, weight], positions.shape, positions.dtype, positions.origin),
+    }

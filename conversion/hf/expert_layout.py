@@ -1,0 +1,91 @@
+"""Experts stacked as stock keeps them, and as one linear layer an expert, which quantizers and other tools want.
+
+Stacked: `experts.gate_up_proj [E, H, 2I]` (gate first) and `experts.down_proj [E, I, H]`, input before output. One by
+one: `experts.0.gate_proj.weight [I, H]`, `up_proj [I, H]`, `down_proj [H, I]` and so on, as linear layers are;
+`modeling.split_experts` says in which spellings they are read.
+"""
+
+import re
+from collections.abc import Mapping
+
+from ...configuration.errors import CheckpointError
+from ...modeling.checkpoints import expert_of
+from ..io import LazyTensor, Slot, join, stack
+
+_EXPERTS = re.compile(r"(.*feed_forward\.experts)\.(gate_up_proj|down_proj)")
+
+
+def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Stack experts that are one linear layer each; other tensors pass.
+
+    Raises:
+        CheckpointError: the experts of a layer are not numbered from 0, differ in shape or dtype, or are there twice.
+    """
+    found: dict[str, dict[str, dict[int, LazyTensor]]] = {}
+    result: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        expert = expert_of(name)
+        if expert is None:
+            result[name] = tensor
+            continue
+        experts = found.setdefault(expert.experts, {}).setdefault(f"{expert.part}_proj", {})
+        if expert.number in experts:
+            raise CheckpointError(f"{tensor.origin} is there a second time: {experts[expert.number].origin}.")
+        experts[expert.number] = tensor
+    for prefix, kinds in found.items():
+        count = max(len(experts) for experts in kinds.values())
+        for kind in ("gate_proj", "up_proj", "down_proj"):
+            experts = kinds.get(kind, {})
+            for expert in range(count):
+                if expert not in experts:
+                    raise CheckpointError(
+                        f"{prefix}.{expert}.{kind}.weight missing, though {prefix} has {count} experts."
+                    )
+                first, tensor = experts[0], experts[expert]
+                if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.ndim != 2:
+                    raise CheckpointError(
+                        f"{tensor.origin}: is {tensor.dtype} {list(tensor.shape)}, but {first.origin} is {first.dtype} "
+                        f"{list(first.shape)}."
+                    )
+        if (
+            kinds["gate_proj"][0].shape != kinds["up_proj"][0].shape
+            or len({experts[0].dtype for experts in kinds.values()}) > 1
+        ):
+            raise CheckpointError(f"{prefix}: gate_proj and up_proj differ in shape or dtype.")
+        halves = [_stacked(kinds[kind], count) for kind in ("gate_proj", "up_proj")]
+        for name, tensor in (
+            ("gate_up_proj", join(halves, 2)),
+            ("down_proj", _stacked(kinds["down_proj"], count)),
+        ):
+            if f"{prefix}.{name}" in result:
+                raise CheckpointError(
+                    f"{result[f'{prefix}.{name}'].origin}: its experts are there one by one, too."
+                )
+            result[f"{prefix}.{name}"] = tensor
+    return result
+
+
+def split_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Undo `fuse_experts`: one linear layer `[out, in]` an expert for gate, up and down."""
+    slot = Slot()
+    result: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        match = _EXPERTS.fullmatch(name)
+        if not match:
+            result[name] = tensor
+            continue
+        whole = tensor.remember(slot)
+        for expert in range(tensor.shape[0]):
+            row = whole.row(expert)  # [in, out]
+            if match[2] == "down_proj":
+                parts = {"down_proj": row}
+            else:
+                inner = row.shape[1] // 2
+                parts = {"gate_proj": row.cut(1, 0, inner), "up_proj": row.cut(1, inner, 2 * inner)}
+            for kind, part in parts.items():
+                result[f"{match[1]}.{expert}.{kind}.weight"] = part.transpose()
+    return result
+
+
+def _stacked(experts: Mapping[int, LazyTensor], count: int) -> LazyTensor:
+    return stack([experts[expert].transpose() for expert in range(count)])

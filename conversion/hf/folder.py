@@ -1,0 +1,270 @@
+"""Hugging Face folders: safetensors or .bin, in one file or many."""
+
+import copy
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...configuration import (
+    LlamoeConfig,
+    LlamoeVisionConfig,
+    from_stock,
+    to_stock,
+)
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ...configuration.hub import written_by
+from ...configuration.json_files import LARGE
+from ...modeling.checkpoints import WeightFiles, check_shards, find_weights
+from ..checkpoint import (
+    Checkpoint,
+    Report,
+    check_model,
+    identify,
+    make_report,
+    model_class,
+    parse_dtype,
+    tie_heads,
+)
+from ..io import (
+    LazyTensor,
+    Plan,
+    Progress,
+    check_target,
+    note,
+    open_pickle,
+    open_safetensors,
+    parse_size,
+    read_bytes,
+    read_json,
+    remember_looks,
+    split_shards,
+    write,
+)
+from ..tokenizers import check_companions, processor_of_layout
+from . import fuse_experts, split_experts
+
+# Files beside config.json and the weights that belong to a checkpoint.
+_COMPANIONS = re.compile(
+    r"tokenizer\.(json|model)|(tokenizer|generation|processor|preprocessor|video_preprocessor)_config\.json"
+    r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
+    r"|(LICENSE|NOTICE|USE_POLICY)(\.\w+)?"
+)
+
+
+_DROPPED = (
+    (r".*rotary_emb\.inv_freq", "computed from the configuration"),
+    (r".*rotary_embedding\.freqs_ci", "computed from the configuration"),
+)
+
+
+@remember_looks
+def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
+    """Open a Hugging Face folder of LLaMA, Llama 4 or llamoe.
+
+    Args:
+        folder: it holds config.json and the weights.
+        companions: whether the tokenizer and what belongs to it will be used, and so are checked.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized, tensors are
+            missing, unknown, or of other shapes than config.json says, or the tokenizer is another model's.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    weights = weight_files(folder)
+    sources = weights.files
+    tensors: dict[str, LazyTensor] = {}
+    held: dict[str, Path] = {}
+    dropped: dict[str, str] = {}
+    for path in sources:
+        opened, others = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
+        dropped |= {name: f"no tensor but a {kind}" for name, kind in others.items()}
+        for name, tensor in opened.items():
+            if name in held:
+                raise CheckpointError(f"{path}: {name!r} is in {held[name]} too.")
+            tensors[name], held[name] = tensor, path
+    check_shards(weights, held)
+    dropped |= {
+        name: reason for name in tensors for pattern, reason in _DROPPED if re.fullmatch(pattern, name)
+    }
+    if getattr(config.get_text_config(), "tie_word_embeddings", False):  # a tower has no such field
+        dropped |= tie_heads(tensors)
+    kept = fuse_experts({name: tensor for name, tensor in tensors.items() if name not in dropped})
+    kept = check_model(config, kept, str(folder))
+    found = read_companions(folder, check=companions)
+    notes = check_companions(found, config, str(folder)) if companions else []
+    return Checkpoint(folder, "hf", config, kept, dropped, found, sources, notes)
+
+
+def weight_files(folder: Path) -> WeightFiles:
+    """Find the weight files of a Hugging Face folder, in the order of their names.
+
+    Raises:
+        CheckpointError: there are none, one that the index names is missing or outside, or there are two sets of them.
+    """
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        note(folder / name)
+    found = find_weights(folder)
+    if found is None:
+        raise CheckpointError(
+            f"{folder}: no weights in this folder; looked for model.safetensors and pytorch_model.bin, and for "
+            "the index of either in several files."
+        )
+    for path in found.files:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file, though {found.index} names it.")
+    return found
+
+
+def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
+    """Read the small files of a Hugging Face folder that belong to the model: tokenizer, templates, processor.
+
+    Args:
+        folder: it holds config.json.
+        check: whether to look into the files.
+
+    Raises:
+        CheckpointError: one is called .json and is none.
+    """
+    found = {
+        path.name: read_bytes(path)
+        for path in sorted(folder.iterdir())
+        if path.is_file() and _COMPANIONS.fullmatch(path.name)
+    }
+    for name in found:
+        if check and name.endswith(".json"):
+            read_json(folder / name, LARGE)
+    templates = folder / "additional_chat_templates"
+    if templates.is_dir():
+        found |= {
+            f"{templates.name}/{path.name}": read_bytes(path) for path in sorted(templates.glob("*.jinja"))
+        }
+    return found
+
+
+def save_hf(
+    checkpoint: Checkpoint,
+    target: str | os.PathLike,
+    *,
+    layout: str | None = None,
+    experts: str = "fused",
+    dtype: str | torch.dtype | None = None,
+    shard_size: int | str = "5GB",
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Write a checkpoint as a Hugging Face folder.
+
+    Args:
+        checkpoint: what to write.
+        target: a folder that does not exist or is empty.
+        layout: "stock" writes the config.json of transformers' own model type, which llamoe, transformers, vLLM and
+            others read; "llamoe" writes ours, with llamoe_hub.py; None takes the first that can express the model.
+        experts: "fused" stacks the experts as stock does; "split" writes one linear layer an expert.
+        dtype: of all floating tensors; None keeps each one's.
+        shard_size: bytes that a file should not exceed, as a number or a text such as "5GB".
+        resume: go on with a folder that an earlier run left unfinished.
+        dry_run: check and plan everything, write nothing.
+        progress: is told of every block.
+        options: what else shaped the checkpoint, which a resumed run must share.
+
+    Raises:
+        ValueError: an option is unknown, the target is in use, stock cannot express the model, or a tensor is missing,
+            unknown, of another shape, or not finite.
+        OSError: the disk is full or fails.
+    """
+    begun = time.monotonic()
+    target = Path(target)
+    if experts not in ("fused", "split"):
+        raise ValueError(f"experts = {experts!r}: valid are 'fused' and 'split'.")
+    wanted = parse_dtype(dtype)
+    check_target(target, resume)
+    tensors = check_model(checkpoint.config, checkpoint.tensors, str(checkpoint.path))
+    if wanted is not None:
+        tensors = {name: tensor.cast(wanted) for name, tensor in tensors.items()}
+    described, layout = _config_files(checkpoint.config, tensors, layout)
+    if experts == "split":
+        tensors = split_experts(tensors)
+    groups, index = split_shards(tensors, parse_size(shard_size))
+    plan = Plan(
+        groups,
+        before={**processor_of_layout(checkpoint.companions, layout), **described},
+        last=index,
+        identity={"source": identify(checkpoint), "to": "hf", "layout": layout, **(options or {})},
+        sources=checkpoint.looks,
+    )
+    if not dry_run:
+        write(plan, target, resume, progress)
+    report = make_report(checkpoint, target, "hf", plan, begun, dry_run)
+    if (
+        isinstance(checkpoint.config, LlamoeConfig)
+        and layout == "stock"
+        and _main_dtype(tensors) != torch.bfloat16
+    ):
+        report.notes.append(
+            "transformers' processor gives bfloat16 pixels, which its own model class does not cast: give it "
+            "inputs.to(model.dtype), or call llamoe.adopt('llama4') before loading: llamoe's processor gives float32, "
+            "and its model casts"
+        )
+    return report
+
+
+def _read_config(folder: Path) -> LlamoeBaseConfig:
+    data = read_json(folder / "config.json")
+    if data.get("quantization_config"):
+        method = (
+            data["quantization_config"].get("quant_method")
+            if isinstance(data["quantization_config"], dict)
+            else None
+        )
+        raise CheckpointError(
+            f"{folder / 'config.json'}: the weights are quantized ({method}), and quantized weights are not converted. "
+            "Use the original ones."
+        )
+    try:
+        return from_stock(data)
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
+    """The dtype of most numbers."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def _config_files(
+    config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], layout: str | None
+) -> tuple[dict[str, bytes], str]:
+    """config.json and what belongs to it, and the layout that was taken."""
+    if layout not in ("stock", "llamoe", None):
+        raise ValueError(
+            f"layout = {layout!r}: valid are 'stock' and 'llamoe', or none for the first that fits."
+        )
+    config = copy.deepcopy(config)
+    config.architectures = [model_class(config).__name__]
+    config.dtype = _main_dtype(tensors)
+    for part in (getattr(config, name) for name in config.sub_configs):
+        part.dtype = None if part.dtype is None else config.dtype
+    if layout is None:
+        try:
+            to_stock(config)
+            layout = "stock"
+        except ValueError:
+            layout = "llamoe"
+    if isinstance(config, LlamoeVisionConfig) and layout == "stock":
+        to_stock(config)
+    with tempfile.TemporaryDirectory() as folder, written_by(to_stock if layout == "stock" else None):
+        config.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, layout

@@ -1,0 +1,309 @@
+"""Name tables: how the tensors of one format are those of another, as data that is read in both directions.
+
+A row says: the tensors of these names, split over files along this axis, are those tensors, by this operation. What a
+table does not name is an error, and so is what it names and is not there; what vanishes on purpose has a row of its own
+with the reason.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...configuration.errors import CheckpointError
+from .lazy_tensor import LazyTensor, compute, join
+
+_SHOWN = 5  # names in a message
+
+
+class Operation:
+    """What happens to the tensors of a row; the plain one renames them.
+
+    A subclass overrides `convert` and `revert`, which see whole tensors, or, where every file holds pieces of several
+    tensors, `forward` and `inverse`.
+    """
+
+    def forward(self, parts: list[list[LazyTensor]], axis: int | None, sizes: Any) -> list[LazyTensor]:
+        """Make the target tensors.
+
+        Args:
+            parts: for each source name, the tensors of all files.
+            axis: along which files hold parts; None where each has a copy.
+            sizes: the model's configuration.
+        """
+        return self.convert([_agree(files) if axis is None else join(files, axis) for files in parts], sizes)
+
+    def inverse(
+        self, targets: list[LazyTensor], axis: int | None, files: int, sizes: Any
+    ) -> list[list[LazyTensor]]:
+        """Undo `forward` for a number of files."""
+        return [
+            [tensor] * files if axis is None else split(tensor, axis, files)
+            for tensor in self.revert(targets, sizes)
+        ]
+
+    def convert(self, tensors: list[LazyTensor], sizes: Any) -> list[LazyTensor]:
+        """Make the target tensors from the whole source tensors."""
+        return tensors
+
+    def revert(self, tensors: list[LazyTensor], sizes: Any) -> list[LazyTensor]:
+        """Undo `convert`."""
+        return tensors
+
+
+KEEP = Operation()
+
+
+@dataclass(frozen=True)
+class Row:
+    """Some tensors of one format that are some tensors of the other.
+
+    Attributes:
+        source: names with `{i}` (or any other letter) for numbers.
+        target: names in the other format, with the same letters.
+        operation: how one becomes the other.
+        axis: of the source tensors, along which several files hold parts; None where each file has a copy.
+        when: whether the row holds for these numbers in this model; None for always.
+    """
+
+    source: str | tuple[str, ...]
+    target: str | tuple[str, ...]
+    operation: Operation = KEEP
+    axis: int | None = None
+    when: Callable[[Any, Mapping[str, int]], bool] | None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names on the source's side."""
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The names on the target's side."""
+        return (self.target,) if isinstance(self.target, str) else self.target
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A tensor of the source that has no place in the target.
+
+    Attributes:
+        pattern: its name; `{i}` stands for a number, `*` for anything.
+        reason: why nothing is lost.
+    """
+
+    pattern: str
+    reason: str
+
+
+Table = Sequence[Row | Drop]
+
+
+def read_through(
+    table: Table, files: Sequence[Mapping[str, LazyTensor]], sizes: Any
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """Translate the tensors of a source.
+
+    Args:
+        table: what belongs together.
+        files: name to tensor, for each file of the source.
+        sizes: the model's configuration.
+
+    Returns:
+        the target's name to tensor, and the source's name to reason for what was dropped.
+
+    Raises:
+        CheckpointError: files hold different names, or a name is unknown, missing or gives a tensor that another one
+            gives already.
+    """
+    names = list(dict.fromkeys(name for file in files for name in file))
+    rows = [row for row in table if isinstance(row, Row)]
+    drops = [(_regex(drop.pattern), drop.reason) for drop in table if isinstance(drop, Drop)]
+    found, unknown = _sort_names(names, [row.sources for row in rows], rows, sizes)
+    dropped = {}
+    for name in list(unknown):
+        reason = next((reason for regex, reason in drops if regex.fullmatch(name)), None)
+        if reason is not None:
+            dropped[name] = reason
+            unknown.remove(name)
+    _check_common([name for name in names if name not in dropped], files)
+    where = _place(files, names)
+    _refuse_unknown(unknown, where)
+    results: dict[str, LazyTensor] = {}
+    givers: dict[str, str] = {}
+    for (index, numbers), group in found.items():
+        row, values = rows[index], dict(numbers)
+        keys = [_fill(pattern, values) for pattern in row.sources]
+        _refuse_missing([key for key in keys if key not in group], group, where)
+        parts = [[file[key] for file in files] for key in keys]
+        _check_parts(parts, row.axis)
+        for pattern, tensor in zip(row.targets, row.operation.forward(parts, row.axis, sizes), strict=True):
+            name = _fill(pattern, values)
+            if name in results:
+                raise CheckpointError(
+                    f"{where}{keys[0]} and {givers[name]} are the same tensor ({name}) under two names. Remove one."
+                )
+            results[name], givers[name] = tensor, keys[0]
+    return results, dropped
+
+
+def write_through(
+    table: Table, tensors: Mapping[str, LazyTensor], files: int, sizes: Any
+) -> list[dict[str, LazyTensor]]:
+    """Translate back: from the target's names to the source's, split over files.
+
+    Args:
+        table: as for `read_through`.
+        tensors: the target's name to tensor.
+        files: how many files hold the result.
+        sizes: the model's configuration.
+
+    Returns:
+        the source's name to tensor, for each file.
+
+    Raises:
+        CheckpointError: a name is unknown, missing or ambiguous, or a size cannot be divided by the files.
+    """
+    rows = [row for row in table if isinstance(row, Row)]
+    found, unknown = _sort_names(list(tensors), [row.targets for row in rows], rows, sizes)
+    where = _place([tensors], list(tensors))
+    _refuse_unknown(unknown, where)
+    results: list[dict[str, LazyTensor]] = [{} for _ in range(files)]
+    for (index, numbers), group in found.items():
+        row, values = rows[index], dict(numbers)
+        keys = [_fill(pattern, values) for pattern in row.targets]
+        _refuse_missing([key for key in keys if key not in group], group, where)
+        parts = row.operation.inverse([tensors[key] for key in keys], row.axis, files, sizes)
+        for pattern, pieces in zip(row.sources, parts, strict=True):
+            name = _fill(pattern, values)
+            for result, piece in zip(results, pieces, strict=True):
+                assert name not in result, f"two rows of the table write {name}"
+                result[name] = piece
+    return results
+
+
+def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
+    """Cut a tensor into as many equal parts along an axis as there are files.
+
+    Raises:
+        CheckpointError: the axis cannot be divided.
+    """
+    size = tensor.shape[axis]
+    if size % files:
+        raise CheckpointError(
+            f"{tensor.origin} of shape {list(tensor.shape)} cannot be split over {files} files: {size} is no multiple "
+            f"of {files}. Choose a number of files that divides it."
+        )
+    part = size // files
+    return [tensor.cut(axis, i * part, (i + 1) * part) for i in range(files)]
+
+
+def _agree(copies: list[LazyTensor]) -> LazyTensor:
+    """The first of several copies; they are compared when it is read."""
+    first = copies[0]
+    if len(copies) == 1:
+        return first
+
+    def compare(*tensors: torch.Tensor) -> torch.Tensor:
+        for copy, tensor in zip(copies[1:], tensors[1:], strict=True):
+            if not torch.equal(tensor, tensors[0]):
+                raise CheckpointError(
+                    f"{copy.origin}: differs from {first.origin}, though every file should hold the same. The files do "
+                    "not belong together, or one is damaged."
+                )
+        return tensors[0]
+
+    return compute(compare, copies, first.shape, first.dtype, first.origin)
+
+
+def _check_parts(parts: list[list[LazyTensor]], axis: int | None) -> None:
+    for files in parts:
+        first = files[0]
+        if axis is not None and axis >= first.ndim:
+            raise CheckpointError(
+                f"{first.origin} has shape {list(first.shape)}; expected: at least {axis + 1} axes."
+            )
+        for part in files[1:]:
+            if part.shape != first.shape or part.dtype != first.dtype:
+                raise CheckpointError(
+                    f"{part.origin} is {_describe(part)}, but {first.origin} is {_describe(first)}. The files do not "
+                    "belong together."
+                )
+
+
+def _describe(tensor: LazyTensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _check_common(names: Sequence[str], files: Sequence[Mapping[str, LazyTensor]]) -> None:
+    for name in names:
+        holder = next(file for file in files if name in file)
+        for file in files:
+            if name not in file:
+                raise CheckpointError(
+                    f"{_place([file], list(file))}{name} is missing, which {holder[name].origin} has."
+                )
+
+
+def _sort_names(
+    names: Iterable[str], patterns: Sequence[tuple[str, ...]], rows: Sequence[Row], sizes: Any
+) -> tuple[dict[tuple[int, tuple[tuple[str, int], ...]], set[str]], list[str]]:
+    """Give each name to the row and the numbers that it belongs to, and list those without one."""
+    regexes = [[_regex(pattern) for pattern in row] for row in patterns]
+    found: dict[tuple[int, tuple[tuple[str, int], ...]], set[str]] = {}
+    unknown = []
+    for name in names:
+        for index, alternatives in enumerate(regexes):
+            match = next((match for regex in alternatives if (match := regex.fullmatch(name))), None)
+            if match is None:
+                continue
+            numbers = {letter: int(number) for letter, number in match.groupdict().items()}
+            condition = rows[index].when
+            if condition is None or condition(sizes, numbers):
+                found.setdefault((index, tuple(sorted(numbers.items()))), set()).add(name)
+                break
+        else:
+            unknown.append(name)
+    return found, unknown
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    pieces = re.split(r"(\{\w+\}|\*)", pattern)
+    return re.compile(
+        "".join(
+            f"(?P<{piece[1:-1]}>0|[1-9][0-9]*)"
+            if piece.startswith("{")
+            else ".*"
+            if piece == "*"
+            else re.escape(piece)
+            for piece in pieces
+        )
+    )
+
+
+def _fill(pattern: str, values: Mapping[str, int]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda match: str(values[match[1]]), pattern)
+
+
+def _place(files: Sequence[Mapping[str, LazyTensor]], names: list[str]) -> str:
+    """Which file a message is about, as far as the tensors know."""
+    origin = files[0][names[0]].origin if names else ""
+    return f"{origin.rpartition(': ')[0]}: " if ": " in origin else ""
+
+
+def _refuse_unknown(unknown: list[str], where: str) -> None:
+    if unknown:
+        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        raise CheckpointError(
+            f"{where}unknown tensor{'s' if len(unknown) > 1 else ''} {', '.join(unknown[:_SHOWN])}{more}: the "
+            "checkpoint is of another architecture, or has been changed."
+        )
+
+
+def _refuse_missing(missing: list[str], group: set[str], where: str) -> None:
+    if missing:
+        raise CheckpointError(
+            f"{where}{', '.join(missing[:_SHOWN])} missing, beside {', '.join(sorted(group))}."
+        )

@@ -1,0 +1,158 @@
+"""Files of weights that are made in full size and filled in any order: safetensors, and what `torch.save` writes."""
+
+import errno
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...modeling._compat import load_without_storage, save_without_storage, storage_offset
+from .lazy_tensor import LazyTensor
+from .read_files import DTYPES
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Output:
+    """A file of weights in full size, of which each tensor is filled from its beginning to its end.
+
+    Attributes:
+        path: of the file, under its temporary name.
+        sums: key to the CRC-32 of what was written of it, where the format wants one.
+        kept: keys of tensors that an earlier run has written.
+    """
+
+    def __init__(self, path: Path, offsets: Mapping[str, int], size: int):
+        self.path, self.offsets = path, offsets
+        self.written = dict.fromkeys(offsets, 0)
+        self.sums = dict.fromkeys(offsets, 0)
+        self.kept: set[str] = set()
+        self.file = open(path, "r+b" if path.exists() else "w+b", buffering=0)
+        if hasattr(os, "posix_fallocate"):  # a disk that is too small is known before hours of work
+            try:
+                os.posix_fallocate(self.file.fileno(), 0, max(size, 1))
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    self.close()
+                    raise
+        self.file.truncate(size)
+
+    def append(self, key: str, block: torch.Tensor) -> None:
+        """Write what follows of a tensor."""
+        data = memoryview(block.reshape(-1).view(torch.uint8).numpy())
+        self.file.seek(self.offsets[key] + self.written[key])
+        done = 0
+        while done < len(data):
+            done += self.file.write(data[done:])
+        self.written[key] += len(data)
+
+    def finish(self) -> None:
+        """Complete the file and bring it to the disk."""
+        self.flush()
+
+    def flush(self) -> None:
+        """Bring what was written to the disk."""
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+class SafetensorsOutput(Output):
+    """A safetensors file."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, LazyTensor], kept: Mapping[str, int]):
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        # Wide dtypes first, as the library lays them out: every tensor begins at a multiple of its item size.
+        for key in sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize):
+            tensor = tensors[key]
+            header[key] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [position, position + tensor.nbytes],
+            }
+            position += tensor.nbytes
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        begin = 8 + len(text)
+        offsets = {key: begin + header[key]["data_offsets"][0] for key in tensors}
+        if not (kept and path.stat().st_size == begin + position):
+            path.unlink(missing_ok=True)
+            kept = {}
+        super().__init__(path, offsets, begin + position)
+        self.kept = set(kept)
+        self.file.write(len(text).to_bytes(8, "little") + text)
+
+
+class TorchOutput(Output):
+    """What `torch.save` would write: torch lays the file out, and the numbers and their checksums follow."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, LazyTensor], kept: Mapping[str, int]):
+        placed = _placed(path) if kept else None
+        if placed is None or placed.keys() != tensors.keys():
+            path.unlink(missing_ok=True)
+            kept = {}
+            empty = {
+                key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                for key, tensor in tensors.items()
+            }
+            save_without_storage(empty, path)
+            placed = load_without_storage(path)
+        offsets = {key: storage_offset(placed[key]) if tensor.numel else 0 for key, tensor in tensors.items()}
+        super().__init__(path, offsets, path.stat().st_size)
+        self.kept = set(kept)
+        self.sums.update(kept)
+
+    def append(self, key: str, block: torch.Tensor) -> None:
+        """Write what follows of a tensor, and count it in its checksum."""
+        before = self.sums[key] if self.written[key] else 0  # not what an earlier run counted
+        super().append(key, block)
+        self.sums[key] = zlib.crc32(memoryview(block.reshape(-1).view(torch.uint8).numpy()), before)
+
+    def finish(self) -> None:
+        """Enter the checksums, too."""
+        by_offset = {offset: self.sums[key] for key, offset in self.offsets.items() if offset}
+        _set_checksums(self.path, self.file, by_offset)
+        super().finish()
+
+
+def _placed(path: Path) -> Any:
+    """What an unfinished file has room for; None if it is no such file any more."""
+    try:
+        return load_without_storage(path)
+    except Exception:  # a damaged pickle can fail in any way
+        return None
+
+
+def _set_checksums(path: Path, file: Any, by_offset: Mapping[int, int]) -> None:
+    """Enter the CRC-32 of records that were filled after the archive was laid out.
+
+    It stands in the archive's directory, and in a descriptor after the bytes of each record
+    (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.9 and 4.3.12).
+    """
+    with zipfile.ZipFile(path) as archive:
+        position, records = archive.start_dir, archive.infolist()
+    for info in records:
+        file.seek(position)
+        entry = file.read(46)
+        assert entry[:4] == b"PK\x01\x02", (path, info.filename)
+        lengths = [int.from_bytes(entry[i : i + 2], "little") for i in (28, 30, 32)]
+        file.seek(info.header_offset)
+        local = file.read(30)
+        begin = info.header_offset + 30 + sum(int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
+        if begin in by_offset and info.file_size:
+            value = by_offset[begin].to_bytes(4, "little")
+            file.seek(position + 16)
+            file.write(value)
+            file.seek(begin + info.file_size)
+            if file.read(4) == b"PK\x07\x08":
+                file.seek(begin + info.file_size + 4)
+                file.write(value)
+        position += 46 + sum(lengths)

@@ -1,0 +1,270 @@
+"""Weight files as dictionaries of lazy tensors: safetensors, and what `torch.save` writes (.pth, .pt, .bin).
+
+Opening reads headers only. Tensors are read from the file at their offsets, never through a memory map: what was read
+does not stay in memory, and a file that shrinks meanwhile gives an error instead of ending the process.
+"""
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...configuration import json_files
+from ...configuration.errors import CheckpointError
+from ...configuration.json_files import LARGE, check_regular
+from ...modeling.checkpoints import Named, TensorHeader, read_header, read_records, read_torch
+from .lazy_tensor import LazyTensor
+from .source_changes import note
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_PIECE = 1 << 22  # bytes
+# Meta's files hold streams of bytes, as `_extra_state`.
+_STREAMS = ("_io.BytesIO",)
+# What a torch file may wrap its tensors in.
+_WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
+
+
+class FileTensor(LazyTensor):
+    """A tensor at an offset of a file, in any strides."""
+
+    def __init__(self, path: Path, name: str, offset: int, dtype: torch.dtype, shape, strides=None):
+        super().__init__(shape, dtype, f"{path}: {name}")
+        self.path, self.offset = path, offset
+        self.strides = tuple(strides) if strides is not None else None
+        if self.strides == _row_major(self.shape):
+            self.strides = None
+
+    def _read(self, start, stop):
+        if self.strides is not None and self.numel:
+            # What these rows reach, from their first element; where the first axis is not the slowest, nearly all.
+            shape = (stop - start, *self.shape[1:])
+            if start == stop:
+                return torch.empty(shape, dtype=self.dtype)
+            span = 1 + sum((size - 1) * step for size, step in zip(shape, self.strides, strict=True))
+            return self._bytes(start * self.strides[0], span).as_strided(shape, self.strides)
+        width = self.numel // self.shape[0] if self.shape and self.shape[0] else 1
+        shape = (stop - start, *self.shape[1:]) if self.shape else ()
+        return self._bytes(start * width, (stop - start) * width if self.numel else 0).view(shape)
+
+    def stream(self, start=0, stop=None):
+        """Read pieces that stay in the processor's cache until they are written."""
+        stop = self._rows() if stop is None else stop
+        if self.strides is not None or not self.numel:
+            yield from super().stream(start, stop)
+            return
+        width = self.numel // self._rows()
+        step = max(_PIECE // self.dtype.itemsize, 1)
+        for first in range(start * width, stop * width, step):
+            yield self._bytes(first, min(step, stop * width - first))
+
+    def _bytes(self, first: int, count: int) -> torch.Tensor:
+        size = self.dtype.itemsize
+        buffer = torch.empty(count * size, dtype=torch.uint8)
+        view = memoryview(buffer.numpy())
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(self.offset + first * size)
+                done = 0
+                while done < len(view):
+                    got = file.readinto(view[done:])
+                    if not got:
+                        raise CheckpointError(
+                            f"{self.origin}: the file ended while the tensor was read; it became shorter."
+                        )
+                    done += got
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{self.origin}: cannot be read ({error.strerror or error}).") from error
+        return buffer.view(self.dtype)
+
+
+def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
+    """Open a safetensors file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        name to tensor, in the order of the header.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or a dtype is none of torch's.
+    """
+    path = Path(path)
+    note(path)
+    return {name: _in_file(path, name, header) for name, header in read_header(path, "safetensors").items()}
+
+
+def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """Open a file of `torch.save`: a dictionary of tensors, by itself or under "state_dict" or "model".
+
+    Args:
+        path: the file.
+
+    Returns:
+        name to tensor, and name to type of the entries that are no tensors.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, holds something else, or wants to run code.
+    """
+    path = Path(path)
+    note(path)
+    try:
+        content = read_torch(path, _STREAMS)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file.") from error
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    others: dict[str, str] = {}
+    for _ in range(3):  # wrapped in one another, but not without end
+        wrapper = next(
+            (name for name in _WRAPPERS if isinstance(content, dict) and isinstance(content.get(name), dict)),
+            None,
+        )
+        if wrapper is None:
+            break
+        for name, value in content.items():
+            if isinstance(value, TensorHeader):
+                raise CheckpointError(
+                    f"{path}: has {name} beside {wrapper!r}; one of them only was expected."
+                )
+            if name != wrapper:
+                others[str(name)] = _kind(value)
+        content = content[wrapper]
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {_kind(content)}, not a dictionary of tensors.")
+    tensors: dict[str, LazyTensor] = {}
+    for name, value in content.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{path}: a key is {name!r}, where names of tensors were expected.")
+        if isinstance(value, TensorHeader):
+            tensors[name] = _in_file(path, name, value)
+        else:
+            others[name] = _kind(value)
+    return tensors, others
+
+
+def _kind(value: object) -> str:
+    return value.name if isinstance(value, Named) else type(value).__name__
+
+
+def _in_file(path: Path, name: str, header: TensorHeader) -> LazyTensor:
+    if header.dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name} has dtype {header.dtype}, which cannot be converted.")
+    return FileTensor(path, name, header.begin, DTYPES[header.dtype], header.shape, header.strides)
+
+
+def open_weights(path: str | os.PathLike) -> dict[str, LazyTensor]:
+    """Open a file of weights of either format, whatever it is called.
+
+    Args:
+        path: the file.
+
+    Returns:
+        name to tensor.
+
+    Raises:
+        CheckpointError: as `open_safetensors` and `open_pickle`.
+    """
+    path = Path(path)
+    try:
+        check_regular(path)
+        with open(path, "rb") as file:
+            begin = file.read(9)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
+    if path.suffix == ".safetensors" or begin[8:] == b"{":
+        return open_safetensors(path)
+    return open_pickle(path)[0]
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a small file of a source whole.
+
+    Raises:
+        CheckpointError: it is larger than any of them.
+    """
+    note(path)
+    if check_regular(path).st_size > LARGE:
+        raise CheckpointError(f"{path}: has more than {LARGE} bytes, where a small file was expected.")
+    return path.read_bytes()
+
+
+def read_json(path: str | os.PathLike, *most: int) -> dict[str, Any]:
+    """Read a JSON file of a source, as `configuration._files.read_json` does."""
+    note(Path(path))
+    return json_files.read_json(path, *most)
+
+
+def check_sums(paths: Sequence[Path]) -> None:
+    """Read files whole and compare them with the checksums that come with them.
+
+    Those are `checklist.chk` beside the file, lines of an MD5 sum and a name as Meta ships them, and the CRC-32 of
+    every record of a torch file.
+
+    Args:
+        paths: files of weights.
+
+    Raises:
+        CheckpointError: a sum differs.
+    """
+    import hashlib
+
+    for path in paths:
+        listed = _checklist(path.parent / "checklist.chk").get(path.name)
+        if listed is not None:
+            with open(path, "rb") as file:
+                found = hashlib.file_digest(file, "md5").hexdigest()
+            if found != listed:
+                raise CheckpointError(
+                    f"{path}: its MD5 sum is {found}, but checklist.chk says {listed}. Download it again."
+                )
+        _check_records(path)
+
+
+def _check_records(path: Path) -> None:
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # the format before 1.6 has no checksums
+            return
+        for name, record in read_records(path, file).items():
+            file.seek(record.begin)
+            left, found = record.nbytes, 0
+            while left and (piece := file.read(min(left, 1 << 24))):
+                left -= len(piece)
+                found = zlib.crc32(piece, found)
+            if left or record.crc not in (0, found):
+                raise CheckpointError(
+                    f"{path}: record {name} is damaged (CRC-32 differs). Download it again."
+                )
+
+
+def _checklist(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}).") from error
+    entries = (line.split() for line in lines)
+    return {entry[1].lstrip("*"): entry[0].lower() for entry in entries if len(entry) == 2}
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

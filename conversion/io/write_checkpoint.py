@@ -1,0 +1,465 @@
+"""Checkpoints written block by block, so that at any moment what has its final name is whole.
+
+A file is made in full size under a temporary name, filled, flushed to the disk and renamed. What makes a folder a
+checkpoint (the index of several shards, Meta's params.json) is written last. Until then `UNFINISHED` lies in the folder
+and says what is being made from what; with it, a later run goes on after the last whole file, and in large files
+after the last tensors that it says are on the disk.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ...configuration.errors import CheckpointError
+from ...modeling.checkpoints import UNFINISHED
+from .lazy_tensor import LazyTensor, blocks
+from .preallocated_files import Output, SafetensorsOutput, TorchOutput
+from .read_files import open_weights
+from .run_lock import RunLock, one_run
+from .source_changes import Look, check_unchanged
+from .target_folder import TEMPORARY, check_free, check_target, is_empty
+
+_CHECKED_AT_ONCE = 1 << 24  # elements
+_BEHIND = 1 << 26  # bytes that may wait to be written
+_NOTED = 1 << 32  # bytes after which is noted what of unfinished files is on the disk
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+Unit = list[tuple[str, str, LazyTensor]]  # file, key, tensor
+
+
+class Progress(Protocol):
+    """What is told how far the writing has come."""
+
+    def start(self, total: int) -> None:
+        """Begin; `total` is the bytes of weights that will be written."""
+
+    def advance(self, nbytes: int, file: str) -> None:
+        """Count bytes that were written to a file, or were there already."""
+
+
+@dataclass
+class Plan:
+    """Everything that a target folder will hold.
+
+    Attributes:
+        groups: files that are written together, as name to tensors; the groups one after the other.
+        before: small files that come first, name to content.
+        last: small files that make the folder a checkpoint, in order.
+        identity: what the folder is made from and how; a run that goes on must have the same.
+        sources: the files that all this is read from, as they looked when they were opened.
+    """
+
+    groups: list[dict[str, dict[str, LazyTensor]]]
+    before: dict[str, bytes] = field(default_factory=dict)
+    last: dict[str, bytes] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+    sources: Mapping[Path, Look] = field(default_factory=dict)
+
+    @property
+    def files(self) -> dict[str, dict[str, LazyTensor]]:
+        """All files of weights, name to tensors."""
+        return {name: tensors for group in self.groups for name, tensors in group.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
+
+    def fingerprint(self) -> str:
+        """Digest of what will be written and from what."""
+        layout = {
+            file: {name: [str(tensor.dtype), tensor.shape] for name, tensor in tensors.items()}
+            for file, tensors in self.files.items()
+        }
+        content = {
+            name: hashlib.sha256(data).hexdigest() for name, data in {**self.before, **self.last}.items()
+        }
+        described = json.dumps([self.identity, layout, content], sort_keys=True, default=str)
+        return hashlib.sha256(described.encode()).hexdigest()
+
+
+def parse_size(size: int | str) -> int:
+    """Read a size such as "5GB", "500MB" or "2GiB" as bytes.
+
+    Args:
+        size: bytes, or a number with a unit.
+
+    Raises:
+        ValueError: it is none, or not above zero.
+    """
+    if isinstance(size, str):
+        digits = size.strip().rstrip("BbKkMmGgTtIi ")
+        unit = size.strip()[len(digits) :].strip().upper()
+        try:
+            size = int(float(digits) * _UNITS[unit])
+        except (ValueError, KeyError, OverflowError):
+            raise ValueError(
+                f"shard_size = {size!r}: should be a size such as '5GB', '500MB' or '2GiB'."
+            ) from None
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"shard_size = {size!r}: should be bytes, 1 or more, or a text such as '5GB'.")
+    return size
+
+
+def split_shards(
+    tensors: Mapping[str, LazyTensor], shard_size: int, stem: str = "model"
+) -> tuple[list[dict[str, dict[str, LazyTensor]]], dict[str, bytes]]:
+    """Lay tensors out over safetensors files, as transformers names them.
+
+    Args:
+        tensors: name to tensor.
+        shard_size: bytes that a file should not exceed; a tensor that is larger gets a file of its own.
+        stem: beginning of the file names.
+
+    Returns:
+        one group a file, and the index where there are several.
+    """
+    shards: list[dict[str, LazyTensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.nbytes > shard_size:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    if len(shards) == 1:
+        return [{f"{stem}.safetensors": shards[0]}], {}
+    names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    index = {
+        "metadata": {
+            "total_parameters": sum(tensor.numel for tensor in tensors.values()),
+            "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+        },
+        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in sorted(shard)},
+    }
+    groups = [{name: shard} for name, shard in zip(names, shards, strict=True)]
+    return groups, {f"{stem}.safetensors.index.json": to_json(index)}
+
+
+def to_json(content: Any) -> bytes:
+    """Write an object as the JSON files of a checkpoint are written."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | None = None) -> None:
+    """Write a planned checkpoint.
+
+    Args:
+        plan: what to write.
+        target: the folder; it is made, or must be empty, or with `resume` one that an earlier run left unfinished.
+        resume: keep what an earlier run of the same plan has brought to the disk.
+        progress: is told of every block.
+
+    Raises:
+        ValueError: the target is in use, the earlier run made something else, a weight is not finite, or a file of the
+            source has changed since it was opened. What this run made is removed.
+        OSError: the disk is full or fails, or the target was moved or removed. Whole files stay, for `resume`.
+    """
+    check_target(target, resume)
+    with one_run(target) as lock:
+        check_free(target, resume)  # what another run may have done since
+        _write_alone(plan, target, lock, progress)
+
+
+def _write_alone(plan: Plan, target: Path, lock: RunLock, progress: Progress | None) -> None:
+    earlier = None if is_empty(target) else _read_state(plan, target)
+    state = earlier or {"fingerprint": plan.fingerprint(), "made_from": plan.identity, "writing": {}}
+    files = plan.files
+    done = _whole_files(plan, target) if earlier else set()
+    partial = [_partial(target / name) for name in files] if earlier else []
+    _check_room(
+        target,
+        sum(_nbytes(files[name]) for name in files if name not in done)
+        - sum(path.stat().st_size for path in partial if path.is_file()),
+    )
+    if progress:
+        progress.start(plan.nbytes)
+        for name in done:
+            progress.advance(_nbytes(files[name]), name)
+
+    def check() -> None:
+        lock.check()
+        check_unchanged(plan.sources)
+
+    made: list[Path] = []
+    try:
+        if earlier is None:
+            _write_small(target / UNFINISHED, to_json(state), made)
+        for name, content in plan.before.items():
+            _write_small(target / name, content, made)
+        for group in plan.groups:
+            if not done.issuperset(group):
+                _write_group(group, target, state, made, check, progress)
+        check()
+        for name, content in plan.last.items():
+            _write_small(target / name, content, made)
+        (target / UNFINISHED).unlink()
+    except BaseException as error:
+        if isinstance(error, ValueError) and lock.is_held():
+            state["writing"] = {}
+            for path in reversed(made):  # UNFINISHED goes last
+                path.unlink(missing_ok=True)
+                if path.parent != target and not any(path.parent.iterdir()):
+                    path.parent.rmdir()
+        elif isinstance(error, OSError):
+            lock.check()
+            raise _explain(error, target) from error
+        raise
+    finally:
+        if lock.is_held():
+            for name in (UNFINISHED, *plan.before, *files, *plan.last):
+                if name not in state["writing"]:
+                    _partial(target / name).unlink(missing_ok=True)
+
+
+def _read_state(plan: Plan, target: Path) -> dict[str, Any]:
+    """What an earlier run of the same plan noted.
+
+    Returns:
+        "fingerprint" and "made_from" of the plan, and "writing": of files that are not finished, name to tensors that
+        are on the disk, with their checksums.
+    """
+    path = target / UNFINISHED
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        earlier, made_from, writing = state["fingerprint"], state["made_from"], state["writing"]
+        if not isinstance(writing, dict) or not all(isinstance(keys, dict) for keys in writing.values()):
+            raise TypeError("writing is no object of objects")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error!r}). Begin again elsewhere.") from error
+    if earlier != plan.fingerprint():
+        now = json.loads(json.dumps(plan.identity, default=str))
+        raise ValueError(
+            f"{target}: was begun from another source or with other options, so that it cannot go on: then "
+            f"{made_from}, now {now}. Give the same ones, or another target."
+        )
+    return state
+
+
+def _whole_files(plan: Plan, target: Path) -> set[str]:
+    """Names of the weight files that an earlier run has finished; files that are written together count together."""
+    groups = [group for group in plan.groups if all(_is_whole(target / name, group[name]) for name in group)]
+    return {name for group in groups for name in group}
+
+
+def _is_whole(path: Path, tensors: Mapping[str, LazyTensor]) -> bool:
+    try:
+        found = open_weights(path)
+    except CheckpointError:
+        return False
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()
+    }
+
+
+def _check_room(target: Path, needed: int) -> None:
+    folder = next(parent for parent in (target.absolute(), *target.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"{target}: {needed / 1e9:.2f} GB have to be written, but only {free / 1e9:.2f} GB are free",
+        )
+
+
+def _explain(error: OSError, target: Path) -> OSError:
+    return OSError(
+        error.errno,
+        f"{target}: writing failed ({error.strerror or error}). Whole files were kept; make room or repair the disk, "
+        "then go on with resume=True (--resume)",
+    )
+
+
+def _partial(path: Path) -> Path:
+    """Where a file is written until it is whole."""
+    return path.parent / TEMPORARY.format(path.name)
+
+
+def _write_small(path: Path, content: bytes, made: list[Path]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with open(_partial(path), "wb") as file:
+        file.write(content)
+        _flush(file)
+    os.replace(_partial(path), path)
+    made.append(path)
+
+
+def _flush(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _nbytes(tensors: Mapping[str, LazyTensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _write_group(
+    group: Mapping[str, Mapping[str, LazyTensor]],
+    target: Path,
+    state: dict[str, Any],
+    made: list[Path],
+    check: Callable[[], None],
+    progress: Progress | None,
+) -> None:
+    """Write files side by side, so that a block of the source is read once for all of them.
+
+    Args:
+        group: the files.
+        target: their folder.
+        state: of the run, see `_read_state`.
+        made: gets the paths of the files once they have their names.
+        check: is called before anything is noted as written or gets its name.
+        progress: is told of every block.
+    """
+    paths = {name: _partial(target / name) for name in group}
+    if state["writing"].keys() != group.keys() or not all(path.is_file() for path in paths.values()):
+        state["writing"] = {}
+    outputs: dict[str, Output] = {}
+    threads = torch.get_num_threads()
+    try:
+        # Copies of a few MB are over before several threads have met, which on a busy machine takes ten times as long.
+        torch.set_num_threads(1)
+        for name, tensors in group.items():
+            make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
+            outputs[name] = make(paths[name], tensors, state["writing"].get(name, {}))
+        on_disk = {name: set(output.kept) for name, output in outputs.items()}
+        fresh = 0
+        with _Behind() as behind:
+            for unit in _units(group):
+                if all(key in on_disk[name] for name, key, _ in unit):
+                    if progress:
+                        for name, _, tensor in unit:
+                            progress.advance(tensor.nbytes, name)
+                    continue
+                _write_unit(unit, outputs, behind, progress)
+                fresh += sum(tensor.nbytes for *_, tensor in unit)
+                for name, key, _ in unit:
+                    on_disk[name].add(key)
+                if fresh >= _NOTED:
+                    fresh = 0
+                    behind.catch_up()
+                    check()
+                    _note(state, outputs, on_disk, target)
+        for output in outputs.values():
+            output.finish()
+    finally:
+        torch.set_num_threads(threads)
+        for output in outputs.values():
+            output.close()
+    check()
+    for name, path in paths.items():
+        os.replace(path, target / name)
+        made.append(target / name)
+    state["writing"] = {}
+    _flush_folder(target)
+
+
+def _write_unit(
+    unit: Unit, outputs: Mapping[str, Output], behind: "_Behind", progress: Progress | None
+) -> None:
+    pending = [(name, key, tensor, blocks(tensor)) for name, key, tensor in unit]
+    for step in range(max(len(ranges) for *_, ranges in pending)):
+        for name, key, tensor, ranges in pending:
+            for piece in tensor.stream(*ranges[step]) if step < len(ranges) else ():
+                _check_finite(key, tensor, piece)
+                behind.run(piece.nbytes, outputs[name].append, key, piece)
+                if progress:
+                    progress.advance(piece.nbytes, name)
+
+
+def _note(
+    state: dict[str, Any], outputs: Mapping[str, Output], on_disk: Mapping[str, set[str]], target: Path
+) -> None:
+    """Write down which tensors of unfinished files need not be written again."""
+    for output in outputs.values():
+        output.flush()
+    state["writing"] = {
+        name: {key: output.sums[key] for key in on_disk[name]} for name, output in outputs.items()
+    }
+    _write_small(target / UNFINISHED, to_json(state), [])
+
+
+def _flush_folder(folder: Path) -> None:
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _units(group: Mapping[str, Mapping[str, LazyTensor]]) -> list[Unit]:
+    """Tensors of a group that are made of the same ones of the source; their blocks are written in turn."""
+    units: dict[tuple[int, ...], Unit] = {}
+    for name, tensors in group.items():
+        for key, tensor in tensors.items():
+            leaves = tuple(sorted({id(leaf) for leaf in tensor.leaves()}))
+            units.setdefault(leaves, []).append((name, key, tensor))
+    return list(units.values())
+
+
+def _check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
+    if block.is_floating_point() and block.dtype.itemsize > 1:
+        for piece in block.split(_CHECKED_AT_ONCE):
+            # A sum is many times faster; where it is not finite, so may be the numbers all the same.
+            if not bool(torch.isfinite(piece.sum())) and not bool(piece.isfinite().all()):
+                _refuse_numbers(key, tensor, piece)
+
+
+def _refuse_numbers(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
+    count = int((~block.isfinite()).sum())
+    leaf = next(tensor.leaves())
+    cause = (
+        f"numbers too large for {tensor.dtype} (cast from {leaf.dtype}), NaN or infinity; another dtype may hold them"
+        if leaf.dtype != tensor.dtype
+        else "NaN or infinity; the source is damaged"
+    )
+    raise CheckpointError(f"{leaf.origin} (as {key}): {count} of its numbers are {cause}.")
+
+
+class _Behind:
+    """Does one thing after the other in a thread, while the next block is read."""
+
+    def __init__(self):
+        self.thread = ThreadPoolExecutor(1)
+        self.waiting: deque[tuple[int, Future]] = deque()
+        self.nbytes = 0
+
+    def __enter__(self) -> "_Behind":
+        return self
+
+    def run(self, nbytes: int, function: Callable[..., None], *args: Any) -> None:
+        """Add a call that holds so many bytes; wait while too many are held."""
+        while self.waiting and (self.nbytes + nbytes > _BEHIND or self.waiting[0][1].done()):
+            self._wait()
+        self.nbytes += nbytes
+        self.waiting.append((nbytes, self.thread.submit(function, *args)))
+
+    def catch_up(self) -> None:
+        """Wait for all calls."""
+        while self.waiting:
+            self._wait()
+
+    def _wait(self) -> None:
+        nbytes, call = self.waiting.popleft()
+        call.result()
+        self.nbytes -= nbytes
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if kind is None:
+                self.catch_up()
+        finally:
+            self.thread.shutdown(cancel_futures=True)

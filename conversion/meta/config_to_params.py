@@ -1,0 +1,336 @@
+"""Our configurations as Meta's `params.json`, and what has no place in it.
+
+The parameters that are about to be written are read again as Meta's code reads them, hidden sizes by its formulas, and
+each field that would then differ and changes what the model computes is refused by its name. Fields that change no
+number (context length, token ids, what concerns training) have no place in `params.json`; LLaMA's own code refuses
+keys that it does not know. They go into `llamoe.json` beside it, which Meta's code never opens.
+"""
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, get_origin
+
+from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import fail
+from ...configuration.errors import CheckpointError
+from .params_to_config import (
+    LARGEST_SENTENCEPIECE,
+    SCALING,
+    Params,
+    Seen,
+    expert_size,
+    feed_forward_size,
+    read_config,
+)
+
+# Fields that change no number of a forward pass in evaluation; they are kept in llamoe.json.
+_FREE = frozenset(
+    "max_position_embeddings initializer_range use_cache pad_token_id bos_token_id eos_token_id pretraining_tp "
+    "attention_dropout projector_dropout no_rope_layer_interval interleave_moe_layer_step output_router_logits "
+    "router_aux_loss_coef router_jitter_noise router_z_loss_coef router_dropout expert_capacity_factor "
+    "output_expert_load boi_token_index eoi_token_index image_token_index tie_word_embeddings".split()
+)
+# Of those what a reader would otherwise guess: from the folder's name, from which LLaMA it takes it for.
+_ALWAYS_KEPT = frozenset(
+    "max_position_embeddings pad_token_id bos_token_id eos_token_id boi_token_index eoi_token_index "
+    "image_token_index".split()
+)
+
+# Published pairs of multiple_of and ffn_dim_multiplier, tried first so that a published size gets its own file back.
+_PUBLISHED = ((256, None), (4096, 1.3), (1024, 1.3))
+_PUBLISHED_LLAMA4 = ((2048, 1.2),)
+_POWERS = tuple(2**n for n in range(13))
+_FACTORS = {"rope_scaling_factor": "factor", "rope_high_freq_factor": "high_freq_factor"}
+
+
+def write_params(config: LlamoeBaseConfig, generation: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The `params.json` of a configuration, and the content of `llamoe.json`.
+
+    Args:
+        config: A `LlamoeDenseConfig`, `LlamoeTextConfig` or `LlamoeConfig`.
+        generation: 2 or 3 for the dense family, whichever is meant; 4 else.
+
+    Returns:
+        Two dictionaries for JSON.
+
+    Raises:
+        ValueError: a field has a value that Meta's code cannot compute; the message names it.
+    """
+    if isinstance(config, LlamoeDenseConfig):
+        params = _write_dense(config, generation)
+    else:
+        assert isinstance(config, (LlamoeTextConfig, LlamoeConfig))
+        assert generation == 4
+        params = _write_text(config)
+    vocab_size = config.get_text_config().vocab_size
+    again = read_config(Params.of(params, "params.json"), Seen(generation, vocab_size))
+    return params, _compare(config, again)
+
+
+def _write_decoder(config: LlamoeDenseConfig | LlamoeTextConfig) -> dict[str, Any]:
+    assert config.head_dim is not None
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        problem = "Meta's code takes hidden_size / num_attention_heads for it"
+        valid = f"{config.hidden_size / config.num_attention_heads:g}"
+        fail(config, "head_dim", config.head_dim, problem, valid)
+    return {
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+        "norm_eps": config.rms_norm_eps,
+    }
+
+
+def _write_dense(config: LlamoeDenseConfig, generation: int) -> dict[str, Any]:
+    params = _write_decoder(config)
+    if generation < 3 and params["n_kv_heads"] == params["n_heads"]:
+        del params["n_kv_heads"]  # LLaMA 1's code does not know it
+    params["multiple_of"], multiplier = _fit_dense(config)
+    if multiplier is not None:
+        params["ffn_dim_multiplier"] = multiplier
+    rope = config.rope_parameters or {}
+    # A reader without the tokenizer takes a large vocabulary for Llama 3's, with its default.
+    if generation == 3 or rope.get("rope_theta") != 10000.0 or config.vocab_size > LARGEST_SENTENCEPIECE:
+        params["rope_theta"] = rope.get("rope_theta")
+    if rope.get("rope_type") == "llama3":
+        params["use_scaled_rope"] = True
+        for (name, key), default in zip(_FACTORS.items(), SCALING[3], strict=True):
+            if rope.get(key) != default:
+                params[name] = rope.get(key)
+    return params
+
+
+def needs_own_scaling(params: Mapping[str, Any]) -> bool:
+    """Whether a dense model scales its rotary embedding otherwise than Llama 3's code, which has constants there."""
+    return "moe_args" not in params and any(name in params for name in _FACTORS)
+
+
+def _write_text(config: LlamoeTextConfig | LlamoeConfig) -> dict[str, Any]:
+    text = config.text_config if isinstance(config, LlamoeConfig) else config
+    assert text.layer_types is not None
+    assert text.no_rope_layers is not None
+    rope = text.rope_parameters or {}
+    scaled = rope.get("rope_type") == "llama3"
+    chunked = "chunked_attention" in text.layer_types
+    count = text.num_hidden_layers
+    interval = text.no_rope_layer_interval
+    if not interval or text.no_rope_layers != [int((idx + 1) % interval != 0) for idx in range(count)]:
+        interval = text.no_rope_layers.index(0) + 1 if 0 in text.no_rope_layers else None
+    params = _write_decoder(text) | {
+        "head_dim": text.head_dim,
+        "rope_theta": rope.get("rope_theta"),
+        "use_scaled_rope": scaled,
+        **({name: rope.get(key) for name, key in _FACTORS.items()} if scaled else {}),
+        "attention_chunk_size": text.attention_chunk_size if chunked else None,
+        "nope_layer_interval": interval,
+        "use_qk_norm": text.use_qk_norm,
+        "attn_temperature_tuning": bool(text.attn_temperature_tuning),
+        "floor_scale": float(text.floor_scale),
+        "attn_scale": text.attn_scale,
+        "ffn_exp": None,
+        "moe_args": None,
+        "vision_args": None,
+    }
+    if not text.moe_layers:
+        params["multiple_of"], params["ffn_dim_multiplier"] = _fit_dense(text)
+    else:
+        step = text.interleave_moe_layer_step
+        if text.moe_layers != list(range(step - 1, count, step)):
+            step = min(text.moe_layers) + 1
+        multiple_of, multiplier, ffn_exp, capacity = _fit_mixture(text)
+        params |= {"multiple_of": multiple_of, "ffn_dim_multiplier": multiplier, "ffn_exp": ffn_exp}
+        params["moe_args"] = {
+            "num_experts": text.num_local_experts,
+            "capacity_factor": capacity,
+            "auto_scale_F": True,
+            "top_k": text.num_experts_per_tok,
+            "interleave_moe_layer_step": step,
+        }
+    if isinstance(config, LlamoeConfig):
+        params["vision_args"] = _write_vision(config.vision_config)
+    return params
+
+
+def _write_vision(config: LlamoeVisionConfig) -> dict[str, Any]:
+    dim, inner = config.hidden_size, config.intermediate_size
+    ratio = inner / dim
+    if int(ratio * dim) != inner:
+        ratio = (inner + 0.5) / dim  # the quotient rounded down
+    return {
+        "image_size": {"height": config.image_size, "width": config.image_size},
+        "patch_size": {"height": config.patch_size, "width": config.patch_size},
+        "dim": dim,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "mlp_ratio": ratio,
+        "output_dim": config.vision_output_dim,
+        "pixel_shuffle_ratio": config.pixel_shuffle_ratio,
+    }
+
+
+def _multipliers(dim: int, inner: int, multiple_of: int) -> Iterable[float]:
+    """Factors that bring Meta's formula to `inner`, those of few decimals first."""
+    base = int(2 * (4 * dim) / 3)
+    for decimals in range(1, 10):
+        lowest = math.ceil((inner - multiple_of + 1) / base * 10**decimals)
+        for candidate in (lowest, lowest + 1):
+            multiplier = candidate / 10**decimals
+            if multiplier > 0 and feed_forward_size(dim, multiple_of, multiplier) == inner:
+                yield multiplier
+
+
+def _fit_dense(config: LlamoeDenseConfig | LlamoeTextConfig) -> tuple[int, float | None]:
+    """A pair of multiple_of and ffn_dim_multiplier by which Meta's formula gives the dense hidden size.
+
+    In order: published pairs, the smallest power of two that needs no multiplier, the multiplier of fewest
+    decimals with the smallest power of two.
+    """
+    dim = config.hidden_size
+    inner = (
+        config.intermediate_size if isinstance(config, LlamoeDenseConfig) else config.intermediate_size_mlp
+    )
+    for pair in (*_PUBLISHED, *((power, None) for power in _POWERS)):
+        if feed_forward_size(dim, *pair) == inner:
+            return pair
+    pairs = (
+        (power, found) for power in _POWERS for found in _multipliers(dim, inner, power) if inner % power == 0
+    )
+    return min(pairs, key=lambda pair: (len(str(pair[1])), pair[0]))
+
+
+def _fit_mixture(config: LlamoeTextConfig) -> tuple[int, float, float, float]:
+    """multiple_of, ffn_dim_multiplier, ffn_exp and capacity_factor that give both hidden sizes.
+
+    The capacity factor matters for nothing else: Meta's code limits no expert. It leaves the 1.0 of the
+    releases only where the multiplier is so large that the formula would step over sizes.
+    """
+    dim, inner, expert = config.hidden_size, config.intermediate_size_mlp, config.intermediate_size
+    pairs = [pair for pair in _PUBLISHED_LLAMA4 if feed_forward_size(dim, *pair) == inner]
+    shared = [power for power in _POWERS if math.gcd(inner, expert) % power == 0]
+    pairs += sorted(
+        ((power, found) for power in shared for found in _multipliers(dim, inner, power)),
+        key=lambda pair: (len(str(pair[1])), pair[0]),
+    )
+    for multiple_of, multiplier in pairs:
+        capacity = float(max(1, math.ceil(multiplier) - 1))
+        for ffn_exp in _expansions(dim, expert, multiple_of, multiplier, capacity):
+            if expert_size(dim, multiple_of, multiplier, ffn_exp, capacity) == expert:
+                return multiple_of, multiplier, ffn_exp, capacity
+    raise AssertionError(f"no parameters for sizes {dim}, {inner}, {expert}")
+
+
+def _expansions(
+    dim: int, expert: int, multiple_of: int, multiplier: float, capacity: float
+) -> Iterable[float]:
+    yield 4.0  # the releases'
+    scale = 1.5 * (capacity + 1) / multiplier / dim
+    for decimals in range(1, 5):
+        yield round((expert - multiple_of // 2) * scale, decimals)
+    # The formula's first step makes an integer of it; the neighbours of the quotient, to its last digit.
+    middle = int(expert * scale * dim)
+    reach = math.ceil(3 * scale * dim) + 3
+    yield from ((middle + step + 0.5) / dim for step in range(-reach, reach))
+
+
+def _compare(config: Any, again: Any) -> dict[str, Any]:
+    """Fields of `config` that `again`, read from its parameters, may lack; those that matter are refused."""
+    kept: dict[str, Any] = {}
+    free = _FREE | _without_effect(config)
+    for name in _fields(type(config)):
+        value, read = getattr(config, name), getattr(again, name)
+        if isinstance(value, LlamoeBaseConfig):
+            if part := _compare(value, read):
+                kept[name] = part
+        elif name in free or (name == "attn_temperature_tuning" and bool(value) == bool(read)):
+            if value != read or name in _ALWAYS_KEPT:
+                kept[name] = value
+        elif name == "rope_parameters":
+            mine, its = _rope_content(value), _rope_content(read)
+            for key in ("rope_type", *sorted(mine | its)):
+                if mine.get(key) != its.get(key):
+                    fail(
+                        config,
+                        f"{name}[{key!r}]",
+                        mine.get(key),
+                        "Meta's code cannot compute it",
+                        repr(its.get(key)),
+                    )
+        elif value != read:
+            fail(
+                config,
+                name,
+                value,
+                "Meta's params.json cannot express it, its code would compute with another",
+                repr(read),
+            )
+    return kept
+
+
+def _fields(config_class: type) -> list[str]:
+    annotations = inspect.get_annotations(config_class)
+    names = [
+        name
+        for name, kind in annotations.items()
+        if get_origin(kind) is not ClassVar and kind is not ClassVar
+    ]
+    return names + [name for name in getattr(config_class, "sub_configs", {}) if name not in names]
+
+
+def _without_effect(config: Any) -> set[str]:
+    """Fields of a Llama 4 decoder that none of its layers uses."""
+    if not isinstance(config, LlamoeTextConfig):
+        return set()
+    plans = [config.layer_plan(idx) for idx in range(config.num_hidden_layers)]
+    fields = set()
+    if not any(plan.is_moe for plan in plans):
+        fields |= {"intermediate_size", "num_local_experts", "num_experts_per_tok"}
+    if all(plan.is_moe for plan in plans):
+        fields.add("intermediate_size_mlp")
+    if "chunked_attention" not in (config.layer_types or ()):
+        fields.add("attention_chunk_size")
+    if not any(plan.use_rope for plan in plans):
+        fields |= {"use_qk_norm", "rope_parameters"}
+    if all(plan.use_rope for plan in plans):
+        fields |= {"attn_temperature_tuning"}
+    if not any(plan.use_temperature_tuning for plan in plans):
+        fields |= {"floor_scale", "attn_scale"}
+    return fields
+
+
+def _rope_content(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What of rotary parameters the rotation depends on."""
+    parameters = dict(parameters or {})
+    names = {"rope_type", "rope_theta"}
+    if parameters.get("rope_type") != "default":
+        names |= parameters.keys() - {"type"}
+    if parameters.get("partial_rotary_factor") in (None, 1):  # the whole head, as in all these models
+        names.discard("partial_rotary_factor")
+    return {name: parameters.get(name) for name in sorted(names)}
+
+
+def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> LlamoeBaseConfig:
+    """Put the content of `llamoe.json` into a configuration that was read from `params.json`.
+
+    Raises:
+        CheckpointError: the file holds what it may not decide.
+    """
+    free = _FREE | _without_effect(config)
+    for name, part in kept.items():
+        if name in getattr(config, "sub_configs", {}) and isinstance(part, Mapping):
+            add_kept(getattr(config, name), part, f"{origin}: {name}")
+            continue
+        same = name == "attn_temperature_tuning" and bool(part) == bool(getattr(config, name, None))
+        if name not in _fields(type(config)) or not (name in free or same):
+            raise CheckpointError(
+                f"{origin}: {name} = {part!r} is no field that this file may hold; params.json and the tensors "
+                f"decide what the model computes."
+            )
+        try:
+            setattr(config, name, part)
+        except ValueError as error:
+            raise CheckpointError(f"{origin}: {error}") from None
+    return config

@@ -1,0 +1,306 @@
+"""Meta's own folders, in and out: LLaMA 1, 2 and 3, and Llama 4 with its vision tower.
+
+Such a folder holds params.json and one file of weights for each model-parallel process, consolidated.00.pth and so on,
+all with the same names and each with its part of every large tensor; tokenizer.model lies in it or one level up. The
+names are in `meta_tables`, sizes in `meta_sizes`, parameters in `meta_params` and `meta_fit`.
+"""
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...configuration import LlamoeDenseConfig, LlamoeVisionConfig, count_parameters
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ..checkpoint import (
+    Checkpoint,
+    Report,
+    check_model,
+    expected_shapes_of,
+    identify,
+    make_report,
+    parse_dtype,
+    tie_heads,
+)
+from ..io import (
+    LazyTensor,
+    Plan,
+    Progress,
+    Slot,
+    Table,
+    check_target,
+    open_pickle,
+    read_bytes,
+    read_json,
+    read_through,
+    remember_looks,
+    to_json,
+    write,
+    write_through,
+)
+from ..tokenizers import check_tokenizer, hf_files_from_meta, meta_tokenizer_model
+from .config_to_params import add_kept, needs_own_scaling, write_params
+from .name_tables import STYLES, check_division, llama4_table, llama_table, names_for
+from .params_to_config import (
+    LARGEST_SENTENCEPIECE,
+    LLAMA3_THETA,
+    Params,
+    check_entries,
+    note_defaults,
+    read_config,
+)
+from .sizes import find_generation, is_tiktoken, measure, weight_files
+
+KEPT = "llamoe.json"
+_TUNED = re.compile(r"instruct|chat", re.IGNORECASE)
+# Bytes of weights that Meta's own releases hold at most in a file, in all but Llama 4's: eight files are the most.
+_LARGEST_FILE, _MOST_FILES = 17.5e9, 8
+# Tensors that one file has as parts of the same one: each is remembered in a slot of its own.
+_SLOTS = {"k_proj": 1, "up_proj": 1, "v_proj": 2}
+
+
+@remember_looks
+def open_meta(
+    folder: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
+) -> Checkpoint:
+    """Open a folder of Meta's: LLaMA 1, 2 or 3, or Llama 4.
+
+    Args:
+        folder: it holds params.json and consolidated.00.pth to consolidated.NN.pth, or one consolidated.pth.
+        companions: whether to translate the tokenizer, which takes seconds where it is Llama 4's.
+        instruct: whether the model was tuned for conversations; None goes by the folder's name ("chat", "instruct").
+            See `hf_files_from_meta` for what follows from it.
+
+    Returns:
+        the checkpoint, under Hugging Face's names.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, the weights are quantized, the tokenizer is another model's, or
+            params.json and the tensors, or the files among themselves, contradict each other.
+    """
+    folder = Path(folder)
+    paths = weight_files(folder)
+    params = Params.of(read_json(folder / "params.json"), str(folder / "params.json"))
+    dropped: dict[str, str] = {}
+    files = []
+    for file in paths:
+        tensors, others = open_pickle(file)
+        files.append(tensors)
+        for name, kind in others.items():
+            state = name.endswith("._extra_state")
+            dropped[name] = "no weight: state of a layer in training" if state else f"no tensor but a {kind}"
+    path, tokenizer = _find_tokenizer(folder)
+    generation = find_generation(params, files, tokenizer)
+    dropped |= check_entries(params, generation == 4)
+    params, seen, axis = measure(params, files, generation)
+    # A name that does not say so may still be that of a model which was tuned.
+    tuned = instruct if instruct is not None else _is_tuned(folder) or None
+    seen = replace(seen, instruct=bool(tuned))
+    try:
+        config = read_config(params, seen)
+        if (folder / KEPT).is_file():
+            config = add_kept(config, read_json(folder / KEPT), str(folder / KEPT))
+            config.validate()
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{params.origin}: {error}") from error
+    table = llama4_table(config) if seen.generation == 4 else llama_table(axis)
+    tensors, left_out = read_through(table, files, config)
+    if config.get_text_config().tie_word_embeddings:
+        heads = tie_heads(tensors)
+        if heads:
+            dropped["output.weight"] = next(iter(heads.values()))
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in heads}
+    _refuse_missing(tensors, config, table, paths)
+    tensors = check_model(config, tensors, str(folder))
+    translated, notes = {}, note_defaults(params, config)
+    if path is None or tokenizer is None:
+        notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")
+    elif companions:
+        translated = _read_tokenizer(path, tokenizer, config, seen.generation, tuned)
+    kind = "meta-llama4" if seen.generation == 4 else "meta-llama"
+    return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
+
+
+def _refuse_missing(
+    tensors: Mapping[str, LazyTensor], config: LlamoeBaseConfig, table: Table, paths: Sequence[Path]
+) -> None:
+    """Name what is missing as Meta's files call it."""
+    expected = expected_shapes_of(config, len(tensors), str(paths[0].parent))
+    keys = [key for key in expected if key not in tensors]
+    names = list(dict.fromkeys(name for key in keys for name in names_for(table, key)))
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise CheckpointError(
+            f"{paths[0]}: {', '.join(names[:5])}{more} missing; the checkpoint is not whole."
+        )
+
+
+def _is_tuned(folder: Path) -> bool:
+    folder = folder.absolute()
+    name = folder.parent.name if folder.name == "original" else folder.name
+    return _TUNED.search(name) is not None
+
+
+def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
+    """tokenizer.model in the folder or, as in the releases of LLaMA 1 and 2, one level above it."""
+    for path in (folder / "tokenizer.model", folder.absolute().parent / "tokenizer.model"):
+        if path.is_file():
+            return path, read_bytes(path)
+    return None, None
+
+
+def _read_tokenizer(
+    path: Path, content: bytes, config: LlamoeBaseConfig, generation: int, instruct: bool | None
+) -> dict[str, bytes]:
+    """Tokenizer and what belongs to it, for a Hugging Face folder."""
+    family = f"llama-{generation}" if is_tiktoken(content) else None
+    return hf_files_from_meta(content, config, instruct=instruct, family=family, origin=str(path))
+
+
+def save_meta(
+    checkpoint: Checkpoint,
+    target: str | os.PathLike,
+    *,
+    shards: int | None = None,
+    style: str = "release",
+    dtype: str | torch.dtype | None = None,
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Write a checkpoint as a folder of Meta's, which Meta's code and other readers of its format load.
+
+    Dense models are written as LLaMA 2, or as Llama 3 where tokenizer, vocabulary or rotary embedding are its; mixtures
+    as Llama 4. params.json holds what Meta's code knows. What it has no key for and no number depends on (context
+    length, token ids, training) goes into llamoe.json, so that `open_meta` gives back the same configuration.
+
+    Args:
+        checkpoint: what to write.
+        target: a folder that does not exist or is empty.
+        shards: model-parallel files, written together; they divide the key/value heads and the sizes. None takes as
+            many as Meta's releases of that size have: 17.5 GB a file, at most eight files.
+        style: for Llama 4, "release" for the fused names of the releases, "unfused" for those of Meta's modules.
+        dtype: of all tensors: "float32", "float16" or "bfloat16"; None keeps each one's.
+        resume: go on with a folder that an earlier run left unfinished.
+        dry_run: check and plan everything, write nothing.
+        progress: is told of every block.
+        options: what else shaped the checkpoint, which a resumed run must share.
+
+    Raises:
+        ValueError: an option is unknown, a size cannot be divided by the files, a field of the configuration means
+            something that Meta's code cannot compute, the target is in use, or a tensor is missing, unknown, of another
+            shape, or not finite.
+        OSError: the disk is full or fails.
+    """
+    begun = time.monotonic()
+    target, config = Path(target), checkpoint.config
+    if style not in STYLES:
+        raise ValueError(f"style = {style!r}: valid are {', '.join(map(repr, STYLES))}.")
+    if isinstance(config, LlamoeVisionConfig):
+        raise ValueError(f"{checkpoint.path}: is a vision tower alone, for which Meta has no format.")
+    wanted = parse_dtype(dtype)
+    check_target(target, resume)
+    tokenizer, notes = _write_tokenizer(checkpoint.companions, config)
+    generation = _generation_to_write(config, tokenizer)
+    params, kept = write_params(config, generation)
+    embedding_axis = 0 if generation > 2 else 1
+    tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))
+    if config.get_text_config().tie_word_embeddings:
+        tensors = _untied(tensors)
+        notes.append(
+            "the embedding serves as the output head (tie_word_embeddings); Meta's format has no such thing: "
+            "output.weight is a copy"
+        )
+    if needs_own_scaling(params):
+        notes.append(
+            "Llama 3's own code scales rotary embeddings by 8 and 4 whatever params.json says; rope_scaling_factor and "
+            "rope_high_freq_factor are written for other readers"
+        )
+    if shards is None:
+        shards = _usual_files(config, tensors, wanted, embedding_axis)
+    if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
+        raise ValueError(f"shards = {shards!r}: should be a whole number of at least 1.")
+    check_division(config, shards, embedding_axis)
+    table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, style)
+    slots = [Slot() for _ in range(1 + max(_SLOTS.values()))]
+    for name, tensor in tensors.items():
+        tensor = tensor if wanted is None else tensor.cast(wanted)
+        # Every file takes its part of a block, which is read once for all.
+        tensors[name] = tensor.remember(slots[_SLOTS.get(name.split(".")[-2], 0)])
+    parts = write_through(table, tensors, shards, config)
+    plan = Plan(
+        [{f"consolidated.{number:02d}.pth": part for number, part in enumerate(parts)}],
+        before={} if tokenizer is None else {"tokenizer.model": tokenizer},
+        last={**({KEPT: to_json(kept)} if kept else {}), "params.json": to_json(params)},
+        identity={"source": identify(checkpoint), "to": "meta", "style": style, **(options or {})},
+        sources=checkpoint.looks,
+    )
+    if not dry_run:
+        write(plan, target, resume, progress)
+    report = make_report(checkpoint, target, "meta", plan, begun, dry_run)
+    report.notes.extend(notes)
+    return report
+
+
+def _write_tokenizer(
+    companions: Mapping[str, bytes], config: LlamoeBaseConfig
+) -> tuple[bytes | None, list[str]]:
+    """tokenizer.model, or why there is none; the weights are worth having without it."""
+    try:
+        content = meta_tokenizer_model(companions, vocab_size=config.get_text_config().vocab_size)
+        if content is not None:
+            check_tokenizer(content, config)
+    except CheckpointError as error:
+        return None, [f"no tokenizer.model is written: {error}"]
+    return content, [] if content is not None else [
+        "the source has no tokenizer: no tokenizer.model is written"
+    ]
+
+
+def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> int:
+    """2, 3 or 4; a dense model's tokenizer decides, and where there is none, its vocabulary and rotary base."""
+    if not isinstance(config, LlamoeDenseConfig):
+        return 4
+    if (config.rope_parameters or {}).get("rope_type") == "llama3":
+        return 3  # LLaMA 2's code knows no scaling
+    if tokenizer is not None:
+        return 3 if is_tiktoken(tokenizer) else 2
+    theta = (config.rope_parameters or {}).get("rope_theta")
+    return 3 if config.vocab_size > LARGEST_SENTENCEPIECE or theta == LLAMA3_THETA else 2
+
+
+def _untied(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Give a model whose embedding is its output head a head of its own, as Meta's code always has one."""
+    heads = {
+        name.replace("model.embed_tokens", "lm_head"): tensor
+        for name, tensor in tensors.items()
+        if name.endswith("model.embed_tokens.weight")
+    }
+    return {**tensors, **heads}
+
+
+def _usual_files(
+    config: LlamoeBaseConfig,
+    tensors: Mapping[str, LazyTensor],
+    dtype: torch.dtype | None,
+    embedding_axis: int,
+) -> int:
+    """As many files as Meta's releases of that size have, or fewer where sizes do not divide."""
+    width = (dtype or next(iter(tensors.values())).dtype).itemsize
+    nbytes, files = count_parameters(config).total * width, 1
+    while files < _MOST_FILES and nbytes / files > _LARGEST_FILE:
+        try:
+            check_division(config, 2 * files, embedding_axis)
+        except ValueError:
+            break
+        files *= 2
+    return files

@@ -1,0 +1,486 @@
+"""Meta's names and shapes as data: LLaMA 1, 2 and 3, and Llama 4 with its two sets of names and its vision tower.
+
+The target side is stock Hugging Face. Each row's axis is that of a file's tensor along which model-parallel files hold
+parts; where experts lie one below the other in a matrix, each file holds a part of every expert's rows. Meta's code
+takes Llama 4 under the names of the releases, where projections are fused and experts flat, and under those of its
+modules; a file may mix them, and so may the table that reads.
+
+Sources: the modules and load hooks of meta-llama/llama (LLaMA 1 and 2) and of meta-llama/llama-models (Llama 3 and 4),
+and the dimensions of its `reshard_mp`.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...configuration import LlamoeConfig, LlamoeDenseConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ..io import Drop, LazyTensor, Operation, Row, Table, compute, join, split
+
+STYLES = ("release", "unfused")
+
+
+class _Rotated(Operation):
+    """Rows of a projection whose heads Meta rotates in neighbouring channels, and Hugging Face in halves.
+
+    Each head's rows go from r0 i0 r1 i1 ... to r0 r1 ... i0 i1 ... . No head is cut by files, so each file is turned
+    on its own.
+    """
+
+    def __init__(self, heads: str):
+        self.heads = heads
+
+    def forward(self, parts, axis, sizes):
+        """Turn the rows of each file's heads and join them."""
+        assert axis is not None
+        files = parts[0]
+        return [join([self._turn(part, len(files), sizes, pairs_last=True) for part in files], axis)]
+
+    def inverse(self, targets, axis, files, sizes):
+        """Give each file its heads, turned back."""
+        assert axis is not None
+        return [[self._turn(part, files, sizes, pairs_last=False) for part in split(targets[0], axis, files)]]
+
+    def _turn(self, tensor: LazyTensor, files: int, sizes: Any, pairs_last: bool) -> LazyTensor:
+        heads = getattr(sizes, self.heads) // files
+
+        def turn(rows: torch.Tensor) -> torch.Tensor:
+            half = rows.shape[0] // heads // 2
+            pair = (half, 2) if pairs_last else (2, half)
+            return rows.view(heads, *pair, -1).transpose(1, 2).reshape(rows.shape)
+
+        return tensor.map(turn)
+
+
+class _FusedRows(Operation):
+    """Several projections whose rows lie one below the other, in each file those of its own parts."""
+
+    def __init__(self, shares: Callable[[Any], list[int]]):
+        self.shares = shares
+
+    def forward(self, parts, axis, sizes):
+        """Cut each file's tensor, then join part by part."""
+        assert axis is not None
+        pieces = [self._cut(part, sizes) for part in parts[0]]
+        return [join(part, axis) for part in zip(*pieces, strict=True)]
+
+    def inverse(self, targets, axis, files, sizes):
+        """Split each projection over the files and put a file's parts together."""
+        assert axis is not None
+        for target in targets[1:]:
+            if target.dtype != targets[0].dtype:
+                raise CheckpointError(
+                    f"{target.origin} is {target.dtype}, but {targets[0].origin} is {targets[0].dtype}; Meta's file "
+                    "holds both in one tensor. Choose a dtype for all."
+                )
+        pieces = [split(target, axis, files) for target in targets]
+        return [[join(part, axis) for part in zip(*pieces, strict=True)]]
+
+    def _cut(self, tensor: LazyTensor, sizes: Any) -> list[LazyTensor]:
+        shares, rows = self.shares(sizes), tensor.shape[0]
+        shares = [share // math.gcd(*shares) for share in shares]
+        if rows % sum(shares):
+            raise CheckpointError(
+                f"{tensor.origin} has {rows} rows, which {' + '.join(map(str, shares))} parts do not divide."
+            )
+        unit, start, pieces = rows // sum(shares), 0, []
+        for share in shares:
+            pieces.append(tensor.cut(0, start, start + share * unit))
+            start += share * unit
+        return pieces
+
+
+class _Experts(Operation):
+    """Experts stacked in one tensor, of one projection or of gate and up side by side.
+
+    Attributes:
+        flat: whether Meta's tensor is a matrix of all experts' rows.
+    """
+
+    def __init__(self, flat: bool):
+        self.flat = flat
+
+    def forward(self, parts, axis, sizes):
+        """Stack, join the files' slices of every expert, then put gate and up side by side."""
+        assert axis is not None
+        experts = _text(sizes).num_local_experts
+        stacked = [[self._stacked(part, experts) for part in files] for files in parts]
+        sides = [join(files, axis + self.flat) for files in stacked]
+        for side in sides[1:]:
+            if side.shape != sides[0].shape or side.dtype != sides[0].dtype:
+                raise CheckpointError(
+                    f"{side.origin}: its experts are {side.dtype} {list(side.shape)}, but those of "
+                    f"{sides[0].origin} are {sides[0].dtype} {list(sides[0].shape)}."
+                )
+        return [join(sides, 2)]
+
+    def inverse(self, targets, axis, files, sizes):
+        """Cut gate and up apart and slice every expert."""
+        assert axis is not None
+        tensor, axis = targets[0], axis + self.flat
+        columns = tensor.shape[2]
+        halves = [tensor]
+        if axis == 2:
+            halves = [tensor.cut(2, 0, columns // 2), tensor.cut(2, columns // 2, columns)]
+        return [[self._laid_out(part) for part in split(half, axis, files)] for half in halves]
+
+    def _stacked(self, tensor: LazyTensor, experts: int) -> LazyTensor:
+        if not self.flat and tensor.ndim == 3:
+            return tensor
+        if not self.flat or tensor.ndim != 2 or tensor.shape[0] % experts:
+            expected = f"a matrix of {experts} experts' rows" if self.flat else "three axes"
+            raise CheckpointError(f"{tensor.origin} has shape {list(tensor.shape)}; expected: {expected}.")
+        return tensor.view(experts, tensor.shape[0] // experts, tensor.shape[1])
+
+    def _laid_out(self, tensor: LazyTensor) -> LazyTensor:
+        experts, rows, columns = tensor.shape
+        return tensor.view(experts * rows, columns) if self.flat else tensor
+
+
+class _Transposed(Operation):
+    """A matrix that the other side stores transposed."""
+
+    def convert(self, tensors, sizes):
+        """Exchange the axes."""
+        for tensor in tensors:
+            if tensor.ndim != 2:
+                raise CheckpointError(f"{tensor.origin} has shape {list(tensor.shape)}; expected: two axes.")
+        return [tensor.transpose() for tensor in tensors]
+
+    def revert(self, tensors, sizes):
+        """Exchange the axes."""
+        return [tensor.transpose() for tensor in tensors]
+
+
+class _ResampledPositions(Operation):
+    """Positions of an older tower, class token first, which Meta's loader resamples on the patches' corners.
+
+    It samples at x / width * 2 - 1 with `grid_sample`, half a patch left of and above each patch: the mean of the four
+    patches around a corner, where those outside the picture count as zero. Only read, never written.
+    """
+
+    def convert(self, tensors, sizes):
+        """Resample the grid and put the class token last."""
+        tensor = tensors[0]
+        side = sizes.vision_config.grid_size
+        if tensor.shape != (side * side + 1, sizes.vision_config.hidden_size):
+            raise CheckpointError(
+                f"{tensor.origin} has shape {list(tensor.shape)}; expected: {side} x {side} patches and a class token, "
+                f"[{side * side + 1}, {sizes.vision_config.hidden_size}]."
+            )
+
+        def resample(positions: torch.Tensor) -> torch.Tensor:
+            grid = positions[1:].float().view(side, side, -1)
+            padded = torch.nn.functional.pad(grid, (0, 0, 1, 0, 1, 0))
+            corners = (padded[1:, 1:] + padded[1:, :-1] + padded[:-1, 1:] + padded[:-1, :-1]) / 4
+            return torch.cat([corners.flatten(0, 1).to(positions.dtype), positions[:1]])
+
+        return [compute(resample, [tensor], tensor.shape, tensor.dtype, tensor.origin)]
+
+
+def _text(sizes: LlamoeBaseConfig) -> Any:
+    return sizes.get_text_config()
+
+
+def _qkv_shares(sizes: Any) -> list[int]:
+    text = _text(sizes)
+    return [text.num_attention_heads, text.num_key_value_heads, text.num_key_value_heads]
+
+
+def _is_mixture(sizes: Any, numbers: Mapping[str, int]) -> bool:
+    return numbers["i"] in _text(sizes).moe_layers
+
+
+def _is_dense(sizes: Any, numbers: Mapping[str, int]) -> bool:
+    return not _is_mixture(sizes, numbers)
+
+
+_TRANSPOSED = _Transposed()
+_FLAT, _STACKED = _Experts(flat=True), _Experts(flat=False)
+_QKV = _FusedRows(_qkv_shares)
+_GATE_AND_UP = _FusedRows(lambda sizes: [1, 1])
+
+_COMPUTED = "computed from the configuration"
+_OTHER_STATE = "no weight: state of the layer that it was trained with"
+_STATISTICS = "no weight: statistics of the router's choices in training"
+
+_META, _HF = "layers.{i}.", "model.layers.{i}."
+_VE, _BLOCK, _LAYER = (
+    "vision_embeddings.vision_encoder.",
+    "vision_embeddings.vision_encoder.transformer.resblocks.{j}.",
+    "vision_model.model.layers.{j}.",
+)
+
+# LLaMA 1, 2 and 3 but for the embedding, whose axis differs.
+_LLAMA = (
+    Row("norm.weight", "model.norm.weight"),
+    Row("output.weight", "lm_head.weight", axis=0),
+    Row(_META + "attention_norm.weight", _HF + "input_layernorm.weight"),
+    Row(
+        _META + "attention.wq.weight",
+        _HF + "self_attn.q_proj.weight",
+        _Rotated("num_attention_heads"),
+        axis=0,
+    ),
+    Row(
+        _META + "attention.wk.weight",
+        _HF + "self_attn.k_proj.weight",
+        _Rotated("num_key_value_heads"),
+        axis=0,
+    ),
+    Row(_META + "attention.wv.weight", _HF + "self_attn.v_proj.weight", axis=0),
+    Row(_META + "attention.wo.weight", _HF + "self_attn.o_proj.weight", axis=1),
+    Row(_META + "ffn_norm.weight", _HF + "post_attention_layernorm.weight"),
+    Row(_META + "feed_forward.w1.weight", _HF + "mlp.gate_proj.weight", axis=0),
+    Row(_META + "feed_forward.w3.weight", _HF + "mlp.up_proj.weight", axis=0),
+    Row(_META + "feed_forward.w2.weight", _HF + "mlp.down_proj.weight", axis=1),
+    Drop("rope.freqs", _COMPUTED),
+    Drop("freqs_cis", _COMPUTED),
+    Drop(_META + "attention.inner_attention.rope.freqs", _COMPUTED),
+)
+
+# The decoder of Llama 4: names that both styles share,
+_LLAMA4_SHARED = (
+    Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=0),
+    Row("norm.weight", "model.norm.weight"),
+    Row("output.weight", "lm_head.weight", axis=0),
+    Row(_META + "attention.wo.weight", _HF + "self_attn.o_proj.weight", axis=1),
+    Row(_META + "feed_forward.router_DE", _HF + "feed_forward.router.weight", _TRANSPOSED, when=_is_mixture),
+)
+# those of the releases,
+_LLAMA4_RELEASE = (
+    Row(_META + "attention.wqkv.layer_norm_weight", _HF + "input_layernorm.weight"),
+    Row(
+        _META + "attention.wqkv.weight",
+        tuple(_HF + f"self_attn.{name}_proj.weight" for name in "qkv"),
+        _QKV,
+        axis=0,
+    ),
+    Row(_META + "feed_forward.norm.weight", _HF + "post_attention_layernorm.weight", when=_is_mixture),
+    Row(
+        _META + "feed_forward.mlp.layer_norm_weight",
+        _HF + "post_attention_layernorm.weight",
+        when=_is_dense,
+    ),
+    Row(
+        _META + "feed_forward.mlp.fc1_weight",
+        (_HF + "feed_forward.gate_proj.weight", _HF + "feed_forward.up_proj.weight"),
+        _GATE_AND_UP,
+        axis=0,
+        when=_is_dense,
+    ),
+    Row(_META + "feed_forward.mlp.fc2_weight", _HF + "feed_forward.down_proj.weight", axis=1, when=_is_dense),
+    Row(
+        (_META + "feed_forward.experts.moe_w_in_eD_F", _META + "feed_forward.experts.moe_w_swiglu_eD_F"),
+        _HF + "feed_forward.experts.gate_up_proj",
+        _FLAT,
+        axis=1,
+        when=_is_mixture,
+    ),
+    Row(
+        _META + "feed_forward.experts.moe_w_out_eF_D",
+        _HF + "feed_forward.experts.down_proj",
+        _FLAT,
+        axis=0,
+        when=_is_mixture,
+    ),
+    Row(
+        _META + "feed_forward.w_in_shared_FD.weight",
+        _HF + "feed_forward.shared_expert.gate_proj.weight",
+        axis=0,
+    ),
+    Row(_META + "feed_forward.w_swiglu_FD.weight", _HF + "feed_forward.shared_expert.up_proj.weight", axis=0),
+    Row(
+        _META + "feed_forward.w_out_shared_DF.weight",
+        _HF + "feed_forward.shared_expert.down_proj.weight",
+        axis=1,
+    ),
+)
+# and those of the modules.
+_LLAMA4_UNFUSED = (
+    Row(_META + "attention_norm.weight", _HF + "input_layernorm.weight"),
+    Row(_META + "attention.wq.weight", _HF + "self_attn.q_proj.weight", axis=0),
+    Row(_META + "attention.wk.weight", _HF + "self_attn.k_proj.weight", axis=0),
+    Row(_META + "attention.wv.weight", _HF + "self_attn.v_proj.weight", axis=0),
+    Row(_META + "ffn_norm.weight", _HF + "post_attention_layernorm.weight"),
+    Row(_META + "feed_forward.w1.weight", _HF + "feed_forward.gate_proj.weight", axis=0, when=_is_dense),
+    Row(_META + "feed_forward.w3.weight", _HF + "feed_forward.up_proj.weight", axis=0, when=_is_dense),
+    Row(_META + "feed_forward.w2.weight", _HF + "feed_forward.down_proj.weight", axis=1, when=_is_dense),
+    Row(
+        (_META + "feed_forward.experts.w1", _META + "feed_forward.experts.w3"),
+        _HF + "feed_forward.experts.gate_up_proj",
+        _STACKED,
+        axis=2,
+        when=_is_mixture,
+    ),
+    Row(
+        _META + "feed_forward.experts.w2",
+        _HF + "feed_forward.experts.down_proj",
+        _STACKED,
+        axis=1,
+        when=_is_mixture,
+    ),
+    Row(
+        _META + "feed_forward.shared_expert.w1.weight",
+        _HF + "feed_forward.shared_expert.gate_proj.weight",
+        axis=0,
+    ),
+    Row(
+        _META + "feed_forward.shared_expert.w3.weight",
+        _HF + "feed_forward.shared_expert.up_proj.weight",
+        axis=0,
+    ),
+    Row(
+        _META + "feed_forward.shared_expert.w2.weight",
+        _HF + "feed_forward.shared_expert.down_proj.weight",
+        axis=1,
+    ),
+)
+_LLAMA4_DROPPED = (
+    Drop("rope.freqs", _COMPUTED),
+    Drop("freqs_cis", _COMPUTED),
+    Drop("*._extra_state", _OTHER_STATE),
+    Drop(_META + "feed_forward.expert_activation_DE", _STATISTICS),
+    Drop(_META + "feed_forward.global_gate_stats_3E", _STATISTICS),
+    Drop(_META + "feed_forward.running_gate_stats_3E", _STATISTICS),
+)
+
+# The tower, its adapter and the projector. Only linear layers inside the blocks have biases.
+_VISION = (
+    Row(_VE + "conv1._linear.weight", "vision_model.patch_embedding.linear.weight", axis=0),
+    Row(_VE + "class_embedding", "vision_model.class_embedding"),
+    Row(_VE + "positional_embedding_vlm", "vision_model.positional_embedding_vlm"),
+    *(
+        Row(_VE + f"{meta}.{kind}", f"vision_model.{hf}.{kind}")
+        for meta, hf in (("ln_pre", "layernorm_pre"), ("ln_post", "layernorm_post"))
+        for kind in ("weight", "bias")
+    ),
+    *(
+        Row(_BLOCK + f"{meta}.{kind}", _LAYER + f"{hf}.{kind}", axis=axis)
+        for meta, hf, axes in (
+            ("ln_1", "input_layernorm", (None, None)),
+            ("attn.wq", "self_attn.q_proj", (0, 0)),
+            ("attn.wk", "self_attn.k_proj", (0, 0)),
+            ("attn.wv", "self_attn.v_proj", (0, 0)),
+            ("attn.wo", "self_attn.o_proj", (1, None)),
+            ("ln_2", "post_attention_layernorm", (None, None)),
+            ("mlp.c_fc", "mlp.fc1", (0, 0)),
+            ("mlp.c_proj", "mlp.fc2", (1, None)),
+        )
+        for kind, axis in zip(("weight", "bias"), axes, strict=True)
+    ),
+    Row(
+        "vision_embeddings.vision_adapter.mlp.c_fc.weight",
+        "vision_model.vision_adapter.mlp.fc1.weight",
+        axis=0,
+    ),
+    Row(
+        "vision_embeddings.vision_adapter.mlp.c_proj.weight",
+        "vision_model.vision_adapter.mlp.fc2.weight",
+        axis=1,
+    ),
+    Row("vision_projection.weight", "multi_modal_projector.linear_1.weight", axis=0),
+)
+_VISION_OLD = (
+    Row(_VE + "positional_embedding", "vision_model.positional_embedding_vlm", _ResampledPositions()),
+)
+
+
+def llama_table(embedding_axis: int) -> Table:
+    """The table of LLaMA 1, 2 and 3.
+
+    Args:
+        embedding_axis: along which files hold parts of the embedding: 1 in LLaMA 1 and 2 (fairscale's
+            `ParallelEmbedding`), 0 in Llama 3 (`VocabParallelEmbedding`).
+    """
+    return (Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=embedding_axis), *_LLAMA)
+
+
+def llama4_table(config: LlamoeBaseConfig, style: str | None = None) -> Table:
+    """The table of Llama 4.
+
+    Args:
+        config: a `LlamoeConfig`, whose decoder's names begin with `language_model.`, or a `LlamoeTextConfig`.
+        style: of the names to write, "release" or "unfused"; None for a table to read with, which knows both, in any
+            layer, and an older form of the tower's positions.
+
+    Raises:
+        ValueError: there is no such style.
+    """
+    if style is not None and style not in STYLES:
+        raise ValueError(f"style = {style!r}: should be one of {', '.join(map(repr, STYLES))}.")
+    chosen = {
+        "release": _LLAMA4_SHARED + _LLAMA4_RELEASE,
+        "unfused": _LLAMA4_SHARED + _LLAMA4_UNFUSED,
+        None: _LLAMA4_SHARED + _LLAMA4_RELEASE + _LLAMA4_UNFUSED,
+    }[style]
+    if style is None:
+        chosen = tuple(replace(row, when=None) for row in chosen)
+    if not isinstance(config, LlamoeConfig):
+        return chosen + _LLAMA4_DROPPED
+    prefixed = tuple(_with_prefix(row, "language_model.") for row in chosen)
+    return prefixed + _VISION + (_VISION_OLD if style is None else ()) + _LLAMA4_DROPPED
+
+
+def _with_prefix(row: Row, prefix: str) -> Row:
+    targets = tuple(prefix + name for name in row.targets)
+    return replace(row, target=targets[0] if isinstance(row.target, str) else targets)
+
+
+def names_for(table: Table, key: str) -> list[str]:
+    """Meta's names of the tensors that a Hugging Face key is made of, of several rows the first one's; for messages."""
+    for row in table:
+        if not isinstance(row, Row):
+            continue
+        for target in row.targets:
+            pattern = re.sub(r"\\\{(\w)\\\}", r"(?P<\1>[0-9]+)", re.escape(target))
+            if match := re.fullmatch(pattern, key):
+                return [
+                    re.sub(r"\{(\w)\}", lambda found, match=match: match[found[1]], name)
+                    for name in row.sources
+                ]
+    return []
+
+
+def check_division(config: LlamoeBaseConfig, files: int, embedding_axis: int) -> None:
+    """Refuse a number of files that would cut a head, or leave a file without its part of something.
+
+    Args:
+        config: of the model.
+        files: how many model-parallel files.
+        embedding_axis: as for `llama_table`.
+
+    Raises:
+        ValueError: a size cannot be divided; all that cannot are named.
+    """
+    text = _text(config)
+    sizes = {"num_key_value_heads": text.num_key_value_heads, "num_attention_heads": text.num_attention_heads}
+    if isinstance(config, LlamoeDenseConfig):
+        sizes["intermediate_size"] = text.intermediate_size
+        if embedding_axis == 1:
+            sizes["hidden_size"] = text.hidden_size
+    else:
+        plans = [text.layer_plan(idx) for idx in range(text.num_hidden_layers)]
+        if any(plan.is_moe for plan in plans):
+            sizes["intermediate_size"] = text.intermediate_size
+        if not all(plan.is_moe for plan in plans):
+            sizes["intermediate_size_mlp"] = text.intermediate_size_mlp
+    sizes["vocab_size"] = text.vocab_size
+    if isinstance(config, LlamoeConfig):
+        sizes["hidden_size"] = text.hidden_size  # rows of the projector
+        for name in ("hidden_size", "num_attention_heads", "intermediate_size", "projector_output_dim"):
+            sizes[f"vision_config.{name}"] = getattr(config.vision_config, name)
+    wrong = [f"{name} = {size}" for name, size in sizes.items() if size % files]
+    if wrong:
+        fewer = " (fewer key/value heads than files)" if text.num_key_value_heads < files else ""
+        valid = [n for n in range(1, files) if not any(size % n for size in sizes.values())]
+        raise ValueError(
+            f"shards = {files}: Meta's files hold whole heads and equal parts of everything else, but "
+            f"{', '.join(wrong)} cannot be divided by {files}{fewer}; fewer files that work: "
+            f"{', '.join(map(str, valid))}."
+        )

@@ -1,0 +1,71 @@
+"""A checkpoint of any format, recognised by its files."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeVisionConfig
+from ..configuration.errors import CheckpointError
+from .checkpoint import Checkpoint
+from .clip import open_tower
+from .hf import open_hf
+from .io import check_apart, check_source, check_target, read_json
+from .meta import open_meta
+
+_TOWERS = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
+_OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+
+
+def open_checkpoint(
+    path: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
+) -> Checkpoint:
+    """Open a checkpoint of any format that llamoe knows.
+
+    Args:
+        path: a folder of Meta (params.json, consolidated.00.pth), of Hugging Face (config.json), or a vision tower of
+            open_clip or CLIP, which may be a single file.
+        companions: whether the tokenizer and what belongs to it are wanted; translating Meta's takes seconds.
+        instruct: of a folder of Meta's, whether the model was tuned for conversations; None goes by the folder's name.
+
+    Raises:
+        CheckpointError: there is no such path, it is none of those formats, it is damaged, or a run is writing it or
+            has left it unfinished.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder.")
+    if path.is_file():
+        return open_tower(path)
+    check_source(path)
+    if (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
+        return open_meta(path, companions=companions, instruct=instruct)
+    if any((path / name).is_file() for name in _OPEN_CLIP_FILES):
+        return open_tower(path)  # timm's folders have a config.json of their own beside it
+    if (path / "config.json").is_file():
+        if read_json(path / "config.json").get("model_type") in _TOWERS:
+            return open_tower(path)
+        return open_hf(path, companions=companions)
+    inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
+    raise CheckpointError(
+        f"{path}: is no checkpoint that is known here: neither params.json with consolidated.00.pth (Meta), nor "
+        f"config.json (Hugging Face), nor open_clip_model.safetensors (open_clip); it holds {inside}."
+    )
+
+
+def open_source(source: str | Path, target: str | Path, resume: bool) -> Checkpoint:
+    """Open what a target will be made from, after a look at the target."""
+    check_apart(Path(source), Path(target))
+    check_target(Path(target), resume)
+    return open_checkpoint(source)
+
+
+def describe(config: Any) -> str:
+    """Say what a configuration is, for messages."""
+    if isinstance(config, LlamoeDenseConfig):
+        return "a dense LLaMA"
+    if isinstance(config, LlamoeVisionConfig):
+        return "a vision tower"
+    whole = "a multimodal model" if isinstance(config, LlamoeConfig) else "a text model of Llama 4's family"
+    text = config.get_text_config()
+    mixtures = f"{len(text.moe_layers)} of {text.num_hidden_layers} layers"
+    return f"{whole} ({mixtures} are mixtures of {text.num_local_experts} experts)"

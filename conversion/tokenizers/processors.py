@@ -1,0 +1,147 @@
+"""The processor of a multimodal folder: transformers' `Llama4Processor`, told the sizes of the tower behind it.
+
+It cuts pictures into tiles of the tower's size and writes one `<|patch|>` for each token that leaves the adapter. A
+folder with these files loads where only transformers is imported.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from ...configuration import LlamoeConfig
+from ...configuration.errors import CheckpointError
+from ...configuration.hub import MODULE_NAME, entries_of_others
+
+# The tokens that Llama4Processor writes for a picture; the names are in its code.
+IMAGE_TOKENS = (
+    "<|image_start|>",
+    "<|image_end|>",
+    "<|tile_x_separator|>",
+    "<|tile_y_separator|>",
+    "<|image|>",
+    "<|patch|>",
+)
+BILINEAR = 2  # PIL's number; bicubic is 3
+
+
+def processor_files(
+    config: LlamoeConfig,
+    *,
+    image_mean: Sequence[float] = (0.5, 0.5, 0.5),
+    image_std: Sequence[float] = (0.5, 0.5, 0.5),
+    resample: int = BILINEAR,
+    max_patches: int = 16,
+    tokenizer_files: Mapping[str, bytes] | None = None,
+) -> dict[str, bytes]:
+    """Write the processor's files for a model.
+
+    Args:
+        config: of the model; the tower's picture size, patch size and pixel shuffle decide about tiles and tokens.
+        image_mean, image_std: of pixels between 0 and 1, a number for each channel. Llama 4's by default; CLIP's for
+            a tower of MetaCLIP, unless its normalization is folded into the weights.
+        resample: how pictures are resized, by PIL's number: 2 is bilinear, 3 bicubic.
+        max_patches: most tiles that a picture is cut into, besides the one with the whole.
+        tokenizer_files: tokenizer.json and tokenizer_config.json of the folder; they are compared with the
+            configuration, and the second one is returned with the processor's name in it.
+
+    Returns:
+        file name to content: processor_config.json, and tokenizer_config.json where it was given.
+
+    Raises:
+        CheckpointError: the tokenizer lacks a token that the processor writes, or gives it another id than `config`.
+        ValueError: the parts of `config` do not fit together, or the numbers are no channels' numbers.
+    """
+    config.check_multimodal()
+    vision = config.vision_config
+    for name, values in {"image_mean": image_mean, "image_std": image_std}.items():
+        if len(values) != vision.num_channels:
+            raise ValueError(
+                f"{name} has {len(values)} numbers, and the tower reads {vision.num_channels} channels: give one "
+                "for each."
+            )
+    if any(value <= 0 for value in image_std):
+        raise ValueError(f"image_std is {list(image_std)}: positive numbers were expected.")
+    if max_patches < 1:
+        raise ValueError(f"max_patches is {max_patches}: a picture has at least one tile.")
+    side = {"height": vision.image_size, "width": vision.image_size}
+    content = {
+        "processor_class": "Llama4Processor",
+        "patch_size": vision.patch_size,
+        "pixel_shuffle_ratio": vision.pixel_shuffle_ratio,
+        "image_token": "<|image|>",
+        "fake_image_token": "<|image|>",
+        "image_processor": {
+            "image_processor_type": "Llama4ImageProcessor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": side,
+            "resample": resample,
+            "max_patches": max_patches,
+            "resize_to_max_canvas": False,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(image_mean),
+            "image_std": list(image_std),
+        },
+    }
+    files = {"processor_config.json": as_json(content)}
+    if tokenizer_files is not None:
+        _check_tokens(config, tokenizer_files)
+        settings = json.loads(tokenizer_files.get("tokenizer_config.json", b"{}"))
+        # A processor's prompts name tokens in their text, so that they have to be read there.
+        settings.pop("split_special_tokens", None)
+        files["tokenizer_config.json"] = as_json(
+            {**settings, "processor_class": "Llama4Processor", "padding_side": "left"}
+        )
+    return files
+
+
+def processor_of_layout(companions: Mapping[str, bytes], layout: str) -> dict[str, bytes]:
+    """Say in processor_config.json how a folder of this layout loads it, and leave the other files as they are.
+
+    Args:
+        companions: file name to content.
+        layout: "llamoe" adds an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. "stock" takes it
+            away, and names `Llama4Processor`, which reads the same files.
+    """
+    if "processor_config.json" not in companions:
+        return dict(companions)
+    content = json.loads(companions["processor_config.json"])
+    if content.get("processor_class") not in ("Llama4Processor", "LlamoeProcessor"):
+        return dict(companions)
+    wanted = {name: value for name, value in content.items() if name != "auto_map"}
+    auto_map = entries_of_others(content.get("auto_map"))
+    if layout == "llamoe":
+        auto_map["AutoProcessor"] = f"{MODULE_NAME}.LlamoeProcessor"
+    else:
+        wanted["processor_class"] = "Llama4Processor"
+    if auto_map:
+        wanted["auto_map"] = auto_map
+    return {**companions, **({"processor_config.json": as_json(wanted)} if wanted != content else {})}
+
+
+def as_json(content: Mapping) -> bytes:
+    """Write JSON as Hugging Face folders have it."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _check_tokens(config: LlamoeConfig, tokenizer_files: Mapping[str, bytes]) -> None:
+    added = json.loads(tokenizer_files["tokenizer.json"]).get("added_tokens", [])
+    ids = {token["content"]: token["id"] for token in added}
+    missing = [token for token in IMAGE_TOKENS if token not in ids]
+    if missing:
+        raise CheckpointError(
+            f"tokenizer.json: has no {', '.join(missing)}, which the processor writes for a picture. Add them with "
+            "extend_tokenizer."
+        )
+    named = {
+        "boi_token_index": "<|image_start|>",
+        "eoi_token_index": "<|image_end|>",
+        "image_token_index": "<|patch|>",
+    }
+    for field, token in named.items():
+        if getattr(config, field) != ids[token]:
+            raise CheckpointError(
+                f"tokenizer.json: {token} has the id {ids[token]}, and {type(config).__name__}.{field} is "
+                f"{getattr(config, field)}. Set it to {ids[token]}, or take the model's own tokenizer."
+            )

@@ -1,0 +1,297 @@
+"""The tokenizer of Llama 3 and 4: a tiktoken table of ranks to tokenizer.json, and back.
+
+A line of the table is a token in base64, a space, and its rank, which is its id too. Behind the ranks follow special
+tokens, whose names and number are in Meta's code, not in the file: 256 for Llama 3, 2048 for Llama 4, whatever the
+number of ranks. So is the pattern that cuts a text into words.
+
+tiktoken joins the two neighbours whose sum has the lowest rank, the leftmost first. `tokenizers` joins the pair that
+stands first in a list, which here holds every way to cut a token in two, tokens in order of their ranks.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from ...configuration.errors import CheckpointError
+
+_ADVICE = "Take the file from the release again."
+_SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# How Meta cuts a text into words, by family; Llama 4's is that of OpenAI's o200k.
+PATTERNS = {
+    "llama-3": rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_OTHERS}",
+    "llama-4": (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}?"
+        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_OTHERS}"
+    ),
+}
+
+
+def _numbered(name: str, first: int, last: int) -> list[str]:
+    return [f"<|{name}_{number}|>" for number in range(first, last + 1)]
+
+
+def _filled(named: list[str], count: int, first: int) -> list[str]:
+    return named + _numbered("reserved_special_token", first, first + count - len(named) - 1)
+
+
+_TEXT, _VISION = "text_post_train_reserved_special_token", "vision_reserved_special_token"
+# The special tokens of a family in the order of their ids, which begin behind the ranks.
+SPECIAL_TOKENS = {
+    "llama-3": _filled(
+        [
+            "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
+            "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
+            "<|eot_id|>", "<|python_tag|>", "<|image|>",
+        ],
+        256,
+        2,
+    ),
+    "llama-4": _filled(
+        [
+            "<|begin_of_text|>", "<|end_of_text|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
+            "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", "<|step|>",
+            *_numbered(_TEXT, 0, 5),
+            "<|python_start|>", "<|python_end|>", "<|finetune_right_pad|>",
+            *_numbered(_TEXT, 8, 68),
+            "<|image_start|>", "<|image_end|>",
+            *_numbered(_VISION, 0, 1),
+            "<|tile_x_separator|>", "<|tile_y_separator|>",
+            *_numbered(_VISION, 2, 5),
+            "<|image|>", *_numbered(_VISION, 6, 6), "<|patch|>",
+            *_numbered(_VISION, 7, 1047),
+            *_numbered("reasoning_reserved_special_token", 0, 7),
+            "<|reasoning_thinking_start|>", "<|reasoning_thinking_end|>",
+        ],
+        2048,
+        0,
+    ),
+}  # fmt: skip
+# What transformers asks for, and what ends an answer beside the end of text.
+ROLES = {
+    "llama-3": {
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|end_of_text|>",
+        "pad_token": "<|finetune_right_pad_id|>",
+    },
+    "llama-4": {
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|end_of_text|>",
+        "pad_token": "<|finetune_right_pad|>",
+    },
+}
+STOPS = {"llama-3": ("<|eom_id|>", "<|eot_id|>"), "llama-4": ("<|eom|>", "<|eot|>")}
+
+
+def special_token_ids(family: str, ranks: int) -> dict[str, int]:
+    """Give the ids of a family's special tokens.
+
+    Args:
+        family: "llama-3" or "llama-4".
+        ranks: number of ranks in the table: the vocabulary without its 256 or 2048 special tokens.
+    """
+    return {token: ranks + offset for offset, token in enumerate(SPECIAL_TOKENS[family])}
+
+
+def read(content: bytes, origin: str) -> list[bytes]:
+    """Parse and check a table of ranks.
+
+    Args:
+        content: of the file.
+        origin: the file, for messages.
+
+    Returns:
+        the tokens in order of their ranks.
+
+    Raises:
+        CheckpointError: a line is damaged, a rank or a token is there twice or missing, or a single byte has none.
+    """
+    ranks: dict[int, bytes] = {}
+    tokens: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        fields = line.split()
+        try:
+            token = base64.b64decode(fields[0], validate=True)
+            rank = int(fields[1])
+        except (IndexError, ValueError, binascii.Error) as error:
+            raise CheckpointError(
+                f"{origin}: line {number} is {line[:60]!r}; a token in base64, a space and its rank were expected. "
+                + _ADVICE
+            ) from error
+        if len(fields) > 2 or rank < 0 or not token:
+            raise CheckpointError(
+                f"{origin}: line {number} is {line[:60]!r}; a token in base64, a space and its rank were expected. "
+                + _ADVICE
+            )
+        if rank in ranks:
+            raise CheckpointError(
+                f"{origin}: line {number} gives the rank {rank} to {token!r}, which {ranks[rank]!r} has already. "
+                + _ADVICE
+            )
+        if token in tokens:
+            raise CheckpointError(
+                f"{origin}: line {number} gives {token!r} the rank {rank}, and it has rank {tokens[token]} already. "
+                + _ADVICE
+            )
+        ranks[rank] = token
+        tokens[token] = rank
+    gap = next((rank for rank in range(len(ranks)) if rank not in ranks), None)
+    if gap is not None:
+        raise CheckpointError(
+            f"{origin}: has {len(ranks)} ranks up to {max(ranks)}, and none of them is {gap}; 0 to {len(ranks) - 1} "
+            f"were expected, as if lines were lost. {_ADVICE}"
+        )
+    missing = [byte for byte in range(256) if bytes([byte]) not in tokens]
+    if missing:
+        raise CheckpointError(
+            f"{origin}: a table of {len(ranks)} ranks without the byte 0x{missing[0]:02X} ({len(missing)} of 256 are "
+            f"missing); it cannot write every text. {_ADVICE}"
+        )
+    return [ranks[rank] for rank in range(len(ranks))]
+
+
+def to_json(tokens: list[bytes], family: str) -> bytes:
+    """Build tokenizer.json: ids equal tiktoken's for every text without special tokens, `<|begin_of_text|>` in front.
+
+    Args:
+        tokens: what `read` gives.
+        family: "llama-3" or "llama-4", whose pattern and special tokens are used.
+    """
+    symbols = _byte_symbols()
+    names = ["".join(symbols[byte] for byte in token) for token in tokens]
+    tokenizer = Tokenizer(
+        BPE(
+            vocab={name: rank for rank, name in enumerate(names)},
+            merges=_merges(names),
+            ignore_merges=True,  # a word that is a token is not joined from parts, which may not lead there
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERNS[family]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    ids = special_token_ids(family, len(tokens))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ids])
+    assert all(tokenizer.token_to_id(token) == number for token, number in ids.items())
+    bos = ROLES[family]["bos_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ids[bos])]
+    )
+    return tokenizer.to_str(pretty=True).encode()
+
+
+def from_json(content: Mapping[str, Any], origin: str) -> bytes:
+    """Build the table of a byte-level tokenizer.json.
+
+    Args:
+        content: of tokenizer.json.
+        origin: the file, for messages.
+
+    Raises:
+        CheckpointError: Meta's code, which has the rest in it, could not give the same ids; the message says why.
+    """
+    model = content["model"]
+    added = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
+    names = {index: name for name, index in model["vocab"].items() if index not in added}
+    count = len(names)
+    if sorted(names) != list(range(count)):
+        raise CheckpointError(
+            f"{origin}: its {count} tokens do not have the ids 0 to {count - 1}, one each, in front of all special "
+            "tokens; in a table of ranks a token's id is its rank."
+        )
+    family = _family(content, origin)
+    last = count + len(SPECIAL_TOKENS[family]) - 1
+    outside = sorted(index for index in added if index > last)
+    if outside:
+        raise CheckpointError(
+            f"{origin}: gives {added[outside[0]]!r} the id {outside[0]}; {family} has special tokens from {count} to "
+            f"{last}, behind its {count} ranks, and a table of ranks cannot name more."
+        )
+    places = {}
+    for merge in model["merges"]:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        if left + right not in model["vocab"]:
+            raise CheckpointError(f"{origin}: its merges give {left + right!r}, which is no token.")
+        places[left, right] = model["vocab"][left + right]
+    order = list(places.values())
+    if order != sorted(order):
+        raise CheckpointError(
+            f"{origin}: its merges do not stand in the order of the ids that they give. tiktoken joins by rank, which "
+            "is the id, and would cut texts in another way."
+        )
+    left_out = next(
+        (pair for pair in _merges([names[rank] for rank in range(count)]) if pair not in places), None
+    )
+    if left_out is not None:
+        raise CheckpointError(
+            f"{origin}: its merges leave out {left_out[0]!r} + {left_out[1]!r}, whose sum is a token. tiktoken joins "
+            "any two whose sum is one, and would cut texts in another way."
+        )
+    bytes_of = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    lines = []
+    for rank in range(count):
+        try:
+            token = bytes(bytes_of[symbol] for symbol in names[rank])
+        except KeyError as error:
+            raise CheckpointError(
+                f"{origin}: the token {names[rank]!r} is not written in the symbols of a byte-level tokenizer."
+            ) from error
+        lines.append(base64.b64encode(token) + f" {rank}\n".encode())
+    table = b"".join(lines)
+    read(table, origin)
+    return table
+
+
+def _family(content: Mapping[str, Any], origin: str) -> str:
+    """Find the family whose pattern cuts texts here."""
+    step = content.get("pre_tokenizer") or {}
+    steps = step.get("pretokenizers", [step])
+    patterns = [part["pattern"].get("Regex") for part in steps if part.get("type") == "Split"]
+    for family, pattern in PATTERNS.items():
+        if patterns == [pattern] and not content.get("normalizer"):
+            return family
+    raise CheckpointError(
+        f"{origin}: cuts texts by {patterns or 'no pattern'}; Meta's code has those of Llama 3 and Llama 4 in it, "
+        "and a tokenizer.model cannot say another."
+    )
+
+
+def _merges(names: list[str]) -> list[tuple[str, str]]:
+    """List the pairs that give a token: lowest rank first, then the longer left part, which stands further left."""
+    known = set(names)
+    return [
+        (name[:cut], name[cut:])
+        for name in names
+        for cut in range(len(name) - 1, 0, -1)
+        if name[:cut] in known and name[cut:] in known
+    ]
+
+
+def _byte_symbols() -> list[str]:
+    """Give the symbol that byte-level tokenizers write for each byte.
+
+    Printable characters of Latin-1 stand for themselves; the others, in order, for the characters from 256 on (GPT-2,
+    Radford et al., 2019).
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def looks_like_table(content: bytes) -> bool:
+    """Tell whether one of the first lines is a word and a number, as in a table, be it damaged otherwise."""
+    is_binary = any(byte < 9 or 13 < byte < 32 for byte in content[:64])
+    return not is_binary and any(
+        re.fullmatch(rb"[!-~]+ \d+\s*", line) for line in content[:4096].splitlines()[:10]
+    )

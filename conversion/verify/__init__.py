@@ -1,0 +1,11 @@
+"""Whether two checkpoints hold the same model: `llamoe verify`.
+
+Reading order: compare_stored (weights as they lie), run_streamed (logits, a layer at a time), common_parts, report,
+compare_unreached (weights that no logit depends on), command.
+"""
+
+from .command import Verification, verify
+from .compare_stored import compare_configs
+from .run_streamed import tied_head
+
+__all__ = ["Verification", "compare_configs", "tied_head", "verify"]

@@ -1,0 +1,365 @@
+"""Are two checkpoints the same function? Answered by their tensors, their configurations and what they compute.
+
+Both are read as stock keys, whatever their format, and run by this package's own model classes in float32. So what
+is compared is the two readings: an error that our reader makes on both sides alike cannot show here. That the reader
+and the models are right is what this project's tests compare with other implementations.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...configuration import LlamoeConfig, LlamoeVisionConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ..checkpoint import Checkpoint
+from ..io import Progress
+from ..open import open_checkpoint
+from .common_parts import Normalization, pixel_normalization, shared_parts
+from .compare_stored import compare_configs, compare_rows, compare_tensors
+from .compare_unreached import Seen, Side, compare_unreached, wanted_tokens
+from .report import (
+    TOLERANCE,
+    OutputDifference,
+    Verification,
+    agree,
+    difference,
+    reasons_of_weights,
+    sentence,
+    within,
+)
+from .run_streamed import Weights, random_inputs, run, tied_head
+
+__all__ = ["TOLERANCE", "OutputDifference", "Verification", "verify"]
+
+
+def verify(
+    a: str | os.PathLike | Checkpoint,
+    b: str | os.PathLike | Checkpoint,
+    *,
+    tokens: int = 32,
+    rows: int = 2,
+    seed: int = 0,
+    tolerance: float | None = None,
+    by_layer: bool = True,
+    logits: bool = True,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> Verification:
+    """Compare two checkpoints of any formats: keys, shapes, numbers, configurations, and what they compute.
+
+    Weights are compared block by block, two blocks in memory at a time. Then both models run, one after the other, on
+    the same random tokens (and pictures), in float32. Of a multimodal model and a decoder the decoders are compared, of
+    a multimodal model and a tower the towers, without an adapter or projection that one of them lacks; of models with
+    more and fewer tokens, the common ones.
+
+    Where both come with a processor that says how pixels are normalized (preprocessor_config.json or
+    processor_config.json), pictures are random pixels that each side's own numbers normalize, so that a tower into
+    which they were folded is the same function. Otherwise both get the same numbers, as they leave a processor.
+
+    Random tokens are taken among the rows of the embedding that differ, as many as there is room for. What no token
+    reaches, the other rows and experts that none was sent to, is compared by itself where it differs (see
+    `conversion/verify/compare_unreached.py`): the same function is only what shows no difference there either.
+
+    A mixture sends a token to other experts where two scores are nearly equal and rounding differs. Such a token's
+    difference is large; `top1` says how many tokens still agree.
+
+    Args:
+        a: a folder or file that `open_checkpoint` reads, or what it gave.
+        b: another.
+        tokens: random tokens of a row; at most what both models take.
+        rows: rows.
+        seed: of the random tokens and pictures.
+        tolerance: see `Verification.tolerance`; by default `TOLERANCE`.
+        by_layer: read one matrix at a time, and of the experts only those that are used, which takes little memory and
+            no more time; False reads a model whole before it runs.
+        logits: compute outputs; otherwise weights and configurations are compared only.
+        device: where the models run; one that this machine has.
+        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
+
+    Returns:
+        What was found.
+
+    Raises:
+        CheckpointError: a path is no checkpoint, or a file is damaged.
+        ValueError: a count below 1, a tolerance that is negative, a device that is not there, or checkpoints of which
+            one reads texts and one pictures only.
+    """
+    begin = time.perf_counter()
+    for name, value in (("tokens", tokens), ("rows", rows)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} = {value!r}: should be a whole number, 1 or more")
+    tolerance = TOLERANCE if tolerance is None else tolerance
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance = {tolerance!r}: should be a part of the standard deviation, 0 or more")
+    device = _usable(device)
+    opened = [_open(given) for given in (a, b)]
+    parts, notes = shared_parts(*opened)
+    structure, function = compare_configs(parts[0].config, parts[1].config)
+    normalizations = [pixel_normalization(part) for part in parts]
+    if None not in normalizations and normalizations[0] != normalizations[1]:
+        structure["normalization of pixels"] = (normalizations[0], normalizations[1])
+    total = sum(tensor.nbytes for part in parts for tensor in part.tensors.values())
+    meter = _Meter(progress, total * (2 if logits else 1))
+    found, unequal, rows_differ = _compare_tensors(*parts, meter)
+    result = Verification(
+        a=str(opened[0].path),
+        b=str(opened[1].path),
+        kinds=(opened[0].kind, opened[1].kind),
+        structure=structure,
+        function=function,
+        tolerance=tolerance,
+        **found,
+    )
+    reasons = notes + reasons_of_weights(result)
+    if logits:
+        runner = _Runner(parts, normalizations, (tokens, rows, seed), by_layer, device, meter)
+        result, more = runner.compare(result, unequal, rows_differ)
+        reasons += more
+    elif not function and result.same_weights and not structure:
+        result = replace(result, same_function=True)
+    elif function:
+        result = replace(result, same_function=False)
+    if function:
+        named = "; ".join(f"{name}: {x} and {y}" for name, (x, y) in function.items())
+        although = " (although the outputs on these tokens agree)" if agree(result) else ""
+        reasons.append(f"the configurations describe other functions{although}: {named}")
+    meter.finish()
+    return replace(result, reasons=reasons, seconds=time.perf_counter() - begin)
+
+
+def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
+    if isinstance(given, Checkpoint):
+        return given
+    try:
+        return open_checkpoint(given, companions=False)
+    except CheckpointError:
+        raise
+    except OSError as error:  # a device, a folder that may not be read
+        raise CheckpointError(f"{Path(given)}: cannot be read ({error.strerror}).") from error
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    """Try a device before any work is done for it.
+
+    Raises:
+        ValueError: there is none of that name, or it does not compute here.
+    """
+    try:
+        found = torch.device(device)
+        torch.ones(1, device=found).add(1).cpu()
+        return found
+    except (RuntimeError, AssertionError, TypeError) as error:
+        there = ["cpu"]
+        if torch.accelerator.is_available():
+            kind = torch.accelerator.current_accelerator().type
+            there += [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"device = {str(device)!r}: cannot be used here ({reason}); there is {', '.join(there)}."
+        ) from error
+
+
+class _Meter:
+    """Counts what was read. Of experts that no token chose nothing is, so that the sum is known as a limit only."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self.progress, self.left = progress, total
+        if progress is not None:
+            progress.start(total)
+
+    def advance(self, nbytes: int, origin: str) -> None:
+        nbytes = min(nbytes, self.left)
+        self.left -= nbytes
+        if self.progress is not None and nbytes:
+            self.progress.advance(nbytes, origin.partition(": ")[0])
+
+    def finish(self) -> None:
+        self.advance(self.left, "")
+
+
+def _compare_tensors(
+    first: Checkpoint, second: Checkpoint, meter: _Meter
+) -> tuple[dict[str, Any], dict[str, set[int]], torch.Tensor | None]:
+    """Give fields of the result, the experts that differ, and how far the embeddings' rows do."""
+    sides = []
+    for part in (first, second):
+        aliases = {head: part.tensors[key] for head, key in tied_head(part.config).items()}
+        sides.append({**aliases, **part.tensors})  # a tied head counts as a copy of the embedding
+    a, b = sides
+    shapes, tensors, dtypes, not_finite = {}, {}, Counter(), set()
+    unequal: dict[str, set[int]] = {}
+    rows = None
+    common = [key for key in a if key in b]
+    for key in common:
+        mine, its = a[key], b[key]
+        if mine.dtype != its.dtype:
+            dtypes[f"{_name(mine.dtype)} and {_name(its.dtype)}"] += 1
+        if mine.shape != its.shape:
+            shapes[key] = (list(mine.shape), list(its.shape))
+            by_token = key.endswith(("embed_tokens.weight", "lm_head.weight"))
+            if not by_token or mine.shape[1:] != its.shape[1:]:
+                continue
+        differs, finite, unequal[key] = compare_tensors(mine, its, meter.advance)
+        not_finite.update(
+            f"{side}: {key}" for side, is_finite in zip("ab", finite, strict=True) if not is_finite
+        )
+        is_embedding = key.endswith("embed_tokens.weight")
+        if differs != 0:
+            tensors[key] = differs
+            if is_embedding:
+                eps = max(part.config.get_text_config().rms_norm_eps for part in (first, second))
+                rows = compare_rows(mine, its, eps, meter.advance)
+        elif is_embedding:
+            rows = torch.zeros(min(mine.shape[0], its.shape[0]))
+    only = [[key for key in mine if key not in its] for mine, its in ((a, b), (b, a))]
+    fields = {
+        "compared": len(common),
+        "only_in_a": only[0],
+        "only_in_b": only[1],
+        "shapes": shapes,
+        "dtypes": dict(dtypes),
+        "tensors": tensors,
+        "not_finite": sorted(not_finite),
+        "same_weights": not (only[0] or only[1] or shapes or tensors),
+    }
+    return fields, unequal, rows
+
+
+class _Runner:
+    """Runs both models on the same inputs and compares what leaves them, and each layer's hidden states."""
+
+    def __init__(
+        self,
+        parts: list[Checkpoint],
+        normalizations: list[Normalization | None],
+        sizes: tuple[int, int, int],
+        by_layer: bool,
+        device: torch.device,
+        meter: _Meter,
+    ):
+        self.parts, self.configs = parts, (parts[0].config, parts[1].config)
+        self.normalizations = [numbers for numbers in normalizations if numbers is not None]
+        self.sizes, self.by_layer, self.device, self.meter = sizes, by_layer, device, meter
+
+    def compare(
+        self, result: Verification, unequal: dict[str, set[int]], rows_differ: torch.Tensor | None
+    ) -> tuple[Verification, list[str]]:
+        """Complete a result by what the models compute; give the reasons, too."""
+        configs = self.configs
+        if problem := _cannot_share_inputs(*configs):
+            return replace(result, same_function=False), [problem]
+        tokens, rows, seed = self.sizes
+        if not isinstance(configs[0], LlamoeVisionConfig):
+            tokens = min(tokens, *map(_longest, configs))
+        inputs = random_inputs(
+            configs,
+            tokens,
+            rows,
+            seed,
+            wanted=wanted_tokens(rows_differ),
+            normalizations=self.normalizations if len(self.normalizations) == 2 else None,
+        )
+        sides = []
+        for side, part in zip("ab", self.parts, strict=True):
+            try:
+                weights = Weights(part.config, part.tensors, self.device, self.meter.advance)
+            except CheckpointError as error:
+                return replace(result, same_function=False), [f"{side} cannot be run: {error}"]
+            sides.append(Side(part.config, weights, {}))
+        result = replace(result, tokens=(tokens, rows, seed), by_layer=self.by_layer)
+        result, reasons = self._outputs(result, (sides[0], sides[1]), inputs)
+        if result.same_function and (not result.same_weights or result.structure):
+            seen = Seen(
+                tokens=set(inputs[0]["input_ids"].unique().tolist()) if "input_ids" in inputs[0] else set(),
+                rows=rows_differ,
+                experts=unequal,
+                others=[*result.tensors, *result.shapes, *result.only_in_a, *result.only_in_b],
+                layers=result.layers,
+                has_pictures="pixel_values" in inputs[0],
+            )
+            answers = compare_unreached((sides[0], sides[1]), seen, result.tolerance, seed)
+            if answers:
+                is_other = any(same is False for same, _ in answers)
+                result = replace(result, same_function=False if is_other else None)
+                reasons += [reason for _, reason in answers]
+        return result, reasons
+
+    def _outputs(
+        self, result: Verification, sides: tuple[Side, Side], inputs: list[dict[str, Any]]
+    ) -> tuple[Verification, list[str]]:
+        configs = self.configs
+        states: dict[str, torch.Tensor] = {}
+        layers: list[OutputDifference] = []
+
+        def compare_state(name: str, state: torch.Tensor) -> None:
+            expected = states.pop(name, None)
+            if expected is not None and expected.shape == state.shape:
+                layers.append(difference(name, expected, state))
+
+        first, second = (
+            run(side.config, side.weights, given, stream=self.by_layer, watch=watch, used=side.used)
+            for side, given, watch in zip(sides, inputs, (states.__setitem__, compare_state), strict=True)
+        )
+        reasons = []
+        if configs[0].get_text_config().hidden_size != configs[1].get_text_config().hidden_size:
+            reasons.append("hidden sizes differ, so that hidden states are not compared")
+        if "logits" in first and first["logits"].shape != second["logits"].shape:
+            found = [output["logits"].shape[-1] for output in (first, second)]
+            common = min(found)
+            reasons.append(
+                f"vocabularies of {found[0]:,} and {found[1]:,} tokens: compared on the first {common:,}"
+            )
+            first, second = ({"logits": output["logits"][..., :common]} for output in (first, second))
+        outputs = []
+        for name in sorted(first.keys() | second.keys()):
+            shapes = [list(output[name].shape) if name in output else None for output in (first, second)]
+            if shapes[0] != shapes[1]:
+                reasons.append(f"{name}: {' and '.join('none' if s is None else str(s) for s in shapes)}")
+            else:
+                outputs.append(difference(name, first[name], second[name]))
+        is_same = len(outputs) == len(first.keys() | second.keys())
+        is_same = is_same and all(within(part, result.tolerance) for part in outputs)
+        reasons += [sentence(part, result.tolerance) for part in outputs]
+        parted = next((layer.name for layer in layers if not within(layer, result.tolerance)), None)
+        if parted is not None:
+            reasons.append(f"the hidden states part at {parted}")
+        result = replace(
+            result,
+            outputs=outputs,
+            layers=layers,
+            first_layer=parted,
+            same_function=is_same and not result.function,
+        )
+        return result, reasons
+
+
+def _cannot_share_inputs(a: LlamoeBaseConfig, b: LlamoeBaseConfig) -> str | None:
+    visions = [getattr(config, "vision_config", config) for config in (a, b)]
+    if not isinstance(visions[0], LlamoeVisionConfig):
+        return None
+    shapes = [(vision.num_channels, vision.image_size, vision.image_size) for vision in visions]
+    if shapes[0] != shapes[1]:
+        return (
+            f"a sees pictures of {' x '.join(map(str, shapes[0]))} and b of {' x '.join(map(str, shapes[1]))}"
+        )
+    if isinstance(a, LlamoeConfig) and visions[0].tokens_per_tile != visions[1].tokens_per_tile:
+        return f"a makes {visions[0].tokens_per_tile} tokens of a picture and b {visions[1].tokens_per_tile}"
+    return None
+
+
+def _longest(config: LlamoeBaseConfig) -> int:
+    """Random tokens that a row can have, besides a picture's."""
+    picture = config.vision_config.tokens_per_tile if isinstance(config, LlamoeConfig) else 0
+    return max(config.get_text_config().max_position_embeddings - picture, 1)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,115 @@
+"""What two checkpoints have in common: the parts to compare, and pixels as each of them wants them."""
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+from ...configuration import LlamoeConfig, LlamoeVisionConfig
+from ...configuration.errors import CheckpointError
+from ..checkpoint import Checkpoint
+from ..clip import normalization
+
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+_ADAPTER = ("pixel_shuffle_ratio", "projector_input_dim", "projector_output_dim", "projector_final_act")
+
+Normalization = tuple[list[float], list[float]]
+"""Mean and deviation that are taken from, and divide, pixels between 0 and 1: a number for each channel."""
+
+
+def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint], list[str]]:
+    """Take the parts that can be compared with one another.
+
+    Of a multimodal model and a decoder that is the decoder; of a multimodal model and a tower the tower, without an
+    adapter or projection that the other lacks or has in another size.
+
+    Returns:
+        both parts, and notes on what was left out.
+
+    Raises:
+        ValueError: one reads texts and one pictures only.
+    """
+    parts, notes, is_part = [first, second], [], False
+    for index, (mine, other) in enumerate(((first, second), (second, first))):
+        if not isinstance(mine.config, LlamoeConfig) or isinstance(other.config, LlamoeConfig):
+            continue
+        is_tower = isinstance(other.config, LlamoeVisionConfig)
+        is_part = is_tower
+        prefix = "vision_model." if is_tower else "language_model."
+        tensors = {
+            key.removeprefix(prefix): value for key, value in mine.tensors.items() if key.startswith(prefix)
+        }
+        config = mine.config.vision_config if is_tower else mine.config.text_config
+        parts[index] = replace(mine, config=config, tensors=tensors)
+        notes.append(
+            f"{mine.path} is multimodal and {other.path} is not: its {'tower' if is_tower else 'decoder'} is compared"
+        )
+    if isinstance(parts[0].config, LlamoeVisionConfig) != isinstance(parts[1].config, LlamoeVisionConfig):
+        raise ValueError(
+            f"{first.path} holds a {type(first.config).__name__[6:-6].lower()} model and {second.path} a "
+            f"{type(second.config).__name__[6:-6].lower()} one: a vision tower and a decoder have nothing to compare"
+        )
+    if is_part:
+        parts, more = _encoders(parts)
+        notes += more
+    return parts, notes
+
+
+def _encoders(parts: list[Checkpoint]) -> tuple[list[Checkpoint], list[str]]:
+    """Leave out of two towers what only one of them has behind the encoder."""
+    configs: list[Any] = [copy.deepcopy(part.config) for part in parts]
+    notes, dropped = [], []
+    adapters = [config.use_adapter and [getattr(config, name) for name in _ADAPTER] for config in configs]
+    if adapters[0] != adapters[1]:
+        notes.append(_left_out("adapter", *map(bool, adapters)))
+        dropped.append("vision_adapter.")
+        for config in configs:
+            config.use_adapter = False
+            config.vision_feature_select_strategy = "full"  # the class token, too
+            config.vision_output_dim = config.hidden_size
+            config.projector_input_dim = config.projector_output_dim = config.hidden_size
+    if configs[0].projection_dim != configs[1].projection_dim:
+        notes.append(_left_out("projection", *(config.projection_dim is not None for config in configs)))
+        dropped.append("visual_projection.")
+        for config in configs:
+            config.projection_dim = None
+    kept = [
+        {key: tensor for key, tensor in part.tensors.items() if not key.startswith(tuple(dropped))}
+        for part in parts
+    ]
+    return [
+        replace(part, config=config, tensors=tensors)
+        for part, config, tensors in zip(parts, configs, kept, strict=True)
+    ], notes
+
+
+def _left_out(what: str, in_a: bool, in_b: bool) -> str:
+    if in_a and in_b:
+        return f"a and b have {what}s of other sizes: the towers are compared without"
+    article = "an" if what[0] in "aeiou" else "a"
+    return f"only {'a' if in_a else 'b'} has {article} {what}: the towers are compared without"
+
+
+def pixel_normalization(checkpoint: Checkpoint) -> Normalization | None:
+    """Read how a checkpoint's processor normalizes pixels; None where nothing says it.
+
+    Raises:
+        CheckpointError: the processor's file is damaged.
+    """
+    config = getattr(checkpoint.config, "vision_config", checkpoint.config)
+    for name in _PROCESSORS:
+        if name not in checkpoint.companions or not isinstance(config, LlamoeVisionConfig):
+            continue
+        origin = f"{checkpoint.path}: {name}"
+        try:
+            content = json.loads(checkpoint.companions[name])
+        except ValueError as error:
+            raise CheckpointError(f"{origin}: is not JSON ({error}).") from error
+        part = content.get("image_processor", content) if isinstance(content, dict) else None
+        is_told = isinstance(part, dict) and (
+            {"image_mean", "image_std"} <= part.keys() or part.get("do_normalize") is False
+        )
+        if is_told:
+            found = normalization(part, origin)
+            return found if len(found[0]) == config.num_channels else None
+    return None

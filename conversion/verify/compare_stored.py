@@ -1,0 +1,222 @@
+"""What differs between two checkpoints as they are stored: numbers of tensors, fields of configurations.
+
+Two configurations are compared by what they come to. Some fields only say how a function is written down (experts,
+heads, the pairing of rotated channels): with other weights it may be the same one. Others make another function of the
+same weights, and not always one that a few random tokens show: a chunk is full after thousands of tokens only.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ...configuration import LlamoeConfig, LlamoeVisionConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...modeling.layers import RotaryEmbedding
+from ..io import LazyTensor, blocks
+
+_PIECE = 1 << 24  # numbers that are compared at once
+_ROWS = 4096  # of an embedding
+_DECODER_STRUCTURE = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "intermediate_size", "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "moe_layers",
+    "rope_interleave", "attention_bias", "mlp_bias", "tie_word_embeddings",
+)  # fmt: skip
+_TOWER_STRUCTURE = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "attention_bias",
+    "multi_modal_projector_bias", "projector_input_dim", "projector_output_dim", "projection_dim",
+)  # fmt: skip
+
+
+def compare_tensors(
+    a: LazyTensor, b: LazyTensor, on_read: Callable[[int, str], None]
+) -> tuple[float, tuple[bool, bool], set[int]]:
+    """Compare the numbers of two tensors, block by block; of tensors with more and fewer rows, the common rows.
+
+    Args:
+        a: any tensor.
+        b: one of the same shape but for the first axis.
+        on_read: called with the bytes and the origin of what was read.
+
+    Returns:
+        the largest absolute difference, nan where only one of two numbers is one; whether each is finite, which is
+        known of what differs or is nan only; and the rows of a stacked tensor (experts) that differ.
+    """
+    rows = min(a.shape[0], b.shape[0]) if a.ndim else 1
+    largest, finite, unequal = 0.0, [True, True], set()
+    for start, stop in blocks(a) if a.ndim else [(0, None)]:
+        stop = None if stop is None else min(stop, rows)
+        if stop is not None and start >= stop:
+            break
+        x, y = a.read(start, stop), b.read(start, stop)
+        on_read(x.nbytes + y.nbytes, a.origin)
+        if x.dtype == y.dtype and torch.equal(x, y):
+            continue
+        x, y = x.flatten(), y.flatten()
+        for at in range(0, len(x), _PIECE):
+            difference, is_finite = _compare_numbers(x[at : at + _PIECE], y[at : at + _PIECE])
+            largest = (
+                max(largest, difference) if difference == difference and largest == largest else math.nan
+            )
+            finite = [known and now for known, now in zip(finite, is_finite, strict=True)]
+            if a.ndim > 2 and difference != 0:
+                unequal.update(range(start, stop))  # of a stack a block is a row
+    return largest, (finite[0], finite[1]), unequal
+
+
+def compare_rows(
+    a: LazyTensor, b: LazyTensor, eps: float, on_read: Callable[[int, str], None]
+) -> torch.Tensor:
+    """Compare two embeddings row by row.
+
+    Args:
+        a: `[V, H]`.
+        b: `[W, H]`; of more and fewer rows the common ones are compared.
+        eps: of the norm that reads them.
+        on_read: as for `compare_tensors`.
+
+    Returns:
+        for each row the largest absolute difference, as a part of `sqrt(mean(row ** 2) + eps)` of the larger one:
+        float32 `[min(V, W)]`, infinite where one of them is not finite.
+    """
+    x, y = a.read(), b.read()
+    on_read(x.nbytes + y.nbytes, a.origin)
+    parts = []
+    for mine, its in zip(x.split(_ROWS), y.split(_ROWS), strict=False):
+        count = min(len(mine), len(its))
+        mine, its = mine[:count].float(), its[:count].float()
+        size = torch.maximum(mine.square().mean(-1), its.square().mean(-1)).add(eps).sqrt()
+        difference = (mine - its).abs()
+        difference[(mine == its) | (mine.isnan() & its.isnan())] = 0
+        differs = difference.amax(-1)
+        part = (differs / size).nan_to_num(nan=math.inf)
+        part[differs == 0] = 0
+        part[~differs.isfinite()] = math.inf
+        parts.append(part)
+    return torch.cat(parts)
+
+
+def _compare_numbers(x: torch.Tensor, y: torch.Tensor) -> tuple[float, tuple[bool, bool]]:
+    wide = (
+        torch.float32
+        if max(x.dtype.itemsize, y.dtype.itemsize) <= 4 and x.is_floating_point()
+        else torch.float64
+    )
+    x, y = x.to(wide), y.to(wide)
+    finite = (bool(x.isfinite().all()), bool(y.isfinite().all()))
+    difference = (x - y).abs()
+    if not all(finite):
+        difference[(x == y) | (x.isnan() & y.isnan())] = 0  # the same infinity, or nan in both
+    return difference.max().item() if len(x) else 0.0, finite
+
+
+def compare_configs(
+    a: LlamoeBaseConfig, b: LlamoeBaseConfig
+) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
+    """Name what differs between two configurations and may matter to what the models compute.
+
+    Lengths, scalings and layer lists are compared by what they come to: a chunk that is never full, or a rotary
+    scaling of one, is no difference.
+
+    Args:
+        a: of a decoder, a tower or a multimodal model.
+        b: of the same kind.
+
+    Returns:
+        what the outputs have to decide (sizes, experts, heads), and what is another function whatever the weights are;
+        each field to both values.
+    """
+    structure, function = {}, {}
+    for name, value in _structure(a).items():
+        if value != (other := _structure(b).get(name)):
+            structure[name] = (value, other)
+    mine, its = _function(a), _function(b)
+    for name in [name for name in mine if name in its]:
+        (shown, value), (other_shown, other) = mine[name], its[name]
+        if value != other:
+            function[name] = (shown, other_shown)
+    return structure, function
+
+
+def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
+    if isinstance(config, LlamoeConfig):
+        return {
+            f"{part}.{name}": value
+            for part in config.sub_configs
+            for name, value in _structure(getattr(config, part)).items()
+        }
+    names = _TOWER_STRUCTURE if isinstance(config, LlamoeVisionConfig) else _DECODER_STRUCTURE
+    return {name: getattr(config, name, None) for name in names}
+
+
+def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
+    """Give each field that the function depends on as it is shown and as it is compared."""
+    if isinstance(config, LlamoeConfig):
+        inner = {
+            f"{part}.{name}": value
+            for part in config.sub_configs
+            for name, value in _function(getattr(config, part)).items()
+        }
+        return {**inner, "image_token_index": (config.image_token_index, config.image_token_index)}
+    if isinstance(config, LlamoeVisionConfig):
+        return _function_of_tower(config)
+    plans = [config.layer_plan(layer_idx) for layer_idx in range(config.num_hidden_layers)]
+    longest = config.max_position_embeddings
+    chunk = getattr(config, "attention_chunk_size", None) or longest
+    floor = getattr(config, "floor_scale", longest + 1)
+    tuning = (floor, config.attn_scale) if floor <= longest else None
+    by_layer = {
+        "layers that rotate": [plan.use_rope for plan in plans],
+        "use_qk_norm": [plan.use_qk_norm for plan in plans],
+        "attention_chunk_size": [
+            chunk if plan.attention_type == "chunked_attention" and chunk < longest else None
+            for plan in plans
+        ],
+        "attn_temperature_tuning": [tuning if plan.use_temperature_tuning else None for plan in plans],
+    }
+    facts: dict[str, tuple[Any, Any]] = {
+        name: (getattr(config, name),) * 2 for name in ("hidden_act", "rms_norm_eps")
+    }
+    for name, values in by_layer.items():
+        facts[name] = (_by_layer(values), values)
+    if any(by_layer["layers that rotate"]):
+        facts["rope_parameters"] = (config.rope_parameters, _rotary(config))
+    return facts
+
+
+def _function_of_tower(config: LlamoeVisionConfig) -> dict[str, tuple[Any, Any]]:
+    names = [
+        "hidden_act", "norm_eps", "num_channels", "image_size", "patch_size", "use_rope", "use_pre_layernorm",
+        "use_post_layernorm", "vision_feature_select_strategy", "use_adapter",
+    ]  # fmt: skip
+    if config.use_adapter:
+        names += ["pixel_shuffle_ratio", "projector_final_act"]
+    facts = {name: (getattr(config, name),) * 2 for name in names}
+    depth = range(config.num_hidden_layers + 1)[config.vision_feature_layer]
+    facts["vision_feature_layer"] = (config.vision_feature_layer, config.num_hidden_layers - depth)
+    if config.use_rope:
+        theta = (config.rope_parameters or {}).get("rope_theta")
+        facts["rope_theta"] = (theta, theta)
+    return facts
+
+
+def _rotary(config: LlamoeBaseConfig) -> tuple:
+    """Give the rotation as numbers, so that two ways to write it down are the same."""
+    with torch.device("cpu"):
+        rotary = RotaryEmbedding(config)
+    told = None
+    if rotary.rope_type in ("dynamic", "longrope"):  # theirs depend on the length of the pass
+        told = (sorted(config.rope_parameters.items(), key=str), config.max_position_embeddings)
+    return rotary.inv_freq.tolist(), rotary.attention_scaling, told
+
+
+def _by_layer(values: list[Any]) -> Any:
+    """Write a value for each layer in short: as one value if all are the same."""
+    runs = [
+        (value, [at for at, _ in pairs]) for value, pairs in groupby(enumerate(values), lambda pair: pair[1])
+    ]
+    if len(runs) == 1:
+        return values[0]
+    return ", ".join(f"{value} in {at[0]}" + (f"-{at[-1]}" if len(at) > 1 else "") for value, at in runs)

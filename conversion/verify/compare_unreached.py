@@ -1,0 +1,280 @@
+"""What a few random tokens cannot show: rows of the embedding that no token read, experts that no token was sent to.
+
+Where two models' outputs agree, their weights may still differ in such places, and these are compared by themselves:
+
+* A row of the embedding by its largest difference, as a part of `sqrt(mean(row ** 2) + rms_norm_eps)`, which is what
+  the first norm divides by.
+* An expert by its outputs for a few random rows, as they leave the norm before it, as a part of the outputs' root mean
+  square; a row of the router by the length of its difference, as a part of its own length. Experts that stand in
+  another order, with their rows of the router, are the same function, and so are experts whose inner channels do.
+* Experts that only one side has, or that both have in other numbers, change nothing if their outputs are zero.
+
+This holds where both models' hidden states are the same numbers. Where outputs agree and hidden states do not, the
+function may be written in another basis, and rows and experts cannot be compared one by one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...configuration import LlamoeConfig, LlamoeVisionConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...modeling.moe import Experts
+from .report import OutputDifference, listed
+from .run_streamed import ExpertsOnDemand, Weights
+
+_ROWS = 8  # random rows for each expert
+_SAME_BASIS = 0.1  # mean difference of hidden states in one basis; in another one it is about one deviation
+_EXPERTS = ".experts.gate_up_proj"
+_OF_PICTURES = ("vision_model.", "multi_modal_projector")
+_EMBEDDING = "embed_tokens.weight"
+
+Answer = tuple[bool | None, str]
+"""Whether the function is the same, None where that cannot be told; and the reason."""
+
+
+@dataclass
+class Side:
+    """One of the two models.
+
+    Attributes:
+        config: of the model.
+        weights: its parameters.
+        used: name of a layer's experts to those that got a token.
+    """
+
+    config: LlamoeBaseConfig
+    weights: Weights
+    used: dict[str, set[int]]
+
+
+@dataclass
+class Seen:
+    """What the comparison of weights and the run of both models found.
+
+    Attributes:
+        tokens: ids that were run.
+        rows: the embeddings' differences, a number for each common row, or None where they have no common shape.
+        experts: key of a stack to the experts whose numbers differ.
+        others: keys of all tensors that differ, have two shapes, or are on one side only.
+        layers: differences of the hidden states.
+        has_pictures: whether pictures were run.
+    """
+
+    tokens: set[int]
+    rows: torch.Tensor | None
+    experts: Mapping[str, set[int]]
+    others: Sequence[str]
+    layers: Sequence[OutputDifference]
+    has_pictures: bool
+
+
+def compare_unreached(sides: tuple[Side, Side], seen: Seen, tolerance: float, seed: int) -> list[Answer]:
+    """Compare what the run did not reach.
+
+    Args:
+        sides: both models; their outputs agree.
+        seen: what is known of them.
+        tolerance: largest difference that counts as the same, see the module's text.
+        seed: of the random rows.
+
+    Returns:
+        an answer for each thing that is not the same, or of which that cannot be told.
+    """
+    if isinstance(sides[0].config, LlamoeVisionConfig):
+        return []  # a picture reaches every weight of a tower
+    is_one_basis = bool(seen.layers) and all(
+        part.mean_abs <= _SAME_BASIS * part.std
+        for part in seen.layers
+        if not part.name.startswith(_OF_PICTURES)
+    )
+    answers = [*_of_pictures(sides, seen), *_of_embeddings(sides, seen, tolerance, is_one_basis)]
+    names = {
+        key.removesuffix(".gate_up_proj"): None
+        for side in sides
+        for key in side.weights.tensors
+        if key.endswith(_EXPERTS)
+    }
+    for name in names:
+        layer = _Layer(name, sides, seed)
+        if answer := layer.compare(seen.experts, tolerance, is_one_basis):
+            answers.append(answer)
+            if answer[0] is False:
+                break
+    return answers
+
+
+def wanted_tokens(rows: torch.Tensor | None) -> list[int]:
+    """Give the rows of the embedding that differ, those that differ most first."""
+    if rows is None:
+        return []
+    order = rows.argsort(descending=True, stable=True)
+    return order[: int((rows > 0).sum())].tolist()
+
+
+def _of_pictures(sides: tuple[Side, Side], seen: Seen) -> Iterator[Answer]:
+    if seen.has_pictures or not all(isinstance(side.config, LlamoeConfig) for side in sides):
+        return
+    keys = [key for key in seen.others if key.startswith(_OF_PICTURES)]
+    if keys:
+        yield (
+            None,
+            f"no picture was run, since a vocabulary has no token for it, and these differ: {listed(keys)}",
+        )
+
+
+def _of_embeddings(
+    sides: tuple[Side, Side], seen: Seen, tolerance: float, is_one_basis: bool
+) -> Iterator[Answer]:
+    if seen.rows is None:
+        if any(key.endswith(_EMBEDDING) for key in seen.others):
+            yield (
+                None,
+                f"the embeddings have rows of two widths: other tokens than the {len(seen.tokens)} were not compared",
+            )
+        return
+    # A picture's features stand where its tokens do; their row is never read.
+    known = seen.tokens | {getattr(side.config, "image_token_index", -1) for side in sides}
+    beyond = [row for row in wanted_tokens(seen.rows) if row not in known and not seen.rows[row] <= tolerance]
+    if not beyond:
+        return
+    worst = f"{_names('embedding row', sorted(beyond))}, which no random token read, differ by as much as "
+    worst += f"{seen.rows[beyond[0]].item():.3g} of the row's size"
+    if is_one_basis:
+        yield False, worst
+    else:
+        yield None, f"{worst}; hidden states differ, so that this may be another basis of the same function"
+
+
+class _Layer:
+    """The experts and routers of one layer in both models; one of them may have none."""
+
+    def __init__(self, name: str, sides: tuple[Side, Side], seed: int):
+        self.name, self.sides = name, sides
+        self.label = name.removeprefix("language_model.").removeprefix("model.").removesuffix(".experts")
+        self.has = [f"{name}.gate_up_proj" in side.weights.tensors for side in sides]
+        self.modules, self.inputs, self.routers = [], [], []
+        generator = torch.Generator().manual_seed(seed)
+        for side, has in zip(sides, self.has, strict=True):
+            if not has:
+                self.modules.append(None)
+                continue
+            config, weights = side.config.get_text_config(), side.weights
+            with torch.device("meta"):
+                self.modules.append(ExpertsOnDemand(Experts(config), name, weights))
+            # The norm's weight may have been multiplied into the matrices behind it.
+            scale = weights.read(name.replace("feed_forward.experts", "post_attention_layernorm.weight"))
+            generator.manual_seed(seed)
+            rows = torch.randn(_ROWS, config.hidden_size, generator=generator)
+            self.inputs.append(rows.to(weights.device) * scale)
+            self.routers.append(weights.read(name.replace(".experts", ".router.weight")) * scale)
+        self.counts = [
+            side.weights.tensors[f"{name}.gate_up_proj"].shape[0] if has else 0
+            for side, has in zip(sides, self.has, strict=True)
+        ]
+
+    def compare(
+        self, differing: Mapping[str, set[int]], tolerance: float, is_one_basis: bool
+    ) -> Answer | None:
+        """Give what parts the layer's experts; None if nothing does."""
+        texts = [side.config.get_text_config() for side in self.sides]
+        if not all(self.has) or self.counts[0] != self.counts[1]:
+            return self._compare_numbers(f"other numbers of experts ({self.counts[0]} and {self.counts[1]})")
+        if texts[0].num_experts_per_tok != texts[1].num_experts_per_tok:
+            return self._compare_numbers("tokens that are sent to other numbers of experts")
+        if texts[0].hidden_size != texts[1].hidden_size:
+            return self._compare_numbers("other hidden sizes")
+        partners, alone = _pair(*self.routers, tolerance)
+        if alone:
+            if all(self._are_zero(side, range(self.counts[side])) for side in (0, 1)):
+                return None
+            found = f"{self.label}: rows of the router differ ({_names('expert', alone)})"
+        else:
+            unequal = {
+                *differing.get(f"{self.name}.gate_up_proj", ()),
+                *differing.get(f"{self.name}.down_proj", ()),
+            }
+            beyond = self._compare_experts(partners, unequal, tolerance)
+            if not beyond:
+                return None
+            worst = max(beyond.values(), key=lambda size: (size != size, size))
+            found = f"{self.label}: {_names('expert', sorted(beyond))}, to which no token was sent: "
+            found += f"outputs for random rows differ by as much as {worst:.3g} of their size"
+        if is_one_basis:
+            return False, found
+        return None, f"{found}; hidden states differ, so that this may be another basis of the same function"
+
+    def _compare_experts(
+        self, partners: Sequence[int], unequal: set[int], tolerance: float
+    ) -> dict[int, float]:
+        """Give the experts of the first side whose outputs differ, with how much."""
+        shapes = [side.weights.tensors[f"{self.name}.down_proj"].shape for side in self.sides]
+        is_all = shapes[0] != shapes[1] or not torch.equal(*self.inputs)
+        used = [side.used.get(self.name, set()) for side in self.sides]
+        beyond = {}
+        for expert, partner in enumerate(partners):
+            is_reached = expert in used[0] and partner in used[1]
+            if is_reached or not (is_all or expert != partner or expert in unequal):
+                continue
+            mine, its = self._output(0, expert), self._output(1, partner)
+            size = max(mine.square().mean().sqrt().item(), its.square().mean().sqrt().item())
+            difference = (mine - its).abs().max().item()
+            if not difference <= tolerance * size:
+                beyond[expert] = difference / size
+        return beyond
+
+    def _compare_numbers(self, what: str) -> Answer | None:
+        """Compare where experts have no partners: those that give zero change nothing."""
+        used = [side.used.get(self.name, set()) for side in self.sides]
+        all_known = True
+        for side, has in enumerate(self.has):
+            everyone = set(range(self.counts[side]))
+            if not has or (not all(self.has) and used[side] == everyone):
+                continue  # the outputs have compared them all
+            for expert in sorted(everyone - used[side]):
+                if self._are_zero(side, [expert]):
+                    continue
+                found = f"{self.label}: there are {what}, and expert {expert} of {'ab'[side]}, to which no token was "
+                found += "sent, "
+                if not all(self.has) and self._are_zero(side, used[side]):
+                    return False, f"{found}is not zero, as the others are"
+                return None, f"{found}cannot be compared"
+            all_known = all_known and self._are_zero(side, used[side])
+        return (
+            None if all_known else (None, f"{self.label}: there are {what}, and not all tokens can be tried")
+        )
+
+    def _are_zero(self, side: int, experts: Sequence[int] | set[int]) -> bool:
+        return not any(self._output(side, expert).any() for expert in experts)
+
+    def _output(self, side: int, expert: int) -> torch.Tensor:
+        """Outputs `[_ROWS, H]` of an expert for the random rows."""
+        rows = self.inputs[side if all(self.has) else 0]
+        chosen = torch.full((len(rows), 1), expert, device=rows.device)
+        return self.modules[side](rows, chosen, torch.ones_like(chosen, dtype=rows.dtype))
+
+
+def _pair(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> tuple[list[int], list[int]]:
+    """Find for each row of a router `[E, H]` the same row of another one: itself, or else a row that is left over.
+
+    Returns:
+        the partner of each row, and the rows without one.
+    """
+    partners = list(range(len(a)))
+    sizes = torch.maximum(a.norm(dim=-1), b.norm(dim=-1))
+    alone = [row for row in partners if not (a[row] - b[row]).norm() <= tolerance * sizes[row]]
+    free, without = list(alone), []
+    for row in alone:
+        size = a[row].norm().clamp_min(1e-30)
+        distances = [(a[row] - b[other]).norm() / size for other in free]
+        nearest = min(range(len(free)), key=lambda at: distances[at])
+        if not distances[nearest] <= tolerance:
+            without.append(row)
+            continue
+        partners[row] = free.pop(nearest)
+    return partners, without
+
+
+def _names(what: str, numbers: Sequence[int]) -> str:
+    return f"{what}{'s' if len(numbers) > 1 else ''} {listed([f'{number:,}' for number in numbers])}"

@@ -1,0 +1,283 @@
+"""Runs the model of a checkpoint from its lazy tensors: whole, or one matrix at a time.
+
+One matrix at a time, a weight is read just before its module computes and forgotten right after; of the stacked
+experts only those are read to which a token was sent, each by itself. The pass is the model's own `forward`, on a
+model without weights (on the meta device): hooks bring and take the parameters, so that there is no second
+implementation that could differ. A model of any size runs in a little more than its largest matrix in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...configuration import LlamoeConfig, LlamoeVisionConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ...modeling.decoder import DecoderLayer
+from ...modeling.moe import Experts
+from ...modeling.vision import VisionEncoderLayer
+from ..checkpoint import expected_shapes, model_class
+from ..io import LazyTensor
+
+_SHOWN = 5  # names in an error
+
+Watch = Callable[[str, torch.Tensor], None]
+
+
+def build_empty(config: LlamoeBaseConfig) -> nn.Module:
+    """Build the model of a configuration without weights.
+
+    Args:
+        config: any of ours; it is left as it is.
+
+    Returns:
+        The model with its head, float32, on the meta device, in evaluation mode.
+    """
+    with torch.device("meta"):
+        model = model_class(config)(copy.deepcopy(config))
+    return model.float().eval()
+
+
+def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
+    """Give the key of the output head to that of the embedding, where the configuration ties them; else nothing."""
+    if isinstance(config, LlamoeVisionConfig) or not config.get_text_config().tie_word_embeddings:
+        return {}
+    prefix = "language_model." if isinstance(config, LlamoeConfig) else ""
+    return {f"{prefix}lm_head.weight": f"{prefix}model.embed_tokens.weight"}
+
+
+class Weights:
+    """What a model's parameters are read from.
+
+    Args:
+        config: of the model.
+        tensors: stock keys to lazy tensors.
+        device: where the parameters are wanted, as float32.
+        on_read: called with the bytes and the origin of everything read.
+
+    Raises:
+        CheckpointError: a weight of the model is missing or has another shape.
+    """
+
+    def __init__(
+        self,
+        config: LlamoeBaseConfig,
+        tensors: Mapping[str, LazyTensor],
+        device: torch.device,
+        on_read: Callable[[int, str], None] = lambda nbytes, origin: None,
+    ):
+        # A tied head that is in the files all the same counts as in `from_pretrained`: as its own.
+        aliases = {head: tensors[key] for head, key in tied_head(config).items() if key in tensors}
+        self.tensors = {**aliases, **tensors}
+        self.device = device
+        self.on_read = on_read
+        expected = expected_shapes(config)
+        if missing := [name for name in expected if name not in self.tensors]:
+            raise CheckpointError(f"the model needs tensors that are not there: {_shorten(missing)}")
+        for name, shape in expected.items():
+            given = self.tensors[name]
+            if tuple(given.shape) != shape:
+                raise CheckpointError(
+                    f"{given.origin}: {name} has shape {list(given.shape)}, but the configuration asks for "
+                    f"{list(shape)}"
+                )
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Read rows of a weight as float32 on the device."""
+        tensor = self.tensors[name]
+        value = tensor.read(start, stop)
+        self.on_read(value.nbytes, tensor.origin)
+        return value.to(self.device, torch.float32)
+
+
+class ExpertsOnDemand(nn.Module):
+    """Stands in for `Experts`: reads one expert at a time, and only those that got a token.
+
+    The products are those of `Experts.loop_over_experts`, called with one expert.
+    """
+
+    def __init__(self, experts: Experts, name: str, weights: Weights):
+        super().__init__()
+        self.name, self.weights = name, weights
+        one = copy.copy(experts.config)
+        one.num_local_experts = 1
+        with torch.device("meta"):
+            self.one = Experts(one)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Send each row `[N, H]` to its experts `[N, k]`, as `Experts.forward` does."""
+        result = torch.zeros_like(hidden_states)
+        empty = dict(self.one._parameters)
+        for expert in top_k_index.unique().tolist():
+            rows, column = (top_k_index == expert).nonzero(as_tuple=True)
+            try:
+                for part in empty:
+                    value = self.weights.read(f"{self.name}.{part}", expert, expert + 1)
+                    self.one._parameters[part] = nn.Parameter(value, requires_grad=False)
+                    del value
+                first = torch.zeros_like(rows)[:, None]
+                output = self.one.loop_over_experts(
+                    hidden_states[rows], first, top_k_weights[rows, column][:, None]
+                )
+            finally:
+                self.one._parameters.update(empty)
+            result.index_add_(0, rows, output)
+        return result
+
+
+def run(
+    config: LlamoeBaseConfig,
+    weights: Weights,
+    inputs: dict[str, torch.Tensor],
+    *,
+    stream: bool,
+    watch: Watch,
+    used: dict[str, set[int]] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Run a model once.
+
+    Args:
+        config: of the model.
+        weights: its parameters.
+        inputs: of its `forward`, on any device.
+        stream: one matrix at a time; else the whole model is read into memory first.
+        watch: called with the name and the output of the embedding, of each layer and of the last norm, as they
+            come; names are those of `LlamoeForCausalLM.model`, a tower's begin with `vision_model`.
+        used: gets the experts that a token was sent to, under the name of each layer's stack.
+
+    Returns:
+        `logits` `[B, T, vocab_size]`; of a tower `last_hidden_state` and, where it has one, `pooler_output`. Float32,
+        on the CPU.
+    """
+    model = build_empty(config)
+    if stream:
+        _stream(model, weights)
+    else:
+        _fill(model, weights)
+    for name, module in model.named_modules():
+        if label := _label(name, module):
+            module.register_forward_hook(
+                lambda _, inputs, output, label=label: watch(label, output.float().cpu())
+            )
+        if used is not None and isinstance(module, ExpertsOnDemand if stream else Experts):
+            chosen = used.setdefault(name, set())
+            module.register_forward_pre_hook(
+                lambda _, inputs, chosen=chosen: chosen.update(inputs[1].unique().tolist())
+            )
+    more = {} if isinstance(config, LlamoeVisionConfig) else {"use_cache": False}
+    with torch.no_grad():
+        output = model(**{name: value.to(weights.device) for name, value in inputs.items()}, **more)
+    names = ("last_hidden_state", "pooler_output") if isinstance(config, LlamoeVisionConfig) else ("logits",)
+    return {name: output[name].float().cpu() for name in names if output.get(name) is not None}
+
+
+def _fill(model: nn.Module, weights: Weights) -> None:
+    for prefix, module in model.named_modules():
+        _bring(module, prefix, weights)
+    if getattr(model, "_has_experts", False):
+        model.set_experts_implementation("eager")  # the products that `ExpertsOnDemand` forms
+
+
+def _stream(model: nn.Module, weights: Weights) -> None:
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Experts):
+            model.set_submodule(name, ExpertsOnDemand(module, name, weights))
+    for name, module in model.named_modules():
+        empty = {key: value for key, value in module._parameters.items() if value is not None}
+        if not empty or isinstance(module, Experts):
+            continue
+        module.register_forward_pre_hook(
+            lambda module, inputs, prefix=name: _bring(module, prefix, weights), prepend=True
+        )
+        module.register_forward_hook(
+            lambda module, inputs, output, empty=empty: module._parameters.update(empty), always_call=True
+        )
+
+
+def _bring(module: nn.Module, prefix: str, weights: Weights) -> None:
+    """Read a module's own parameters, not those of its children."""
+    for key, value in module._parameters.items():
+        if value is not None:
+            read = weights.read(f"{prefix}.{key}" if prefix else key)
+            module._parameters[key] = nn.Parameter(read, requires_grad=False)
+
+
+def _label(name: str, module: nn.Module) -> str | None:
+    if isinstance(module, VisionEncoderLayer):
+        return "vision_model." + name.removeprefix("vision_model.").removeprefix("model.")
+    if isinstance(module, DecoderLayer) or re.search(r"(^|\.)model\.(embed_tokens|norm)$", name):
+        return name.removeprefix("language_model.").removeprefix("model.")
+    return "multi_modal_projector" if name == "multi_modal_projector" else None
+
+
+def _shorten(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _takes_pictures(config: LlamoeBaseConfig) -> bool:
+    return not isinstance(config, LlamoeConfig) or config.image_token_index < config.text_config.vocab_size
+
+
+def random_inputs(
+    configs: tuple[LlamoeBaseConfig, LlamoeBaseConfig],
+    tokens: int,
+    rows: int,
+    seed: int,
+    *,
+    wanted: Sequence[int] = (),
+    normalizations: Sequence[tuple[list[float], list[float]]] | None = None,
+) -> list[dict[str, Any]]:
+    """Draw the same inputs for two models of one family.
+
+    Args:
+        configs: of both; two towers, two multimodal models, or two decoders.
+        tokens: of a row, besides those of its picture.
+        rows: of the batch.
+        seed: of the generator.
+        wanted: token ids that are to be among them, the first of them if there is no room for all.
+        normalizations: mean and deviation of both models' pixels: random pixels between 0 and 1 are normalized for
+            each. None for the same normal numbers for both.
+
+    Returns:
+        keyword arguments for each. Token ids are those that both vocabularies have, none of them an image token;
+        in multimodal models every row has a picture of one tile behind its first token, if both have a token for it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    inputs: list[dict[str, Any]] = [{}, {}]
+    visions = [getattr(config, "vision_config", config) for config in configs]
+    with_pictures = isinstance(visions[0], LlamoeVisionConfig) and all(map(_takes_pictures, configs))
+    if with_pictures:
+        shape = (rows, visions[0].num_channels, visions[0].image_size, visions[0].image_size)
+        if normalizations is None:
+            inputs[0]["pixel_values"] = inputs[1]["pixel_values"] = torch.randn(shape, generator=generator)
+        else:
+            pixels = torch.rand(shape, generator=generator, dtype=torch.float64)
+            for given, numbers in zip(inputs, normalizations, strict=True):
+                mean, std = torch.tensor(numbers, dtype=torch.float64)[..., None, None]
+                given["pixel_values"] = ((pixels - mean) / std).float()
+    if isinstance(configs[0], LlamoeVisionConfig):
+        return inputs
+    image_tokens = {getattr(config, "image_token_index", -1) for config in configs}
+    common = min(config.get_text_config().vocab_size for config in configs)
+    allowed = torch.tensor([token for token in range(common) if token not in image_tokens])
+    ids = allowed[torch.randint(len(allowed), (rows, tokens), generator=generator)]
+    wanted = [token for token in wanted if token < common and token not in image_tokens][: ids.numel()]
+    places = torch.randperm(ids.numel(), generator=generator)[: len(wanted)]
+    ids.view(-1)[places] = torch.tensor(wanted, dtype=torch.long)
+    for given, config in zip(inputs, configs, strict=True):
+        given["input_ids"] = ids
+        if with_pictures and isinstance(config, LlamoeConfig):
+            picture = torch.full(
+                (rows, config.vision_config.tokens_per_tile), config.image_token_index, dtype=torch.long
+            )
+            given["input_ids"] = torch.cat([ids[:, :1], picture, ids[:, 1:]], dim=1)
+    return inputs

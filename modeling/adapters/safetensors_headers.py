@@ -1,0 +1,91 @@
+"""Are an adapter's files whole, and can they be an adapter of this model? Answered from their headers.
+
+peft makes the layers of an adapter before it opens the file of its weights, and reads that whole before it looks.
+"""
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from ...configuration.errors import CheckpointError
+from ...configuration.json_files import read_json
+from ..checkpoints import WEIGHT_DTYPES, TensorHeader, read_header
+
+# What says from where a file is read.
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+# Where peft looks for an adapter's weights, in this order.
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# Some methods save which rows they change, as whole numbers.
+_POSITIONS = re.compile(r"indices(\.|$)")
+# Ranks up to which a config is taken at its word, and numbers of a file.
+_COMMON_RANK, _FULL_RANK, _FEW_NUMBERS = 1 << 10, 1 << 16, 1 << 26
+
+
+def check_files(
+    model: PreTrainedModel, name_or_path: str | os.PathLike, **download: Any
+) -> dict[str, TensorHeader]:
+    """Check an adapter's files by their headers, before peft makes layers for it and reads it.
+
+    Args:
+        model: what the adapter is for.
+        name_or_path: the adapter's folder, or `owner/name` on the Hub.
+        **download: of `HUB_ARGUMENTS`; others are passed over.
+
+    Returns:
+        the file's tensors by their names; none where there is no file.
+
+    Raises:
+        CheckpointError: a file is damaged or hostile, has more numbers than an adapter of this model could, or dtypes
+            that no weight has; or the config asks for layers that the file could not fill.
+    """
+    path = next(filter(None, (_find(name_or_path, name, download) for name in _WEIGHTS)), None)
+    if path is None:
+        return {}
+    header = read_header(path)
+    for name, tensor in header.items():
+        if tensor.dtype not in WEIGHT_DTYPES and not _POSITIONS.search(name):
+            raise CheckpointError(
+                f"{path}: {name} has dtype {tensor.dtype}, which is no dtype of an adapter's weights "
+                f"({', '.join(sorted(WEIGHT_DTYPES))})."
+            )
+    found = sum(math.prod(tensor.shape) for tensor in header.values())
+    most = max(_FEW_NUMBERS, 4 * sum(parameter.numel() for parameter in model.parameters()))
+    if found > most:
+        raise CheckpointError(
+            f"{path}: holds {found} numbers, which is beyond reason for an adapter of this model."
+        )
+    config = _find(name_or_path, "adapter_config.json", download)
+    if config is not None:
+        _check_ranks(config, read_json(config), header)
+    return header
+
+
+def _find(name_or_path: str | os.PathLike, name: str, download: Mapping[str, Any]) -> str | None:
+    where = {name: download[name] for name in HUB_ARGUMENTS if download.get(name) is not None}
+    try:
+        return cached_file(
+            os.fspath(name_or_path), name, _raise_exceptions_for_missing_entries=False, **where
+        )
+    except (OSError, ValueError):
+        return None  # no network, no such repository: peft says so
+
+
+def _check_ranks(path: str, config: Mapping[str, Any], header: Mapping[str, TensorHeader]) -> None:
+    """Refuse ranks that no tensor of the file has: peft makes layers of that size before it looks."""
+    longest = max((axis for tensor in header.values() for axis in tensor.shape), default=0)
+    # Of methods other than LoRA, a large rank can stand for whole matrices.
+    most = max(longest, _COMMON_RANK if config.get("peft_type") == "LORA" else _FULL_RANK)
+    ranks = {name: config.get(name) for name in ("r", "init_r", "num_virtual_tokens")}
+    if isinstance(pattern := config.get("rank_pattern"), dict):
+        ranks |= {f"rank_pattern[{name[:99]!r}]": rank for name, rank in pattern.items()}
+    for name, rank in ranks.items():
+        if isinstance(rank, int) and rank > most:
+            raise CheckpointError(
+                f"{path}: {name} = {rank}, and no tensor of the adapter is longer than {longest}."
+            )

@@ -1,0 +1,162 @@
+"""Grouped-query attention with rotary or no position embedding, q/k norm and temperature tuning.
+
+LLaMA 1 is the point with as many key/value heads as query heads, multi-query attention the one with a single
+key/value head (Shazeer 2019; Ainslie et al. 2023, arXiv 2305.13245). Llama 4 adds, per layer: rotation followed
+by a weightless norm of every query and key head, or (each fourth layer) neither, but queries scaled by a
+temperature that grows with position (Nakanishi 2025, arXiv 2501.19399).
+
+Which keys a query sees is decided by the mask alone (see `masks`), or by the sequences that stand in its place (see
+`cutting`); the product itself is transformers' attention interface.
+"""
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
+
+from ..kernels import apply_linear, are_single_queries, attend_to_single_queries
+from ..layers import L2Norm, rotary_tables, rotate
+from .chunked_sdpa import Fold, attend_in_equal_rows, attend_in_fold
+from .varlen import EqualRows, Sequences, attend_in_sequences
+
+# What can stand in the place of a mask, and what then runs the attention implementation.
+IN_SEQUENCES = {Sequences: attend_in_sequences, EqualRows: attend_in_equal_rows, Fold: attend_in_fold}
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention written out, with the softmax in float32 or float64: the implementation called `eager`.
+
+    Args:
+        module: the attention module; `num_key_value_groups` is read from it.
+        query: `[B, H, Q, D]`.
+        key: `[B, H / groups, K, D]`.
+        value: like `key`.
+        attention_mask: None or additive, broadcastable to `[B, H, Q, K]`.
+        scaling: what the scores are multiplied by.
+        dropout: probability of dropping a weight.
+        **kwargs: of other implementations, not used.
+
+    Returns:
+        the output `[B, Q, H, D]` and the weights `[B, H, Q, K]`.
+    """
+    groups = module.num_key_value_groups
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    # Narrowed to float32, a mask's lowest float64 would be -inf, and a row of nothing else NaN.
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=dtype).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class Attention(nn.Module):
+    """Causal self-attention of one decoder layer, as `config.layer_plan(layer_idx)` describes it."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__()
+        plan = config.layer_plan(layer_idx)
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.use_rope = plan.use_rope
+        self.rope_interleave = config.rope_interleave
+        self.use_temperature_tuning = plan.use_temperature_tuning
+
+        hidden_size, bias = config.hidden_size, config.attention_bias
+        query_size = config.num_attention_heads * self.head_dim
+        key_value_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, hidden_size, bias=bias)
+        self.qk_norm = L2Norm(config.rms_norm_eps) if plan.use_qk_norm else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, ...],
+        attention_mask: torch.Tensor | Sequences | EqualRows | Fold | None,
+        position_ids: torch.Tensor,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+            position_embeddings: the tables of `rotary_tables`, which a decoder prepares once a pass; or cos and sin
+                as `RotaryEmbedding` gives them.
+            attention_mask: as the attention implementation wants it, what `cutting` puts in its place, or None for
+                plain causal.
+            position_ids: `[B or 1, T]`.
+            past_key_values: cache that keys (rotated) and values are added to.
+            **kwargs: passed untouched to the attention implementation.
+
+        Returns:
+            `[B, T, hidden_size]`, and the weights where the implementation gives them.
+        """
+        input_shape = hidden_states.shape[:-1]
+        heads_shape = (*input_shape, -1, self.head_dim)
+        query = apply_linear(self.q_proj, hidden_states).view(heads_shape)  # [B, T, H, D]
+        key = apply_linear(self.k_proj, hidden_states).view(heads_shape)
+        value = apply_linear(self.v_proj, hidden_states).view(heads_shape).transpose(1, 2)
+
+        if self.use_rope or self.qk_norm is not None:
+            # Both at once: half as many calls.
+            both = torch.cat((query, key), dim=2)
+            if self.use_rope:
+                if position_embeddings[0].ndim == 3:  # who runs single layers knows of cos and sin only
+                    position_embeddings = rotary_tables(*position_embeddings, self.rope_interleave)
+                both = rotate(both, position_embeddings, self.rope_interleave)
+            if self.qk_norm is not None:
+                both = self.qk_norm(both)
+            query, key = both.split_with_sizes((query.shape[2], key.shape[2]), dim=2)
+        if self.use_temperature_tuning:
+            query = (query * self._temperature(position_ids)).to(query.dtype)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)  # [B, H, T, D]
+
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        implementation = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        kwargs["dropout"] = self.attention_dropout if self.training else 0.0
+        kwargs["scaling"] = self.scaling
+        attend_in = IN_SEQUENCES.get(type(attention_mask))
+        if attend_in is not None:
+            output, weights = attend_in(attend, self, query, key, value, attention_mask, **kwargs)
+        elif attend is sdpa_attention_forward and are_single_queries(query, attention_mask, **kwargs):
+            output = attend_to_single_queries(query, key, value, attention_mask, self.scaling)
+            weights = None
+        else:
+            if is_flash_attention_requested(requested_attention_implementation=implementation):
+                position_ids = None  # read for packed rows again, in every layer; `masks` has done that
+            output, weights = attend(
+                self, query, key, value, attention_mask, position_ids=position_ids, **kwargs
+            )
+            if implementation == "flex_attention":
+                weights = None  # on a GPU it gives the logarithms of the sums of the weights in their place
+        return apply_linear(self.o_proj, output.reshape(*input_shape, -1).contiguous()), weights
+
+    def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:
+        # log1p(floor((position + 1) / floor_scale)) * attn_scale + 1: no effect below position floor_scale - 1.
+        # Padding may have positions below zero, whose logarithm would be NaN, and NaN is not masked: 0 * NaN is NaN.
+        steps = torch.floor((position_ids.float() + 1.0) / self.config.floor_scale).clamp(min=0)
+        return (torch.log1p(steps) * self.config.attn_scale + 1.0)[..., None, None]  # [B or 1, T, 1, 1]

@@ -1,0 +1,67 @@
+"""Checkpoint folders: what is checked before they are read, how they are read, and how they are written.
+
+Reading order: safetensors_files, pickles, torch_files (headers, without the numbers), checkpoint_files (does a folder
+hold this model), split_experts (experts that lie one by one), device_map (on which device a module goes), quantization,
+saving (a folder is written whole or not at all).
+"""
+
+from .checkpoint_files import (
+    UNFINISHED,
+    WEIGHT_DTYPES,
+    WeightFiles,
+    check_complete,
+    check_files,
+    check_finished,
+    check_fit,
+    check_folder,
+    check_inside,
+    check_layers,
+    check_place,
+    check_shards,
+    each_header_once,
+    find_weights,
+    loading,
+    read_header,
+)
+from .device_map import check_devices, check_offload, check_on_disk, settle_device_map
+from .pickles import Named
+from .quantization import in_units, part_of, tell_of_experts
+from .safetensors_files import TensorHeader
+from .saving import SavesWhole, check_whole
+from .split_experts import expert_of, find_split_experts, fuse_while_loading
+from .torch_files import read_records, read_torch
+
+__all__ = [
+    "Named",
+    "SavesWhole",
+    "TensorHeader",
+    "UNFINISHED",
+    "WEIGHT_DTYPES",
+    "WeightFiles",
+    "check_complete",
+    "check_devices",
+    "check_files",
+    "check_finished",
+    "check_fit",
+    "check_folder",
+    "check_inside",
+    "check_layers",
+    "check_offload",
+    "check_on_disk",
+    "check_place",
+    "check_shards",
+    "check_whole",
+    "each_header_once",
+    "expert_of",
+    "find_split_experts",
+    "find_weights",
+    "fuse_while_loading",
+    "in_units",
+    "loading",
+    "part_of",
+    "read_header",
+    "read_records",
+    "read_torch",
+    "settle_device_map",
+    "tell_of_experts",
+]

@@ -1,0 +1,413 @@
+"""Is a checkpoint whole, and does it fit the model? Answered from file headers, before a tensor is read."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ...configuration.json_files import LARGE, check_regular, read_json
+from .safetensors_files import TensorHeader, read_safetensors
+from .torch_files import read_torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Lies in a folder that a conversion has not finished.
+UNFINISHED = ".llamoe-unfinished.json"
+
+WEIGHT_DTYPES = {"F16", "BF16", "F32", "F64"}
+_FORMATS = ("safetensors", "bin")
+_STEMS = {"safetensors": "model", "bin": "pytorch_model"}
+
+# By what changes when a file does.
+_headers_read: ContextVar[dict[tuple[int, int, int, int], dict[str, TensorHeader]] | None] = ContextVar(
+    "headers_read", default=None
+)
+# How many tensors the files hold that are being loaded.
+_tensors_found: ContextVar[int | None] = ContextVar("tensors_found", default=None)
+
+
+@contextmanager
+def each_header_once() -> Iterator[None]:
+    """Inside, read each file's header only once: loading asks first whether the folder is whole, then if it fits."""
+    token = _headers_read.set({})
+    try:
+        yield
+    finally:
+        _headers_read.reset(token)
+
+
+@contextmanager
+def loading(tensors: int | None) -> Iterator[None]:
+    """Inside, `check_layers` refuses models of more layers than there are tensors to load; None if nobody knows."""
+    token = _tensors_found.set(tensors)
+    try:
+        yield
+    finally:
+        _tensors_found.reset(token)
+
+
+def check_layers(config: LlamoeBaseConfig) -> None:
+    """Refuse a model of more layers than what is being loaded has tensors, before its layers are made.
+
+    Raises:
+        CheckpointError: each layer would have several tensors.
+    """
+    found, layers = _tensors_found.get(), getattr(config, "num_hidden_layers", 0)
+    if found is not None and layers > found:
+        raise CheckpointError(
+            f"config.json describes {layers} layers, but the weights are {found} tensors, and a layer has several. "
+            "Weights and config.json do not belong together."
+        )
+
+
+def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, TensorHeader]:
+    """Read and check what a file of weights says of its tensors: a safetensors file, or one of torch.save.
+
+    Args:
+        path: the file.
+        kind: "safetensors" or "bin"; None goes by the name, as transformers does.
+
+    Returns:
+        tensor name to dtype, shape and place; not to be changed inside `each_header_once`.
+
+    Raises:
+        CheckpointError: the file is missing, cut short, or contradicts itself or its size; or it is a pickle that holds
+            something else than a dictionary of tensors, or wants to run code.
+    """
+    try:
+        status = check_regular(path)
+        known = _headers_read.get()
+        if known is None:
+            return _read_header(path, kind)
+        key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if key not in known:
+            known[key] = _read_header(path, kind)
+        return known[key]
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file, though the checkpoint's index names it.") from error
+    except IsADirectoryError as error:
+        raise CheckpointError(f"{path}: is a folder, where the checkpoint should have a file.") from error
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        raise CheckpointError(f"{path}: cannot be read ({getattr(error, 'strerror', error)}).") from error
+
+
+def _read_header(path: str | os.PathLike, kind: str | None) -> dict[str, TensorHeader]:
+    if kind == "safetensors" or kind is None and str(path).endswith(".safetensors"):
+        return read_safetensors(path)
+    content = read_torch(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a dictionary of tensors.")
+    tensors = {name: value for name, value in content.items() if isinstance(value, TensorHeader)}
+    if odd := [name for name in content if not isinstance(name, str)]:
+        raise CheckpointError(f"{path}: a key is {odd[0]!r}, where names of tensors were expected.")
+    if not tensors:
+        found = ", ".join(content)[:99] or "nothing"
+        raise CheckpointError(
+            f"{path}: has no tensor at its top, where transformers looks, but {found}. If the weights are inside of "
+            "that, save it by itself, or convert the folder with `llamoe convert`."
+        )
+    return tensors
+
+
+def check_finished(folder: str | os.PathLike) -> None:
+    """Refuse a folder that a conversion is writing, or has left unfinished.
+
+    Raises:
+        CheckpointError: it is such a folder.
+    """
+    if os.path.exists(os.path.join(folder, UNFINISHED)):
+        raise CheckpointError(
+            f"{os.path.normpath(folder)}: is unfinished. If no llamoe command is writing it any more, run that command "
+            "again with --resume (resume=True); or remove the folder."
+        )
+
+
+def check_place(name_or_path: str | os.PathLike, subfolder: str = "") -> None:
+    """Check that what is meant as a local folder is one, and of a checkpoint; names on a hub pass.
+
+    Args:
+        name_or_path: a folder, or `owner/name`.
+        subfolder: where in the folder the checkpoint is.
+
+    Raises:
+        CheckpointError: no such folder, a file in its place, or a folder that is unfinished or without config.json.
+    """
+    path = os.fspath(name_or_path)
+    if os.path.isfile(path):
+        raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
+    if os.path.isdir(path):
+        check_finished(os.path.join(path, subfolder))
+        described = ("config.json", "adapter_config.json")
+        if not any(os.path.isfile(os.path.join(path, subfolder, name)) for name in described):
+            raise CheckpointError(
+                f"{os.path.join(path, subfolder)}: no file named config.json in this folder."
+            )
+    elif os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1:
+        raise CheckpointError(f"{path}: no such folder.")
+
+
+class WeightFiles(NamedTuple):
+    """The files of weights in a folder.
+
+    Attributes:
+        files: in the order of their names.
+        index: what says which tensor is in which file; None for a single file.
+        weight_map: its content, tensor to name of the file.
+        metadata: what else it says; None if that is missing.
+    """
+
+    files: list[Path]
+    index: Path | None = None
+    weight_map: Mapping[str, str] = {}
+    metadata: Mapping[str, object] | None = None
+
+
+def find_weights(
+    folder: str | os.PathLike, variant: str | None = None, formats: Iterable[str] = _FORMATS
+) -> WeightFiles | None:
+    """Find the files of weights that transformers reads in a folder: one or many, safetensors before .bin.
+
+    Args:
+        folder: it holds the weights.
+        variant: as in `from_pretrained`: part of the file names.
+        formats: "safetensors" and "bin", or one of them.
+
+    Returns:
+        the files, or None if the folder holds neither a file nor an index under the names that are looked for.
+
+    Raises:
+        CheckpointError: the index cannot be read, names a file outside of the folder or of another format, or there are
+            both a single file and an index with its files, of which either may be the older one.
+    """
+    infix = f".{variant}" if variant else ""
+    for suffix in formats:
+        single = Path(folder, f"{_STEMS[suffix]}{infix}.{suffix}")
+        index = Path(folder, f"{_STEMS[suffix]}.{suffix}.index{infix}.json")
+        if single.is_file():
+            # Saved over shards, a single file leaves the index of shards that are gone.
+            if index.is_file() and all(path.exists() for path in _read_index(index, suffix).files):
+                raise CheckpointError(
+                    f"{folder}: holds both {single.name} and {index.name} with its files, and nothing says which are "
+                    "the weights. Remove one of the two."
+                )
+            return WeightFiles([single])
+        if index.is_file():
+            return _read_index(index, suffix)
+    return None
+
+
+def _read_index(index: Path, suffix: str) -> WeightFiles:
+    content = read_json(index, LARGE)
+    weight_map = content.get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+        or not isinstance(content.get("metadata", {}), dict)
+    ):
+        raise CheckpointError(
+            f"{index}: not an index of shards: weight_map should say in which file each tensor is, and metadata be an "
+            "object."
+        )
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not _is_inside(name):
+            raise CheckpointError(f"{index}: names {name[:200]!r}, which lies outside of the folder.")
+        if name.endswith(".safetensors") != (suffix == "safetensors"):
+            raise CheckpointError(f"{index}: names {name[:200]!r}, which is no .{suffix} file.")
+    files = [index.parent / name for name in names]
+    return WeightFiles(files, index, weight_map, content.get("metadata"))
+
+
+def _is_inside(name: str) -> bool:
+    """Tell whether a name stays in its folder. Links there may lead out of it: the Hub's cache is made of links."""
+    parts = re.split(r"[/\\]", name)
+    return ".." not in parts and bool(parts[0]) and ":" not in parts[0] and "\0" not in name
+
+
+def check_inside(folder: str | os.PathLike | None, files: Iterable[str | os.PathLike]) -> None:
+    """Check that files which transformers has found for a local folder lie in it.
+
+    Raises:
+        CheckpointError: one does not.
+    """
+    if folder is None or not os.path.isdir(folder):
+        return
+    for file in map(Path, files):
+        if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
+            raise CheckpointError(f"{file}: is named in {folder}, but lies outside of it.")
+
+
+def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
+    """Compare what an index says with what the files hold.
+
+    Args:
+        found: the files and the index.
+        held: tensor to the file that holds it.
+
+    Raises:
+        CheckpointError: a tensor is not in the file that the index names, or in none that it names.
+    """
+    if found.index is None:
+        return
+    named = {shard: found.index.parent / shard for shard in set(found.weight_map.values())}
+    for name, shard in found.weight_map.items():
+        if held.get(name) != named[shard]:
+            raise CheckpointError(f"{found.index}: says that {name!r} is in {shard}, which does not hold it.")
+    for name, path in held.items():
+        if name not in found.weight_map:
+            raise CheckpointError(f"{found.index}: does not name {name!r}, which {path} holds.")
+
+
+def check_files(files: Iterable[str | os.PathLike]) -> dict[str, Path]:
+    """Check the headers of all files of a checkpoint.
+
+    Args:
+        files: safetensors files, and those of torch.save.
+
+    Returns:
+        tensor to the file that holds it.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or a tensor is in two of them, of which readers may take either.
+    """
+    held: dict[str, Path] = {}
+    for file in map(Path, files):
+        for name in read_header(file):
+            if name in held:
+                raise CheckpointError(f"{file}: {name!r} is in {held[name]} too.")
+            held[name] = file
+    return held
+
+
+def check_folder(
+    folder: str | os.PathLike,
+    subfolder: str = "",
+    variant: str | None = None,
+    use_safetensors: bool | None = None,
+    quantized: bool = False,
+) -> int | None:
+    """Check the weights of a local checkpoint, and the small files that are read with them.
+
+    Args:
+        folder: a checkpoint's folder.
+        subfolder: where in it the weights are.
+        variant: as in `from_pretrained`: part of the file names.
+        use_safetensors: likewise; None takes either format, safetensors first.
+        quantized: leave pickles for later: they may hold objects of a quantizer that is not imported yet.
+
+    Returns:
+        how many tensors there are; None where that is not known, or there are no weights.
+
+    Raises:
+        CheckpointError: the folder is unfinished, a file is missing or damaged, the index cannot be read, leaves the
+            folder or contradicts the files, or a tensor is in two files.
+    """
+    place = Path(folder, subfolder)
+    check_finished(place)
+    for name in ("generation_config.json", "adapter_config.json"):
+        if (place / name).is_file():
+            read_json(place / name)
+    if any(place.glob("shard-*-model-*.safetensors")):
+        # What the processes of a distributed run saved: each file has its parts of the tensors, and all are read.
+        for path in place.glob("*.safetensors"):
+            read_header(path)
+        return None
+    formats = [suffix for suffix in _FORMATS if use_safetensors in (None, suffix == "safetensors")]
+    found = find_weights(place, variant, formats)
+    if found is None or quantized and found.files[0].suffix != ".safetensors":
+        return None
+    if found.index is not None and found.metadata is None:
+        raise CheckpointError(f"{found.index}: not an index that transformers reads: it has no metadata.")
+    held = check_files(found.files)
+    check_shards(found, held)
+    return len(held)
+
+
+def check_fit(
+    files: Iterable[str],
+    expected: Mapping[str, tuple[int, ...]],
+    prefixes: Mapping[str, str],
+    quantized: bool,
+) -> None:
+    """Compare the shapes in the headers with the model's.
+
+    Args:
+        files: safetensors files, and those of torch.save.
+        expected: the model's keys and shapes.
+        prefixes: beginnings (patterns) of keys in the files, and what they are in the model.
+        quantized: the checkpoint is quantized, so that shapes and dtypes are the quantizer's business.
+
+    Raises:
+        CheckpointError: a tensor has another shape than the model, or a dtype that no weight has.
+    """
+    if quantized:
+        return
+    patterns = [(re.compile(f"^{old}"), new) for old, new in prefixes.items()]
+    for path in files:
+        for name, header in read_header(path).items():
+            key = name if name in expected else None
+            if key is None:
+                renamed = (pattern.sub(new, name) for pattern, new in patterns)
+                key = next((other for other in renamed if other in expected), None)
+            if key is None:
+                continue
+            if header.shape != expected[key]:
+                raise CheckpointError(
+                    f"{path}: {name} has shape {list(header.shape)}, but the model that config.json describes has "
+                    f"{list(expected[key])}. Weights and config.json do not belong together."
+                )
+            if header.dtype not in WEIGHT_DTYPES:
+                raise CheckpointError(
+                    f"{path}: {name} has dtype {header.dtype}, which is no dtype of plain weights "
+                    f"({', '.join(sorted(WEIGHT_DTYPES))}), and config.json has no quantization_config for it."
+                )
+
+
+def check_complete(model: "PreTrainedModel", missing: Iterable[str], load_config: Any) -> None:
+    """Check that a checkpoint of a model's own class gave all of its weights.
+
+    A class may be loaded from a checkpoint of another one, as a classifier is from a language model. What such a
+    checkpoint cannot have begins fresh, and transformers reports it.
+
+    Args:
+        model: the model, loaded.
+        missing: names of what the checkpoint did not have and nothing is tied to.
+        load_config: what transformers notes of a loading: from where, and by which quantizer.
+
+    Raises:
+        CheckpointError: config.json names the model's class, and weights of it are missing.
+    """
+    place = load_config.pretrained_model_name_or_path
+    lost = [name for name in sorted(missing) if _is_plain_weight(model, name, load_config.hf_quantizer)]
+    if not lost or place is None:  # a state dict has no config.json
+        return
+    architectures = model.config.architectures
+    with suppress(OSError):  # the model may have been given another configuration than the checkpoint's
+        content, _ = model.config.get_config_dict(place, **(load_config.download_kwargs or {}))
+        architectures = content.get("architectures")
+    name = type(model).__name__.removeprefix("FSDP")  # FSDP2 makes classes of its own
+    if name in (architectures or ()):
+        shown = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
+        raise CheckpointError(
+            f"{place}: config.json says that this is a {name}, but {len(lost)} of its weights are missing: {shown}. "
+            "Download or copy the checkpoint again, or load it with the configuration that it was saved with. To "
+            f"begin with fresh weights, build {name}(config) and load the others with "
+            "load_state_dict(..., strict=False)."
+        )
+
+
+def _is_plain_weight(model: "PreTrainedModel", name: str, quantizer: Any) -> bool:
+    """Whether a name is a parameter's, and not one that a quantizer made or left out."""
+    path, _, own_name = name.rpartition(".")
+    module = model.get_submodule(path)
+    is_plain = type(module).__module__.startswith(("torch.nn.", "llamoe."))
+    return own_name in module._parameters and (quantizer is None or is_plain)

@@ -1,0 +1,282 @@
+"""Is a device map whole, and can it be followed? Answered before a weight is read.
+
+A device map says where each module is kept: an accelerator's index or name, "cpu", or "disk", from where each pass
+reads it again. transformers loads by it and accelerate hangs hooks on the modules that it names. Between the two,
+some maps end in a wrong model without a word: a forgotten module goes to the CPU, a name that is none is passed over,
+a parameter kept on disk by its own name is never read, and a map that names both a module and a part of it is read in
+two ways. Such maps are refused here, or rewritten so that every module is named once.
+"""
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._compat import dispatches_whole_models_to_disk, reads_tied_weights_from_disk
+
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def check_devices(device_map: Any, max_memory: Any = None, offload_folder: Any = None) -> None:
+    """Check the arguments of `from_pretrained` that place a model, as far as that needs no model.
+
+    Args:
+        device_map: None, a strategy, one device for everything, or names of modules to devices.
+        max_memory: None, or device to bytes or a text like "10GB".
+        offload_folder: None, or where weights on disk are written.
+
+    Raises:
+        ValueError: no such device on this machine, a negative size, or a file in the folder's place.
+    """
+    if isinstance(device_map, Mapping):
+        for name, device in device_map.items():
+            if not isinstance(name, str):
+                raise ValueError(
+                    f"device_map: {name!r} is no module's name, but of type {type(name).__name__}."
+                )
+            if not _exists(device):
+                raise ValueError(f"device_map[{name!r}] = {device!r}: {_devices_here()}")
+    elif not (device_map is None or device_map in _STRATEGIES or _exists(device_map)):
+        raise ValueError(
+            f"device_map = {device_map!r}: {_devices_here()} Give one of them for the whole model, a dict of module "
+            f"names to devices, or a strategy: {_enumerate(_STRATEGIES)}."
+        )
+    if not isinstance(max_memory, Mapping | None):
+        raise ValueError(f'max_memory = {max_memory!r}: give a dict of devices to sizes, {{"cpu": "10GB"}}.')
+    for device, size in (max_memory or {}).items():
+        if not _exists(device):
+            raise ValueError(f"max_memory[{device!r}]: {_devices_here()}")
+        if not _is_size(size):
+            raise ValueError(f'max_memory[{device!r}] = {size!r}: give bytes, from 0, or a text like "10GB".')
+    if offload_folder is not None and os.path.isfile(offload_folder):
+        raise ValueError(f"offload_folder = {str(offload_folder)!r} is a file; give a folder.")
+
+
+def _exists(device: Any) -> bool:
+    if isinstance(device, str) and device == "disk":
+        return True
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+        return False
+    kind, index = None, device
+    if not isinstance(device, int):
+        try:
+            kind, index = torch.device(device).type, torch.device(device).index
+        except RuntimeError:
+            return False
+    if kind in ("cpu", "meta"):
+        return True
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if here is not None and kind in (None, here.type):
+        return 0 <= (index or 0) < torch.accelerator.device_count()
+    # Kinds that torch does not count here come with packages of their own, which know what there is.
+    return kind not in (None, "cuda", "mps", "xpu")
+
+
+def _is_size(size: Any) -> bool:
+    if isinstance(size, str):
+        from accelerate.utils import convert_file_size_to_int
+
+        try:
+            size = convert_file_size_to_int(size)
+        except ValueError:
+            return False
+    return isinstance(size, int) and not isinstance(size, bool) and size >= 0
+
+
+def _devices_here() -> str:
+    names = ["'cpu'", "'disk'"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        names += [f"{index} ('{kind}:{index}')" for index in range(torch.accelerator.device_count())]
+    return f"there is no such device. This machine has {', '.join(names)}."
+
+
+def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a device map against a model and name every module once.
+
+    Args:
+        model: the model, on the meta device or any other.
+        device_map: names of modules, parameters or buffers to devices; a name holds for everything below it that is
+            not named itself, "" for the rest of the model.
+
+    Returns:
+        the same places, without a name below another. Parameters that stand beside submodules (a tower's class
+        token) are no module that could be read from disk: where the map has them there they stay on the CPU. So
+        do, with an accelerate that cannot read them from disk, tied weights, and of a model that is on disk as a
+        whole one module without weights.
+
+    Raises:
+        ValueError: a name that the model does not have, a module without a device, tensors of one module in
+            different places, or tied weights of which only one is on disk.
+    """
+    names = dict.fromkeys(["", *(name for name, _ in model.named_modules())])
+    names |= dict.fromkeys(name for name, _ in [*model.named_parameters(), *model.named_buffers()])
+    names |= dict.fromkeys(model.state_dict())  # tied parameters are named once above
+    if unknown := [name for name in device_map if name not in names]:
+        close = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Its parts are {_enumerate(_children(model))}."
+        raise ValueError(
+            f"device_map names {_enumerate(unknown)}, which {type(model).__name__} does not have. {hint}"
+        )
+    settled: dict[str, Any] = {}
+    missing: list[str] = []
+    _settle(model, "", None, device_map, settled, missing)
+    _follow_ties(model, settled, missing)
+    if missing:
+        named = "".join(f"{name!r}: 'cpu', " for name in missing[:3] if name)
+        named += "..., " if len(missing) > 3 else ""
+        raise ValueError(
+            f"device_map gives no device for {_enumerate(missing)} of {type(model).__name__}. Add {named}"
+            f"{'or ' if named else ''}'': 'cpu' for everything that it does not name."
+        )
+    stays = [name for name in _tied_modules(model) if _place(name, settled) == "disk"]
+    if stays and reads_tied_weights_from_disk():
+        stays = []
+    if set(settled.values()) == {"disk"} and not dispatches_whole_models_to_disk():
+        stays.append(_least(model))
+    return settle_device_map(model, settled | dict.fromkeys(stays, "cpu")) if stays else settled
+
+
+def _tied_modules(model: nn.Module) -> list[str]:
+    pairs = getattr(model, "all_tied_weights_keys", {}).items()
+    return [name.rpartition(".")[0] for pair in pairs for name in pair]
+
+
+def _least(model: nn.Module) -> str:
+    """Name what costs next to nothing in memory: a parameter of the model's own, or else the rotary embedding."""
+    own = [name for name, _ in model.named_parameters(recurse=False)]
+    modules = model.named_modules()
+    return (own + [name for name, part in modules if _has_tensors(part) and not part.state_dict()])[0]
+
+
+def _children(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters(recurse=False)] + [
+        name for name, _ in model.named_children()
+    ]
+
+
+def _enumerate(names: Iterable[str]) -> str:
+    names = [repr(name) if name else "the whole model" for name in names]
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _settle(
+    module: nn.Module, name: str, device: Any, given: Mapping[str, Any], settled: dict, missing: list[str]
+) -> None:
+    device = given.get(name, device)
+    prefix = f"{name}." if name else ""
+    if not any(key != name and key.startswith(prefix) for key in given):
+        if device is not None:
+            settled[name] = device
+        elif module.state_dict() or name == "":  # rotary embeddings follow the states that they are asked for
+            missing.append(name)
+        return
+    children = [(own, child) for own, child in module.named_children() if _has_tensors(child)]
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    places = {prefix + own: given.get(prefix + own, device) for own, _ in tensors}
+    if not children and places:
+        _settle_leaf(name, places, settled, missing)
+        return
+    for tensor, place in places.items():
+        if place is None:
+            missing.append(tensor)
+        else:
+            settled[tensor] = "cpu" if place == "disk" else place
+    for child_name, child in children:
+        _settle(child, prefix + child_name, device, given, settled, missing)
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def _settle_leaf(name: str, places: dict[str, Any], settled: dict, missing: list[str]) -> None:
+    if None in places.values():
+        missing.extend(tensor for tensor, place in places.items() if place is None)
+    elif len({str(place) for place in places.values()}) > 1:
+        raise ValueError(
+            f"device_map puts tensors of one module in different places ({places}), but modules move as a whole: "
+            f"give {name!r} one device."
+        )
+    else:
+        settled[name] = next(iter(places.values()))
+
+
+def _follow_ties(model: nn.Module, settled: dict[str, Any], missing: list[str]) -> None:
+    for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
+        module = tied.rpartition(".")[0]
+        if module in missing and _place(source, settled) is not None:
+            missing.remove(module)
+            settled[module] = _place(source, settled)
+        places = [_place(name, settled) for name in (tied, source)]
+        if places.count("disk") == 1:
+            raise ValueError(
+                f"device_map puts {tied} on {places[0]!r} and {source} on {places[1]!r}, but they are one tensor "
+                "(tie_word_embeddings): put both on 'disk', or neither."
+            )
+
+
+def _place(name: str, settled: Mapping[str, Any]) -> Any:
+    while name and name not in settled:
+        name = name.rpartition(".")[0]
+    return settled.get(name)
+
+
+def check_offload(
+    device_map: Mapping[str, Any], files: Iterable[str] | None, offload_folder: Any, fused: Iterable[str] = ()
+) -> None:
+    """Check that what goes to disk can be read from there.
+
+    Args:
+        device_map: as `settle_device_map` gives it.
+        files: the checkpoint's files, None for a state dict in memory.
+        offload_folder: where to write what cannot be read from the checkpoint itself.
+        fused: the model's keys that the files have in several tensors.
+
+    Raises:
+        ValueError: weights on disk that are in no safetensors file, and no folder to write them to.
+    """
+    on_disk = [name for name in fused if _place(name, device_map) == "disk"]
+    if on_disk and offload_folder is None:
+        raise ValueError(
+            f"device_map puts {_enumerate(on_disk)} on disk, where the checkpoint has one linear layer an expert: give "
+            "offload_folder, a folder that takes the fused experts, or fuse them first by `llamoe convert IN OUT`."
+        )
+    on_disk = [name for name, device in device_map.items() if device == "disk"]
+    if (
+        on_disk
+        and offload_folder is None
+        and not (files and all(str(f).endswith(".safetensors") for f in files))
+    ):
+        raise ValueError(
+            f"device_map puts {_enumerate(on_disk)} on disk, but only safetensors files can be read where they are: "
+            "give offload_folder, a folder that takes the weights."
+        )
+
+
+def check_on_disk(
+    device_map: Mapping[str, Any], missing_keys: Iterable[str], offload_index: Mapping[str, Any] | None
+) -> None:
+    """Check that nothing on disk is in no file: a new head, say.
+
+    Args:
+        device_map: as `settle_device_map` gives it.
+        missing_keys: the model's keys that the checkpoint does not have.
+        offload_index: the keys that will be read from disk.
+
+    Raises:
+        ValueError: a weight that would be drawn at random has its place on disk.
+    """
+    lost = [
+        name
+        for name in sorted(missing_keys)
+        if _place(name, device_map) == "disk" and name not in (offload_index or {})
+    ]
+    if lost:
+        raise ValueError(
+            f"device_map puts {_enumerate(lost)} on disk, but the checkpoint does not have it; it would be new, and "
+            "new weights live in memory. Put it on 'cpu'."
+        )

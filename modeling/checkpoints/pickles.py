@@ -1,0 +1,436 @@
+"""Where a pickle of torch.save says that its tensors stand, without torch, and without calling what it names.
+
+A pickle is a program for a machine with a stack and a memory. torch runs it with a list of functions that it may call,
+among them some that take all memory (`bytearray(10**12)`, a text encoded a hundred times over). Here the same program
+runs with nothing to call: the names that a file of plain tensors needs stand for themselves, any other name ends the
+reading, and nothing grows beyond a small multiple of the pickle. A program that passes does in torch what it did here.
+
+The instructions are those that torch's `weights_only=True` takes, which `torch.save` writes.
+"""
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from math import prod
+from struct import unpack_from
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from ...configuration.errors import CheckpointError
+from .safetensors_files import DTYPE_BITS, MOST_AXES, MOST_INDICES, TensorHeader
+
+# Of the largest checkpoints a file's pickle takes a few megabytes: 200 bytes and 42 instructions a tensor.
+MOST_BYTES = 1 << 24
+_FEW_INSTRUCTIONS = 100_000
+_STORAGES = {
+    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
+    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
+    "BoolStorage": "BOOL", "ComplexFloatStorage": "C64", "ComplexDoubleStorage": "C128", "UntypedStorage": "U8",
+}  # fmt: skip
+# Newer dtypes have no storages of their own.
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64", "complex128": "C128",
+    "uint16": "U16", "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}  # fmt: skip
+_BITS = {**DTYPE_BITS, "C128": 128}
+_REBUILD = "torch._utils._rebuild_"
+# What torch would make of a file that holds no plain tensors.
+_OTHER_TENSORS = ("torch._utils._rebuild_", "torch._tensor.", "torch.serialization._get_layout", "torch.per_")
+_NAMES = {
+    "collections.OrderedDict",
+    "torch.Size",
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    "torch._tensor._rebuild_from_type_v2",
+    *(
+        f"{_REBUILD}{kind}"
+        for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")
+    ),
+    *(f"torch.{module}{name}" for module in ("", "cuda.", "storage.") for name in _STORAGES),
+    *(f"torch.{name}" for name in _DTYPES),
+    "_codecs.encode",  # of bytes
+    "builtins.bytes",
+    "builtins.set",
+}
+
+
+class Storage(NamedTuple):
+    """The bytes behind tensors.
+
+    Attributes:
+        dtype: of its elements.
+        begin: byte of the file at which it stands.
+        nbytes: how many bytes it has.
+    """
+
+    dtype: str
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True)  # no tuple, which a pickle can make
+class Named:
+    """A class or function that a pickle names, or what would have been made by one."""
+
+    name: str
+
+
+def bits_of(dtype: str) -> int:
+    """Count the bits of an element of a dtype."""
+    return _BITS[dtype]
+
+
+class Machine:
+    """Runs one pickle.
+
+    Args:
+        data: the bytes.
+        position: where in them the pickle begins.
+        find: gives the `Storage` for the dtype, key and number of elements that the pickle asks for, and for a part of
+            it that older files name.
+        origin: file, for messages.
+        allowed: names of further classes and functions, of what is neither a tensor nor holds one.
+    """
+
+    def __init__(
+        self, data: bytes, position: int, find: Callable[..., Storage], origin: str, allowed: Set[str]
+    ):
+        self.data, self.position, self.find, self.origin = data, position, find, origin
+        self.allowed = allowed
+        self.stack: list[Any]
+        self.marks: list[list[Any]]
+        self.memo: dict[int, Any]
+        self.copied: int
+
+    def run(self) -> Any:
+        """Run the pickle that begins at `position`.
+
+        Returns:
+            what it describes: dictionaries, lists, tuples, numbers and texts as they are, tensors as `TensorHeader`,
+            and what is neither as `Named`. `position` is then that of the first byte behind the pickle.
+
+        Raises:
+            CheckpointError: the pickle is damaged, wants to call what is not known here, or is made to take memory or
+                time beyond its size.
+        """
+        data, instructions = self.data, _INSTRUCTIONS
+        most = _FEW_INSTRUCTIONS + (len(data) - self.position) // 3
+        self.stack, self.marks, self.memo, self.copied = [], [], {}, 0
+        try:
+            for _ in range(most):
+                code = data[self.position]
+                self.position += 1
+                if code == _STOP:
+                    return self.stack.pop()
+                instruction = instructions.get(code)
+                if instruction is None:
+                    self.fail(f"has an instruction ({bytes([code])!r}) that no file of torch.save has")
+                instruction(self)
+        except CheckpointError:
+            raise
+        except Exception as error:  # of a damaged pickle: an empty stack, a number where a tuple was expected
+            raise CheckpointError(
+                f"{self.origin}: is cut short or damaged ({type(error).__name__} in its pickle). Download or copy it "
+                "again."
+            ) from error
+        self.fail(f"has more than {most} instructions in a pickle of {len(data)} bytes")
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise the error of this file."""
+        raise CheckpointError(f"{self.origin}: {problem}. Download or copy it again.")
+
+    # What instructions have in common.
+
+    def take(self, count: int) -> bytes:
+        """Give the next bytes."""
+        begin, end = self.position, self.position + count
+        if end > len(self.data):
+            self.fail("is cut short in its pickle")
+        self.position = end
+        return self.data[begin:end]
+
+    def number(self, form: str, size: int) -> Any:
+        """Give the next number."""
+        (value,) = unpack_from(form, self.data, self.position)
+        self.position += size
+        return value
+
+    def line(self) -> str:
+        """Give the text up to the end of the line."""
+        end = self.data.index(b"\n", self.position)
+        text = self.data[self.position : end].decode()
+        self.position = end + 1
+        return text
+
+    def since_mark(self) -> list[Any]:
+        """Give what was pushed since the last mark."""
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def count_copies(self, copied: int) -> None:
+        """Refuse a pickle that copies more than it holds: one that was written holds each list once."""
+        self.copied += copied
+        if self.copied > len(self.data):
+            self.fail("copies its own content over and over")
+
+    def put(self, target: Any, pairs: list[Any]) -> None:
+        """Enter keys and values, one behind the other, into a dictionary."""
+        if type(target) is not dict or len(pairs) % 2:
+            self.fail("enters pairs into what is no dictionary")
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            # Tuples within tuples take for ever to hash, and numbers can be chosen to collide.
+            if not (type(key) is str or type(key) is int and -(2**31) <= key < 2**31):
+                self.fail(f"has a key that is a {type(key).__name__}, where names of tensors were expected")
+            if key in target:
+                self.fail(f"has {str(key)[:200]!r} twice")
+            target[key] = value
+
+    def name(self, module: str, name: str) -> Named:
+        """Give what stands for a class or function."""
+        whole = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        if whole in _NAMES or whole in self.allowed:
+            return Named(whole)
+        shown = whole[:200]
+        if shown.startswith(_OTHER_TENSORS):
+            raise CheckpointError(
+                f"{self.origin}: holds tensors of another kind ({shown}); plain ones were expected."
+            )
+        raise CheckpointError(
+            f"{self.origin}: is no plain file of tensors, and may want to run code ({shown}). It is not opened; get "
+            "the weights as safetensors or from their original source."
+        )
+
+    def call(self, function: Any, arguments: Any) -> Any:
+        """Give what a function would return, of those whose result is known without calling it."""
+        if type(function) is not Named or type(arguments) is not tuple:
+            self.fail("calls what is no function")
+        match function.name, arguments:
+            case ("torch._utils._rebuild_tensor" | "torch._utils._rebuild_tensor_v2"), (
+                Storage() as storage, begin, shape, strides, *rest
+            ):  # fmt: skip
+                self.check_plain(rest[1:])
+                return self.tensor(storage, storage.dtype, begin, shape, strides)
+            case "torch._utils._rebuild_tensor_v3", (
+                Storage() as storage, begin, shape, strides, _, hooks, Named() as dtype, *rest
+            ):  # fmt: skip
+                self.check_plain([hooks, *rest])
+                return self.tensor(storage, _DTYPES[dtype.name.removeprefix("torch.")], begin, shape, strides)
+            case "torch._utils._rebuild_parameter", (TensorHeader() as tensor, _, hooks):
+                self.check_plain([hooks])
+                return tensor
+            case "torch._utils._rebuild_parameter_with_state", (TensorHeader() as tensor, _, hooks, state):
+                self.check_plain([hooks])
+                self.check_state(state, torch.nn.Parameter)
+                return tensor
+            case "torch._tensor._rebuild_from_type_v2", (
+                Named() as rebuild, Named(name="torch.Tensor" | "torch.nn.parameter.Parameter"), tuple() as inner, state
+            ):  # fmt: skip
+                self.check_state(state, torch.nn.Parameter)
+                return self.call(rebuild, inner)
+            case "collections.OrderedDict", ():
+                return {}
+            case "collections.OrderedDict", (list() as pairs,):
+                self.count_copies(len(pairs))
+                content: dict[Any, Any] = {}
+                self.put(content, [part for pair in pairs for part in _pair(pair)])
+                return content
+            case "torch.Size", ((list() | tuple()) as sizes,):
+                self.count_copies(len(sizes))
+                return tuple(sizes)
+            case "_codecs.encode", (str() as text, "latin1" | "latin-1"):
+                self.count_copies(len(text))
+                return Named("bytes")
+            case "builtins.set", (list() as items,):
+                self.count_copies(len(items))
+                if all(type(item) in (str, int, float) for item in items):
+                    return Named("set")
+            case (("builtins.bytes" | "builtins.set"), ()):
+                return Named(function.name.removeprefix("builtins."))
+            case "torch.device", (str(),) | (str(), int()):
+                return Named("device")
+        if function.name in self.allowed:
+            return Named(function.name.rpartition(".")[2])
+        self.fail(f"calls {function.name} in a way that torch.save does not write")
+
+    def tensor(self, storage: Storage, dtype: str, begin: Any, shape: Any, strides: Any) -> TensorHeader:
+        """Give a tensor's header, checked against the bytes behind it."""
+        if (
+            type(shape) is not tuple
+            or type(strides) is not tuple
+            or not len(shape) == len(strides) <= MOST_AXES
+        ):
+            self.fail("has a tensor whose shape and strides are no sizes")
+        if not all(type(n) is int and 0 <= n <= MOST_INDICES for n in (begin, *shape, *strides)):
+            self.fail("has a tensor whose shape and strides are no sizes")
+        if prod(shape) > MOST_INDICES:
+            self.fail("has a tensor whose shape is beyond reason")
+        bits = _BITS[dtype]
+        reach = 0
+        if prod(shape):
+            reach = begin + 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        if reach * bits > storage.nbytes * 8:
+            self.fail(
+                f"has a tensor of shape {list(shape)} and dtype {dtype} that reaches past the {storage.nbytes} bytes "
+                "behind it"
+            )
+        # An axis of stride 0 repeats what is there; any other one that steps into the axes below it is damage.
+        below = 0
+        for step, size in sorted(zip(strides, shape, strict=True)):
+            if size > 1 and 0 < step <= below:
+                self.fail(
+                    f"has a tensor of shape {list(shape)} that overlaps itself (strides {list(strides)})"
+                )
+            below += max(size - 1, 0) * step
+        row_major = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        is_plain = all(
+            size == 1 or step == plain for size, step, plain in zip(shape, strides, row_major, strict=True)
+        )
+        return TensorHeader(
+            dtype, tuple(shape), storage.begin + begin * bits // 8, None if is_plain else tuple(strides)
+        )
+
+    def check_plain(self, extras: list[Any]) -> None:
+        """Refuse a tensor with hooks, or whose numbers torch is to negate or conjugate when they are read."""
+        if any(extras):
+            self.fail("has a tensor that is more than its numbers (with hooks, negated or conjugated)")
+
+    def check_state(self, state: Any, owner: type) -> None:
+        """Refuse attributes that would take the place of the object's own."""
+        for part in state if type(state) is tuple and len(state) == 2 else [state]:
+            if part is None:
+                continue
+            if type(part) is dict:
+                self.count_copies(len(part))
+                if not any(type(key) is not str or hasattr(owner, key) for key in part):
+                    continue
+            self.fail(f"changes what a {owner.__name__} is")
+
+
+def _pair(pair: Any) -> tuple[Any, Any]:
+    key, value = pair
+    return key, value
+
+
+def _build(machine: Machine) -> None:
+    state = machine.stack.pop()
+    made = machine.stack[-1]
+    if type(made) is dict:
+        machine.check_state(state, OrderedDict)
+    elif type(made) is not Named:
+        machine.fail("changes an object after it was made")
+
+
+def _new(machine: Machine) -> None:
+    machine.stack.pop()  # the arguments
+    made = machine.stack.pop()
+    if type(made) is not Named or made.name not in machine.allowed:
+        machine.fail("makes an object that is no tensor")
+    machine.stack.append(Named(made.name.rpartition(".")[2]))
+
+
+def _persistent(machine: Machine) -> None:
+    match machine.stack.pop():
+        case ("storage", Named() as kind, str(key), str(), int(numel), *part) if numel >= 0:
+            dtype = _STORAGES[kind.name.rpartition(".")[2]]
+            machine.stack.append(machine.find(dtype, key, numel, *part))
+        case _:
+            machine.fail("asks for what is no storage")
+
+
+def _append(machine: Machine, items: list[Any]) -> None:
+    if type(machine.stack[-1]) is not list:
+        machine.fail("appends to what is no list")
+    machine.stack[-1].extend(items)
+
+
+def _mark(machine: Machine) -> None:
+    machine.marks.append(machine.stack)
+    machine.stack = []
+
+
+def _tuple(machine: Machine, size: int) -> None:
+    if len(machine.stack) < size:
+        machine.fail("is damaged in its pickle")
+    machine.stack[-size:] = [tuple(machine.stack[-size:])]
+
+
+def _tuple_since_mark(machine: Machine) -> None:
+    items = machine.since_mark()
+    machine.stack.append(tuple(items))
+
+
+def _remember(machine: Machine, index: int) -> None:
+    machine.memo[index] = machine.stack[-1]
+
+
+def _push(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(value(machine))
+
+
+def _call(machine: Machine) -> None:
+    arguments = machine.stack.pop()
+    machine.stack[-1] = machine.call(machine.stack[-1], arguments)
+
+
+def _put_one(machine: Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    machine.put(machine.stack[-1], [key, value])
+
+
+def _put_many(machine: Machine) -> None:
+    pairs = machine.since_mark()
+    machine.put(machine.stack[-1], pairs)
+
+
+def _append_many(machine: Machine) -> None:
+    items = machine.since_mark()
+    _append(machine, items)
+
+
+_STOP = pickle.STOP[0]
+_INSTRUCTIONS: dict[int, Callable[[Machine], Any]] = {
+    code[0]: instruction
+    for code, instruction in {
+        pickle.PROTO: lambda machine: machine.take(1),
+        pickle.NONE: _push(lambda machine: None),
+        pickle.NEWTRUE: _push(lambda machine: True),
+        pickle.NEWFALSE: _push(lambda machine: False),
+        pickle.EMPTY_TUPLE: _push(lambda machine: ()),
+        pickle.EMPTY_LIST: _push(lambda machine: []),
+        pickle.EMPTY_DICT: _push(lambda machine: {}),
+        pickle.BININT: _push(lambda machine: machine.number("<i", 4)),
+        pickle.BININT1: _push(lambda machine: machine.number("<B", 1)),
+        pickle.BININT2: _push(lambda machine: machine.number("<H", 2)),
+        pickle.BINFLOAT: _push(lambda machine: machine.number(">d", 8)),
+        pickle.LONG1: _push(
+            lambda machine: int.from_bytes(machine.take(machine.take(1)[0]), "little", signed=True)
+        ),
+        pickle.BINUNICODE: _push(
+            lambda machine: machine.take(machine.number("<I", 4)).decode("utf-8", "surrogatepass")
+        ),
+        pickle.SHORT_BINSTRING: _push(lambda machine: machine.take(machine.take(1)[0]).decode()),
+        pickle.GLOBAL: _push(lambda machine: machine.name(machine.line(), machine.line())),
+        pickle.MARK: _mark,
+        pickle.TUPLE: _tuple_since_mark,
+        pickle.TUPLE1: lambda machine: _tuple(machine, 1),
+        pickle.TUPLE2: lambda machine: _tuple(machine, 2),
+        pickle.TUPLE3: lambda machine: _tuple(machine, 3),
+        pickle.APPEND: lambda machine: _append(machine, [machine.stack.pop()]),
+        pickle.APPENDS: _append_many,
+        pickle.SETITEM: _put_one,
+        pickle.SETITEMS: _put_many,
+        pickle.BINPUT: lambda machine: _remember(machine, machine.take(1)[0]),
+        pickle.LONG_BINPUT: lambda machine: _remember(machine, machine.number("<I", 4)),
+        pickle.BINGET: _push(lambda machine: machine.memo[machine.take(1)[0]]),
+        pickle.LONG_BINGET: _push(lambda machine: machine.memo[machine.number("<I", 4)]),
+        pickle.BINPERSID: _persistent,
+        pickle.NEWOBJ: _new,
+        pickle.REDUCE: _call,
+        pickle.BUILD: _build,
+    }.items()
+}

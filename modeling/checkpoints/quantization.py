@@ -1,0 +1,114 @@
+"""What a quantizer made of a model: bytes before and after by part, and what it left as it was.
+
+transformers' quantizers replace linear layers. Routed experts are stacks of three axes, which they pass over without a
+word, and in a mixture these are most of the weights.
+"""
+
+import logging
+import re
+
+import torch
+from torch import nn
+
+from ...configuration.errors import CheckpointError
+from ..moe import Experts
+
+logger = logging.getLogger("llamoe")
+
+# Parts of a model by the keys of their tensors; the first that fits.
+PARTS = (
+    ("vision tower", r"(^|\.)vision_model\."),
+    ("projector", r"^multi_modal_projector\."),
+    ("embedding", r"embed_tokens\."),
+    ("output head", r"lm_head\."),
+    ("norms", r"norm"),
+    ("attention", r"\.self_attn\."),
+    ("routers", r"\.router\."),
+    ("shared experts", r"\.shared_expert\."),
+    ("experts", r"\.experts\."),
+    ("feed-forwards", r"\.(mlp|feed_forward)\."),
+)
+_SAID = {"experts": "routed experts", "feed-forwards": "dense feed-forwards"}
+
+
+def part_of(key: str) -> str:
+    """The part of a model that a tensor belongs to, "other" where none fits."""
+    return next((label for label, pattern in PARTS if re.search(pattern, key)), "other")
+
+
+def in_units(size: int) -> str:
+    """A number of bytes for people, in GB, MB or kB of 10^9, 10^6 or 10^3 bytes."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB")):
+        if size >= unit / 10:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size / 1000:,.2f} kB"
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """The bytes that a tensor takes, with the scales and codes that belong to a quantized one."""
+    if flatten := getattr(
+        tensor, "__tensor_flatten__", None
+    ):  # torchao, quanto: tensors that are made of others
+        return sum(stored_bytes(getattr(tensor, name)) for name in flatten()[0])
+    # bitsandbytes, 4 and 8 bit
+    state, scales = getattr(tensor, "quant_state", None), getattr(tensor, "SCB", None)
+    parts = [] if state is None else list(state.as_dict(packed=True).values())
+    parts += [] if scales is None else [scales]
+    return tensor.numel() * tensor.element_size() + sum(stored_bytes(part) for part in parts)
+
+
+def bytes_by_part(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+    """Count the bytes of each part of a model before and after it was quantized, from the largest.
+
+    Args:
+        model: a loaded model; shared weights count once.
+        dtype: of the weights before they were quantized.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for name, parameter in model.named_parameters():
+        after = stored_bytes(parameter)
+        state = getattr(parameter, "quant_state", None)
+        numbers = parameter.numel() if state is None else state.shape.numel()
+        before = after if _is_plain(parameter) else numbers * dtype.itemsize
+        part = part_of(name)
+        found[part] = tuple(map(sum, zip(found.get(part, (0, 0)), (before, after), strict=True)))
+    return dict(sorted(found.items(), key=lambda entry: -entry[1][0]))
+
+
+def tell_of_experts(model: nn.Module, method: str) -> None:
+    """Warn, in one sentence with bytes by part, where a quantizer has left routed experts as they were.
+
+    Args:
+        model: as `from_pretrained` has loaded it.
+        method: the quantizer's name.
+
+    Raises:
+        CheckpointError: a linear layer that is not quantized was given the numbers of a quantized one.
+    """
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and not module.weight.is_floating_point():
+            raise CheckpointError(
+                f"{name}.weight holds quantized numbers ({module.weight.dtype}), but this layer is not quantized here. "
+                "Quantize the original checkpoint again."
+            )
+    stacks = [module.gate_up_proj for module in model.modules() if isinstance(module, Experts)]
+    plain = [stack for stack in stacks if _is_plain(stack)]
+    if not plain:
+        return
+    parts = bytes_by_part(model, plain[0].dtype)
+    parts["in all"] = tuple(map(sum, zip(*parts.values(), strict=True)))
+    counted = "; ".join(
+        f"{_SAID.get(part, part)} {in_units(before)}, {in_units(after)}"
+        for part, (before, after) in parts.items()
+    )
+    logger.warning(
+        "%s: the routed experts stay in %s, since %s quantizes linear layers only (bytes before, after: %s).",
+        type(model).__name__,
+        str(plain[0].dtype).removeprefix("torch."),
+        method,
+        counted,
+    )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter)

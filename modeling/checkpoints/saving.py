@@ -1,0 +1,362 @@
+"""A folder is saved whole or not at all.
+
+transformers writes file by file into the folder. Cut off half-way, it leaves shards of the older model and of the new
+one, which load together in silence. Here everything is written to a hidden folder inside of the target, so on the same
+file system. Then the older files are exchanged for the new ones by renaming alone:
+
+1. what loaders open first goes out first: the index or the only file of the weights, then config.json; and then the
+   rest of what is replaced;
+2. the new files come in, those that went out first last.
+
+Whatever fails before leaves the older model as it was, what fails in between is undone, and a kill in between leaves a
+folder without weights that a loader could find. (Without config.json alone, stock classes go on with their default
+configuration.) The name of the hidden folder says which it was. The next save removes what a killed one has left, and
+puts the older files back first if need be.
+"""
+
+import copy
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...configuration.errors import CheckpointError
+from ...configuration.hub import MODULE_NAME, is_our_module
+from ..parallel import (
+    broadcast,
+    is_sharded,
+    joined,
+    meet_after_saving,
+    meet_before_saving,
+    refuse_stages,
+    sharded_adapter,
+    sharing_processes,
+)
+
+# What the hidden folder is called while it is written to, while the files are exchanged, and afterwards.
+_WRITING, _EXCHANGING, _DONE = (f".llamoe-{state}-" for state in ("saving", "exchanging", "replaced"))
+# Files that loaders look for by name: of these later ones leave a folder earlier, and come back later.
+_ENTRIES = [
+    re.compile(pattern)
+    for pattern in (
+        r"adapter_config\.json",
+        r"config\.json",
+        # In parts that the processes of a job have written; these are complete or not.
+        r"model\.safetensors\.index(\..+)?\.json|(?!.*-\d{5}-of-)model(\..+)?\.safetensors|shard-.*\.safetensors",
+        # Read where there are none of those.
+        r"pytorch_model\.bin\.index(\..+)?\.json|(?!.*-\d{5}-of-)pytorch_model(\..+)?\.bin",
+    )
+]
+# Where there are weights in the shards of a job's processes, transformers reads no others.
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|sharded|consolidated")
+
+# What the `save_pretrained` in progress writes.
+_current: ContextVar["_Save | None"] = ContextVar("llamoe_save", default=None)
+
+
+def check_whole(folder: str | os.PathLike, subfolder: str = "") -> None:
+    """Check that no save into a local folder was cut off while it exchanged the files; names on a hub pass.
+
+    Raises:
+        CheckpointError: the folder is not whole.
+    """
+    place = Path(folder, subfolder)
+    if place.is_dir() and any(place.glob(f"{_EXCHANGING}*")):
+        raise CheckpointError(
+            f"{place}: not whole. A save into this folder was cut off, or goes on at this moment, while it exchanged "
+            "the older files for new ones. Save the model here again, or have the older files put back: "
+            f"from llamoe.modeling.checkpoints.saving import put_back; put_back({str(place)!r})"
+        )
+
+
+def put_back(folder: str | os.PathLike) -> None:
+    """Remove what killed saves have left in a folder, with the older files back in their places."""
+    target = Path(folder)
+    for hidden in [hidden for state in (_WRITING, _EXCHANGING, _DONE) for hidden in target.glob(f"{state}*")]:
+        if (lock := _lock(hidden)) is not None:
+            if hidden.name.startswith(_EXCHANGING):
+                _undo(hidden, target)
+            shutil.rmtree(hidden, ignore_errors=True)
+            _unlock(lock)
+
+
+class _Save:
+    """The files of one save, between being written and standing in their folder."""
+
+    def __init__(self, target: str | os.PathLike, variant: str | None):
+        self.target = Path(target)
+        self._is_new_folder = not self.target.exists()
+        infix = re.escape(f".{variant}") if variant else ""
+        self._weights = re.compile(
+            rf"model{infix}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index{infix}\.json"
+        )
+        self.target.mkdir(parents=True, exist_ok=True)
+        put_back(self.target)
+        self._suffix = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._hidden = self.target / f"{_WRITING}{self._suffix}"
+        self._hidden.mkdir()
+        # Held while this process lives: by that the next save knows a folder that nobody writes any more.
+        self._lock = _lock(self._hidden)
+        self.new = self._hidden / "new"
+        self.new.mkdir()
+        self.published: set[str] | None = None
+
+    def publish(self) -> None:
+        """Exchange the older files for the new ones; a second call does nothing."""
+        if self.published is not None:
+            return
+        names = set(os.listdir(self.new))
+        lock = _lock(self.target, wait=True)
+        try:
+            _plan(self._hidden, self.target, self._outdated(names))
+            _flush(self._hidden)
+            self._rename(_EXCHANGING)
+            try:
+                for source, destination in _moves(self._hidden, self.target):
+                    source.rename(destination)
+                _sync(self.target)
+            except BaseException:
+                _undo(self._hidden, self.target)
+                self._rename(_WRITING)
+                raise
+            self._rename(_DONE)
+        finally:
+            _unlock(lock)
+        self.published = names
+        self._remove()
+
+    def discard(self) -> None:
+        """Remove what was written and not published."""
+        self._remove()
+        if self._is_new_folder:
+            with suppress(OSError):
+                self.target.rmdir()
+
+    def _outdated(self, names: set[str]) -> set[str]:
+        """Name what stands in the target and would be read with, or instead of, the new files."""
+        if "config.json" not in names:  # an adapter
+            return set()
+        there = os.listdir(self.target)
+        outdated = {name for name in there if self._weights.fullmatch(name) or _DISTRIBUTED.fullmatch(name)}
+        if is_our_module(self.target / f"{MODULE_NAME}.py"):
+            outdated.add(f"{MODULE_NAME}.py")
+        return outdated
+
+    def _rename(self, state: str) -> None:
+        self._hidden = self._hidden.rename(self.target / f"{state}{self._suffix}")
+
+    def _remove(self) -> None:
+        if not self._hidden.name.startswith(_EXCHANGING):
+            shutil.rmtree(self._hidden, ignore_errors=True)
+        _unlock(self._lock)
+        self._lock = None
+
+    def place_in_target(self, folder: str | os.PathLike) -> tuple[Path, dict[str, float]]:
+        """Name the place that a folder of new files has after publishing, and what else stands there.
+
+        Returns:
+            the place, and the times of change of the files in it that are older than this save.
+        """
+        place = self.target / Path(folder).relative_to(self.new)
+        others = set(os.listdir(place)) - self.published if place == self.target else set()
+        return place, {name: os.path.getmtime(place / name) for name in others}
+
+
+@contextmanager
+def _saving(
+    model: PreTrainedModel,
+    target: str | os.PathLike,
+    variant: str | None,
+    is_main_process: bool,
+    ranks: list[int],
+    is_distributed: bool,
+) -> Iterator[str | os.PathLike]:
+    """Give the folder that this process is to write into; what is in it stands in `target` afterwards.
+
+    `ranks` are the processes that save the model together, of which each writes a part where `is_distributed`.
+    """
+    is_writer = model.should_save_on_this_rank(is_main_process)
+    save = _Save(target, variant) if is_writer else None
+    token = _current.set(save)
+    try:
+        folder = target if save is None else save.new
+        if is_distributed and ranks:
+            folder = broadcast(folder)
+        yield folder
+        if save is not None:
+            save.publish()
+    except BaseException:
+        if save is not None:
+            save.discard()
+        raise
+    finally:
+        _current.reset(token)
+    # Where transformers waits for the one that writes, it does so before the files have come to their place.
+    meet_after_saving(ranks)
+
+
+def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:
+    """Give the weights of a model by its own names where peft's layers are still around its own; else None.
+
+    Deleting an adapter leaves them there.
+    """
+    wrapped = r"\.(base_layer|original_module)(?=\.|$)"
+    if not any(re.search(wrapped, name) for name, _ in model.named_modules()):
+        return None
+    with torch.device("meta"):
+        expected = type(model)(copy.deepcopy(model.config)).state_dict()
+    weights = {re.sub(wrapped, "", name): tensor for name, tensor in model.state_dict().items()}
+    if getattr(model, "peft_config", None) or not expected.keys() <= weights.keys():
+        raise ValueError(
+            f"This {type(model).__name__} has adapters of a PeftModel in it, so that its weights have other names: "
+            "call save_pretrained of the PeftModel, for the adapter alone, or of what merge_and_unload() returns."
+        )
+    return {name: weights[name] for name in expected}
+
+
+class SavesWhole(PreTrainedModel):
+    """`save_pretrained` for a model class, before `PreTrainedModel` among its bases."""
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        token: str | bool | None = None,
+        save_peft_format: bool = True,
+        save_original_format: bool = True,
+        distributed_checkpoint: bool = False,
+        **kwargs,
+    ):
+        """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
+
+        All processes that share the weights call this together, or the first one alone with a `state_dict` of whole
+        tensors, as Trainer does under accelerate's FSDP2. A model that transformers has sharded is saved by all.
+
+        Raises:
+            ValueError: a model in pipeline stages, of which no process has all weights, or one inside of a `PeftModel`,
+                whose weights have other names.
+            RuntimeError: a process that shares the weights did not call this in the time of the process group.
+        """
+        refuse_stages(self)
+        if state_dict is None:
+            adapted = self._hf_peft_config_loaded
+            state_dict = sharded_adapter(self) if adapted else _without_wrappers(self)
+        # Where each process writes its own shards, transformers takes them from the model.
+        ranks = sharing_processes(self, None if distributed_checkpoint else state_dict)
+        meet_before_saving(self, ranks)
+        if state_dict is not None:
+            # transformers joins the shards of a model, but not those of a state dict that it is given, of which it
+            # takes out one tensor after the other while it writes: the caller keeps theirs.
+            state_dict = joined(state_dict) if is_sharded(state_dict.values()) else dict(state_dict)
+        if self._hf_peft_config_loaded:  # an adapter is read from one file
+            max_shard_size = sys.maxsize
+        if push_to_hub:
+            kwargs.setdefault("repo_id", os.fspath(save_directory).split(os.path.sep)[-1])
+        is_distributed = distributed_checkpoint
+        with _saving(self, save_directory, variant, is_main_process, ranks, is_distributed) as folder:
+            super().save_pretrained(
+                folder,
+                is_main_process=is_main_process,
+                state_dict=state_dict,
+                push_to_hub=push_to_hub,
+                max_shard_size=max_shard_size,
+                variant=variant,
+                token=token,
+                save_peft_format=save_peft_format,
+                # Our keys are stock keys. transformers would undo the renamings by which our classes read folders of
+                # other classes, in models, too, that never went through them.
+                save_original_format=False,
+                distributed_checkpoint=distributed_checkpoint,
+                **kwargs,
+            )
+
+    def _upload_modified_files(self, working_dir, repo_id, files_timestamps, **kwargs):
+        # What cannot be uploaded is saved nevertheless.
+        if (save := _current.get()) is not None:
+            save.publish()
+            working_dir, files_timestamps = save.place_in_target(working_dir)
+        return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
+
+
+def _plan(hidden: Path, target: Path, outdated: set[str]) -> None:
+    """Write down in which order files go from the target to `hidden / "old"`, and come from there or from "new"."""
+    present, arriving = set(os.listdir(target)), set(os.listdir(hidden / "new"))
+    entries = {name for name in present if _rank(name)}
+    leaving = present & (arriving | outdated | entries)
+    coming = dict.fromkeys(entries - outdated, "old") | dict.fromkeys(arriving, "new")
+    plan = {
+        "leaving": sorted(leaving, key=_rank, reverse=True),
+        "coming": [(name, coming[name]) for name in sorted(coming, key=_rank)],
+    }
+    (hidden / "old").mkdir()
+    (hidden / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+
+
+def _moves(hidden: Path, target: Path) -> list[tuple[Path, Path]]:
+    """Give the renamings of a plan, each from and to where."""
+    plan = json.loads((hidden / "plan.json").read_text(encoding="utf-8"))
+    return [(target / name, hidden / "old" / name) for name in plan["leaving"]] + [
+        (hidden / part / name, target / name) for name, part in plan["coming"]
+    ]
+
+
+def _undo(hidden: Path, target: Path) -> None:
+    """Undo the renamings that were done, be it all, some or none."""
+    for source, destination in reversed(_moves(hidden, target)):
+        if os.path.lexists(destination) and not os.path.lexists(source):
+            destination.rename(source)
+
+
+def _rank(name: str) -> int:
+    """Say how early a file leaves a folder, and how late it comes into it."""
+    return next((rank for rank, pattern in enumerate(_ENTRIES, 1) if pattern.fullmatch(name)), 0)
+
+
+def _lock(folder: Path, wait: bool = False) -> int | None:
+    """Lock a folder; None where another process has done so, or where the file system knows no locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    descriptor = None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        _unlock(descriptor)
+        return None
+    return descriptor
+
+
+def _unlock(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _flush(folder: Path) -> None:
+    """Have all files below a folder on the disk: a power failure must not find names without content."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(place, name))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,303 @@
+"""Experts that a checkpoint keeps as one linear layer each: their names, and how loading fuses them.
+
+Quantizers and trainers take the stacks of Llama 4 apart. Two spellings are known, for an expert N:
+
+* `experts.N.gate_proj.weight`, `up_proj`, `down_proj`: transformers, llm-compressor, GPTQModel, `llamoe convert`;
+* `experts.gate_projs.N.weight`, `up_projs`, `down_projs`: Axolotl.
+
+Each is `[out, in]`, as a linear layer's weight is; the model's stacks are `[E, H, 2I]` (gate first) and `[E, I, H]`.
+Loading fuses them by rules of transformers' own kind. transformers cuts a device's part out of a tensor before a rule
+sees it, and along the axes of the stack, so that a rule that transposes would get a wrong part under tensor
+parallelism. The tensors are therefore turned to `[in, out]` first, which copies nothing, and the rules only stack.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.modeling_utils import load_state_dict
+
+from ...configuration.errors import CheckpointError
+from .._compat import reading_when_needed
+from .checkpoint_files import read_header
+
+_EXPERTS = "feed_forward.experts"
+_NUMBER = r"(?:0|[1-9]\d*)"
+# What stands behind `experts.` and before `.weight`.
+_SPELLINGS = (rf"{_NUMBER}\.{{}}_proj", rf"{{}}_projs\.{_NUMBER}")
+_NAME = re.compile(
+    rf"(.*{re.escape(_EXPERTS)})\.(?:({_NUMBER})\.(gate|up|down)_proj|(gate|up|down)_projs\.({_NUMBER}))\.weight"
+)
+# Names of a layer and an expert have two numbers, whatever a `key_mapping` makes of them.
+_TWO_NUMBERS = re.compile(r"\d\D+\d")
+# Of an expert by itself, also in a spelling that is not known, or from a quantizer.
+_OF_ONE = re.compile(rf"{re.escape(_EXPERTS)}\.(\w+\.)?\d+\.")
+_PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+_PLAIN_DTYPES = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
+
+
+class ExpertName(NamedTuple):
+    """What the name of an expert's weight says.
+
+    Attributes:
+        experts: the beginning, up to `feed_forward.experts`.
+        number: which expert.
+        part: "gate", "up" or "down".
+    """
+
+    experts: str
+    number: int
+    part: str
+
+    def __str__(self) -> str:
+        """Spell it with the expert's number first."""
+        return f"{self.experts}.{self.number}.{self.part}_proj.weight"
+
+
+def expert_of(name: str) -> ExpertName | None:
+    """Tell which expert's weight a name in a checkpoint stands for; None for all other names."""
+    match = _NAME.fullmatch(name)
+    return match and ExpertName(match[1], int(match[2] or match[5]), match[3] or match[4])
+
+
+class StackExperts(MergeModulelist):
+    """Writes the experts that a device holds into its part of a stack, gate and up side by side.
+
+    transformers' `MergeModulelist` and `Concatenate` would make three copies of a layer on the way, and fail on a
+    device that holds no expert. Releases before 5.23 count the tensors of a rule only for operations of this class.
+    """
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, list[torch.Tensor | None]],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str = "",
+        model: nn.Module | None = None,
+        **kwargs,
+    ) -> dict[str, torch.Tensor]:
+        """Stack.
+
+        Args:
+            input_dict: source patterns to tensors `[in, out]` in the order of the experts; emptied.
+            source_patterns: gate before up.
+            target_patterns: one.
+            full_layer_name: of the stack.
+            model: whose parameter the stack is.
+            **kwargs: not used.
+
+        Returns:
+            the target pattern to `[experts, in, out]`, in which the outs of several sources are joined.
+        """
+        parts = [input_dict.pop(pattern) for pattern in source_patterns]
+        if not parts[0]:
+            return {target_patterns[0]: _nothing_of(model.get_parameter(full_layer_name))}
+        size_in, size_out = parts[0][0].shape
+        stack = parts[0][0].new_empty(len(parts[0]), size_in, len(parts) * size_out)
+        for part, columns in zip(parts, stack.split(size_out, dim=-1), strict=True):
+            for expert in range(len(part)):
+                # Turning into rows with gaps is four times as slow as turning first, into one expert's memory.
+                columns[expert].copy_(part[expert].contiguous() if len(parts) > 1 else part[expert])
+                part[expert] = None  # frees what was cast, or brought to another device
+        return {target_patterns[0]: stack}
+
+
+def _nothing_of(parameter: DTensor) -> torch.Tensor:
+    """Make the part `[0, ...]` of a device that holds no expert; the parameter is still on the meta device."""
+    return torch.empty_like(parameter.to_local(), device=parameter.device_mesh.device_type)
+
+
+def _rules() -> list[WeightConverter]:
+    return [
+        WeightConverter(
+            [rf"{re.escape(_EXPERTS)}\.{spelling.format(part)}\.weight$" for part in parts],
+            f"{_EXPERTS}.{stack}",
+            [StackExperts()],
+        )
+        for spelling in _SPELLINGS
+        for stack, parts in _PARTS.items()
+    ]
+
+
+class _Tensor(NamedTuple):
+    """What is known of a tensor before it is read."""
+
+    origin: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.name}"
+
+
+def _tensors(state_dict: Mapping[str, torch.Tensor] | None, files: Iterable[str] | None) -> Iterator[_Tensor]:
+    if state_dict is None:
+        for file in files or ():
+            for name, header in read_header(file).items():
+                yield _Tensor(file, name, header.dtype, header.shape)
+        return
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, torch.Tensor):
+            yield _Tensor("state_dict", name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def find_split_experts(
+    model: nn.Module,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    files: Iterable[str] | None,
+    load_config: Any,
+    expected: Mapping[str, tuple[int, ...]],
+) -> dict[str, set[str]]:
+    """Find the stacks that a checkpoint has as one linear layer an expert, and check that every expert is there.
+
+    Args:
+        model: the empty model.
+        state_dict: the weights, if they are in memory.
+        files: else the files that hold them.
+        load_config: transformers' `LoadStateDictConfig`.
+        expected: the model's keys and shapes.
+
+    Returns:
+        the model's keys of these stacks, to the names of their experts in the checkpoint; mostly nothing.
+
+    Raises:
+        CheckpointError: an expert that is missing, there twice, of another shape, or packed by a quantizer.
+        ValueError: such experts under DeepSpeed's ZeRO-3.
+    """
+    renamings = [rule for rule in load_config.weight_mapping or () if isinstance(rule, WeightRenaming)]
+    tensors = list(_tensors(state_dict, files))
+    numbered = [tensor.name for tensor in tensors if _TWO_NUMBERS.search(tensor.name)]
+    if not any(_OF_ONE.search(rename_source_key(name, renamings, [])[0]) for name in numbered):
+        return {}
+    rules = _rules()
+    whole: dict[str, _Tensor] = {}
+    stacks: dict[str, dict[tuple[str, int], _Tensor]] = {}
+    for tensor in tensors:
+        name, _ = rename_source_key(tensor.name, renamings, [])
+        if _EXPERTS not in name:
+            continue
+        key, _ = rename_source_key(name, [], rules, model.base_model_prefix, expected)
+        expert = expert_of(name)
+        if expert is None and _OF_ONE.search(name):
+            raise CheckpointError(
+                f"{tensor} belongs to one expert, but is no weight that can be fused: known are "
+                "experts.N.gate_proj.weight and experts.gate_projs.N.weight, with up and down likewise."
+            )
+        if expert is None:
+            whole[key] = tensor
+        elif key in expected:  # else of a layer that another pipeline stage has
+            found = stacks.setdefault(key, {})
+            if other := found.get((expert.part, expert.number)):
+                raise CheckpointError(f"{tensor} is there a second time: {other}.")
+            found[expert.part, expert.number] = tensor
+    for key, found in stacks.items():
+        first = next(iter(found.values()))
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                f"{first.origin} has one linear layer an expert, which ZeRO-3 does not load: fuse the experts first, "
+                "by `llamoe convert IN OUT`."
+            )
+        if key in whole:
+            raise CheckpointError(f"{first} is there a second time: {whole[key]} has it, too.")
+        _check_stack(key, found, expected[key], load_config.ignore_mismatched_sizes)
+        experts = key.rpartition(".")[0]
+        for other in (f"{experts}.{stack}" for stack in _PARTS):
+            if other not in stacks and other not in whole:
+                raise CheckpointError(f"{first} has no counterpart: {other} is missing, fused or not.")
+    return {key: {tensor.name for tensor in found.values()} for key, found in stacks.items()}
+
+
+def _check_stack(
+    key: str, found: Mapping[tuple[str, int], _Tensor], shape: tuple[int, ...], any_size: bool
+) -> None:
+    """Check the experts of one stack, against each other and, unless `any_size`, against the model."""
+    first = next(iter(found.values()))
+    parts = _PARTS[key.rpartition(".")[2]]
+    count, size_in, size_out = shape
+    wanted = (size_out // len(parts), size_in)
+    source = f"the model that config.json describes has {list(wanted)}"
+    if any_size:
+        count, wanted = 1 + max(number for _, number in found), first.shape
+        source = f"{first.name} has {list(wanted)}"
+    for (_, number), tensor in found.items():
+        if tensor.dtype not in _PLAIN_DTYPES:
+            raise CheckpointError(
+                f"{tensor} has dtype {tensor.dtype}: experts that a quantizer has packed cannot be fused. Load the "
+                "unquantized checkpoint."
+            )
+        if number >= count:
+            raise CheckpointError(
+                f"{tensor} is of expert {number}, but num_local_experts in config.json is {count}."
+            )
+        if tensor.shape != wanted or len(wanted) != 2:
+            raise CheckpointError(
+                f"{tensor} has shape {list(tensor.shape)}, but {source}. Weights and config.json do not belong "
+                "together."
+            )
+    # A number in a name may be any: no list is made of those below it.
+    if missing := count * len(parts) - len(found):
+        wanted_parts = ((number, part) for number in range(count) for part in parts)
+        number, part = next((number, part) for number, part in wanted_parts if (part, number) not in found)
+        name = f"{part}_projs.{number}" if "_projs." in first.name else f"{number}.{part}_proj"
+        raise CheckpointError(
+            f"{first.origin}: {key.rpartition('.')[0]}.{name}.weight is missing ({missing} such), though the "
+            f"checkpoint has {first.name}, and num_local_experts in config.json is {count}."
+        )
+
+
+def fuse_while_loading(
+    stacks: Mapping[str, Iterable[str]],
+    model: PreTrainedModel,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    files: Iterable[str] | None,
+    load_config: Any,
+) -> tuple[Any, Any]:
+    """Load as `PreTrainedModel._load_pretrained_model` does, with what `find_split_experts` found fused.
+
+    The rules are forgotten afterwards, lest saving runs them backwards.
+
+    Args:
+        stacks: what was found.
+        model: the empty model.
+        state_dict: the weights, if they are in memory.
+        files: else the files that hold them.
+        load_config: transformers' `LoadStateDictConfig`.
+
+    Returns:
+        transformers' information on the loading, and its index of weights on disk.
+
+    Raises:
+        CheckpointError: a stack that could not be made.
+    """
+    if state_dict is None:
+        state_dict = {}
+        for file in files or ():
+            state_dict |= load_state_dict(file, disable_mmap=load_config.disable_mmap)
+    experts = set().union(*stacks.values())
+    turned = {name: tensor.T if name in experts else tensor for name, tensor in state_dict.items()}
+    rules = _rules()
+    mapping = [*(load_config.weight_mapping or []), *rules]
+    with reading_when_needed():
+        loading_info, offload_index = PreTrainedModel._load_pretrained_model(
+            model, turned, files, dataclasses.replace(load_config, weight_mapping=mapping)
+        )
+    model._weight_conversions = [rule for rule in model._weight_conversions if rule not in rules]
+    for key in stacks:
+        if report := loading_info.conversion_errors.get(key):
+            names = sorted(stacks[key])
+            raise CheckpointError(f"{key} could not be made of {names[0]} … {names[-1]}: {report}")
+    return loading_info, offload_index

@@ -1,0 +1,288 @@
+"""Classification and question answering: transformers' generic heads over our decoders.
+
+Keys, numbers and rules are those of stock's LLaMA heads. A sequence's class is read at its rightmost token that is not
+`pad_token_id`, whichever side the padding is on. For Llama 4 stock has no such head.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedConfig
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+
+from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
+from .attention import mask_of_new_tokens
+from .base import LlamoePreTrainedModel
+from .input_checks import check_answers, check_class_labels, check_labels, check_padding_token
+from .moe import TrainsRouters, load_balancing_loss
+
+
+class Head:
+    """What all heads add to a generic one, before which it stands among the bases: our reading of configs."""
+
+    def __init__(self: Any, config: PreTrainedConfig):
+        super().__init__(self.resolve_config(config))
+        # The generic heads build the base in `config.dtype`, and the head itself in torch's default.
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(torch.get_default_dtype())
+
+
+class SequenceClassifier(Head, GenericForSequenceClassification, LlamoePreTrainedModel):
+    """One class, number or set of labels for a whole sequence: what the two families' classes have in common."""
+
+    input_modalities = ("text",)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutputWithPast:
+        """Score each sequence.
+
+        Args:
+            input_ids: as in `DecoderModel.forward`, like all arguments that are not named here.
+            attention_mask: see there.
+            position_ids: see there.
+            past_key_values: see there.
+            inputs_embeds: see there; padding is not seen in them, the last position counts.
+            labels: `[B]` integers for one class of `num_labels`, `[B]` floating where `num_labels` is 1, or
+                `[B, num_labels]` floating for several labels at once (`config.problem_type` decides).
+            use_cache: see there.
+            **kwargs: see there.
+
+        Returns:
+            `logits` `[B, num_labels]`, and what was asked for.
+
+        Raises:
+            ValueError: several sequences without a `config.pad_token_id`, or labels of a wrong shape or range.
+        """
+        self._check(input_ids, inputs_embeds, labels)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+    def _check(self, input_ids: Any, inputs_embeds: Any, labels: torch.Tensor | None) -> None:
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is not None:
+            check_padding_token(self.config, tokens.shape[0])
+            check_class_labels(self.config, labels, tokens.shape[0])
+
+
+class LlamoeDenseForSequenceClassification(SequenceClassifier):
+    """LLaMA 1 or 2 with a head for sequences; reads folders of `LlamaForSequenceClassification`."""
+
+    config: LlamoeDenseConfig
+    _checkpoint_prefixes = {r"transformer\.": "model."}
+
+
+class LlamoeDenseForTokenClassification(Head, GenericForTokenClassification, LlamoePreTrainedModel):
+    """LLaMA 1 or 2 with a head for each token; reads folders of `LlamaForTokenClassification`."""
+
+    config: LlamoeDenseConfig
+    input_modalities = ("text",)
+    _checkpoint_prefixes = {r"transformer\.": "model."}
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, inputs_embeds=None, **kwargs):
+        """Score each token.
+
+        Args:
+            input_ids: as in `DecoderModel.forward`, like all arguments that are not named here.
+            attention_mask: see there.
+            labels: `[B, T]` from 0 to `num_labels - 1`, -100 where no loss is wanted.
+            inputs_embeds: see there.
+            **kwargs: see there.
+
+        Returns:
+            `logits` `[B, T, num_labels]`, and what was asked for.
+
+        Raises:
+            ValueError: labels of a wrong shape or range.
+        """
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is not None:
+            check_labels(labels, tokens, num_labels=self.num_labels)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            labels=labels,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+
+
+class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoePreTrainedModel):
+    """LLaMA 1 or 2 with a head that finds an answer's first and last token.
+
+    Reads folders of `LlamaForQuestionAnswering`, and keeps its name for the base model, `transformer`. Stock's finds
+    no weights in folders of other LLaMA classes, which call it `model`; this one does.
+    """
+
+    config: LlamoeDenseConfig
+    base_model_prefix = "transformer"
+    input_modalities = ("text",)
+    _checkpoint_prefixes = {r"model\.": "transformer."}
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        start_positions=None,
+        end_positions=None,
+        **kwargs,
+    ):
+        """Score each token as the first and as the last of the answer.
+
+        Args:
+            input_ids: as in `DecoderModel.forward`, like all arguments that are not named here.
+            attention_mask: see there.
+            inputs_embeds: see there.
+            start_positions: `[B]`, the answer's first token; a position behind the end counts for nothing.
+            end_positions: `[B]`, the answer's last token.
+            **kwargs: see there.
+
+        Returns:
+            `start_logits` and `end_logits`, each `[B, T]`, and what was asked for.
+
+        Raises:
+            ValueError: only one of the two positions, or not one a row.
+        """
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is not None:
+            check_answers(start_positions, end_positions, tokens.shape[0])
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            start_positions=start_positions,
+            end_positions=end_positions,
+            **kwargs,
+        )
+
+
+@dataclass
+class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
+    """Output of `LlamoeForSequenceClassification`.
+
+    Attributes:
+        aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
+        router_logits: one `[B * T, E]` a mixture layer, with `output_router_logits`.
+    """
+
+    aux_loss: torch.FloatTensor | None = None
+    router_logits: tuple[torch.FloatTensor, ...] | None = None
+
+
+class LlamoeForSequenceClassification(TrainsRouters, SequenceClassifier):
+    """Llama 4's decoder with a head for sequences; reads text and multimodal folders, stock's and ours.
+
+    The router losses work as they do under the language model head: the generic head would drop what they need, so
+    that its few lines are written out here.
+    """
+
+    config: LlamoeTextConfig
+    accepts_loss_kwargs = (
+        False  # a mean over rows: Trainer is to divide it by the number of accumulation steps
+    )
+    _has_experts = True
+    _has_stock_layout = False
+    _checkpoint_prefixes = {r"language_model\.": ""}
+    _keys_passed_over = [
+        r"^vision_model\.",
+        r"^multi_modal_projector\.",
+        r"^language_model\.lm_head\.",
+    ]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LlamoeSequenceClassifierOutputWithPast:
+        """Score each sequence.
+
+        Args:
+            input_ids: as in `SequenceClassifier.forward`, like all arguments that are not named here.
+            attention_mask: see there.
+            position_ids: see there.
+            past_key_values: see there.
+            inputs_embeds: see there.
+            labels: see there.
+            use_cache: see there.
+            output_router_logits: return `router_logits` and `aux_loss`, and add
+                `router_aux_loss_coef * aux_loss` to the loss.
+            **kwargs: see there.
+
+        Raises:
+            ValueError: see there; and router losses under reentrant gradient checkpointing.
+        """
+        self._check(input_ids, inputs_embeds, labels)
+        balance = self._option("output_router_logits", output_router_logits)
+        z_loss_coef = self.config.router_z_loss_coef if labels is not None else 0.0
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_router_logits=bool(balance or z_loss_coef),
+            return_dict=True,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        rows = torch.arange(len(hidden_states), device=hidden_states.device)
+        logits = self.score(hidden_states)[rows, self._last_tokens(input_ids, hidden_states.device)]
+
+        loss = aux_loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        if router_logits := outputs.get("router_logits"):
+            token_mask = mask_of_new_tokens(attention_mask, hidden_states.shape[1])
+            if balance:
+                aux_loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, token_mask)
+            if loss is not None:
+                loss = self._add_router_losses(loss, aux_loss, router_logits, token_mask)
+        return LlamoeSequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            aux_loss=aux_loss,
+            router_logits=router_logits if balance else None,
+        )
+
+    def _last_tokens(self, input_ids: torch.Tensor | None, device: torch.device) -> torch.Tensor | int:
+        if input_ids is None or self.config.pad_token_id is None:
+            return -1
+        is_token = (input_ids != self.config.pad_token_id).to(device, torch.int32)
+        return (torch.arange(input_ids.shape[1], device=device, dtype=torch.int32) * is_token).argmax(-1)

@@ -1,0 +1,424 @@
+"""Refuse what a model cannot compute with, before it computes anything.
+
+Each complaint says what was given and what was expected. Where torch would have to wait for a GPU to know (the
+values of token ids), only tensors on the CPU are looked into.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import Cache, PreTrainedConfig
+from transformers.utils import is_torchdynamo_compiling, logging
+
+from ..configuration.checks import fail
+from .attention import cached_length, without_padding_positions
+from .kernels import is_recorded
+
+logger = logging.get_logger("llamoe")
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be looked at without waiting for a device, and outside of any tracing.
+
+    transformers' `is_tracing` asks besides whether a CUDA graph is being captured, which says nothing of a tensor on
+    the CPU; where torch was built for CUDA and there is none, that one question costs more than all other checks of a
+    step of decoding.
+    """
+    return not is_recorded(tensor) and tensor.is_cpu
+
+
+def check_padding_id(config: PreTrainedConfig) -> None:
+    """Refuse a padding token that is none of the vocabulary, whose row torch's embedding would leave out.
+
+    Raises:
+        ConfigurationError: there is no such row; -1 is the last one.
+    """
+    padding, size = config.pad_token_id, config.vocab_size
+    if padding is not None and not -size <= padding < size:
+        fail(
+            config,
+            "pad_token_id",
+            padding,
+            f"is no token of a vocabulary of {size}",
+            f"below {size}, or None",
+        )
+
+
+def check_tokens(
+    config: PreTrainedConfig, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
+) -> None:
+    """Check token ids, or the embeddings given instead.
+
+    Args:
+        config: a decoder's config.
+        input_ids: should be `[B, T]` integers from 0 to `vocab_size - 1`.
+        inputs_embeds: should be `[B, T, hidden_size]`, floating.
+
+    Raises:
+        ValueError: both or none were given, or one of the wrong shape, dtype or range.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        given = "neither" if input_ids is None else "both"
+        raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {given}.")
+    if input_ids is not None:
+        if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.dtype not in _INTEGERS:
+            _fail("input_ids", input_ids, "int64 or int32 of shape [batch, tokens], with one token or more")
+        if input_ids.numel() and is_readable(input_ids):
+            lowest, highest = (value.item() for value in input_ids.aminmax())
+            if lowest < 0 or highest >= config.vocab_size:
+                raise ValueError(
+                    f"input_ids contain {lowest if lowest < 0 else highest} where the model has "
+                    f"vocab_size = {config.vocab_size}: use the tokenizer of this checkpoint."
+                )
+    if inputs_embeds is not None and (
+        inputs_embeds.ndim != 3
+        or inputs_embeds.shape[1] == 0
+        or inputs_embeds.shape[-1] != config.hidden_size
+        or not inputs_embeds.is_floating_point()
+    ):
+        _fail("inputs_embeds", inputs_embeds, f"floating of shape [batch, tokens, {config.hidden_size}]")
+
+
+def check_row_inputs(
+    batch_size: int,
+    num_tokens: int,
+    attention_mask: Any,
+    position_ids: torch.Tensor | None,
+    past_key_values: Cache | None,
+) -> None:
+    """Check what comes beside the tokens.
+
+    Args:
+        batch_size: B.
+        num_tokens: T, without those in the cache.
+        attention_mask: should be `[B, cached + T]`, or 4-D, or a dict that the library made.
+        position_ids: should be `[B or 1, T]`, not below zero where a token is no padding.
+        past_key_values: the cache.
+
+    Raises:
+        ValueError: another shape, or a position below zero.
+    """
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
+        has_fixed_length = getattr(past_key_values, "is_compileable", False)
+        cached = 0 if has_fixed_length else cached_length(past_key_values)
+        expected = (batch_size, cached + num_tokens)
+        shape = tuple(attention_mask.shape)
+        # A mask for a cache of fixed length may reach beyond what is written yet.
+        fits = shape == expected or (has_fixed_length and len(shape) == 2 and shape[0] == batch_size)
+        if not fits or shape[1] < num_tokens:
+            _fail(
+                "attention_mask",
+                attention_mask,
+                f"of shape {list(expected)}: batch, and {cached} cached + {num_tokens} new tokens (or a 4-D mask)",
+            )
+    if position_ids is None:
+        return
+    if not isinstance(position_ids, torch.Tensor):
+        raise ValueError(
+            f"position_ids is a {type(position_ids).__name__}; expected: integers in a tensor of shape "
+            f"[{batch_size} or 1, {num_tokens}]."
+        )
+    if (
+        position_ids.dtype not in _INTEGERS
+        or position_ids.ndim != 2
+        or position_ids.shape[1] != num_tokens
+        or position_ids.shape[0] not in (1, batch_size)
+    ):
+        _fail("position_ids", position_ids, f"int64 or int32 of shape [{batch_size} or 1, {num_tokens}]")
+    if position_ids.numel() and is_readable(position_ids) and int(position_ids.min()) < 0:
+        _check_negative_positions(attention_mask, position_ids, past_key_values)
+
+
+def _check_negative_positions(
+    attention_mask: Any, position_ids: torch.Tensor, past_key_values: Cache | None
+) -> None:
+    """Refuse positions below zero but where a mask of two axes hides them; other masks are not looked into."""
+    past_length = cached_length(past_key_values)
+    masks = [
+        tensor
+        for tensor in (attention_mask, past_length)
+        if tensor is not None and not isinstance(tensor, int)
+    ]
+    if not all(isinstance(mask, torch.Tensor) and is_readable(mask) for mask in masks):
+        return
+    if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            return
+        position_ids = without_padding_positions(position_ids, attention_mask, past_length)
+    negative = (position_ids < 0).nonzero()
+    if len(negative):
+        row, column = negative[0].tolist()
+        raise ValueError(
+            f"position_ids is {position_ids[row, column].item()} at row {row}, token {column}, which no "
+            "attention_mask hides; expected: 0 or more. Number each row's real tokens from 0, and give padding "
+            "zeros in attention_mask."
+        )
+
+
+def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past_key_values: Any) -> None:
+    """Check that a cache can be one of this decoder's.
+
+    Only what Python knows is read: kinds of layers and shapes. The number of tokens in a static cache is a tensor; it
+    is looked into on the CPU alone.
+
+    Args:
+        config: a decoder's config.
+        batch_size: B.
+        num_tokens: T, the new tokens.
+        past_key_values: the cache. One whose layers all keep every token fits chunked layers too; their mask sees to
+            the chunks.
+
+    Raises:
+        ValueError: no cache, or one with another number of layers, with layers that forget tokens which ours still
+            need, of other key/value heads, head size or batch size, or without room for the new tokens.
+    """
+    if past_key_values is None or is_torchdynamo_compiling() or torch.jit.is_tracing():
+        return
+    cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+    if not hasattr(cache, "get_seq_length"):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}; expected a transformers Cache: "
+            "DynamicCache(config=model.config)."
+        )
+    layers = getattr(cache, "layers", None)
+    if not layers:
+        return  # its layers are made with the first pass
+    keys = getattr(layers[0], "keys", None)
+    shape = (
+        keys.shape if isinstance(keys, torch.Tensor) and keys.ndim == 4 else None
+    )  # else empty, or quantized
+    sizes = (batch_size, shape and (shape[0], shape[1], shape[3]), *map(config.__dict__.get, _READ_OF_CONFIG))
+    checked = _CHECKED_CACHES.get(cache) if isinstance(cache, Cache) else None
+    # Lists of the same objects are equal at once; a layer is equal to nothing but itself.
+    is_new = checked is None or checked.sizes != sizes or checked.layers != layers
+    if is_new:
+        _check_cache_layers(config, layers)
+    fixed = _first_fixed(config, layers) if checked is None or is_new else checked.fixed
+    if fixed is not None:
+        layer = layers[fixed]
+        written = getattr(layer, "cumulative_length", 0)
+        is_known = not isinstance(written, torch.Tensor) or is_readable(written)
+        if is_known and int(written) + num_tokens > layer.max_cache_len:
+            raise ValueError(
+                f"past_key_values holds at most {layer.max_cache_len} tokens: {int(written)} are in it and "
+                f"{num_tokens} are new. Make it with a larger max_cache_len, or empty it with reset()."
+            )
+    if is_new:
+        if shape is not None:
+            _check_cached_shape(config, shape, batch_size)
+        if isinstance(cache, Cache):
+            sizes = tuple(list(size) if isinstance(size, list) else size for size in sizes)
+            _CHECKED_CACHES[cache] = _CheckedCache(sizes, list(layers), fixed)
+
+
+@dataclass(frozen=True)
+class _CheckedCache:
+    """What a cache was when it was found to fit, so that a step of decoding asks its many layers nothing again.
+
+    Attributes:
+        sizes: batch size, of the first layer's keys all but their number, and what the checks read of the config, which
+            may be changed in place.
+        layers: the cache's.
+        fixed: index of the layer whose length says whether there is room; None: they grow.
+    """
+
+    sizes: tuple[Any, ...]
+    layers: list[Any]
+    fixed: int | None
+
+
+_CHECKED_CACHES: WeakKeyDictionary[Cache, _CheckedCache] = WeakKeyDictionary()
+
+
+# What the checks of a cache read. The memo takes it from the config's dict: the config's own way of giving an attribute
+# costs several times as much.
+_READ_OF_CONFIG = (
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "head_dim",
+    "attention_chunk_size",
+    "layer_types",
+)
+
+
+def _first_fixed(config: PreTrainedConfig, layers: list[Any]) -> int | None:
+    fixed = [i for i, layer in enumerate(layers) if _is_static(layer, is_sliding=False)]
+    if not fixed:  # windows only: one that is shorter than a chunk has to hold everything
+        windows = [i for i, layer in enumerate(layers) if _is_static(layer, is_sliding=True)]
+        chunk_size = getattr(config, "attention_chunk_size", None) or 0
+        fixed = [i for i in windows if layers[i].max_cache_len < chunk_size]
+    return fixed[0] if fixed else None
+
+
+def _check_cache_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
+    count = config.num_hidden_layers
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * count
+    # While `generate(assistant_early_exit=...)` drafts, the config has fewer layers than the model and its lists.
+    if len(layers) not in (count, len(layer_types)):
+        _fail_cache(f"has {len(layers)} layers", f"num_hidden_layers = {count}")
+    slides = set()
+    for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=False)):
+        is_sliding = getattr(layer, "is_sliding", False)
+        if not hasattr(layer, "update"):
+            _fail_cache(f"has a {type(layer).__name__} as layer {index}", "keys and values in every layer")
+        if layer_type == "chunked_attention":
+            slides.add(is_sliding)
+        elif is_sliding:
+            _fail_cache(f"forgets tokens in layer {index} ({type(layer).__name__})", "a full attention layer")
+    if len(slides) > 1:
+        _fail_cache("slides in some chunked layers only", "layers of one kind for all of them")
+    if True in slides:
+        chunk_size = config.attention_chunk_size
+        # A static cache that is shorter than a chunk has windows as short as itself.
+        lengths = [layer.max_cache_len for layer in layers if _is_static(layer, is_sliding=False)]
+        for layer in layers:
+            window = getattr(layer, "sliding_window", None)
+            if window is None and _is_static(layer, is_sliding=True) and lengths:
+                window = chunk_size if layer.max_cache_len >= max(lengths) else layer.max_cache_len
+            if window is not None and window < chunk_size:
+                _fail_cache(f"keeps {window} tokens", f"attention_chunk_size = {chunk_size}")
+
+
+def _is_static(layer: Any, is_sliding: bool) -> bool:
+    return hasattr(layer, "max_cache_len") and getattr(layer, "is_sliding", False) == is_sliding
+
+
+def _check_cached_shape(config: PreTrainedConfig, shape: torch.Size, batch_size: int) -> None:
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    if shape[1] != heads or shape[3] != head_dim:
+        # With tensor parallelism each process holds a part of the heads.
+        is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if shape[3] != head_dim or not is_parallel or heads % shape[1] != 0:
+            _fail_cache(
+                f"has {shape[1]} heads of size {shape[3]}",
+                f"num_key_value_heads = {heads} and head_dim = {head_dim}",
+            )
+    if shape[0] != batch_size:
+        raise ValueError(
+            f"past_key_values holds {shape[0]} rows, but the batch has {batch_size}: start with an empty cache, or "
+            "use its batch_repeat_interleave or batch_select_indices."
+        )
+
+
+def _fail_cache(given: str, expected: str) -> NoReturn:
+    raise ValueError(
+        f"past_key_values is a cache of another model: it {given}; expected: {expected}. Make it with "
+        "DynamicCache(config=model.config)."
+    )
+
+
+def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor, num_labels: int | None = None) -> None:
+    """Check labels against `input_ids` `[B, T]` or `inputs_embeds` `[B, T, hidden_size]`.
+
+    Args:
+        labels: should be `[B, T]`.
+        tokens: what they belong to.
+        num_labels: where the labels are classes, how many there are.
+
+    Raises:
+        ValueError: another shape than `[B, T]`, or a class that there is not.
+    """
+    if labels is None:
+        return
+    if labels.shape != tokens.shape[:2]:
+        _fail("labels", labels, f"of shape {list(tokens.shape[:2])}, one for each token")
+    if num_labels is not None:
+        _check_classes(labels, num_labels)
+
+
+def check_padding_token(config: PreTrainedConfig, batch_size: int) -> None:
+    """Check that the ends of several sequences can be found.
+
+    Raises:
+        ValueError: more than one sequence, and a config without `pad_token_id`.
+    """
+    if config.pad_token_id is None and batch_size != 1:
+        raise ValueError(
+            "Cannot handle batch sizes > 1 if no padding token is defined: the class of a sequence is read at its last "
+            f"token that is not config.pad_token_id, which is None, and there are {batch_size} sequences. Set "
+            "model.config.pad_token_id = tokenizer.pad_token_id (where the tokenizer has none: tokenizer.pad_token = "
+            "tokenizer.eos_token first), or give one sequence at a time."
+        )
+
+
+def check_class_labels(config: PreTrainedConfig, labels: torch.Tensor | None, batch_size: int) -> None:
+    """Check the labels of whole sequences.
+
+    Args:
+        config: with `num_labels` and `problem_type`; where that is None, transformers guesses it from the labels.
+        labels: should be `[B]` or `[B, 1]`; for several labels at once or several numbers `[B, num_labels]`.
+        batch_size: B.
+
+    Raises:
+        ValueError: another shape or dtype, or a class that there is not.
+    """
+    if labels is None:
+        return
+    num_labels, problem = config.num_labels, config.problem_type
+    is_integer = labels.dtype in _INTEGERS
+    if problem is None and num_labels > 1:
+        problem = "single_label_classification" if is_integer else "multi_label_classification"
+    if problem == "single_label_classification":
+        if labels.shape not in ((batch_size,), (batch_size, 1)) or not is_integer:
+            _fail("labels", labels, f"int64 of shape [{batch_size}], one class for each sequence")
+        _check_classes(labels, num_labels)
+    elif num_labels == 1:
+        if labels.shape not in ((batch_size,), (batch_size, 1)):
+            _fail("labels", labels, f"floating of shape [{batch_size}], one number for each sequence")
+    elif labels.shape != (batch_size, num_labels) or not labels.is_floating_point():
+        _fail(
+            "labels", labels, f"floating of shape [{batch_size}, {num_labels}] for problem_type {problem!r}"
+        )
+
+
+def check_answers(start: torch.Tensor | None, end: torch.Tensor | None, batch_size: int) -> None:
+    """Check where answers begin and end.
+
+    Raises:
+        ValueError: only one of the two, or another shape than `[B]` or `[B, 1]`.
+    """
+    if (start is None) != (end is None):
+        missing = "start_positions" if start is None else "end_positions"
+        raise ValueError(f"Give start_positions and end_positions, or neither; got no {missing}.")
+    for name, positions in (("start_positions", start), ("end_positions", end)):
+        if positions is not None and positions.shape not in ((batch_size,), (batch_size, 1)):
+            _fail(name, positions, f"of shape [{batch_size}], one for each row")
+
+
+def _check_classes(labels: torch.Tensor, num_labels: int) -> None:
+    if not labels.numel() or not is_readable(labels):
+        return
+    wrong = labels[(labels != -100) & ((labels < 0) | (labels >= num_labels))]
+    if wrong.numel():
+        raise ValueError(
+            f"labels contain {wrong[0].item()}, but the model has num_labels = {num_labels}: load it with "
+            "num_labels=, or number the classes from 0 (-100: no loss)."
+        )
+
+
+def leave_out_attentions(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
+    """Warn once, as transformers does, that an implementation gives no attention weights; their tuple stays empty.
+
+    The wish is taken out of `kwargs`: the implementation's function would warn again.
+
+    Args:
+        config: a decoder's config.
+        kwargs: of its forward pass; changed in place.
+    """
+    wanted = kwargs["output_attentions"] if "output_attentions" in kwargs else config.output_attentions
+    implementation = config._attn_implementation or "eager"
+    if wanted and (implementation in ("sdpa", "flex_attention") or "flash" in implementation):
+        kwargs.pop("output_attentions", None)
+        if not is_torchdynamo_compiling():
+            logger.warning_once(
+                f"output_attentions=True: {implementation} attention forms no weights, so that attentions are empty. "
+                'Use eager: model.set_attn_implementation("eager"), or attn_implementation="eager" when loading.'
+            )
+
+
+def _fail(name: str, tensor: torch.Tensor, expected: str) -> NoReturn:
+    raise ValueError(f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; expected: {expected}.")

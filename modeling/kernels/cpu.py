@@ -1,0 +1,205 @@
+"""Faster float32 paths for decoding on a CPU: the same numbers up to the order of summation.
+
+They are used only in inference, without hooks, autocast, tracing or compilation: `can_use_shortcut` asks for all of
+that. A step of decoding on a CPU is bound by reading weights and by the number of calls, and both can be had cheaper
+than by the general call. Hooks of single modules are for the caller to ask about.
+
+The next token of a few rows is a product of a matrix and hardly more than a vector: all of its time goes into reading
+the matrix. torch calls MKL's plain product, which on a CPU comes to a half or a third of that speed, and reads weights
+that lie input first on one thread only. Other calls do better, each on its own kind of weight
+(`python -m benchmarks.cpu --cases parts` compares them, on weights that are in no cache):
+
+* output first (`nn.Linear`): MKL's batched product, with the weight's rows cut into a batch;
+* input first (experts), narrow: the sum of the weight's rows, weighted by the input, as embeddings are summed;
+* input first, wide, and several threads: the batched product again, with the input cut into a batch.
+
+In 16 bits the plain product is as good. The layers stay `nn.Linear`, which adapters, quantizers and tracers know.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
+
+from .._compat import is_under_functorch
+
+CPU_SHORTCUT_MAX_ROWS = 3
+"""Tokens up to which norms and products take other calls. With more, norms keep every bit, and products gain little."""
+
+# With fewer weights the calls cost what is gained.
+_MIN_WEIGHTS = 1 << 15
+# Parts that a weight can be cut into, the best first; and where there are more threads than `_MANY_THREADS`.
+_PARTS = (16, 8, 4, 2)
+_PARTS_FOR_MANY_THREADS = (64, *_PARTS)
+_MANY_THREADS = 8
+# Columns up to which FBGEMM, which has its kernels on x86 only, sums rows in one go; above, in several.
+_MAX_SUMMED = 576 if "fbgemm" in torch.backends.quantized.supported_engines else 0
+
+
+def can_use_shortcut(x: torch.Tensor) -> bool:
+    """Whether this is float32 on the CPU, and nothing but its numbers is asked for."""
+    return (
+        not torch.is_grad_enabled()
+        and type(x) is torch.Tensor
+        # Asked before anything of the tensor, which would be guards, or parts of the trace.
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and x.is_cpu
+        and x.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
+        and not is_under_functorch()
+        and forward_ad._current_level < 0
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not _has_any_global_hook()
+    )
+
+
+def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Call a linear layer; the numbers are its own, up to the order of summation.
+
+    Args:
+        linear: `nn.Linear` or what an adapter or quantizer has put in its place.
+        x: `[..., in_features]`.
+
+    Returns:
+        `[..., out_features]`.
+    """
+    if (
+        type(linear) is nn.Linear
+        and can_use_shortcut(x)
+        and x.numel() <= CPU_SHORTCUT_MAX_ROWS * linear.in_features
+    ):
+        weight = linear._parameters.get("weight")
+        if (
+            weight is not None
+            and _is_plain_weight(weight)
+            and x.shape[-1:] == (linear.in_features,)
+            and not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
+        ):
+            return _multiply_in_parts(x, weight, linear.bias)
+    return linear(x)
+
+
+def multiply_row(x_1I: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
+    """Multiply a single row by a weight that lies input first, as an expert's does.
+
+    Args:
+        x_1I: `[1, I]`.
+        weight_IO: `[I, O]`, in the same dtype.
+
+    Returns:
+        `[1, O]`: `x @ weight`, up to the order of summation.
+    """
+    if can_use_shortcut(x_1I) and _is_plain_weight(weight_IO):
+        num_in, num_out = weight_IO.shape
+        num_threads = torch.get_num_threads()
+        parts = 1 if num_threads == 1 else _divisor(num_in, num_threads)
+        if num_out <= _MAX_SUMMED:
+            indices_I, offsets_P = _consecutive(num_in, parts)
+            y_PO = torch.embedding_bag(
+                weight_IO, indices_I, offsets_P, per_sample_weights=x_1I.reshape(-1), mode=0
+            )[0]
+            return y_PO if parts == 1 else y_PO.sum(0, keepdim=True)
+        if parts > 1:
+            y_P1O = torch.bmm(x_1I.reshape(parts, 1, -1), weight_IO.view(parts, -1, num_out))
+            return y_P1O.sum(0)
+    return torch.mm(x_1I, weight_IO)
+
+
+def multiply_few(x_RI: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
+    """Multiply a few rows by a weight that lies input first, or, as the transpose of such a one, output first.
+
+    Args:
+        x_RI: `[R, I]`.
+        weight_IO: `[I, O]`, in the same dtype.
+
+    Returns:
+        `[R, O]`: `x @ weight`, up to the order of summation.
+    """
+    if len(x_RI) == 1 and weight_IO.is_contiguous():
+        return multiply_row(x_RI, weight_IO)
+    if 0 < len(x_RI) <= CPU_SHORTCUT_MAX_ROWS and can_use_shortcut(x_RI) and _is_plain_weight(weight_IO.T):
+        return _multiply_in_parts(x_RI, weight_IO.T, None)
+    return torch.mm(x_RI, weight_IO)
+
+
+def _is_plain_weight(weight: torch.Tensor) -> bool:
+    return (
+        type(weight) in (torch.Tensor, nn.Parameter)
+        and weight.dtype == torch.float32
+        and weight.is_cpu
+        and weight.layout == torch.strided
+        and weight.is_contiguous()
+        and weight.numel() >= _MIN_WEIGHTS
+        and torch.backends.mkl.is_available()
+    )
+
+
+def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    num_out, num_in = weight_OI.shape
+    parts = _divisor(num_out, torch.get_num_threads())
+    if parts == 1 or not x.numel():
+        return nn.functional.linear(x, weight_OI, bias_O)
+    num_rows = x.numel() // num_in
+    # Strides as of a transposed matrix, also for one row: by them torch chooses how to call MKL.
+    x_PIR = x.contiguous().as_strided((parts, num_in, num_rows), (0, 1, num_in))
+    out_POR = torch.bmm(weight_OI.view(parts, -1, num_in), x_PIR)
+    shape = (*x.shape[:-1], num_out)
+    out = out_POR.view(shape) if num_rows == 1 else out_POR.view(num_out, num_rows).T.reshape(shape)
+    return out if bias_O is None else out + bias_O
+
+
+@functools.lru_cache(maxsize=256)
+def _divisor(size: int, num_threads: int) -> int:
+    choices = _PARTS if num_threads <= _MANY_THREADS else _PARTS_FOR_MANY_THREADS
+    return next((parts for parts in choices if size % parts == 0), 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _consecutive(size: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give 0 to size - 1, and where each of as many equal parts of them begins."""
+    indices = torch.arange(size, device="cpu")
+    return indices, torch.arange(0, size, size // parts, device="cpu")
+
+
+def are_single_queries(
+    query: torch.Tensor, attention_mask: Any, dropout: float = 0.0, cache: Any = None, **_
+) -> bool:
+    """Whether `attend_to_single_queries` may stand for transformers' own function, whose arguments these are."""
+    return (
+        can_use_shortcut(query)
+        and query.shape[2] == 1
+        and not dropout
+        and cache is None
+        and (
+            attention_mask is None
+            or (isinstance(attention_mask, torch.Tensor) and attention_mask.shape[1:3] == (1, 1))
+        )
+    )
+
+
+def attend_to_single_queries(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Attend with one token a row, each key read once: heads that share keys become queries of one head.
+
+    Args:
+        query: `[B, H, 1, D]`.
+        key: `[B, G, K, D]`, of G groups of heads.
+        value: likewise.
+        attention_mask: None or `[B, 1, 1, K]`.
+        scaling: what the scores are multiplied by.
+
+    Returns:
+        `[B, 1, H, D]`.
+    """
+    batch_size, num_heads, _, head_dim = query.shape
+    packed = query.reshape(batch_size, key.shape[1], -1, head_dim)
+    output = nn.functional.scaled_dot_product_attention(packed, key, value, attention_mask, scale=scaling)
+    return output.reshape(batch_size, 1, num_heads, head_dim)

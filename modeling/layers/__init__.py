@@ -1,0 +1,20 @@
+"""Layers that every decoder and the vision tower are made of: norms, rotary embeddings, the feed-forward.
+
+Reading order: normalization, rotary, feed_forward; none of them imports another one.
+"""
+
+from .feed_forward import FeedForward, activation, apply_gate
+from .normalization import L2Norm, RMSNorm
+from .rotary import RotaryEmbedding, rotary_2d_cos_sin, rotary_tables, rotate
+
+__all__ = [
+    "FeedForward",
+    "L2Norm",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "activation",
+    "apply_gate",
+    "rotary_2d_cos_sin",
+    "rotary_tables",
+    "rotate",
+]

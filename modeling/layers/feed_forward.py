@@ -1,0 +1,46 @@
+"""SwiGLU feed-forward (Shazeer 2020, arXiv 2002.05202): `down(act(gate(x)) * up(x))`."""
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from ..kernels import apply_linear, can_use_shortcut
+
+_SILU = type(ACT2FN["silu"])
+
+
+def activation(name: str) -> nn.Module:
+    """Give the activation function that transformers knows by a name.
+
+    Raises:
+        ValueError: no such name.
+    """
+    if name not in ACT2FN:
+        raise ValueError(f"hidden_act = {name!r}: unknown activation; valid: {', '.join(sorted(ACT2FN))}.")
+    return ACT2FN[name]
+
+
+def apply_gate(act_fn: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Give `act_fn(gate) * up`; new memory on a CPU costs more than the product, so there it is taken once."""
+    hidden = act_fn(gate)
+    # Of SiLU it is known that it gives new memory and keeps none of it.
+    if type(act_fn) is _SILU and not act_fn._forward_hooks and can_use_shortcut(hidden):
+        return hidden.mul_(up)
+    return hidden * up
+
+
+class FeedForward(nn.Module):
+    """The dense feed-forward of a layer, and the shared expert of a mixture."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str, bias: bool = False):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.act_fn = activation(hidden_act)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Map `[..., hidden_size]` to the same shape."""
+        gate = apply_linear(self.gate_proj, hidden_states)
+        up = apply_linear(self.up_proj, hidden_states)
+        return apply_linear(self.down_proj, apply_gate(self.act_fn, gate, up))

@@ -1,0 +1,225 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864) in real arithmetic and float32.
+
+Two pairings of channels exist and no weight is ever permuted for them; the config's `rope_interleave` says
+which one the checkpoint was written for:
+
+* interleaved: channels (2j, 2j+1) turn together (Meta's reference, Llama 4);
+* half-split: channels (j, j + D/2) turn together (Hugging Face's permuted LLaMA 1 and 2 weights).
+
+Frequencies and their scaling (linear, dynamic, yarn, longrope, llama3, proportional) are transformers' own
+functions. `dynamic` and `longrope` choose their frequencies by the length of the pass, so a prefill in pieces
+can differ from a single full pass: there llamoe matches transformers on single full passes.
+
+`apply_rotary` is the definition. The decoder uses `rotary_tables`, worked out once a pass, and `rotate`, which turns
+queries and keys together: a step of decoding is bound by the number of calls, not by their work.
+
+The vision tower's grid has two axes (`rotary_2d_cos_sin`). Llama 4 splits the R rotated pairs of each head in two: the
+first half turns with the patch's column x, the second half with its row y. Column before row is the checkpoint's order
+(Pixtral's is the other way round, and with it Llama 4 sees noise). Coordinates start at one, so that the class token,
+which is not turned at all, is not mistaken for the first patch. Source: Meta's llama-models,
+`models/llama4/vision/encoder.py`.
+
+Shapes: B batch, H heads, T tokens, D head_dim, R = D/2 rotated pairs.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.utils import is_torchdynamo_compiling
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of every position's angles, shared by all layers of a decoder.
+
+    The frequencies stay float32 when the model is cast: angles at position 100,000 computed from bfloat16
+    frequencies are off by whole turns.
+    """
+
+    inv_freq: torch.Tensor
+    original_inv_freq: torch.Tensor
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.config = config
+        self.interleave = config.rope_interleave
+        self.rope_type = config.rope_parameters["rope_type"]
+        # Read and updated by `dynamic_rope_update`.
+        self.max_seq_len_cached = config.max_position_embeddings
+        self.original_max_seq_len = config.max_position_embeddings
+        inv_freq, self.attention_scaling = self._initial_frequencies()
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: PreTrainedConfig, **_) -> tuple[torch.Tensor, float]:
+        """Give `theta ** (-2j / D)` for j < D/2, float32 `[R]`, and an attention factor of one."""
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+
+    def _initial_frequencies(self) -> tuple[torch.Tensor, float]:
+        if self.rope_type == "default":
+            if torch.get_default_device().type == "meta":  # as loaders begin, once a model: values come later
+                return torch.empty(-(-self.config.head_dim // 2), dtype=torch.float32), 1.0
+            return self.compute_default_rope_parameters(self.config)
+        return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
+
+    def _apply(self, fn, recurse=True):
+        was_meta = self.inv_freq.is_meta
+        try:
+            super()._apply(fn, recurse)
+        except NotImplementedError:
+            if not was_meta:
+                raise
+            return self  # `to` has nothing to copy; the first pass fills them, where it is wanted
+        # A cast would round the frequencies; `to_empty` on a model made on the meta device leaves them to chance.
+        if self.inv_freq.dtype != torch.float32 or (was_meta and not self.inv_freq.is_meta):
+            self._reset(self.inv_freq.device)
+        return self
+
+    def _reset(self, device: torch.device) -> None:
+        inv_freq = self._initial_frequencies()[0].to(device)
+        self.inv_freq, self.original_inv_freq = inv_freq, inv_freq.clone()
+        self.max_seq_len_cached = self.original_max_seq_len
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the angles' cosines and sines.
+
+        Args:
+            x: any tensor on the device where the angles are wanted.
+            position_ids: `[B or 1, T]` integers.
+
+        Returns:
+            cos and sin, each `[B or 1, T, R]` float32, times the scaling type's attention factor.
+        """
+        if self.inv_freq.is_meta and not x.is_meta:
+            # Made on the meta device, then filled by a loader that knows of checkpoints only.
+            self._reset(x.device)
+        return self._cos_sin(x, position_ids)
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether the highest position of a pass decides the frequencies of all its tokens."""
+        return "dynamic" in self.rope_type or self.rope_type == "longrope"
+
+    @dynamic_rope_update
+    def _cos_sin(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq.to(x.device)
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_scaling == 1.0:
+            return cos, sin
+        return cos * self.attention_scaling, sin * self.attention_scaling
+
+
+def apply_rotary(
+    x_BHTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool
+) -> torch.Tensor:
+    """Rotate each pair of channels by its position's angle.
+
+    Args:
+        x_BHTD: queries or keys.
+        cos: `[B or 1, T, R]` float32, from `RotaryEmbedding`.
+        sin: likewise.
+        interleave: pair channels (2j, 2j+1); else (j, j + D/2).
+
+    Returns:
+        `[B, H, T, D]` in the dtype of the input; rotated in float32, float64 in itself by the angles of float32.
+    """
+    x = _in_float32(x_BHTD)
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleave else x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleave else torch.cat(rotated, dim=-1)
+    return joined.to(x_BHTD.dtype)
+
+
+def _in_float32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rotary_tables(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple[torch.Tensor, ...]:
+    """Prepare the angles of a pass for `rotate` in every layer.
+
+    Args:
+        cos: `[B or 1, T, R]` float32, from `RotaryEmbedding`.
+        sin: likewise.
+        interleave: as in `apply_rotary`.
+
+    Returns:
+        half-split: what each channel and what its partner is multiplied by, two tensors `[B or 1, T, 1, D]` float32.
+        Interleaved: cos and sin, `[B or 1, T, 1, R]` float32, for compilers, which fuse real arithmetic and leave
+        complex numbers to a kernel of their own; and one tensor of that shape, complex64, elsewhere: a pair is a
+        complex number in memory, and one product turns it, where real arithmetic has to move the channels first.
+    """
+    if not interleave:
+        own, other = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return own[:, :, None], other[:, :, None]
+    if cos.device.type in ("cpu", "cuda") and not _is_traced():
+        return (torch.complex(cos, sin)[:, :, None],)
+    return cos[:, :, None], sin[:, :, None]
+
+
+def _is_traced() -> bool:
+    return is_torchdynamo_compiling() or torch.jit.is_tracing()
+
+
+def rotate(x_BTHD: torch.Tensor, tables: tuple[torch.Tensor, ...], interleave: bool) -> torch.Tensor:
+    """Rotate each pair of channels, as `apply_rotary` does, by the tables of `rotary_tables`.
+
+    Args:
+        x_BTHD: queries, keys or both, one behind the other along H; not as `apply_rotary` wants them, but as the
+            projections give them.
+        tables: of `rotary_tables`, for the same `interleave`.
+        interleave: as in `apply_rotary`.
+
+    Returns:
+        `[B, T, H, D]` in the dtype of the input; rotated in float32, float64 in itself by the angles of float32.
+    """
+    if len(tables) == 1:
+        pairs_BTHR = torch.view_as_complex(_in_float32(x_BTHD).reshape(*x_BTHD.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs_BTHR * tables[0]).flatten(-2).to(x_BTHD.dtype)
+    if interleave:
+        x, (cos, sin) = _in_float32(x_BTHD), tables
+        first, second = x[..., 0::2], x[..., 1::2]
+        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.flatten(-2).to(x_BTHD.dtype)
+    own, other = tables
+    partners = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
+    # The tables are float32, and so are the products with all but float64.
+    return (partners * other).add_(x_BTHD * own).to(x_BTHD.dtype)
+
+
+def rotary_2d_cos_sin(
+    grid_size: int, head_dim: int, theta: float, device: torch.device | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the cosines and sines of every patch's angles.
+
+    Nothing is stored: a forward pass computes them again, since a buffer could be rounded by a change of the
+    model's dtype or left empty by construction on the meta device, and the table is small (577 x 44 for
+    Llama 4) beside one layer's work.
+
+    Args:
+        grid_size: patches along one side of the image.
+        head_dim: channels of an attention head, a multiple of 4.
+        theta: base of the frequencies `theta ** (-4j / head_dim)`, j < head_dim / 4, shared by both axes.
+        device: where the result is wanted.
+
+    Returns:
+        cos and sin, each `[1, T, R]` float32, of T = grid_size**2 + 1 patches row by row and the class token, whose
+        row is (1, 0).
+
+    Raises:
+        ValueError: head_dim is not a multiple of 4.
+    """
+    if head_dim % 4:
+        raise ValueError(
+            f"2-D rotary positions need a head_dim that is a multiple of 4 (two axes, pairs of channels); "
+            f"got {head_dim}. Change hidden_size or num_attention_heads, or set use_rope=False."
+        )
+    exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
+    frequencies = 1.0 / (theta**exponents)
+    patches = torch.arange(grid_size**2, device=device)
+    x, y = patches % grid_size + 1, patches // grid_size + 1
+    angles = torch.cat([x[:, None] * frequencies, y[:, None] * frequencies], dim=-1)
+    angles = torch.cat([angles, angles.new_zeros(1, head_dim // 2)])
+    return angles.cos()[None], angles.sin()[None]

@@ -1,0 +1,321 @@
+"""The experts implementation `llamoe`: how the chosen experts are computed, decided by the number of rows alone.
+
+Three ways lead to the same result:
+
+* `loop`: sort the rows by expert, then one product for each expert that was hit. The rows are counted on the host,
+  which costs nothing on the CPU; there it is the way without gradients, where a few rows go straight to their experts,
+  and with them for large stacks of experts that see few rows each.
+* `kernel`: few rows on a GPU, without gradients. Each hit expert is read once, by a kernel that finds out on the
+  device which they are: nothing waits for the host, and a step fits into a CUDA graph. Whether it is right on this
+  device, and up to how many rows it is the faster way, is tried before its first use (`kernels.trust`).
+* `grouped`: many rows on a GPU, and all other training. Sort once, then torch's grouped product.
+
+The number of rows, the sizes, the dtype, the device and whether gradients are wanted are all that is looked at: the
+choice is the same for every routing, and a compiler makes it once. As `llamoe_loop`, `llamoe_kernel` and
+`llamoe_grouped` each can be forced. The names stand in transformers' registry of experts implementations. `generate`
+leaves them alone; it changes `grouped_mm` into `batched_mm`, which copies an expert for each token.
+
+Shapes: T tokens, k experts a token, N = T * k rows, E experts, H hidden_size, I intermediate_size.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional as F
+from transformers.integrations.moe import ExpertsInterface
+
+from .._compat import is_exporting, is_under_functorch
+from ..kernels import (
+    CPU_SHORTCUT_MAX_ROWS,
+    TRITON_MAX_ROWS,
+    Way,
+    describe,
+    few_rows_experts,
+    few_rows_fits,
+    is_recorded,
+    multiply_row,
+    rows_known,
+    rows_to_trust,
+)
+from .grouped_product import LARGE, grouped_product, multiply_groups
+
+Path = Literal["loop", "kernel", "grouped"]
+PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
+
+IMPLEMENTATION = "llamoe"
+"""The name in transformers' registry; `llamoe_` and a path forces that path."""
+
+# Up to this many rows the CPU skips sorting: reading an expert twice is cheaper.
+CPU_UNSORTED_MAX_ROWS = 4
+
+
+def compute_experts(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    path: Path | None = None,
+) -> torch.Tensor:
+    """Send each token to its experts: what `Experts.forward` does under the name `llamoe`.
+
+    Args:
+        experts: llamoe's `Experts`.
+        hidden_states: `[T, H]`.
+        top_k_index: `[T, k]` experts of each token; ids of `num_experts` and above are passed over.
+        top_k_weights: `[T, k]` what each expert's output is multiplied by.
+        path: one of `PATHS` to force it; None: by the number of rows.
+
+    Returns:
+        `[T, H]` in the dtype of `hidden_states`, summed over the k experts.
+
+    Raises:
+        ValueError: experts of another library, or a forced path that cannot be taken.
+    """
+    if not getattr(experts, "takes_llamoe_paths", False):
+        raise ValueError(
+            f'experts_implementation="{_name(path)}" computes llamoe\'s own experts, not {type(experts).__name__}: '
+            'choose "grouped_mm" or another of transformers\'.'
+        )
+    gate_up_EHF, down_EIH = experts.gate_up_proj, experts.down_proj
+    dtype = compute_dtype(down_EIH)
+    num_rows = top_k_index.numel()
+    needs_gradient = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (hidden_states, gate_up_EHF, down_EIH, top_k_weights)
+    )
+    if path is None:
+        path = choose_path(experts, num_rows, dtype, needs_gradient, is_recorded(hidden_states))
+    elif reason := why_not(path, experts, num_rows, dtype, needs_gradient):
+        raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
+
+    if path == "loop" and _is_transformed():
+        others = "" if is_recorded(hidden_states) else '"eager", which knows grad and jvp, or '
+        raise ValueError(
+            f'experts_implementation="{_name(path)}": transforms of torch.func need torch\'s grouped product, but '
+            f"{why_not('grouped', experts, num_rows, dtype, needs_gradient) or 'the loop was asked for.'} "
+            f'Choose {others}"batched_mm".'
+        )
+    x_TH = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
+    if path == "kernel":
+        return _compute_few_rows(x_TH, gate_up_EHF, down_EIH, top_k_index, top_k_weights).to(
+            hidden_states.dtype
+        )
+    if path == "grouped":
+        product = _grouped_mm
+    elif needs_gradient or is_recorded(x_TH):
+        product = grouped_product
+    else:
+        product = multiply_groups  # casts what it reads, and no more
+        if top_k_index.shape[1] == 1 and 0 < num_rows <= CPU_UNSORTED_MAX_ROWS:
+            y_TH = _compute_one_by_one(experts, x_TH, gate_up_EHF, down_EIH, top_k_index, top_k_weights)
+            return y_TH.to(hidden_states.dtype)
+    if product is not multiply_groups and down_EIH.dtype != dtype:
+        gate_up_EHF, down_EIH = gate_up_EHF.to(dtype), down_EIH.to(dtype)
+    y_TH = _compute_sorted(experts, x_TH, gate_up_EHF, down_EIH, top_k_index, top_k_weights, product)
+    return y_TH.to(hidden_states.dtype)
+
+
+def _compute_sorted(
+    experts: Any,
+    x_TH: torch.Tensor,
+    gate_up_EHF: torch.Tensor,
+    down_EIH: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Sort the rows by expert, multiply each expert's rows at once, and put the outputs back into their order."""
+    num_tokens, top_k = top_k_index.shape
+    # Ids of `num_experts` and above come last, behind every end.
+    ids_N, order_N = top_k_index.reshape(-1).sort(stable=True)
+    expert_E = torch.arange(experts.num_experts, device=ids_N.device)
+    ends_E = torch.searchsorted(ids_N, expert_E, right=True, out_int32=True)
+    x_NH = x_TH.index_select(0, order_N // top_k)
+    passed_over_N1 = None
+    if product is _grouped_mm and experts._is_expert_parallel:
+        # It leaves rows behind the last end to chance, in forward and in backward.
+        passed_over_N1 = (ids_N >= experts.num_experts)[:, None]
+        x_NH = x_NH.masked_fill(passed_over_N1, 0)
+    hidden_NI = experts._apply_gate(product(x_NH, gate_up_EHF, ends_E))
+    y_NH = product(hidden_NI, down_EIH, ends_E) * top_k_weights.reshape(-1, 1)[order_N]
+    if passed_over_N1 is not None:
+        y_NH = y_NH.masked_fill(passed_over_N1, 0)
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(order_N.shape[0], device=order_N.device)
+    return _sum_of_each_token(y_NH.index_select(0, place_N), num_tokens, top_k)
+
+
+def _compute_one_by_one(
+    experts: Any,
+    x_TH: torch.Tensor,
+    gate_up_EHF: torch.Tensor,
+    down_EIH: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Send each row straight to its expert, on the host, without sorting."""
+    y_TH = []
+    rows = x_TH.split(1) if len(x_TH) > 1 else (x_TH,)
+    for x_1H, (expert,) in zip(rows, top_k_index.tolist(), strict=True):
+        if expert >= experts.num_experts:
+            y_TH.append(torch.zeros_like(x_1H))
+            continue
+        gate_up_HF, down_IH = gate_up_EHF[expert], down_EIH[expert]
+        if down_IH.dtype != x_1H.dtype:
+            gate_up_HF, down_IH = gate_up_HF.to(x_1H.dtype), down_IH.to(x_1H.dtype)
+        y_TH.append(multiply_row(experts._apply_gate(multiply_row(x_1H, gate_up_HF)), down_IH))
+    return (y_TH[0] if len(y_TH) == 1 else torch.cat(y_TH)) * top_k_weights
+
+
+def _compute_few_rows(
+    x_TH: torch.Tensor,
+    gate_up_EHF: torch.Tensor,
+    down_EIH: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    num_tokens, top_k = top_k_index.shape
+    x_NH = x_TH.contiguous() if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
+    # Laid out as in the trial: kernels are compiled for strides and for the dtype of the ids.
+    ids_N = top_k_index.reshape(-1).long().contiguous()
+    y_NH = few_rows_experts(x_NH, gate_up_EHF, down_EIH, ids_N)
+    return _sum_of_each_token(y_NH * top_k_weights.reshape(-1, 1), num_tokens, top_k)
+
+
+def _sum_of_each_token(y_NH: torch.Tensor, num_tokens: int, top_k: int) -> torch.Tensor:
+    return y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
+
+
+def choose_path(
+    experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool, is_traced: bool = False
+) -> Path:
+    """Choose how experts are computed.
+
+    Args:
+        experts: llamoe's `Experts`; sizes, dtype and device are looked at.
+        num_rows: N.
+        dtype: of the products.
+        needs_gradient: whether there will be a backward pass.
+        is_traced: whether a compiler or tracer reads along, so that nothing can be tried.
+    """
+    if _is_on_host(experts.down_proj) and not _is_transformed():
+        if not needs_gradient or _has_few_rows_each(experts, num_rows, dtype):
+            return "loop"
+    if num_rows <= _rows_of_kernel(experts, dtype, needs_gradient, is_traced):
+        return "kernel"
+    return "loop" if why_not("grouped", experts, num_rows, dtype, needs_gradient) else "grouped"
+
+
+def _is_on_host(weight: torch.Tensor) -> bool:
+    return weight.device.type in ("cpu", "meta")
+
+
+def _rows_of_kernel(experts: Any, dtype: torch.dtype, needs_gradient: bool, is_traced: bool) -> int:
+    """Up to how many rows to take the kernel; -1 for none.
+
+    The number of rows is not asked for: the first pass without gradients, with however many, has the kernel tried.
+    """
+    # A program that is exported or traced is one for all numbers of rows. Transforms of torch.func know no kernel.
+    if is_exporting() or torch.jit.is_tracing() or _is_transformed():
+        return -1
+    if why_not("kernel", experts, 1, dtype, needs_gradient):
+        return -1
+    stacks = experts.gate_up_proj, experts.down_proj
+    device, description = stacks[1].device, describe(*stacks)
+    if is_traced:
+        rows = rows_known(device, description)
+    else:
+        rows = rows_to_trust(device, description, stacks, partial(_kernel_and_other_way, experts))
+    return rows or -1
+
+
+def _kernel_and_other_way(experts: Any) -> tuple[Way, Way]:
+    other: Path = "loop" if why_not("grouped", experts, 1, experts.down_proj.dtype, False) else "grouped"
+
+    def way(path: Path) -> Way:
+        def compute(x_NH: torch.Tensor, ids_N1: torch.Tensor) -> torch.Tensor:
+            return compute_experts(experts, x_NH, ids_N1, torch.ones_like(ids_N1, dtype=x_NH.dtype), path)
+
+        return compute
+
+    return way("kernel"), way(other)
+
+
+def try_kernels(model: torch.nn.Module) -> None:
+    """Have the kernel tried for all experts of a model that may take it, before a compiler or CUDA graph needs to know.
+
+    Costs a look at each module where there is nothing to try, or it has been done.
+    """
+    for module in model.modules():
+        if getattr(module, "takes_llamoe_paths", False) and _chosen_by_rows(module):
+            weight: Any = module.down_proj
+            # Of parameters that are sharded, or wait elsewhere for their turn, the first pass knows more.
+            if type(weight) is torch.nn.Parameter and not _is_on_host(weight):
+                _rows_of_kernel(module, compute_dtype(weight), needs_gradient=False, is_traced=False)
+
+
+def _chosen_by_rows(experts: Any) -> bool:
+    return experts.config._experts_implementation in (None, IMPLEMENTATION)
+
+
+def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
+    """Whether experts are large and see so few rows that mapping memory and reading weights is what costs."""
+    num_experts, *sizes = experts.down_proj.shape
+    is_large = num_experts * math.prod(sizes) * dtype.itemsize >= LARGE
+    return is_large and not is_exporting() and num_rows <= CPU_SHORTCUT_MAX_ROWS * num_experts
+
+
+def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> str | None:
+    """Say why a path cannot be taken; None if it can. The arguments are those of `choose_path`."""
+    weight = experts.down_proj
+    _, intermediate_size, hidden_size = weight.shape
+    if path == "kernel":
+        if needs_gradient:
+            return "the kernel has no gradient."
+        fits = few_rows_fits(
+            num_rows, hidden_size, intermediate_size, dtype, weight.device, experts.hidden_act
+        )
+        if dtype != weight.dtype or not fits:
+            return (
+                f"the kernel takes up to {TRITON_MAX_ROWS} rows ({num_rows} here) of 16 or 32 bits in the weights' "
+                f"dtype ({dtype} for {weight.dtype} here) with silu ({experts.hidden_act} here), on a CUDA device from "
+                f"Ampere on ({weight.device} here), where Triton is installed."
+            )
+    if path == "grouped" and not experts.fits_grouped_mm(dtype=dtype):
+        return (
+            f"torch's grouped product does not take experts of {hidden_size} x {intermediate_size} in {dtype} on "
+            f"{weight.device}: their rows must be multiples of 16 bytes, float16 is not for the CPU, float64 for no "
+            "device, and compilers take bfloat16 only (on GPUs: of capability 9 and 10)."
+        )
+    return None
+
+
+def compute_dtype(weight: torch.Tensor) -> torch.dtype:
+    """Give the dtype that experts with this weight are computed in: autocast's, or their own."""
+    device_type = weight.device.type
+    # Autocast leaves float64 alone.
+    if device_type != "meta" and weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return weight.dtype
+
+
+def _is_transformed() -> bool:
+    return not torch.compiler.is_compiling() and is_under_functorch()
+
+
+def _grouped_mm(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    return F.grouped_mm(x_NI, weight_EIO, offs=ends_E)
+
+
+def _name(path: Path | None) -> str:
+    return IMPLEMENTATION if path is None else f"{IMPLEMENTATION}_{path}"
+
+
+def register_paths() -> dict[str, Callable]:
+    """Enter `llamoe`, and each path as `llamoe_...`, into transformers' registry of experts implementations."""
+    functions = {_name(path): partial(compute_experts, path=path) for path in (None, *PATHS)}
+    for name, function in functions.items():
+        ExpertsInterface.register(name, function)
+    return functions

@@ -1,0 +1,137 @@
+"""One product a group of rows: each expert's rows times its matrix, and nothing else.
+
+How many rows each expert gets is known only when the data is. On the CPU that is no obstacle: the rows are counted
+and one product is formed for each expert that was hit, in `multiply_groups`. A compiler cannot follow such a loop, and
+autograd would follow it at a price: every slice of a stack of matrices gets a gradient as large as the stack. As an
+operator, `grouped_product`, the loop stays outside of the graph; both see its shapes, and gradients, also of gradients,
+that are operators too. torch's own `grouped_mm` does the same where it exists, for multiples of 16 bytes.
+
+Shapes: N rows, E groups, I columns in, O columns out.
+"""
+
+import math
+import mmap
+
+import torch
+
+from ..kernels import multiply_few
+
+LARGE = 32 << 20
+"""Bytes from which a gradient has memory of its own; smaller pieces the system's allocator keeps for the next step."""
+
+
+def multiply_groups(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Multiply each group of rows by its own matrix; without gradients, and not for compilers.
+
+    Args:
+        x_NI: `[N, I]`, sorted by group.
+        weight_EIO: `[E, I, O]`; only the matrices of groups with rows are read. They are cast to the dtype of `x_NI`.
+        ends_E: `[E]` integers, for each group the index behind its last row.
+
+    Returns:
+        `[N, O]`; rows behind the last group are zero.
+    """
+    out_NO = x_NI.new_empty(x_NI.shape[0], weight_EIO.shape[2])
+    end = 0
+    for group, start, end in _groups_with_rows(ends_E):
+        out_NO[start:end] = multiply_few(x_NI[start:end], weight_EIO[group].to(x_NI.dtype))
+    out_NO[end:].zero_()
+    return out_NO
+
+
+def _groups_with_rows(ends_E: torch.Tensor) -> list[tuple[int, int, int]]:
+    ends = ends_E.tolist()
+    bounds = zip([0, *ends[:-1]], ends, strict=True)
+    return [(group, start, end) for group, (start, end) in enumerate(bounds) if start < end]
+
+
+def _multiply_outer(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Give `[E, I, O]`, each group's rows of one factor, transposed, times those of the other."""
+    shape = len(ends_E), x_NI.shape[1], grad_NO.shape[1]
+    groups = _groups_with_rows(ends_E)
+    if x_NI.is_cpu and math.prod(shape) * x_NI.itemsize >= LARGE and hasattr(mmap, "MAP_ANONYMOUS"):
+        out_EIO = _unmapped_zeros(shape, x_NI.dtype)
+    else:
+        out_EIO = x_NI.new_empty(shape)
+        for group in set(range(len(out_EIO))) - {group for group, _, _ in groups}:
+            out_EIO[group].zero_()
+    for group, start, end in groups:
+        torch.mm(x_NI[start:end].T, grad_NO[start:end], out=out_EIO[group])
+    return out_EIO
+
+
+def _unmapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Give zeros on the host, of which the system maps only what is written to: none for experts without tokens.
+
+    Mapping a gradient as large as all experts, new in each step, takes longer than computing it for a few tokens each.
+    The memory is not of torch's allocator: the storage cannot be resized.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+# The rows are counted on the host, for which a captured stream could not wait.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("llamoe::grouped_product", mutates_args=(), tags=_TAGS)
+def grouped_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Do as `multiply_groups`, for autograd and compilers; `x_NI` and `weight_EIO` have one dtype."""
+    with torch.no_grad():
+        return multiply_groups(x_NI, weight_EIO, ends_E)
+
+
+@torch.library.custom_op("llamoe::grouped_outer_product", mutates_args=(), tags=_TAGS)
+def grouped_outer_product(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Give the gradient of `grouped_product` with respect to the weight, `[E, I, O]`.
+
+    Args:
+        x_NI: `[N, I]`, sorted by group.
+        grad_NO: `[N, O]`, of the result.
+        ends_E: as in `grouped_product`.
+    """
+    return _multiply_outer(x_NI, grad_NO, ends_E)
+
+
+@grouped_product.register_fake
+def _(x_NI, weight_EIO, ends_E):
+    return x_NI.new_empty(x_NI.shape[0], weight_EIO.shape[2])
+
+
+@grouped_outer_product.register_fake
+def _(x_NI, grad_NO, ends_E):
+    return x_NI.new_empty(ends_E.shape[0], x_NI.shape[1], grad_NO.shape[1])
+
+
+def _save_product(ctx, inputs, output):
+    x_NI, weight_EIO, ends_E = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    # Frozen experts, as under LoRA, do without the rows.
+    ctx.save_for_backward(x_NI if needs_weight else None, weight_EIO if needs_x else None, ends_E)
+
+
+def _differentiate_product(ctx, grad_NO):
+    x_NI, weight_EIO, ends_E = ctx.saved_tensors
+    grad_NO = grad_NO.contiguous()
+    grad_x = None if weight_EIO is None else grouped_product(grad_NO, weight_EIO.transpose(1, 2), ends_E)
+    grad_weight = None if x_NI is None else grouped_outer_product(x_NI, grad_NO, ends_E)
+    return grad_x, grad_weight, None
+
+
+def _save_outer_product(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_outer_product(ctx, grad_EIO):
+    x_NI, grad_NO, ends_E = ctx.saved_tensors
+    needs_x, needs_grad = ctx.needs_input_grad[:2]
+    return (
+        grouped_product(grad_NO, grad_EIO.transpose(1, 2), ends_E) if needs_x else None,
+        grouped_product(x_NI, grad_EIO, ends_E) if needs_grad else None,
+        None,
+    )
+
+
+grouped_product.register_autograd(_differentiate_product, setup_context=_save_product)
+grouped_outer_product.register_autograd(_differentiate_outer_product, setup_context=_save_outer_product)

@@ -1,0 +1,28 @@
+"""Several devices: plans for tensor, expert, pipeline and FSDP2 parallelism, and joining shards again.
+
+Reading order: gathering, expert_parallel, distribution.
+"""
+
+from .distribution import Distributed
+from .gathering import (
+    broadcast,
+    is_sharded,
+    joined,
+    meet_after_saving,
+    meet_before_saving,
+    refuse_stages,
+    sharded_adapter,
+    sharing_processes,
+)
+
+__all__ = [
+    "Distributed",
+    "broadcast",
+    "is_sharded",
+    "joined",
+    "meet_after_saving",
+    "meet_before_saving",
+    "refuse_stages",
+    "sharded_adapter",
+    "sharing_processes",
+]

@@ -1,0 +1,9 @@
+"""Pictures and prompts for the multimodal model.
+
+Reading order: pictures, processor.
+"""
+
+from .pictures import read_picture
+from .processor import LlamoeProcessor
+
+__all__ = ["LlamoeProcessor", "read_picture"]

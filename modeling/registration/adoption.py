@@ -1,0 +1,144 @@
+"""Let the Auto classes give our models for stock checkpoints, so that unchanged scripts use them.
+
+`AutoModelForCausalLM.from_pretrained(stock_folder)` and pipelines choose a class by the type of the config. Adoption
+changes these choices, in this process and for all threads. Configs and tokenizers stay stock's; models turn a stock
+config into ours, and the processor of Llama 4 is ours. What is built from a config inside of other models (the language
+model of a LLaVA, say) is chosen in the same place, and is ours too while `llama` is adopted.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import transformers
+from transformers import CONFIG_MAPPING
+
+from ...configuration.hub import AUTO_CLASSES
+from .._compat import point_at
+from .auto_classes import CONFIGS, MODELS, PROCESSED
+
+# Which of our model types stands in for a stock one.
+_STAND_INS = {config_class.stock_model_type: model_type for model_type, config_class in CONFIGS.items()}
+# What a name stands for: Llama 4 as a whole includes its parts.
+_NAMES = {name: (name,) for name in _STAND_INS} | {"llama4": ("llama4", "llama4_text", "llama4_vision_model")}
+
+_lock = threading.RLock()
+_undo: dict[str, list[Callable[[], None]]] = {}
+_holders: Counter[str] = Counter()
+# Grows with each release of a type, which lets go for all who held it before.
+_releases: Counter[str] = Counter()
+
+
+class Adoption:
+    """What `adopt` returns: as a context manager it ends with its block, otherwise it stays until `release`.
+
+    Attributes:
+        model_types: the stock model types that it adopts.
+    """
+
+    def __init__(self, model_types: tuple[str, ...]):
+        self.model_types = model_types
+        self._held: dict[str, int] | None = None
+        self._depth = 0
+
+    def _hold(self) -> None:
+        self._held = self._held or {}
+        for model_type in self.model_types:
+            if self._held.get(model_type) == _releases[model_type]:
+                continue  # held since, and not released
+            self._held[model_type] = _releases[model_type]
+            _holders[model_type] += 1
+            if model_type not in _undo:
+                _undo[model_type] = _point_auto_classes(model_type)
+
+    def _let_go(self) -> None:
+        held, self._held = self._held or {}, None
+        for model_type, release_count in held.items():
+            if release_count != _releases[model_type]:
+                continue  # released meanwhile, for all
+            _holders[model_type] -= 1
+            if not _holders[model_type]:
+                _restore(model_type)
+
+    def __enter__(self) -> "Adoption":
+        with _lock:
+            if self._depth == 0:
+                self._hold()
+            self._depth += 1
+        return self
+
+    def __exit__(self, *_) -> None:
+        with _lock:
+            self._depth -= 1
+            if self._depth == 0:
+                self._let_go()
+
+    def __repr__(self) -> str:
+        return f"<llamoe adoption of {', '.join(self.model_types)}>"
+
+
+def adopt(*model_types: str) -> Adoption:
+    """Make the Auto classes give llamoe's models for stock checkpoints.
+
+    It holds in this process, for all threads, from the next load on; loads that have begun keep their class. Calls
+    add up to one adoption, which `release` ends. In a `with` statement it ends with the block, unless it was in force
+    before or another block still needs it.
+
+    Args:
+        *model_types: "llama" (LLaMA 1, 2, 3 and all their heads) and "llama4" (the multimodal model, its text model
+            and its tower; "llama4_text" and "llama4_vision_model" name these alone). None: all of them.
+
+    Returns:
+        a context manager; there is no need to use it.
+
+    Raises:
+        ValueError: a model type that llamoe has no models for; nothing is adopted then.
+    """
+    adoption = Adoption(_stock_types("adopt", model_types))
+    with _lock:
+        adoption._hold()
+    return adoption
+
+
+def release(*model_types: str) -> None:
+    """Give stock checkpoints back to transformers' own classes; models that were loaded stay as they are.
+
+    Args:
+        *model_types: as in `adopt`. None: all of them. Those that are not adopted are passed over.
+
+    Raises:
+        ValueError: a model type that llamoe has no models for; nothing is released then.
+    """
+    chosen = _stock_types("release", model_types)
+    with _lock:
+        for model_type in chosen:
+            _releases[model_type] += 1
+            _holders[model_type] = 0
+            _restore(model_type)
+
+
+def _stock_types(function: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if not isinstance(name, str) or name not in _NAMES:
+            valid = ", ".join(map(repr, _NAMES))
+            raise ValueError(
+                f"llamoe.{function}({name!r}): not a stock model type that llamoe has models for; valid: {valid} "
+                "(each as an argument of its own)."
+            )
+    chosen = [model_type for name in names or _NAMES for model_type in _NAMES[name]]
+    return tuple(dict.fromkeys(chosen))
+
+
+def _point_auto_classes(model_type: str) -> list[Callable[[], None]]:
+    stand_in = _STAND_INS[model_type]
+    undo = [
+        point_at(getattr(transformers, auto_name), CONFIG_MAPPING[model_type], MODELS[name])
+        for auto_name, name in AUTO_CLASSES[stand_in].items()
+    ]
+    PROCESSED.add(model_type)
+    return [*undo, lambda: PROCESSED.discard(model_type)]
+
+
+def _restore(model_type: str) -> None:
+    for undo in _undo.pop(model_type, ()):
+        undo()

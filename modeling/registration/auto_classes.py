@@ -1,0 +1,61 @@
+"""Tell transformers' Auto classes of our model types. Stock types are left as they are."""
+
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, AutoProcessor, Llama4Processor, PreTrainedConfig
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+
+from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ...configuration.hub import AUTO_CLASSES
+from .. import classification, decoder, multimodal, vision
+from .._compat import choose_processor, name_causal_model, publish, register_model
+from ..adapters import HUB_ARGUMENTS
+from ..base import LlamoePreTrainedModel
+from ..processing import LlamoeProcessor
+from .peft_targets import register_with_peft
+
+CONFIGS = {
+    config_class.model_type: config_class
+    for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig)
+}
+MODELS: dict[str, type[LlamoePreTrainedModel]] = {
+    name: getattr(module, name)
+    for module in (decoder, classification, vision, multimodal)
+    for served in AUTO_CLASSES.values()
+    for name in served.values()
+    if hasattr(module, name)
+}
+# Model types in whose folders AutoProcessor gives ours, also where they name `Llama4Processor`; `adopt` adds stock's.
+PROCESSED = {LlamoeConfig.model_type}
+
+
+def _processor_of(name_or_path: Any, **kwargs) -> type[LlamoeProcessor] | None:
+    where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(name_or_path, **where)
+    except (OSError, ValueError):
+        return None  # a processor without a model beside it
+    return LlamoeProcessor if content.get("model_type") in PROCESSED else None
+
+
+def register() -> None:
+    """Register configs, models, the processor and the renamings; called once, when llamoe is imported."""
+    for model_type, config_class in CONFIGS.items():
+        AutoConfig.register(model_type, config_class)
+    for model_type, served in AUTO_CLASSES.items():
+        for auto_name, name in served.items():
+            register_model(getattr(transformers, auto_name), CONFIGS[model_type], MODELS[name])
+    name_causal_model(LlamoeConfig.model_type, "LlamoeForConditionalGeneration")
+    AutoProcessor.register(LlamoeConfig, LlamoeProcessor)
+    choose_processor(Llama4Processor, _processor_of)
+    register_with_peft()
+    publish(MODELS.values())
+    for name, model_class in MODELS.items():
+        if model_class._checkpoint_prefixes and model_class._registers_prefixes:
+            # By class name, so that no other class and no adapter is touched.
+            renamings = [
+                WeightRenaming("^" + old, new) for old, new in model_class._checkpoint_prefixes.items()
+            ]
+            register_checkpoint_conversion_mapping(name, renamings)

@@ -1,0 +1,103 @@
+"""What peft must know of our model types: which layers an adapter changes when its config does not say.
+
+Registered when peft is imported, before or after llamoe; llamoe does not import it.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from .._compat import (
+    before_hotswap,
+    replace_all_linear,
+    turn_update_of_one_expert,
+    watch_adapter_files,
+    when_imported,
+)
+from ..adapters import check_files, mark, orient_swapped, remember_file
+from ..base import LlamoePreTrainedModel
+from ..moe import Experts
+from ..vision import LlamoeVisionModel
+
+# The tower's names for the parts of a feed-forward.
+_IN_THE_TOWER = {"up_proj": "fc1", "down_proj": "fc2", "norm": "layernorm_post"}
+
+
+def default_targets(model_type: str, stock: dict[str, Any]) -> Any:
+    """Give the targets of one of our model types in one of peft's tables.
+
+    Args:
+        model_type: ours.
+        stock: a table of peft's, by stock model types.
+
+    Returns:
+        the entry of the same architecture: of `llama`, or of `llama4` where the table has it.
+    """
+    name = "llama" if model_type == LlamoeDenseConfig.model_type or "llama4" not in stock else "llama4"
+    targets = list(stock[name])
+    if model_type == LlamoeVisionConfig.model_type:
+        targets = [_IN_THE_TOWER.get(target, target) for target in targets if target != "gate_proj"]
+    return targets
+
+
+def _fill_tables(peft: ModuleType) -> None:
+    from peft.utils import constants
+
+    for name, table in vars(constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_MAPPING") and "llama" in table:
+            for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig):
+                table.setdefault(config_class.model_type, default_targets(config_class.model_type, table))
+
+
+def tower_layers(model: nn.Module) -> set[str]:
+    """Give the names of all modules of the vision tower that is a part of a model; none for a tower by itself."""
+    return {
+        f"{tower}.{name}"
+        for tower, module in model.named_modules()
+        if tower and isinstance(module, LlamoeVisionModel)
+        for name, _ in module.named_modules()
+        if name
+    }
+
+
+def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
+    """Expand `target_modules="all-linear"`, and leave the tower alone unless `exclude_modules=[]` asks for it."""
+    targets = getattr(config, "target_modules", None)
+    config = original(config, model)
+    if not isinstance(model, LlamoePreTrainedModel):
+        return config
+    mark(config, model)
+    excluded = getattr(config, "exclude_modules", None)
+    nothing_excluded = excluded in ([], (), set(), "")
+    if isinstance(targets, str) and config.target_modules != targets and not nothing_excluded:
+        config.target_modules = set(config.target_modules) - tower_layers(model)
+    return config
+
+
+def _orient_before_hotswap(model: nn.Module, tensors: dict[str, Any], adapter_name: str, config: Any) -> Any:
+    # Only under peft's own classes: `PreTrainedModel.load_adapter(hotswap=True)` has brought them in order before.
+    base = model.get_base_model() if hasattr(model, "get_base_model") else None
+    if not isinstance(base, LlamoePreTrainedModel):
+        return tensors
+    return orient_swapped(base, config, adapter_name, tensors)
+
+
+def _check_before_adding(model: nn.Module, name_or_path: Any, **download: Any) -> None:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if isinstance(base, LlamoePreTrainedModel):
+        check_files(base, name_or_path, **download)
+
+
+def _register(peft: ModuleType) -> None:
+    _fill_tables(peft)
+    before_hotswap(_orient_before_hotswap)
+    replace_all_linear(_expand_all_linear)
+    watch_adapter_files(_check_before_adding, remember_file)
+    turn_update_of_one_expert(lambda module: isinstance(module, Experts))
+
+
+def register_with_peft() -> None:
+    """Enter our model types into peft's tables as soon as peft is imported."""
+    when_imported("peft", _register)
