@@ -1,4 +1,4 @@
-"""Cases of chunked attention: one decoder layer with a small feed-forward, prefill, its masks built each time."""
+"""Cases of chunked attention: prefill of one decoder layer with a small feed-forward; each pass builds its masks."""
 
 import torch
 from transformers import Llama4TextModel
@@ -12,7 +12,7 @@ from .pairs import model_pair, text_config
 from .shapes import Setting, Shape
 
 QUADRATIC_NUMBERS = 2
-"""Bytes for each pair of tokens while a mask is built: the mask, and one of the two that it is the product of."""
+"""Bytes for each pair of tokens while a mask is built: the mask, and one of the two masks that it combines."""
 
 
 def chunked(
@@ -26,12 +26,12 @@ def chunked(
     """Prefill of several chunks, then of a long text.
 
     Args:
-        setting: where, and in which dtype.
+        setting: device and dtype.
         shape: sizes.
-        chunk: tokens a chunk.
+        chunk: tokens in a chunk.
         counts: numbers of chunks, rising.
-        long: tokens of the long text. A contestant is left out of it where its mask would take more than half of the
-            memory, or where the last time before, scaled with the square of the length, is beyond the patience.
+        long: tokens of the long text. A contestant skips it if its mask would take more than half of the memory, or if
+            its last time, scaled with the square of the length, exceeds the patience.
         patience: seconds.
     """
     config = text_config(
@@ -67,7 +67,7 @@ def chunked(
 
 
 def _work(model, tokens: int, chunk: int) -> work.Work:
-    """As of a decoder, with scores inside of chunks only, and no head."""
+    """The work of a decoder whose scores stay inside chunks, without the head."""
     layer = sum(p.numel() for p in model.layers.parameters())
     itemsize = next(model.parameters()).element_size()
     pairs = tokens // chunk * chunk * (chunk + 1) // 2

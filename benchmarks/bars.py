@@ -1,4 +1,4 @@
-"""What is wanted of the figures, and whether it is reached: never a test, since a busy machine would fail it."""
+"""Targets for the figures, and whether they are reached. These are no tests, since a busy machine would fail them."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -8,24 +8,24 @@ from . import AGAIN, OURS, REFERENCE, is_of
 
 PEERS = ("grouped_mm", "batched_mm")
 NOISE = 0.03
-"""How much slower than the fastest peer counts as equal."""
+"""Slowdown against the fastest peer that still counts as equal."""
 LEAST_NOISE = 0.02
-"""How much slower than stock counts as equal where stock against itself lies closer to one."""
+"""Slowdown against stock that still counts as equal; more does where stock against itself varies more."""
 ASIDE = 1e6
-"""Bytes more than the leanest peer's that count as equal."""
+"""Bytes above the leanest peer that still count as equal."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A wish: a number of the results, and its limit.
+    """A target: a number of the results, and its limit.
 
     Attributes:
-        text: in words.
+        text: description of the number.
         value: the number, or None if the results lack it.
-        limit: the least, or the most.
-        at_most: whether the limit is the most.
-        unit: behind the number.
-        allowance: how far below the least counts as reached, as the results say.
+        limit: the least or the largest value.
+        at_most: whether the limit is the largest value.
+        unit: unit of the number.
+        allowance: how far below the least value still counts as reached, from the results.
     """
 
     text: str
@@ -36,7 +36,7 @@ class Bar:
     allowance: Callable[["Results"], float] | None = None
 
     def judged(self, found: "Results") -> tuple[str, str, str, bool | None]:
-        """What is wanted, its limit, what was measured, and whether it is reached: None if it was not measured."""
+        """Target, limit, measured value, and whether the target is reached: None if it was not measured."""
         text, limit, value = self.text, self.limit, self.value(found)
         if self.allowance:
             noise = self.allowance(found)
@@ -49,13 +49,13 @@ class Bar:
 
 
 class Results:
-    """Cases of a file of results, found by their facts."""
+    """The cases of a results file, found by their facts."""
 
     def __init__(self, results: dict):
         self.cases = results.get("cases", [])
 
     def find(self, groups: str | Iterable[str], **facts) -> list[dict]:
-        """Cases of some groups; a fact may be a value, or a function that says whether a value will do."""
+        """Cases of some groups; a fact is a value, or a function that tells whether a value matches."""
         groups = [groups] if isinstance(groups, str) else list(groups)
         return [
             case
@@ -68,16 +68,16 @@ class Results:
         ]
 
     def ratio(self, groups: str | Iterable[str], **facts) -> float | None:
-        """The fastest of stock's ways over the fastest of ours, the least over the cases."""
+        """Time of stock's fastest way over ours; the smallest over the cases."""
         return least(ratio_of_fastest(case) for case in self.find(groups, **facts))
 
     def noise(self, groups: str | Iterable[str]) -> float:
-        """How far the medians of stock against itself lie from one: the most over the cases."""
+        """Distance from one of the ratio of stock against itself, between medians; the largest over the cases."""
         rows = (case["contestants"].get(AGAIN, {}) for case in self.find(groups))
         return max([LEAST_NOISE, *(abs(1 - row["ratio"]) for row in rows if "ratio" in row)])
 
     def ratio_of_peers(self, groups: str | Iterable[str], **facts) -> float | None:
-        """The fastest peer's time over ours, the least over numbers of tokens; "-tuned" groups add ways to theirs."""
+        """The fastest peer's time over ours; the smallest over token counts. "-tuned" groups add ways to theirs."""
         groups = [groups] if isinstance(groups, str) else list(groups)
         ways: dict[tuple, dict[str, list[float]]] = {}
         for case in self.find([*groups, *(f"{group}{TUNED}" for group in groups)], **facts):
@@ -93,13 +93,13 @@ class Results:
         )
 
     def roofline(self, groups: str | Iterable[str], **facts) -> float | None:
-        """The least fraction of the roofline."""
+        """The smallest fraction of the roofline."""
         return least(best(case, "roofline", OURS) for case in self.find(groups, **facts))
 
     def memory(
         self, groups: str | Iterable[str], others: tuple[str, ...], aside: float = 0, **facts
     ) -> float | None:
-        """Our peak memory, less some bytes, over the least of others', the largest over the cases that have both."""
+        """Our peak memory, less `aside` bytes, over the leanest other's; the largest over the cases that have both."""
         found = []
         for case in self.find(groups, **facts):
             ours = case["contestants"].get(OURS, {}).get("peak_bytes")
@@ -113,7 +113,7 @@ class Results:
         return max(found, default=None)
 
     def loaded(self) -> float | None:
-        """Our peak memory of loading over the checkpoint's bytes."""
+        """Our peak memory while loading, over the checkpoint's bytes."""
         return least(
             case["contestants"].get(OURS, {}).get("peak_bytes", math.inf) / case["nbytes"]
             for case in self.find("loading")
@@ -121,12 +121,12 @@ class Results:
         )
 
     def returned(self) -> float | None:
-        """Stock's time until `from_pretrained` returns over ours, the least over the cases."""
+        """Stock's time until `from_pretrained` returns over ours; the smallest over the cases."""
         rows = [case["contestants"].get(OURS, {}) for case in self.find(LOADING)]
         return least(row.get("returned_ratio") for row in rows)
 
     def returned_noise(self) -> float:
-        """As `noise`, of the time until `from_pretrained` returns."""
+        """As `noise`, for the time until `from_pretrained` returns."""
         rows = [case["contestants"].get(AGAIN, {}) for case in self.find(LOADING)]
         return max(
             [LEAST_NOISE, *(abs(1 - row["returned_ratio"]) for row in rows if "returned_ratio" in row)]
@@ -134,19 +134,19 @@ class Results:
 
 
 def best(case: dict, field: str, *who: str) -> float | None:
-    """The largest value of a field among some contestants, in whichever mode."""
+    """The largest value of a field among some contestants, in any mode."""
     values = (row.get(field) for name, row in case["contestants"].items() if is_of(name, *who))
     return max((value for value in values if value is not None), default=None)
 
 
 def ratio_of_fastest(case: dict) -> float | None:
-    """The fastest of stock's ways, eager or compiled, over the fastest of ours."""
+    """Time of stock's fastest way, eager or compiled, over the time of our fastest way."""
     ours, stock = best(case, "ratio", OURS), best(case, "ratio", REFERENCE)
     return ours / stock if ours and stock else None
 
 
 def least(values: Iterable[float | None]) -> float | None:
-    """The least of those that are there."""
+    """The smallest of the values that are not None."""
     return min((value for value in values if value is not None), default=None)
 
 
@@ -240,7 +240,7 @@ BARS = {"cpu": CPU, "gpu": GPU}
 
 
 def table(results: dict, name: str) -> list[str]:
-    """The bars as rows of Markdown."""
+    """The targets as rows of Markdown."""
     found = Results(results)
     lines = ["| | wanted | measured | reached |", "|---|---|---|---|"]
     for bar in BARS[name]:

@@ -1,7 +1,7 @@
 """Cases of the mixture block: prefill, decoding, uneven routing, training.
 
-Contestants: transformers' `Llama4TextMoe`; our block as it comes; and our block with transformers' own experts
-implementations, which are the peers. On a device, each of them under `torch.compile`, too.
+Contestants: transformers' `Llama4TextMoe`; our block with its defaults; and, as peers, our block with transformers' own
+experts implementations. On a device each also runs under `torch.compile`.
 """
 
 import itertools
@@ -20,11 +20,11 @@ from .shapes import Setting, Shape
 PEERS = ("grouped_mm", "batched_mm")
 MANY = 8192
 FEW_ROUNDS = 2
-"""Least number of rounds from `MANY` tokens on, where a CPU takes long."""
+"""Least number of rounds for `MANY` tokens or more, which take long on a CPU."""
 IN_TURN = 16
-"""Tokens up to which a block's weights are not used long enough to leave the caches by themselves."""
+"""Up to this many tokens, a pass reads too little to push the weights that it used out of the caches."""
 GATHERED = 2**28
-"""`batched_mm` copies an expert's weights for each token; it is skipped where a CPU would copy more than this."""
+"""`batched_mm` copies an expert's weights for each token; a CPU skips it if the copies would exceed this."""
 
 
 def inference(
@@ -38,13 +38,13 @@ def inference(
     """Forward passes without gradients.
 
     Args:
-        setting: where, and in which dtype.
+        setting: device and dtype.
         shape: sizes.
-        decode: batch sizes of decoding: so many tokens, one a row.
+        decode: batch sizes of decoding, one token a row.
         prefill: lengths of one row.
-        skewed: numbers of tokens that are measured with Zipf's routing besides the uniform one.
-        copies: blocks with the same numbers in other places, which few tokens go through in turn. As in a model of
-            many layers, their code is then in the caches and their weights are not.
+        skewed: numbers of tokens that are also measured with Zipf's routing.
+        copies: number of blocks with equal weights at different addresses, which few tokens go through in turn. As in a
+            model of many layers, the code is then in the caches and the weights are not.
     """
     pairs = [block_pair(setting, shape, PEERS) for _ in range(copies)]
     stock, ours = pairs[0]
@@ -82,7 +82,7 @@ def inference(
 def _variants(
     pairs: list, decode: tuple[int, ...], prefill: tuple[int, ...], skewed: tuple[int, ...]
 ) -> Iterator[tuple[int, str, list]]:
-    """Give numbers of tokens, their routing, and the pairs of blocks that they go through in turn."""
+    """Number of tokens, routing, and the pairs of blocks that take turns, for each variant."""
     for tokens in sorted({*decode, *prefill}):
         yield tokens, "uniform", pairs if tokens <= IN_TURN else pairs[:1]
         if tokens == 1 and len(pairs) > 1:
@@ -92,7 +92,7 @@ def _variants(
 
 
 def training(setting: Setting, shape: Shape, tokens: int) -> Cases:
-    """Forward and backward passes; the gradients are what is compared."""
+    """Forward and backward passes; the gradients are compared."""
     stock, ours = block_pair(setting, shape, PEERS)
     x, routing = tokens_for(setting, shape, stock, tokens, "uniform")
     x = x[None].requires_grad_()
@@ -137,7 +137,7 @@ def training(setting: Setting, shape: Shape, tokens: int) -> Cases:
 def tokens_for(
     setting: Setting, shape: Shape, block: nn.Module, tokens: int, skew: str
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Inputs `[tokens, hidden]`, and how their routing turned out."""
+    """Inputs `[tokens, hidden]`, and statistics of their routing."""
     chosen = draw_experts(tokens, shape.experts, skew, setting.generator(tokens))
     noise = setting.randn(tokens, shape.hidden, offset=tokens + 1)
     return steer(noise, block.router.weight, chosen), shares(chosen)

@@ -11,14 +11,13 @@ import torch
 class ProcessorClock:
     """Processor time, with other data in the caches before each sample.
 
-    In a model, a layer's weights have left the caches when it is their turn again; of the repeated runs of one layer
-    they would not, which flatters whoever reads little. The wall clock would count what else the machine does.
+    In a model, a layer's weights have left the caches before its next turn. In repeated runs of one layer they would
+    stay, which favours contestants that read little. Processor time excludes other load on the machine.
     """
 
     unit = "seconds of processor time"
-    shortest = (
-        50e-3  # one sample; shorter runs are repeated within it, as steps of decoding follow one another
-    )
+    # Length of one sample. Shorter runs are repeated within it, as steps of decoding follow one another.
+    shortest = 50e-3
 
     def __init__(self, cache_bytes: int | None = None):
         self.device = torch.device("cpu")
@@ -27,7 +26,8 @@ class ProcessorClock:
 
     def sample(self, run: Callable[[], Any], repeats: int) -> float:
         """Seconds of one run, as the mean of `repeats` runs."""
-        self._elsewhere.sum()  # read, not written: what is written costs its way back into memory later
+        # Read, not written: writes would cost time later, when they are flushed to memory.
+        self._elsewhere.sum()
         begun = time.process_time()
         for _ in range(repeats):
             run()
@@ -37,8 +37,8 @@ class ProcessorClock:
 class DeviceClock:
     """Time between two events around runs that follow one another without a pause.
 
-    What the host needs to launch a run counts where it is more than what the device needs, as in a model of many
-    layers. The layers' weights are many times the device's cache, which is not emptied.
+    The host's launch time counts where it exceeds the device's time, as in a model of many layers. The device's cache
+    is not flushed, since the layers' weights are many times larger.
     """
 
     unit = "seconds between CUDA events"
@@ -63,7 +63,7 @@ Clock = ProcessorClock | DeviceClock
 
 
 def last_cache_bytes() -> int:
-    """Size of the processor's last cache; 64 MiB where the system does not say."""
+    """Size of the processor's last cache; 64 MiB where the system does not report it."""
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     units = {"K": 2**10, "M": 2**20}
     found = [text.strip() for text in (path.read_text() for path in sizes)]

@@ -3,9 +3,8 @@
     python benchmarks/conversion.py --folder /fast/disk
 
 Each conversion runs in a process of its own, in turn with a plain copy of the source (`cp`, flushed to the disk). Its
-memory is the process's peak above its base, which is what it holds after its imports and a first small conversion. The
-limit is 1 GiB and three times the largest matrix: one expert, or the embedding. Takes four times the checkpoint's size
-on the disk.
+memory is the process's peak above its memory after the imports and a first small conversion. The limit is 1 GiB and
+three times the largest matrix: one expert, or the embedding. Needs four times the checkpoint's size on the disk.
 """
 
 import argparse
@@ -41,14 +40,14 @@ CASES = {
 
 
 class Noise(LazyTensor):
-    """Random numbers, made when they are written."""
+    """Random elements, drawn when they are written."""
 
     def _read(self, start, stop):
         return torch.rand((stop - start, *self.shape[1:])).sub_(0.5).to(self.dtype)
 
 
 def text_config(layers: int, experts: int, hidden: int, inner: int) -> llamoe.LlamoeTextConfig:
-    """A decoder of Llama 4's kind; most of it are experts."""
+    """Configuration of a Llama 4 decoder whose weights are mostly experts."""
     return llamoe.LlamoeTextConfig(
         vocab_size=32000,
         hidden_size=hidden,
@@ -74,7 +73,7 @@ def make(config: llamoe.LlamoeTextConfig, folder: Path, shard_size: str = "1GB")
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held at a time, pages of files included."""
+    """Peak memory of this process, pages of files included."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
@@ -82,7 +81,8 @@ def peak_bytes() -> int:
 def measure(source: str, target: str, small: str, options: str) -> None:
     """Convert in this process; print seconds and bytes above the base."""
     with tempfile.TemporaryDirectory() as folder:
-        convert(small, Path(folder) / "first", **json.loads(options))  # imports, threads, allocator
+        # The first conversion pays for imports, threads and the allocator.
+        convert(small, Path(folder) / "first", **json.loads(options))
     base = peak_bytes()
     begun = time.perf_counter()
     convert(source, target, **json.loads(options))
@@ -90,7 +90,7 @@ def measure(source: str, target: str, small: str, options: str) -> None:
 
 
 def copy(source: str, target: str) -> None:
-    """Copy a folder as the system does it, and flush it to the disk; print seconds."""
+    """Copy a folder with the system's command and flush it to the disk; print seconds."""
     begun = time.perf_counter()
     subprocess.run(["cp", "-r", "--reflink=never", source, target], check=True)
     for path in Path(target).iterdir():
@@ -109,7 +109,7 @@ def run(*words: str) -> tuple[float, int]:
 
 
 def main() -> None:
-    """Make the checkpoint, alternate conversions and copies, write the results."""
+    """Create the checkpoint, alternate conversions and copies, write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -178,7 +178,7 @@ def main() -> None:
 
 
 def describe(result: dict) -> str:
-    """The results as a page."""
+    """The results as a Markdown page."""
     lines = [
         "# Conversions: memory and speed",
         "",

@@ -17,7 +17,8 @@ from .shapes import MANY_SMALL, MINI, MINI_128, Setting
 SETTING = Setting(torch.device("cpu"), torch.float32)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
 LAYERS = 4
-COPIES = 4  # of a block: what one token reads of them is more than a large cache
+# Copies of a block: one token reads more of them than a large cache holds.
+COPIES = 4
 
 GROUPS: dict[str, Group] = {
     "block-16": partial(block.inference, SETTING, MINI, DECODE, (256, 512, 1024, 8192), (32, 1024), COPIES),
@@ -41,7 +42,7 @@ GROUPS: dict[str, Group] = {
 
 
 def main() -> int:
-    """Run what the command line asks for."""
+    """Run the groups named on the command line."""
     options, budget = session.options(session.parser("cpu", GROUPS, __doc__), "cpu")
     torch.set_num_threads(1)
     return session.run("cpu", GROUPS, options.cases, ProcessorClock(), SETTING.dtype, options.output, budget)

@@ -1,4 +1,4 @@
-"""Draws the results: ratio of the block over T, ratio of the models, peak memory.
+"""Draws the results: ratio of the block over the number of tokens T, ratio of the models, peak memory.
 
 python -m benchmarks.figure benchmarks/results/cpu.json
 """
@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from . import OURS, REFERENCE
 from .bars import TUNED
 
-# Okabe and Ito's colours, which stay apart for colour-blind eyes; each line has a marker of its own besides.
+# Okabe and Ito's colours, distinct for colour-blind eyes; each line also has a marker of its own.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vX"
 STYLE = {
@@ -52,7 +52,8 @@ def _block_lines(cases: list[dict], field: str, who: str = OURS) -> dict[str, li
         if (
             case["group"].startswith("block-")
             and not case["group"].endswith(TUNED)
-            and row.get(field)  # a logarithm has no place for nothing
+            # A logarithmic axis has no zero.
+            and row.get(field)
             and case["routing"] == "uniform"
             and not case["repeated"]
         ):

@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --cases block-scout block-maverick --output folder
     python -m benchmarks.gpu --output folder --cases decoder dense     # adds to what the folder has
 
-A Maverick-shaped layer is 32.5 GB, and stock needs about 80 GB more at T = 8192: on a smaller device than 139 GiB such
-cases are skipped, and say so.
+A Maverick-shaped layer is 32.5 GB, and stock needs about 80 GB more at T = 8192 tokens. Devices smaller than 139 GiB
+skip such cases and say so.
 """
 
 import sys
@@ -23,17 +23,17 @@ from .shapes import MANY_SMALL, MAVERICK, SCOUT, Setting, Shape
 SETTING = Setting(torch.device("cuda", 0), torch.bfloat16)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
 PREFILL = (512, 1024, 2048, 8192)
-# Compiling is what takes the time: few sizes, and the mode that tries kernels out only where it is the peer to fear.
+# Compiling takes most of the time, so few sizes, and kernel tuning only where the compiled peer is strongest.
 GRAPHS = replace(SETTING, compile_modes=("reduce-overhead",), compiled_tokens=(1, 8, 32, 128))
 TUNED = replace(SETTING, compile_modes=("max-autotune",), compiled_tokens=(1, 8))
-# LLaMA 2 13B has this width; a vocabulary of 32000 rows.
+# The width of LLaMA 2 13B, with its vocabulary of 32000 rows.
 DENSE = replace(SCOUT, vocabulary=32000)
 LEFT_FOR_ACTIVATIONS = 40e9
 MOST_LAYERS = 16
 
 
 def decoder(setting: Setting, shape: Shape, **what) -> Cases:
-    """The mixture with as many layers as fit, up to `MOST_LAYERS`."""
+    """The mixture with as many layers as fit into memory, up to `MOST_LAYERS`."""
     layer = 3 * shape.hidden * shape.expert * (shape.experts + 1) * setting.dtype.itemsize
     room = available_bytes(setting.device) - LEFT_FOR_ACTIVATIONS
     yield from models.mixture(setting, shape, max(1, min(MOST_LAYERS, int(room // layer))), **what)
@@ -64,7 +64,7 @@ GROUPS: dict[str, Group] = {
 
 
 def main() -> int:
-    """Run what the command line asks for."""
+    """Run the groups named on the command line."""
     options, budget = session.options(session.parser("gpu", GROUPS, __doc__, seconds=0.5), "gpu")
     if not torch.cuda.is_available():
         print(

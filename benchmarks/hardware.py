@@ -1,4 +1,4 @@
-"""What it ran on: the machine, the versions, and two measured rates that the roofline is made of."""
+"""Machine, versions, and the two measured rates behind the roofline."""
 
 import os
 import platform
@@ -18,18 +18,18 @@ PACKAGES = ("llamoe", "torch", "transformers", "triton", "safetensors")
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine was seen to do, for the bound under every case's time.
+    """Measured rates of the machine, which bound every case's time from below.
 
     Attributes:
-        bytes_per_second: of a copy of one large tensor, what is read and what is written.
-        flops_per_second: of a product of two large square matrices, two operations a multiplication and addition.
+        bytes_per_second: of a copy of one large tensor, reads and writes counted.
+        flops_per_second: of a product of two large square matrices; a multiplication and an addition are two.
     """
 
     bytes_per_second: float
     flops_per_second: float
 
     def ideal_seconds(self, nbytes: float, flops: float) -> tuple[float, str]:
-        """The larger of the two times that a case needs at these rates, and what it is bound by."""
+        """The least time that a case needs at these rates, and which rate bounds it."""
         times = {"memory": nbytes / self.bytes_per_second, "compute": flops / self.flops_per_second}
         bound = max(times, key=times.__getitem__)
         return times[bound], bound
@@ -39,17 +39,16 @@ def measure_rates(clock: Clock, dtype: torch.dtype, rounds: int = 7, side: int =
     """Measure both rates, as medians.
 
     Args:
-        clock: what time is taken with.
-        dtype: of the matrices.
+        clock: clock to measure with.
+        dtype: dtype of the matrices.
         rounds: number of samples.
         side: rows of the matrices; by default 2048 on a CPU, 8192 on CUDA.
         nbytes: size of the copied tensor; by default 256 MiB on a CPU, 4 GiB on CUDA.
     """
     on_cuda = clock.device.type == "cuda"
     side = side or (8192 if on_cuda else 2048)
-    source = torch.ones(
-        nbytes or (2**32 if on_cuda else 2**28), dtype=torch.uint8, device=clock.device
-    )  # no zeros: fresh zeros may be one page of the system, many times over
+    # Ones, since fresh zeros may all map to a single page of the system.
+    source = torch.ones(nbytes or (2**32 if on_cuda else 2**28), dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
     a, b = (torch.randn(side, side, device=clock.device).to(dtype) for _ in range(2))
     repeats = 10 if on_cuda else 1
@@ -64,7 +63,7 @@ def measure_rates(clock: Clock, dtype: torch.dtype, rounds: int = 7, side: int =
 
 
 def describe(device: torch.device) -> dict:
-    """Machine, versions and date, as they go into the results."""
+    """Machine, versions and date for the results."""
     about = {
         "date": date.today().isoformat(),
         "commit": commit(),
@@ -84,7 +83,7 @@ def describe(device: torch.device) -> dict:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, or None where there is none."""
+    """The checked-out commit, or None outside a repository."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],
@@ -93,13 +92,14 @@ def commit() -> str | None:
             check=False,
             cwd=Path(__file__).parent,
         )
-    except OSError:  # no git
+    # git is not installed.
+    except OSError:
         return None
     return done.stdout.strip() or None
 
 
 def processor_name() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name as the system reports it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -108,7 +108,8 @@ def processor_name() -> str:
 
 def _version(package: str) -> str | None:
     if package == "torch":
-        return torch.__version__  # with the kind of build
+        # The module's version names the kind of build.
+        return torch.__version__
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Runs a case: contestants on the same weights and inputs, compared, then timed in turn in one process."""
+"""Runs a case: contestants on the same weights and inputs are compared, then timed in turn in one process."""
 
 import gc
 import statistics
@@ -18,12 +18,12 @@ from .work import Work
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far outputs may lie from the reference's.
+    """Largest allowed distance of outputs from the reference's.
 
     Attributes:
-        largest: the largest difference, in standard deviations of the reference's output.
-        mean: the root mean square of the differences, likewise.
-        why: where the numbers come from.
+        largest: largest difference, in standard deviations of the reference's output.
+        mean: root mean square of the differences, in the same unit.
+        why: reason for the numbers.
     """
 
     largest: float
@@ -33,20 +33,20 @@ class Tolerance:
 
 # Measured on the CPU: at most 5e-6 and 6e-7 for outputs, 6e-5 and 7e-7 for gradients.
 IN_FLOAT32 = Tolerance(1e-3, 1e-4, "the same sums in another order, in float32")
-# A rounding is 2^-9 of a value; a value of 5 deviations goes through about six.
+# A rounding is 2^-9 of a value; a value of 5 standard deviations is rounded about six times.
 IN_BFLOAT16 = Tolerance(0.25, 0.03, "the same sums in another order, rounded to bfloat16 at each step")
 
 
 def tolerance_of(dtype: torch.dtype, layers: int = 1) -> Tolerance:
-    """The tolerance for what is computed in a dtype; differences of layers add up like a random walk."""
+    """The tolerance for outputs in a dtype; differences of layers add up like a random walk."""
     one = IN_FLOAT32 if dtype == torch.float32 else IN_BFLOAT16
     return Tolerance(one.largest * layers**0.5, one.mean * layers**0.5, one.why)
 
 
 def tolerance_of_gradients(dtype: torch.dtype, layers: int | None = None) -> Tolerance:
-    """The tolerance for gradients: of a block, or of a decoder of so many layers.
+    """The tolerance for gradients of a block, or of a decoder with this many layers.
 
-    In bfloat16 at most 0.22 and 0.006 were measured for a block, 0.31 and 0.026 for a decoder, on a CPU.
+    Measured in bfloat16 on a CPU: at most 0.22 and 0.006 for a block, 0.31 and 0.026 for a decoder.
     """
     own = tolerance_of(dtype, layers or 1)
     if layers is None:
@@ -59,9 +59,9 @@ def tolerance_of_gradients(dtype: torch.dtype, layers: int | None = None) -> Tol
 
 
 ROUNDS = 3
-"""Least number of rounds of a case that says nothing else."""
+"""Least number of rounds of a case that sets no other."""
 SURE_ROUNDS = 7
-"""Least number of rounds of cases of which it is wanted that they are never slower."""
+"""Least number of rounds of cases whose target is to be never slower."""
 
 
 @dataclass
@@ -70,9 +70,9 @@ class Contestant:
 
     Attributes:
         run: computes it once.
-        outputs: of what `run` returns, the tensors that are compared; None where another function is computed.
-        warm_up: runs before anything is measured, for what compiles.
-        has_own_pool: its memory lies in the pool of a CUDA graph, where no counter sees a run.
+        outputs: takes the result of `run` and returns the tensors to compare; None where it computes another function.
+        warm_up: number of runs before measuring, for contestants that compile.
+        has_own_pool: whether its memory is in a CUDA graph's pool, where no counter sees a single run.
     """
 
     run: Callable[[], Any]
@@ -83,17 +83,17 @@ class Contestant:
 
 @dataclass
 class Case:
-    """What is computed, by whom.
+    """One computation and its contestants.
 
     Attributes:
         name: unique in its group.
-        contestants: by name; ratios are the time of `REFERENCE` over theirs. Another mode of one is "name, mode".
+        contestants: by name; a ratio is the time of `REFERENCE` over theirs. Another mode of one is "name, mode".
         work: the least that has to be read and computed.
         tolerance: for the outputs.
-        facts: what tables and figures sort by: phase, tokens, experts and so on.
+        facts: keys for tables and figures: phase, tokens, experts and so on.
         skipped: contestants that are not run, with the reason.
         before: called before each run whose memory is measured.
-        least: the least number of rounds.
+        least: least number of rounds.
     """
 
     name: str
@@ -108,9 +108,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a case is measured: at least `least` rounds, then until `seconds` are over or `most` rounds.
+    """Length of a case's measurement: at least `least` rounds, then until `seconds` have passed or `most` rounds.
 
-    Without `least` each case says itself how many.
+    Without `least`, each case sets its own.
     """
 
     seconds: float = 1.0
@@ -118,19 +118,20 @@ class Budget:
     most: int = 15
 
 
-# A group makes its cases one after another, gets each one's result back, and frees what it built when it ends. What
-# cannot be measured in this process it gives as a function that measures it.
+# A group yields its cases one after another, receives each result, and frees what it built when it ends. A case that
+# cannot be measured in this process is yielded as a function that measures it.
 Cases = Generator[Case | Callable[[Budget], dict], dict, None]
 Group = Callable[[], Cases]
 
 
 def run_group(group: Group, clock: Clock, rates: Rates, budget: Budget) -> Iterator[dict]:
-    """Measure each case of a group; give the results as plain data."""
+    """Measure each case of a group; yield the results as plain data."""
     cases = group()
     result = None
     while True:
         try:
-            case = cases.send(result)  # None begins it
+            # None starts the generator.
+            case = cases.send(result)
         except StopIteration:
             break
         result = measure(case, clock, rates, budget) if isinstance(case, Case) else case(budget)
@@ -141,7 +142,7 @@ def run_group(group: Group, clock: Clock, rates: Rates, budget: Budget) -> Itera
 
 
 def free(device: torch.device) -> None:
-    """Give back what nothing holds any more."""
+    """Free unreferenced memory, and the device's cached blocks."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -150,8 +151,8 @@ def free(device: torch.device) -> None:
 def measure(case: Case, clock: Clock, rates: Rates, budget: Budget) -> dict:
     """Compare, weigh and time the contestants of a case.
 
-    A contestant that runs out of memory is skipped and says so; so is another's that fails. One of ours that fails,
-    and any whose outputs differ, goes into `failures`; so does what fails beside the contestants.
+    A contestant that runs out of memory is skipped with a note, and so is another's contestant that fails. `failures`
+    gets our contestants that fail, all whose outputs differ, and errors outside the contestants.
     """
     try:
         return _measure(case, clock, rates, budget)
@@ -211,7 +212,7 @@ def _give_up(name: str, row: dict, error: Exception, failures: list[str]) -> Non
 def _first_run(
     contestant: Contestant, clock: Clock, before: Callable[[], Any] | None
 ) -> tuple[list[torch.Tensor] | None, int | None, float]:
-    """Outputs, peak memory and seconds, after the runs that warm up; on a device the first one takes workspaces."""
+    """Outputs, peak memory and seconds after the warm-up runs; a device's first run allocates workspaces."""
     least = 1 if clock.device.type == "cuda" else 0
     for _ in range(max(contestant.warm_up, least)):
         contestant.run()
@@ -227,7 +228,7 @@ def _first_run(
 
 
 def reason_of(error: Exception) -> str:
-    """An error in a line."""
+    """An error in one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     lines = str(error).strip().splitlines()
@@ -237,16 +238,18 @@ def reason_of(error: Exception) -> str:
 def _time_in_turn(
     running: Mapping[str, tuple[Contestant, float]], clock: Clock, least: int, budget: Budget
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """Samples of those that went through all rounds, and what stopped the others."""
+    """Samples of the contestants that finished all rounds, and the errors of the others."""
     repeats: dict[str, int] = {}
     samples: dict[str, list[float]] = {}
     errors: dict[str, Exception] = {}
     for name, (contestant, taken) in running.items():
         try:
-            if taken < 1:  # a first run does more besides; a long one is not repeated anyway
+            # A first run includes one-time work. A long run is measured once, so its first run must do.
+            if taken < 1:
                 taken = clock.sample(contestant.run, 1)
         except Exception as error:
-            errors[name] = error.with_traceback(None)  # which would hold tensors
+            # A traceback would hold tensors.
+            errors[name] = error.with_traceback(None)
             continue
         repeats[name] = max(1, round(clock.shortest / max(taken, 1e-7)))
         samples[name] = []
@@ -254,7 +257,7 @@ def _time_in_turn(
     for round_ in range(max(least, budget.most)):
         if not samples or (round_ >= least and spent >= budget.seconds):
             break
-        # Forth and back, so that nobody is always first.
+        # The order alternates, so that no contestant is always first.
         for name in list(samples)[:: 1 if round_ % 2 == 0 else -1]:
             try:
                 seconds = clock.sample(running[name][0].run, repeats[name])
@@ -270,7 +273,7 @@ def _time_in_turn(
 def difference(given: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[str, float]:
     """Largest and root mean square difference over all tensors, each in its own standard deviations.
 
-    A tensor that varies by less than a hundredth of the one that varies most is measured by that hundredth.
+    A tensor that varies less than a hundredth of the most varying one is measured in units of that hundredth.
     """
     if len(given) != len(expected):
         raise ValueError(f"{len(given)} outputs, and {len(expected)} of the reference")
@@ -287,7 +290,8 @@ def difference(given: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[
         for piece, its in zip(_pieces(one.detach()), _pieces(other), strict=True):
             delta = piece - its
             highest = delta.abs().max().item()
-            largest = highest / scale if not highest / scale <= largest else largest  # keeps NaN
+            # Written so that NaN is kept.
+            largest = highest / scale if not highest / scale <= largest else largest
             squares += delta.square().sum().item()
             count += delta.numel()
         one_mean = (squares / count) ** 0.5 / scale
@@ -307,7 +311,7 @@ def _deviation(tensor: torch.Tensor) -> float:
 
 
 def beyond(found: Mapping[str, float], tolerance: Tolerance) -> str:
-    """What of a difference is beyond the tolerance, in words; empty if nothing is."""
+    """The parts of a difference that exceed the tolerance, in words; empty if none do."""
     limits = {"largest": tolerance.largest, "mean": tolerance.mean}
     return ", ".join(
         f"{kind} difference of {found[kind]:.3g} deviations, at most {limit:g} allowed ({tolerance.why})"
@@ -326,7 +330,7 @@ def _summarize(result: dict) -> None:
         row["median"] = statistics.median(row["seconds"])
         row["quartiles"] = quartiles(row["seconds"])
         if reference:
-            # Of the pairs of a round: what slows the machine for a while slows both.
+            # Ratios within a round, since a slow phase of the machine slows both.
             ratios = [theirs / own for theirs, own in zip(reference, row["seconds"], strict=True)]
             row["ratio"] = statistics.median(ratios)
             row["ratio_quartiles"] = quartiles(ratios)
@@ -335,7 +339,7 @@ def _summarize(result: dict) -> None:
 
 
 def quartiles(values: list[float]) -> list[float]:
-    """The first and the third."""
+    """The first and the third quartile."""
     if len(values) < 2:
         return [values[0], values[0]]
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,12 +1,12 @@
-"""Cases of `from_pretrained`: time and peak memory of a sharded checkpoint, each load in a process of its own.
+"""Cases of `from_pretrained`: time and peak memory of loading a sharded checkpoint, in a process for each contestant.
 
-On a CPU transformers maps the files and reads nothing until a weight is used; so each weight is summed once, and both
-are measured, the return of `from_pretrained` and the end of the sums.
+On a CPU, transformers memory-maps the files and reads a weight when it is first used. So each weight is summed once,
+and two times are measured: until `from_pretrained` returns, and until the sums are done.
 
-Peak memory is the process's high-water mark above what it holds after its imports and a first small load. Pages of the
-checkpoint's files count while they are mapped, although the system could take them back; the high-water mark of
-anonymous memory, sampled, is given beside it. The files are in the page cache for both. Each process loads a few
-times: time is of every load, memory of the first.
+Peak memory is the process's high-water mark above its memory after the imports and a first small load. Mapped pages of
+the checkpoint's files count, although the system could reclaim them; the sampled high-water mark of anonymous memory
+is reported beside it. The files are in the page cache for all contestants. Each process loads a few times: time is
+measured for every load, memory for the first.
 """
 
 import json
@@ -31,13 +31,13 @@ from .shapes import Setting, Shape
 
 CLASSES = {REFERENCE: Llama4ForCausalLM, OURS: llamoe.LlamoeForCausalLM, AGAIN: Llama4ForCausalLM}
 LOADS = 9
-"""Loads of a process: its start takes longer than they do. Memory is that of the first."""
+"""Loads in a process, since its start takes longer than a load. Memory is that of the first."""
 SMALL = Shape(64, 32, 2, 2, 1, 32, 64)
 SAMPLED_EVERY = 2e-3
 
 
 def loading(setting: Setting, shape: Shape, layers: int, shard_size: str, dense: bool = False) -> Cases:
-    """Load a checkpoint that transformers saved, a mixture in every layer or in none."""
+    """Load a checkpoint that transformers saved, with a mixture in every layer or in none."""
     with tempfile.TemporaryDirectory() as name:
         folder, small = Path(name) / "checkpoint", Path(name) / "small"
         save(setting, shape, layers, folder, shard_size, dense)
@@ -46,11 +46,12 @@ def loading(setting: Setting, shape: Shape, layers: int, shard_size: str, dense:
 
 
 def _measure(setting: Setting, folder: Path, small: Path, shard_size: str, budget: Budget) -> dict:
-    """Processes in turn; as many as rounds are asked for, however long they take."""
+    """Run the processes in turn for the number of rounds asked for, however long they take."""
     shards = list(folder.glob("*.safetensors"))
     nbytes = 0
     for path in shards:
-        nbytes += len(path.read_bytes())  # into the page cache
+        # Reads the file into the page cache.
+        nbytes += len(path.read_bytes())
     runs: dict[str, list[dict]] = {who: [] for who in CLASSES}
     for round_ in range(ROUNDS if budget.least is None else budget.least):
         for who in list(CLASSES)[:: 1 if round_ % 2 == 0 else -1]:
@@ -91,7 +92,7 @@ def _measure(setting: Setting, folder: Path, small: Path, shard_size: str, budge
 def save(
     setting: Setting, shape: Shape, layers: int, folder: Path, shard_size: str, dense: bool = False
 ) -> None:
-    """Let transformers save a checkpoint in shards."""
+    """Save a checkpoint in shards with transformers."""
     config = text_config(shape, layers, **({"moe_layers": []} if dense else {}))
     with torch.device(setting.device):
         model = Llama4ForCausalLM._from_config(config, dtype=setting.dtype)
@@ -115,15 +116,17 @@ def load_in_process(who: str, folder: Path, small: Path, setting: Setting) -> di
 
 
 def child(who: str, folder: str, small: str, device: str, threads: str) -> dict:
-    """Load and read in this process; seconds, bytes above the base, and a sum that tells weights apart."""
+    """Load and read in this process; return seconds, bytes above the base, and a sum that identifies the weights."""
     torch.set_num_threads(int(threads))
     options = {"dtype": "auto"} | ({} if device == "cpu" else {"device_map": {"": device}})
-    CLASSES[who].from_pretrained(small, **options)  # imports, threads, the device's context
+    # Pays for imports, threads and the device's context.
+    CLASSES[who].from_pretrained(small, **options)
     base, anonymous = status("VmRSS"), status("RssAnon")
     watched = Watch()
     seconds, returned, bytes_ = [], [], {}
     for number in range(LOADS):
-        model = None  # the one before
+        # Frees the previous model.
+        model = None
         begun = time.perf_counter()
         model = CLASSES[who].from_pretrained(folder, **options)
         returned.append(time.perf_counter() - begun)
@@ -146,7 +149,7 @@ def child(who: str, folder: str, small: str, device: str, threads: str) -> dict:
 
 
 class Watch:
-    """Looks at the process's anonymous memory every other millisecond, and keeps the most."""
+    """Samples the process's anonymous memory every two milliseconds and keeps the largest."""
 
     def __init__(self):
         self.highest = 0
@@ -159,7 +162,7 @@ class Watch:
             self.highest = max(self.highest, status("RssAnon"))
 
     def stop(self) -> int:
-        """Stop looking; give the most that was seen, in bytes."""
+        """Stop sampling; return the largest sample, in bytes."""
         self._stopped.set()
         self._thread.join()
         return max(self.highest, status("RssAnon"))

@@ -1,10 +1,9 @@
-"""Peak memory of one pass: what is held at most above what was held before it.
+"""Peak memory of one pass: the largest amount held above the amount before the pass.
 
-On a CPU it is the running sum of all that torch's allocator gives out and takes back, as the profiler records it:
-also the scratch space inside of operators, which a look at tensors alone would miss, and nothing of the allocator's
-caches or of files, which a look at the process would count. Memory that a result has from elsewhere (large gradients
-of experts) is added. Not seen is what oneDNN and BLAS allocate for themselves.
-On CUDA it is the counter of torch's allocator.
+On a CPU it is the running sum of allocations and frees of torch's allocator, as the profiler records them. It includes
+scratch space inside operators, which a look at tensors alone would miss. It excludes the allocator's caches and files,
+which the process's memory would include. A result's memory from elsewhere (large gradients of experts) is added.
+Allocations inside oneDNN and BLAS are not seen. On CUDA it is the counter of torch's allocator.
 """
 
 import json
@@ -18,11 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_of(run: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
-    """Run once and watch the memory.
+    """Run once and measure the peak memory.
 
     Args:
-        run: what to run; what it returns counts as held.
-        device: where it works.
+        run: function to run; its result counts as held.
+        device: device that it uses.
 
     Returns:
         its result, and the peak in bytes above what was held before.
@@ -48,9 +47,8 @@ def _peak_on_cpu(run: Callable[[], Any]) -> tuple[Any, int]:
         events = json.loads(trace.read_text())["traceEvents"]
     changes = [(event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"]
     held = peak = 0
-    for _, nbytes in sorted(
-        changes, key=lambda change: change[0]
-    ):  # stable: events of one instant in their order
+    # A stable sort: events of one instant keep their order.
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
         held += nbytes
         peak = max(peak, held)
     return result, peak + _bytes_from_elsewhere(result)
@@ -64,7 +62,7 @@ def _bytes_from_elsewhere(result: Any) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that can still be taken."""
+    """Memory that is still free, in bytes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]

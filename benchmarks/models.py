@@ -1,4 +1,4 @@
-"""Cases of whole decoders, mixture and dense: prefill, decoding with a cache, training, `generate` in one graph."""
+"""Cases of whole decoders, mixture and dense: prefill, decoding with a cache, training, and `generate` in one graph."""
 
 from collections.abc import Callable
 
@@ -13,18 +13,18 @@ from .pairs import dense_config, model_pair, text_config
 from .shapes import Setting, Shape
 
 PAST = 64
-"""Cached tokens a row when decoding."""
+"""Cached tokens in each row while decoding."""
 
 
 def mixture(setting: Setting, shape: Shape, layers: int, **what) -> Cases:
-    """`Llama4ForCausalLM` and `LlamoeForCausalLM`, every layer a mixture; the rest as in `decoder`."""
+    """`Llama4ForCausalLM` and `LlamoeForCausalLM`, every layer a mixture; otherwise as `decoder`."""
     config = text_config(shape, layers)
     pair = model_pair(setting, Llama4ForCausalLM, llamoe.LlamoeForCausalLM, config)
     yield from decoder(setting, pair, **what)
 
 
 def dense(setting: Setting, shape: Shape, layers: int, **what) -> Cases:
-    """`LlamaForCausalLM`, once more as `AGAIN`, and `LlamoeDenseForCausalLM`; the rest as in `decoder`."""
+    """`LlamaForCausalLM`, the same again as `AGAIN`, and `LlamoeDenseForCausalLM`; otherwise as `decoder`."""
     config = dense_config(shape, layers)
     pair = model_pair(setting, LlamaForCausalLM, llamoe.LlamoeDenseForCausalLM, config)
     yield from decoder(setting, pair, again=True, **what)
@@ -42,13 +42,13 @@ def decoder(
     """Cases of a decoder.
 
     Args:
-        setting: where, and in which dtype.
+        setting: device and dtype.
         pair: transformers' model and ours.
         prefill: lengths of one row.
         decode: batch sizes of one step, after `PAST` tokens.
         training: lengths of one row, forward and backward.
         generate: batch sizes of `generate` with a static cache, which transformers compiles on a device.
-        again: measure stock against itself as well, and all of them in more rounds.
+        again: measure stock against itself as well, and take more rounds of all contestants.
     """
     models = dict(zip((REFERENCE, OURS), pair, strict=True))
     if again:
@@ -117,7 +117,8 @@ def _decode(setting: Setting, models: dict, batches: tuple[int, ...]) -> Cases:
 
 
 def _training(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases:
-    parameters = list(models[REFERENCE].parameters())  # ours are the same
+    # Our model has the same parameters.
+    parameters = list(models[REFERENCE].parameters())
 
     def forget() -> None:
         for parameter in parameters:
@@ -164,7 +165,7 @@ def _generate(setting: Setting, models: dict, batches: tuple[int, ...], new: int
 
             return run
 
-        # Logits are compared where a single step is measured; here one tie would change all that follows.
+        # Single steps compare logits. Here one tie would change all later tokens.
         yield Case(
             name=f"generate {new} tokens, static cache, B = {batch}",
             contestants={

@@ -1,4 +1,4 @@
-"""Modules and models of transformers' and ours that hold the very same parameters, not copies."""
+"""Modules and models of transformers and ours that share the same parameters, without copies."""
 
 from contextlib import contextmanager
 
@@ -20,7 +20,7 @@ from .shapes import Setting, Shape
 
 
 def text_config(shape: Shape, layers: int = 1, **changes) -> Llama4TextConfig:
-    """A configuration of Llama 4's text model in which every layer is a mixture."""
+    """Configuration of Llama 4's text model in which every layer is a mixture."""
     fields = dict(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -41,7 +41,7 @@ def text_config(shape: Shape, layers: int = 1, **changes) -> Llama4TextConfig:
 
 
 def dense_config(shape: Shape, layers: int) -> LlamaConfig:
-    """A configuration of LLaMA with the attention of a shape and a feed-forward of 8/3 of its width."""
+    """Configuration of LLaMA with the attention of a shape and a feed-forward of 8/3 of its width."""
     return LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -56,7 +56,7 @@ def dense_config(shape: Shape, layers: int) -> LlamaConfig:
 
 
 def vision_config(hidden: int, layers: int, heads: int, output: int) -> Llama4VisionConfig:
-    """A configuration of Llama 4's tower over tiles of 336 pixels."""
+    """Configuration of Llama 4's tower over tiles of 336 pixels."""
     return Llama4VisionConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -71,12 +71,12 @@ def vision_config(hidden: int, layers: int, heads: int, output: int) -> Llama4Vi
 def block_pair(
     setting: Setting, shape: Shape, implementations: tuple[str, ...]
 ) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """A mixture block of transformers', and ours on its parameters.
+    """A mixture block of transformers, and ours with the same parameters.
 
     Args:
-        setting: where, and in which dtype.
+        setting: device and dtype.
         shape: sizes.
-        implementations: names of experts implementations that ours is wanted with besides its default.
+        implementations: experts implementations that ours is built with besides its default.
 
     Returns:
         transformers' block, and ours by the name of its implementation, "llamoe" for the default.
@@ -104,10 +104,10 @@ def model_pair(
     our_class: type[PreTrainedModel],
     config: PreTrainedConfig,
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model of transformers', and ours on its parameters.
+    """A model of transformers, and ours with the same parameters.
 
-    Where there are routers, all of a model are the same, and each token of the vocabulary has an expert that its
-    embedding leads to in every layer: without that, bfloat16 sends some tokens elsewhere on either side.
+    All routers of a model are equal, and each vocabulary token's embedding points to one expert in every layer.
+    Otherwise bfloat16 would send some tokens to other experts on either side.
     """
     with _made_in(setting):
         stock = stock_class(config)
@@ -119,7 +119,7 @@ def model_pair(
         with torch.no_grad():
             for router in routers[1:]:
                 router.copy_(routers[0])
-            # Long beside what the layers add to it.
+            # Large compared with what the layers add to it.
             embedding.copy_(4 * steer(embedding, routers[0], wanted))
     with torch.device("meta"):
         ours = our_class(llamoe.from_stock(config))
@@ -129,7 +129,7 @@ def model_pair(
 
 @torch.no_grad()
 def draw_weights(module: nn.Module, setting: Setting) -> None:
-    """Draw all parameters so that activations keep a deviation of about one."""
+    """Draw all parameters so that activations keep a standard deviation of about one."""
     generator = setting.generator()
     for name, parameter in module.named_parameters():
         if name.endswith("router.weight"):

@@ -1,4 +1,4 @@
-"""Cases of the vision tower, and of small parts: norms, SwiGLU, rotary embedding; eager and compiled."""
+"""Cases of the vision tower and of small parts: norms, SwiGLU, rotary embedding; eager and compiled."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -23,13 +23,13 @@ from .work import Work
 
 EPS = 1e-5
 IN_TURN = 64
-"""Weights that one token goes through in turn."""
+"""Number of weights that one token goes through in turn."""
 
 
 def vision(
     setting: Setting, hidden: int, layers: int, heads: int, output: int, tiles: tuple[int, ...]
 ) -> Cases:
-    """`Llama4VisionModel` and `LlamoeVisionModel` over tiles of 336 pixels."""
+    """`Llama4VisionModel` and `LlamoeVisionModel` on tiles of 336 pixels."""
     config = vision_config(hidden, layers, heads, output)
     pair = model_pair(setting, Llama4VisionModel, llamoe.LlamoeVisionModel, config)
     weights = sum(parameter.numel() for parameter in pair[0].parameters())
@@ -47,7 +47,7 @@ def vision(
                 name: Contestant(torch.no_grad()(run(model)))
                 for name, model in zip((REFERENCE, OURS), pair, strict=True)
             },
-            # The adapter sees a quarter of the patches; counting it for all of them overstates less than 1 %.
+            # The adapter processes a quarter of the patches. Counting all of them overstates the work by less than 1 %.
             work=Work(
                 weights * setting.dtype.itemsize + pixels.nbytes,
                 2 * count * patches * _encoder_weights(pair[0]) + scores,
@@ -62,13 +62,13 @@ def _encoder_weights(tower: nn.Module) -> int:
 
 
 def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) -> Cases:
-    """RMSNorm, SwiGLU, rotary embedding, and for one token the products with a linear layer's and an expert's weight.
+    """RMSNorm, SwiGLU, rotary embedding, and one token's products with the weight of a linear layer and of an expert.
 
     Args:
-        setting: where, and in which dtype.
+        setting: device and dtype.
         shape: sizes.
         tokens: length of one row.
-        compiled: also under `torch.compile`.
+        compiled: whether to measure `torch.compile`, too.
     """
     for name, functions, differing, work in (
         _norms(setting, shape, tokens),
@@ -128,7 +128,7 @@ def _feed_forwards(setting: Setting, shape: Shape, tokens: int):
 
 
 def _heads(setting: Setting, shape: Shape, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # As a projection gives them: heads after tokens.
+    # The layout that a projection returns: heads after tokens.
     query = setting.randn(1, tokens, shape.heads, shape.head_dim)
     key = setting.randn(1, tokens, shape.key_value_heads, shape.head_dim, offset=2)
     return query, key, torch.arange(tokens, device=setting.device)[None]
@@ -138,7 +138,7 @@ def _rotary_half_split(setting: Setting, shape: Shape, tokens: int):
     query, key, positions = _heads(setting, shape, tokens)
     embedding = RotaryEmbedding(llamoe.from_stock(dense_config(shape, 1))).to(setting.device)
     cos, sin = embedding(query, positions)
-    # Stock's angles cover both halves of a head, in the dtype of the states.
+    # Stock's angles cover both halves of a head, in the dtype of the hidden states.
     full = [torch.cat((angle, angle), dim=-1).to(setting.dtype) for angle in (cos, sin)]
 
     def stock() -> tuple[torch.Tensor, ...]:
@@ -165,7 +165,7 @@ def _rotary_interleaved(setting: Setting, shape: Shape, tokens: int):
 def _rotated_together(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """As `Attention` does it; the tables are made once a pass, of real numbers for a compiler."""
+    """Rotate as `Attention` does: tables are made once a pass, with real numbers under a compiler."""
     eager = rotary_tables(cos, sin, interleave)
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -195,7 +195,7 @@ def _expert_product(setting: Setting, num_in: int, num_out: int):
 
 
 def _in_turn(setting: Setting, *shape: int) -> Iterator[torch.Tensor]:
-    # In a model a weight has left the caches when it is its turn again, so there are more than they hold.
+    # In a model, a weight has left the caches before its next turn, so these are more than the caches hold.
     return itertools.cycle([setting.randn(*shape, offset=2) for _ in range(IN_TURN)])
 
 

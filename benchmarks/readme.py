@@ -1,7 +1,7 @@
 """Writes the README's section on speed from the committed results.
 
 python -m benchmarks.readme
-python -m benchmarks.readme --check    # exit status 1 if the section is not what the results say
+python -m benchmarks.readme --check    # exit status 1 if the section does not match the results
 """
 
 import argparse
@@ -17,12 +17,12 @@ BEGIN = "<!-- speed: written by `python -m benchmarks.readme` -->"
 END = "<!-- end of speed -->"
 TOKENS = {"cpu": (1, 8, 32, 128, 1024, 8192), "gpu": (1, 8, 32, 128, 512, 4096, 8192)}
 COPIES = "an expert's for each token"
-"""The end of the one reason for which `batched_mm` is left out of many cases."""
+"""End of the reason for which `batched_mm` is left out of many cases."""
 GROUPS = {"cpu": cpu.GROUPS, "gpu": gpu.GROUPS}
 
 
 def section(of_cpu: dict | None, of_gpu: dict | None) -> str:
-    """The text between the markers.
+    """The text between the README's markers.
 
     Args:
         of_cpu: results of `benchmarks.cpu`, or None.
@@ -129,10 +129,10 @@ def _left_out(results: dict, name: str) -> list[str]:
 
 
 def replaced(text: str, body: str) -> str:
-    """A README with another body between the markers.
+    """The README's text with a new body between the markers.
 
     Raises:
-        ValueError: the markers are not there, once each and in order.
+        ValueError: the markers do not stand once each, in order.
     """
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"README.md needs the line {BEGIN} and after it {END}, once each")

@@ -1,4 +1,4 @@
-"""Results as JSON (everything), Markdown (tables) and lines on the terminal."""
+"""Results as JSON (everything), Markdown (tables) and lines for the terminal."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -45,15 +45,15 @@ HOW = {
 
 
 def merge(results: dict, new: dict, order: Sequence[str]) -> dict:
-    """Put the results of a group that was run into those there are, in place of its earlier ones.
+    """Merge a group's new results into earlier results, in place of the group's old ones.
 
     Args:
         results: `{"runs": [...], "cases": [...]}`, or empty.
-        new: `about` of the run, name of the `group`, its `results`.
-        order: of the groups.
+        new: the run's `about`, the name of the `group`, and its `results`.
+        order: order of the groups.
 
     Returns:
-        the new results; runs that no case refers to any more are gone.
+        the merged results, without runs that no case refers to.
     """
     runs, cases = list(results.get("runs", [])), results.get("cases", [])
     if new["about"] not in runs:
@@ -124,13 +124,13 @@ def page(results: dict, name: str, has_figure: bool = True) -> str:
 
 
 def failures(results: dict) -> list[str]:
-    """What failed, in words."""
+    """Failures in words."""
     found = ((f"{case['group']}, {case['case']}", case["failures"]) for case in results["cases"])
     return [f"{where}: {text}" for where, texts in found for text in texts]
 
 
 def group_table(cases: list[dict]) -> list[str]:
-    """Rows for each contestant of each case."""
+    """Table rows, one for each contestant of each case."""
     lines = [
         "| case | | ms | quartiles | ratio | peak MB | roofline |",
         "|---|---|---|---|---|---|---|",
@@ -158,7 +158,7 @@ def group_table(cases: list[dict]) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits that count."""
+    """A time with three significant digits."""
     value = 1e3 * seconds
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -185,7 +185,7 @@ def percent(fraction: float | None) -> str:
 
 
 def about_line(about: dict) -> str:
-    """Machine, versions and rates in a line."""
+    """Machine, versions and rates in one line."""
     where = (
         about.get("device") or f"{about['processor']}, {about['threads']} of {about['processors']} processors"
     )
@@ -198,7 +198,7 @@ def about_line(about: dict) -> str:
 
 
 def case_line(result: dict) -> str:
-    """A case's result in a line, for the terminal."""
+    """A case's result in one line, for the terminal."""
     parts = []
     for name, row in result["contestants"].items():
         if not row.get("seconds"):

@@ -1,16 +1,16 @@
-"""Inputs that are sent to chosen experts, by the same router on both sides.
+"""Inputs whose tokens the router sends to chosen experts, the same for all contestants.
 
-A token is noise plus a step in the direction of its expert's row of the router's weight. The step is so long that no
-rounding decides: every contestant, in every dtype, chooses what was drawn here.
+A token is noise plus a step along its expert's row of the router's weight. The step is so long that rounding does not
+matter: every contestant, in every dtype, chooses the drawn expert.
 """
 
 import torch
 
 STEP = 8.0
-"""Length of the step, in deviations of the noise; the best of 128 other experts gains about three by chance."""
+"""Length of the step, in standard deviations of the noise; chance gives the best of 128 other experts about three."""
 
 ROW_NORM = 0.25
-"""Norm of a row of the router: chosen logits lie around 2, scores around 0.88."""
+"""Norm of a router row; chosen logits are then around 2, scores around 0.88."""
 
 
 def set_router(weight: torch.Tensor, generator: torch.Generator) -> None:
@@ -26,8 +26,8 @@ def draw_experts(count: int, experts: int, skew: str, generator: torch.Generator
     Args:
         count: number of tokens.
         experts: number of experts.
-        skew: "uniform", or "zipf": the k-th most wanted expert is drawn in proportion to 1 / k.
-        generator: of the random numbers.
+        skew: "uniform", or "zipf": the k-th most popular expert is drawn in proportion to 1 / k.
+        generator: source of random numbers.
 
     Returns:
         `[count]` int64.
@@ -47,6 +47,6 @@ def steer(x: torch.Tensor, router: torch.Tensor, chosen: torch.Tensor) -> torch.
 
 
 def shares(chosen: torch.Tensor) -> dict[str, float]:
-    """How many experts were hit, and the largest share of the tokens that one got."""
+    """The number of experts hit, and the largest share of tokens that one expert got."""
     counts = torch.bincount(chosen)
     return {"distinct": int((counts > 0).sum()), "largest_share": counts.max().item() / chosen.numel()}

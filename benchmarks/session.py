@@ -1,4 +1,4 @@
-"""The command line of both benchmarks: which groups to run, and where the results go."""
+"""The command line of both benchmarks: which groups to run, and where to write the results."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 def parser(
     name: str, groups: Mapping[str, Group], description: str, seconds: float = Budget.seconds
 ) -> argparse.ArgumentParser:
-    """The arguments of a benchmark; `seconds` is how long a case is measured unless something else is asked for."""
+    """The argument parser of a benchmark; `seconds` is the default time for measuring a case."""
     made = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -58,7 +58,7 @@ def parser(
 
 
 def options(made: argparse.ArgumentParser, name: str) -> tuple[argparse.Namespace, Budget]:
-    """Read the command line; refuse what cannot be obeyed before anything is measured."""
+    """Parse the command line; refuse impossible options before anything is measured."""
     given = made.parse_args()
     if not (math.isfinite(given.seconds) and given.seconds >= 0):
         made.error(f"--seconds must be a number of at least 0, and is {given.seconds}")
@@ -75,7 +75,7 @@ def options(made: argparse.ArgumentParser, name: str) -> tuple[argparse.Namespac
 
 
 def earlier_results(path: Path) -> dict:
-    """The results that a file holds; none if there is no file.
+    """The results in a file; empty if the file does not exist.
 
     Raises:
         ValueError: the file holds something else.
@@ -95,7 +95,7 @@ def earlier_results(path: Path) -> dict:
 
 
 def command(name: str, words: list[str]) -> str:
-    """The command of a run, without the folder that it writes to."""
+    """The command of a run, without its output folder."""
     kept, is_folder = [], False
     for word in words:
         if not is_folder and not word.startswith("--output"):
@@ -117,17 +117,17 @@ def run(
     """Run groups and write the reports after each.
 
     Args:
-        name: of the files.
-        groups: all of them, by name.
-        chosen: names of those to run.
-        clock: what time is taken with.
-        dtype: what the rate of products is measured in.
-        output: folder of the results.
+        name: name of the report files.
+        groups: all groups, by name.
+        chosen: names of the groups to run.
+        clock: clock to measure with.
+        dtype: dtype in which the rate of products is measured.
+        output: folder for the results.
         budget: how long each case is measured.
         **rates: sizes for `measure_rates`.
 
     Returns:
-        the exit status: 1 if a group, a case or a contestant of ours failed, or any contestant disagreed.
+        the exit status: 1 if a group, a case or a contestant of ours failed, or any contestant's outputs differed.
     """
     begun = time.perf_counter()
     path = output / f"{name}.json"
@@ -166,7 +166,7 @@ def run(
 
 
 def _results_of(group: Group, clock: Clock, rates: Rates, budget: Budget) -> Iterator[dict]:
-    """Results of a group; its failure is the last of them, and does not stop the groups after it."""
+    """Results of a group; an error becomes the last result and does not stop later groups."""
     try:
         yield from run_group(group, clock, rates, budget)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The sizes that are measured, and where: a setting is a device, a dtype and what the cases share."""
+"""Sizes of the measured layers, and settings: device, dtype and what the cases share."""
 
 from dataclasses import dataclass, field, replace
 
@@ -7,15 +7,15 @@ import torch
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layer of Llama 4's kind.
+    """Sizes of a layer like Llama 4's.
 
     Attributes:
-        hidden: width of the model.
-        expert: width inside one expert, the shared one included.
-        experts: their number.
-        heads: query heads.
-        key_value_heads: key/value heads.
-        head_dim: width of a head.
+        hidden: hidden size.
+        expert: inner size of an expert, also of the shared one.
+        experts: number of experts.
+        heads: number of query heads.
+        key_value_heads: number of key/value heads.
+        head_dim: size of a head.
         vocabulary: rows of embedding and head.
     """
 
@@ -28,7 +28,7 @@ class Shape:
     vocabulary: int
 
 
-# Of Scout's weights the head is about 1 %; with 2048 rows it keeps that share in four layers of 16 experts.
+# The head is about 1 % of Scout's weights; with 2048 rows it has that share in four layers of 16 experts.
 MINI = Shape(512, 1024, 16, 8, 2, 64, 2048)
 MINI_128 = replace(MINI, experts=128)
 MANY_SMALL = Shape(64, 64, 1, 4, 2, 16, 256)
@@ -41,10 +41,10 @@ class Setting:
     """Where and how the cases run.
 
     Attributes:
-        device: where.
-        dtype: of weights and activations.
-        seed: of weights and inputs.
-        compile_modes: modes of `torch.compile` that the block's contestants are measured under as well.
+        device: device of weights and inputs.
+        dtype: dtype of weights and activations.
+        seed: random seed of weights and inputs.
+        compile_modes: `torch.compile` modes in which the block's contestants are measured, too.
         compiled_tokens: numbers of tokens at which they are.
     """
 
@@ -55,7 +55,7 @@ class Setting:
     compiled_tokens: tuple[int, ...] = field(default=())
 
     def generator(self, offset: int = 0) -> torch.Generator:
-        """Random numbers that are the same each time."""
+        """A random generator with a fixed seed."""
         return torch.Generator(self.device).manual_seed(self.seed + offset)
 
     def randn(self, *shape: int, offset: int = 1) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Try ways to cut up the experts' kernels for few rows on this GPU; print the fastest for each number of rows.
+"""Tries tilings of the experts' few-row kernels on this GPU; prints the fastest for each number of rows.
 
-    python -m benchmarks.tune_few_rows                      # a layer of Scout's shape; compiling takes most of the time
+    python -m benchmarks.tune_few_rows                      # a Scout-shaped layer; compiling takes most of the time
     python -m benchmarks.tune_few_rows --experts 64 --rows 1 8 64
 
-The first product is tried with every tile, then the second one with the first's best. Each try is captured in a CUDA
-graph and replayed; bytes are those of the experts that are hit, read once. What is printed last goes into `PLANS` of
+Every tile is tried for the first product, then for the second with the first's best. Each try is captured in a CUDA
+graph and replayed. Bytes are those of the hit experts, read once. The last lines printed belong into `PLANS` of
 `modeling/kernels/few_rows.py`.
 """
 
@@ -24,26 +24,26 @@ from llamoe.modeling.kernels.few_rows import (
     run_kernels,
 )
 
-# Columns, depth, warps.
+# (columns, depth, warps) of a tile.
 TILES = [Tile(*tile) for tile in itertools.product((32, 64, 128), (64, 128), (4, 8))]
 SHARED_KIBIBYTES = (110, 200)
 CONCURRENT = (1, 264)
 
 
 def first_plans(plan: Plan) -> Iterator[Plan]:
-    """Other ways to cut up the first product."""
+    """Other tilings of the first product."""
     for tile, kibibytes in itertools.product(TILES, SHARED_KIBIBYTES):
         yield plan._replace(gate_up=tile, shared_bytes=kibibytes * 1024)
 
 
 def second_plans(plan: Plan) -> Iterator[Plan]:
-    """Other ways to cut up the second product; the number of splits follows from `concurrent`."""
+    """Other tilings of the second product; the number of splits follows from `concurrent`."""
     for tile, concurrent in itertools.product(TILES, CONCURRENT):
         yield plan._replace(down=tile, concurrent=concurrent)
 
 
 def microseconds(plan: Plan, inputs: tuple[torch.Tensor, ...], rounds: int = 7, replays: int = 20) -> float:
-    """Median time of a launch within a CUDA graph; infinite, with a line that says so, if the plan fails."""
+    """Median time of a launch within a CUDA graph; if the plan fails, infinity, and a line is printed."""
     try:
         return _microseconds(plan, inputs, rounds, replays)
     except Exception as error:
@@ -76,7 +76,7 @@ def _microseconds(plan: Plan, inputs: tuple[torch.Tensor, ...], rounds: int, rep
 
 @torch.no_grad()
 def main() -> None:
-    """Draw one layer, sweep, print."""
+    """Draw one layer, try the plans, print the best."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=5120)
@@ -109,7 +109,8 @@ def main() -> None:
                 if time < best_time:
                     best, best_time = plan, time
         speed, default_speed = (
-            hit * expert_bytes / (time * 1e6)  # TB/s
+            # TB/s.
+            hit * expert_bytes / (time * 1e6)
             for time in (best_time, default_time)
         )
         print(

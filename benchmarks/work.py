@@ -1,7 +1,7 @@
-"""The least that a case has to read and to compute: what the roofline is made of.
+"""The least that a case must read and compute, for the roofline.
 
-Every weight that is needed is read once, inputs and outputs move once; of a mixture only the experts that were hit.
-Products alone are counted, two operations for each multiplication and addition.
+Every needed weight is read once, inputs and outputs are moved once; of a mixture, only experts that were hit. Only
+products are counted, two operations for each multiplication and addition.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from .shapes import Shape
 
 @dataclass(frozen=True)
 class Work:
-    """What has to be moved and computed."""
+    """Bytes to move and operations to compute."""
 
     nbytes: float
     flops: float
 
 
 def of_block(shape: Shape, tokens: int, hit: int, itemsize: int) -> Work:
-    """A mixture block's forward pass.
+    """The work of a mixture block's forward pass.
 
     Args:
         shape: its sizes.
         tokens: number of tokens.
-        hit: number of distinct experts that they are sent to.
-        itemsize: bytes of a number.
+        hit: number of distinct experts that the tokens are sent to.
+        itemsize: bytes of an element.
     """
     expert = 3 * shape.hidden * shape.expert
     router = shape.experts * shape.hidden
@@ -36,32 +36,33 @@ def of_block(shape: Shape, tokens: int, hit: int, itemsize: int) -> Work:
 
 
 def of_training(forward: Work, frozen_share: float = 0.0) -> Work:
-    """A forward and a backward pass: two more products for each one, one more where weights are frozen.
+    """The work of a forward and a backward pass: two more products for each, one more where weights are frozen.
 
     Args:
-        forward: of the forward pass.
-        frozen_share: of the products, those with weights that get no gradient.
+        forward: work of the forward pass.
+        frozen_share: fraction of the products whose weights get no gradient.
     """
     passes = 3 - frozen_share
     return Work(passes * forward.nbytes, passes * forward.flops)
 
 
 def of_decoder(model: nn.Module, batch: int, tokens: int, past: int, hit: list[int], chosen: int = 1) -> Work:
-    """A decoder's forward pass with a head over all positions.
+    """The work of a decoder's forward pass with a head over all positions.
 
     Args:
-        model: the decoder; stock or ours.
+        model: the decoder, stock or ours.
         batch: number of rows.
-        tokens: new tokens a row.
-        past: cached tokens a row.
-        hit: for each mixture layer the number of distinct experts that were chosen.
-        chosen: experts a token.
+        tokens: new tokens in a row.
+        past: cached tokens in a row.
+        hit: for each mixture layer, the number of distinct experts that were chosen.
+        chosen: number of experts that a token is sent to.
     """
     config = model.config
     stacks = [module for module in model.modules() if getattr(module, "down_proj", None) is not None]
     stacks = [module for module in stacks if isinstance(module.down_proj, nn.Parameter)]
     inside = {id(parameter) for module in stacks for parameter in module.parameters()}
-    inside.add(id(model.get_input_embeddings().weight))  # looked up, not multiplied
+    # The embedding is looked up, not multiplied.
+    inside.add(id(model.get_input_embeddings().weight))
     others = sum(p.numel() for p in model.parameters() if id(p) not in inside)
     experts = [sum(p.numel() for p in module.parameters()) // module.num_experts for module in stacks]
     rows = batch * tokens

@@ -1,17 +1,15 @@
-"""What the four configurations share: strict fields, and stock transformers configurations as valid input.
+"""Base of the four configurations: strict fields, and stock transformers configurations as valid input.
 
 transformers makes every configuration a dataclass. Three of its habits are changed here:
 
-* `huggingface_hub`'s `strict` checks types on each assignment but raises an exception that is no
-  `ValueError`; ours are `ValueError`s that name field, value and what is valid. Every subclass is strict
-  without a decorator.
-* A dictionary of another model type only draws a warning there, and its `model_type` then hides the class's
-  own. Here each class names the types that it reads; others are errors; the type of an instance never
-  changes.
-* Overrides given to `from_dict` and `from_pretrained` are set after the derived fields were derived,
-  unchecked. Here they are applied before, and checked.
+* `huggingface_hub`'s `strict` checks types on each assignment but raises an exception that is no `ValueError`; ours
+  are `ValueError`s that name field, value and what is valid. Every subclass is strict without a decorator.
+* A dictionary of another model type only draws a warning there, and its `model_type` then hides the class's own. Here
+  each class names the types that it reads; others are errors, and an instance's type never changes.
+* Overrides given to `from_dict` and `from_pretrained` are set unchecked there, after derived fields were computed.
+  Here they are applied before, and checked.
 
-Python evaluates the annotations of these modules on purpose: `strict` skips annotations that are strings.
+Annotations in these modules must not be strings, because `strict` skips those.
 """
 
 import copy
@@ -38,7 +36,7 @@ from .json_files import read_json
 
 logger = logging.get_logger(__name__)
 
-# Which of our configurations reads a model type.
+# Model type to the configuration of ours that reads it.
 READERS = {
     "llamoe_dense": "LlamoeDenseConfig",
     "llama": "LlamoeDenseConfig",
@@ -50,7 +48,7 @@ READERS = {
     "llama4": "LlamoeConfig",
 }
 
-# Stock model classes and ours. Heads over a multimodal trunk have one class only in stock.
+# Stock model classes and ours. Heads over a multimodal trunk have only one class in stock.
 ARCHITECTURES = {
     "LlamaModel": "LlamoeDenseModel",
     "LlamaForCausalLM": "LlamoeDenseForCausalLM",
@@ -68,8 +66,8 @@ _is_saving: ContextVar[bool] = ContextVar("llamoe_is_saving", default=False)
 
 _COMPOSITE_TYPES = ("llama4", "llamoe")
 
-# Of an output, what is no prediction: `Trainer` gathers the rest over a whole evaluation, and gives the logits by
-# themselves where nothing else is left.
+# Outputs that are no predictions. `Trainer` gathers the others over a whole evaluation, and returns the logits alone
+# if nothing else is left.
 KEYS_TO_IGNORE_AT_INFERENCE = [
     "past_key_values",
     "aux_loss",
@@ -83,7 +81,7 @@ _ROPE_SEEN: set[str] = set()
 
 
 def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
-    """Turn any configuration into keyword arguments, with the backends that `to_dict` leaves out."""
+    """Any configuration as keyword arguments, with the backends that `to_dict` leaves out."""
     data = config.to_dict()
     for name in ("attn_implementation", "experts_implementation"):
         if (value := getattr(config, f"_{name}", None)) is not None:
@@ -97,7 +95,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
     Class attributes:
         model_type: Ours, written to every `config.json`.
         stock_model_type: transformers' model type of the same architecture, accepted as input.
-        feed_forward_name: Of a decoder, what its layers call their feed-forward.
+        feed_forward_name: Name of the feed-forward in a decoder's layers.
     """
 
     stock_model_type: ClassVar[str] = ""
@@ -125,12 +123,11 @@ class LlamoeBaseConfig(PreTrainedConfig):
         """Build a configuration from a dictionary, ours or stock; fields among `kwargs` win.
 
         Args:
-            config_dict: The content of a `config.json`; it is left as it was.
+            config_dict: The content of a `config.json`; not changed.
             **kwargs: Fields to override, and transformers' own arguments.
 
         Returns:
-            The configuration; with `return_unused_kwargs=True` a pair of it and the arguments that are no
-            fields.
+            The configuration; with `return_unused_kwargs=True` a pair of it and the arguments that are no fields.
         """
         data = cls._read(config_dict)
         names = {field.name for field in fields(cls)} - {"dtype"}
@@ -153,7 +150,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _read(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Bring keyword arguments, ours or of the stock class, into our terms, without a model type."""
+        """Convert keyword arguments, ours or of the stock class, to our fields, without a model type."""
         data = {}
         for name, value in given.items():
             check_size(cls, cls.attribute_map.get(name, name), value)
@@ -190,7 +187,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _part_of(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Take this class's part of a multimodal configuration, with what is said once for the whole."""
+        """This class's part of a multimodal configuration, with the fields that the whole defines for all parts."""
         whole = data.get("model_type")
         if whole is not None and whole not in _COMPOSITE_TYPES:
             cls._check_model_type(whole)
@@ -205,7 +202,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Correct fields of the stock class. The names are the same; subclasses pin what stock ignores."""
+        """Correct fields of the stock class. Names are the same; subclasses fix fields that stock ignores."""
         return data
 
     @classmethod
@@ -219,9 +216,9 @@ class LlamoeBaseConfig(PreTrainedConfig):
         fail(cls, "model_type", model_type, f"{cls.__name__} does not read this model type", valid)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Save as `PreTrainedConfig.save_pretrained` does, with what loads the folder where llamoe is not imported.
+        """Save as `PreTrainedConfig.save_pretrained`, and in a form that loads without llamoe imported.
 
-        That is `auto_map` in config.json and the file llamoe_hub.py, which imports the installed llamoe.
+        That form is `auto_map` in config.json and the file llamoe_hub.py, which imports the installed llamoe.
         """
         token = _is_saving.set(True)
         try:
@@ -230,10 +227,10 @@ class LlamoeBaseConfig(PreTrainedConfig):
             _is_saving.reset(token)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the fields; of `auto_map` only what somebody else has entered.
+        """The fields; of `auto_map` only entries of others.
 
-        Our own entries tell how the folder is loaded that a configuration was read from. Each save writes them anew.
-        The attribute itself stays, since tools that load models by trusted code look there.
+        Our own entries say how the folder loads from which a configuration was read. Each save writes them anew. The
+        attribute itself stays, since tools that load models by trusted code read it.
         """
         data = super().to_dict()
         if others := entries_of_others(data.pop("auto_map", None)):
@@ -250,23 +247,23 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Do nothing for llamoe's own classes, whose folders say already how they are loaded.
+        """Do nothing for llamoe's own classes: their folders name how they are loaded already.
 
-        transformers would copy our sources into each saved folder. A subclass of yours is registered as usual.
+        transformers would copy our sources into each saved folder. A user's subclass is registered as usual.
         """
         if not _is_ours(cls):
             super().register_for_auto_class(auto_class)
 
     def _rotary_multiple(self) -> int:
-        """Say what the head's width must be a multiple of to be rotated; 0 where no layer is."""
+        """Number of which the head's width must be a multiple to be rotated; 0 if no layer is rotated."""
         return 0
 
     def validate_rope(self) -> None:
-        """Check the rotary embedding: a kind that transformers knows, with what that kind needs."""
+        """Check the rotary embedding: a type that transformers knows, with the parameters of that type."""
         if not getattr(self, "rope_parameters", None) or not self._rotary_multiple():
             return
         check_rope_parameters(self, self._rotary_multiple())
-        # transformers warns of values that it finds odd, Scout's published ones among them, at each look.
+        # transformers warns of unusual values, Scout's published ones among them, at every check.
         seen = repr((self.rope_parameters, self.head_dim, getattr(self, "max_position_embeddings", None)))
         if seen in _ROPE_SEEN:
             return
@@ -279,7 +276,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
             fail(self, "rope_parameters", self.rope_parameters, problem, valid)
 
     def _equals(self, other: Any) -> bool:
-        """Compare class and content, but not where a configuration was read from and by which release."""
+        """Compare class and content, ignoring a configuration's source and the release that wrote it."""
         if type(self) is not type(other):
             return NotImplemented
         mine, theirs = self.to_dict(), other.to_dict()
@@ -291,7 +288,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
 @contextmanager
 def unreadable_as_value_error(config_class: type) -> Iterator[None]:
-    """Report as a `ValueError` what transformers trips over in a file: a number for labels, and so on."""
+    """Context that turns any error of transformers about a file's content into a `ValueError`."""
     try:
         yield
     except (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError) as error:
@@ -305,7 +302,7 @@ def _is_ours(config_class: type) -> bool:
 
 
 def _report_as_value_errors(cls: Any) -> None:
-    """Put our reading of the arguments and our error messages around what `strict` made of a class."""
+    """Wrap the methods that `strict` made for a class in our reading of arguments and our error messages."""
     strict_init, strict_setattr, strict_validate = cls.__init__, cls.__setattr__, cls.validate
 
     @functools.wraps(strict_init)
@@ -336,14 +333,14 @@ def _report_as_value_errors(cls: Any) -> None:
                 raise error.__cause__ from None
             raise ConfigurationError(f"{type(self).__name__}: {error.__cause__}") from None
 
-    # `strict` refuses to decorate a subclass of a class whose `validate` it did not write.
+    # `strict` refuses to decorate a subclass if a base class's `validate` is not its own.
     validate.__is_defined_by_strict_decorator__ = True
     cls.__init__, cls.__setattr__, cls.validate = __init__, __setattr__, validate
     cls.__eq__ = LlamoeBaseConfig._equals
 
 
 def _coerce(value: Any, annotation: Any) -> Any:
-    """Convert a value to what its field holds: integers to floats, tuples and ranges to lists."""
+    """Convert a value to its field's type: integers to floats, tuples and ranges to lists."""
     accepted = get_args(annotation) if get_origin(annotation) is not list else ()
     accepted = accepted or (annotation,)
     if float in accepted and int not in accepted and type(value) is int and abs(value) < 1 << 1000:

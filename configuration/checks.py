@@ -1,7 +1,7 @@
-"""How a contradiction in a configuration is reported.
+"""Checks of configurations, and the form of their errors.
 
-Every complaint is a `ValueError` of one form, `Class.field = value: what is wrong; valid: what would be
-accepted`, so that a message can be acted on without reading this source, and matched by a program.
+Every error is a `ValueError` of one form, `Class.field = value: what is wrong; valid: what would be accepted`: a
+person can act on it without reading this source, and a program can match it.
 """
 
 import math
@@ -16,8 +16,8 @@ LAYER_TYPES = ("full_attention", "chunked_attention")
 
 _LONGEST_VALUE = 120
 
-# What no model will meet. Each is far above anything published, and small enough that what is made of a configuration
-# (lists with an entry a layer, empty modules, counts) is made in seconds.
+# Upper limits of sizes. Each is far above anything published, and small enough that what a configuration creates
+# (lists with an entry a layer, empty modules, counts) takes seconds.
 MOST = {
     "num_hidden_layers": 4096,
     "hidden_size": 1 << 20,
@@ -42,7 +42,7 @@ MOST = {
     "projection_dim": 1 << 20,
     "num_labels": 1 << 20,
 }
-# Of lists and dictionaries, whose entries belong to layers, tokens or labels.
+# Limit of lists and dictionaries, whose entries belong to layers, tokens or labels.
 _MOST_ENTRIES = 1 << 20
 
 
@@ -51,8 +51,8 @@ def fail(config: Any, field: str, value: Any, problem: str, valid: str) -> NoRet
 
     Args:
         config: The configuration or its class.
-        field: Name of the field, with an index or key in brackets where the fault lies inside it.
-        value: What the field holds.
+        field: Name of the field, with an index or key in brackets if the fault lies inside it.
+        value: Value of the field.
         problem: What is wrong with it.
         valid: What would be accepted.
     """
@@ -60,7 +60,8 @@ def fail(config: Any, field: str, value: Any, problem: str, valid: str) -> NoRet
     try:
         is_long = isinstance(value, (str, list, tuple, dict)) and len(value) > 10 * _LONGEST_VALUE
         shown = reprlib.repr(value) if is_long else repr(value)
-    except (RecursionError, ValueError):  # lists within lists without end, integers of thousands of digits
+    # Endless nesting, or integers of thousands of digits.
+    except (RecursionError, ValueError):
         shown = f"a {type(value).__name__}"
     if len(shown) > _LONGEST_VALUE:
         shown = f"{shown[:_LONGEST_VALUE]}…"
@@ -68,7 +69,7 @@ def fail(config: Any, field: str, value: Any, problem: str, valid: str) -> NoRet
 
 
 def enumerate_words(words: Iterable[Any], last: str = "or") -> str:
-    """Join words as a sentence does: `1, 2, 3 or 6`."""
+    """The words joined as in a sentence: `1, 2, 3 or 6`."""
     words = [str(word) for word in words]
     if len(words) < 2:
         return "".join(words)
@@ -76,12 +77,12 @@ def enumerate_words(words: Iterable[Any], last: str = "or") -> str:
 
 
 def check_size(config: Any, name: str, value: Any) -> None:
-    """Refuse a size beyond reason, before anything is made of it.
+    """Refuse an unreasonably large size, before anything is created from it.
 
     Args:
-        config: The configuration that the field is about to be set in.
+        config: The configuration whose field is about to be set.
         name: Name of the field.
-        value: What it is given.
+        value: Its new value.
     """
     if type(value) is int:
         most = MOST.get(name)
@@ -127,9 +128,9 @@ def check_heads(config: Any) -> None:
 
 
 def derive_head_dim(config: Any) -> int:
-    """Derive the width of a head where the configuration gives none: the hidden size split evenly.
+    """Width of a head if the configuration names none: the hidden size split evenly.
 
-    Runs before the checks of the single fields, hence its own look at the divisor.
+    It runs before the checks of the single fields, and so checks the divisor itself.
     """
     hidden, heads = config.hidden_size, config.num_attention_heads
     check_positive(config, "hidden_size", "num_attention_heads")
@@ -146,7 +147,7 @@ def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
 
     Args:
         config: A configuration with `rope_parameters` and `head_dim`.
-        rotary_multiple: What the head's width must be a multiple of: 2 in a decoder (pairs of channels), 4
+        rotary_multiple: Number of which the head's width must be a multiple: 2 in a decoder (pairs of channels), 4
             for patches (pairs, half of them for each axis).
     """
     parameters = config.rope_parameters
@@ -159,7 +160,7 @@ def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
             problem = "must be finite" if value in (math.inf, -math.inf) else "is no number"
             fail(config, f"rope_parameters[{name!r}]", value, problem, valid)
     rope_type = parameters.get("rope_type")
-    # "axial" belongs to models that rotate by several coordinates at once.
+    # "axial" is for models that rotate by several coordinates at once.
     if rope_type == "axial" or not hasattr(config, f"_validate_{rope_type}_rope_parameters"):
         names = (re.fullmatch(r"_validate_(\w+)_rope_parameters", name) for name in dir(config))
         known = sorted({match[1] for match in names if match} - {"axial"})
@@ -183,12 +184,12 @@ def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Tell whether a rotary parameter can be computed with; None and truth values stand for what is not used."""
+    """Whether a rotary parameter is a usable number; None and truth values mean "not used"."""
     return value is None or isinstance(value, (int, float)) and abs(value) < 1e100
 
 
 def check_layer_lists(config: Any) -> None:
-    """Demand that the lists which say what each layer is fit the number of layers."""
+    """Demand that the lists with an entry a layer fit the number of layers."""
     count = config.num_hidden_layers
     for name in ("no_rope_layers", "layer_types"):
         value = getattr(config, name)

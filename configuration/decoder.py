@@ -1,10 +1,9 @@
-"""Configurations of the two decoders, and what each of their layers is.
+"""Configurations of the two decoders, and the plan of each layer.
 
-`LlamoeDenseConfig` describes LLaMA 1 and 2 and whatever else has their shape; `LlamoeTextConfig` describes
-the mixture-of-experts decoder of Llama 4. Field names and defaults are those of transformers' `LlamaConfig`
-and `Llama4TextConfig`, so that a stock `config.json` is valid input; the fields that are ours default to the
-stock behaviour. Both are points of one space: the decoder reads a `LayerPlan` for each layer and never asks
-which family it is in.
+`LlamoeDenseConfig` describes LLaMA 1 and 2 and other decoders of their shape; `LlamoeTextConfig` describes the
+mixture-of-experts decoder of Llama 4. Field names and defaults are those of transformers' `LlamaConfig` and
+`Llama4TextConfig`, so a stock `config.json` is valid input; fields of ours default to stock's behaviour. The decoder
+reads a `LayerPlan` for each layer and never asks for the family.
 
 Sources: LLaMA (Touvron et al., 2023, arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Meta's reference
 implementation of Llama 4, Switch Transformer (Fedus et al., 2021, arXiv:2101.03961) for the load-balancing
@@ -31,17 +30,16 @@ from .parallel import DECODER_FSDP, DECODER_PP, DENSE_TP, TEXT_EP, TEXT_TP
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one decoder layer is made of.
+    """The parts of one decoder layer.
 
     Attributes:
         layer_idx: Position of the layer, from 0.
-        attention_type: "full_attention", or "chunked_attention" where a token sees its own chunk only.
+        attention_type: "full_attention", or "chunked_attention" if a token sees only its own chunk.
         use_rope: Whether queries and keys are rotated.
         use_qk_norm: Whether rotated queries and keys are divided by their root mean square.
         use_temperature_tuning: Whether queries are scaled up with their position.
         is_moe: Whether the feed-forward is a mixture of experts.
-        intermediate_size: Inner width of the feed-forward; in a mixture, of each expert and of the shared
-            one.
+        intermediate_size: Inner width of the feed-forward; in a mixture, of each expert and of the shared one.
     """
 
     layer_idx: int
@@ -54,7 +52,7 @@ class LayerPlan:
 
 
 class _DecoderConfig(LlamoeBaseConfig):
-    """What the checks of both decoders share; the fields are declared by the subclasses."""
+    """Checks that both decoders share; the subclasses declare the fields."""
 
     keys_to_ignore_at_inference = KEYS_TO_IGNORE_AT_INFERENCE
     base_model_pp_plan = DECODER_PP
@@ -97,7 +95,7 @@ class _DecoderConfig(LlamoeBaseConfig):
 
 
 class LlamoeDenseConfig(_DecoderConfig):
-    """LLaMA 1, LLaMA 2, Llama 3 and other decoders of their shape: every layer the same, no experts.
+    """LLaMA 1, LLaMA 2, Llama 3 and other decoders of their shape: all layers alike, no experts.
 
     Fields of transformers' `LlamaConfig`, same names and defaults:
         vocab_size: Rows of the embedding.
@@ -105,8 +103,8 @@ class LlamoeDenseConfig(_DecoderConfig):
         intermediate_size: Inner width of the feed-forward.
         num_hidden_layers, num_attention_heads: Layers; query heads of each.
         num_key_value_heads: Key/value heads; None means one per query head, 1 is multi-query attention.
-        head_dim: Width of a head; None means `hidden_size / num_attention_heads`. Given, it frees
-            `hidden_size` from being a multiple of the heads, which stock demands all the same.
+        head_dim: Width of a head; None means `hidden_size / num_attention_heads`. If it is given, `hidden_size` need
+            not be a multiple of the heads, although stock requires that.
         hidden_act: Activation of the gate, by transformers' name.
         max_position_embeddings: Longest context in tokens.
         initializer_range: Standard deviation of fresh weights.
@@ -115,8 +113,8 @@ class LlamoeDenseConfig(_DecoderConfig):
         pad_token_id, bos_token_id, eos_token_id: Special tokens.
         pretraining_tp: Kept for old files; without effect.
         tie_word_embeddings: Whether the output head is the embedding.
-        rope_parameters: `rope_type`, `rope_theta` and what that type of scaling needs. Old files'
-            `rope_theta` and `rope_scaling` are read into it.
+        rope_parameters: `rope_type`, `rope_theta` and further parameters of that type. `rope_theta` and
+            `rope_scaling` of old files are read into it.
         attention_bias, mlp_bias: Whether those projections have biases.
         attention_dropout: Probability of dropping an attention weight in training.
 
@@ -160,7 +158,7 @@ class LlamoeDenseConfig(_DecoderConfig):
         super().__post_init__(**kwargs)
 
     def layer_plan(self, layer_idx: int) -> LayerPlan:
-        """What layer `layer_idx` is made of: the same for all."""
+        """The plan of layer `layer_idx`, the same for all layers."""
         self._check_layer_idx(layer_idx)
         return LayerPlan(
             layer_idx=layer_idx,
@@ -196,17 +194,14 @@ class LlamoeTextConfig(_DecoderConfig):
         output_router_logits: Whether the outputs hold router logits, and the loss the load-balancing term.
         router_aux_loss_coef: Weight of the load-balancing loss.
         router_jitter_noise: Half-width of the uniform noise that multiplies the router's input in training.
-        no_rope_layers: For each layer 1 where it rotates, 0 where not (the name says the opposite, as in
-            stock). None or empty means one without rotation every `no_rope_layer_interval`. Entries past the
-            last layer are cut.
-        no_rope_layer_interval: Distance between position-free layers; None or 0 means that every layer
-            rotates.
-        attention_chunk_size: Tokens in an attention chunk; None (or 0) switches chunks off, also where
-            `layer_types` asks for them.
-        layer_types: "full_attention" or "chunked_attention" for each layer; None means chunked where it
-            rotates.
-        attn_temperature_tuning: Whether position-free layers scale queries with their position. The first
-            release wrote an integer here, which counts as a truth value.
+        no_rope_layers: For each layer 1 if it rotates, 0 if not (the opposite of the name, as in stock). None or
+            empty: one layer without rotation every `no_rope_layer_interval`. Entries past the last layer are cut.
+        no_rope_layer_interval: Distance between position-free layers; None or 0 means that every layer rotates.
+        attention_chunk_size: Tokens in an attention chunk; None (or 0) switches chunks off, even if `layer_types`
+            asks for them.
+        layer_types: "full_attention" or "chunked_attention" for each layer; None means chunked in layers that rotate.
+        attn_temperature_tuning: Whether position-free layers scale queries with their position. The first release
+            wrote an integer here, which counts as a truth value.
         floor_scale, attn_scale: Tokens until that scaling begins, and its strength.
 
     Fields of ours:
@@ -214,9 +209,9 @@ class LlamoeTextConfig(_DecoderConfig):
         mlp_bias: Whether dense feed-forwards and shared experts have biases; routed experts never do.
         router_z_loss_coef: Weight of the mean squared log-sum-exp of the router logits; 0 is off.
         router_dropout: Probability of dropping a router logit in training.
-        expert_capacity_factor: In training an expert takes at most this times its fair share of the tokens;
-            None is no limit.
-        output_expert_load: Whether the outputs count the tokens that each expert took.
+        expert_capacity_factor: In training an expert takes at most this times its fair share of the tokens; None: no
+            limit.
+        output_expert_load: Whether the outputs count the tokens that chose each expert.
     """
 
     model_type = "llamoe_text"
@@ -272,7 +267,7 @@ class LlamoeTextConfig(_DecoderConfig):
     output_expert_load: bool = False
 
     def __post_init__(self, **kwargs):
-        """Fill the fields that follow from others, each layer's among them."""
+        """Fill the fields that follow from others, those of each layer included."""
         check_positive(self, "num_hidden_layers")
         check_not_negative(
             self, "interleave_moe_layer_step", "no_rope_layer_interval", "attention_chunk_size"
@@ -298,7 +293,7 @@ class LlamoeTextConfig(_DecoderConfig):
 
     @classmethod
     def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-        """Apply overrides; fewer layers also shorten the lists that a saved configuration holds."""
+        """Apply overrides; fewer layers also shorten a saved configuration's lists."""
         data = super()._override(data, overrides)
         count = overrides.get("num_hidden_layers")
         if isinstance(count, int):
@@ -309,7 +304,7 @@ class LlamoeTextConfig(_DecoderConfig):
         return data
 
     def layer_plan(self, layer_idx: int) -> LayerPlan:
-        """What layer `layer_idx` is made of."""
+        """The plan of layer `layer_idx`."""
         self._check_layer_idx(layer_idx)
         use_rope = bool(self.no_rope_layers[layer_idx])
         is_moe = layer_idx in self.moe_layers
@@ -341,7 +336,7 @@ class LlamoeTextConfig(_DecoderConfig):
             fail(self, "expert_capacity_factor", factor, "must be positive and finite", valid)
 
     def validate_layer_type(self) -> None:
-        """Check the lists that say what each layer is."""
+        """Check the lists with an entry a layer."""
         check_layer_lists(self)
         if not self.attention_chunk_size and "chunked_attention" in self.layer_types:
             problem = "layer_types asks for chunked_attention"

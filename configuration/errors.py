@@ -2,7 +2,7 @@
 
 
 class ConfigurationError(ValueError):
-    """A field that contradicts itself or another one; catch it as the `ValueError` that it is."""
+    """A field that contradicts itself or another one; it is a `ValueError`."""
 
 
 class CheckpointError(OSError, ValueError, RuntimeError):

@@ -1,8 +1,8 @@
-"""What a saved folder says of itself, so that it loads where nobody has imported llamoe.
+"""Code references in a saved folder, with which it loads where llamoe is not imported.
 
-transformers reads `auto_map` in config.json when it is told `trust_remote_code=True`: which class of which file in the
-folder serves which Auto class. Our file holds no model: it imports the installed llamoe, which registers everything.
-`register_for_auto_class`, transformers' own way, would copy our sources into the folder, file by file.
+With `trust_remote_code=True` transformers reads `auto_map` in config.json: which class in which file of the folder
+serves which Auto class. Our file holds no model: it imports the installed llamoe, which registers everything.
+`register_for_auto_class`, transformers' own way, would copy our sources into the folder.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-# Auto classes and the class that each gives, by model type. A folder's `auto_map` and the registration follow it.
+# Auto class to the class that it returns, by model type. A folder's `auto_map` and the registration follow it.
 AUTO_CLASSES = {
     "llamoe_dense": {
         "AutoModel": "LlamoeDenseModel",
@@ -40,7 +40,8 @@ AUTO_CLASSES = {
 
 MODULE_NAME = "llamoe_hub"
 _FIRST_LINE = '"""Lets transformers load this folder with `trust_remote_code=True`.'
-# transformers looks for missing packages in a file's imports and words the error itself, but passes over `try`.
+# transformers looks for missing packages in a file's imports and words the error itself, but ignores imports in
+# `try`.
 MODULE = (
     _FIRST_LINE
     + '''
@@ -69,13 +70,13 @@ def __getattr__(name):
 '''
 )
 
-# How the `save_pretrained` in progress wants the config written: None for our layout.
+# How the `save_pretrained` in progress writes the config: None for our layout.
 _converter: ContextVar[Callable[[Any], dict[str, Any]] | None] = ContextVar("llamoe_converter", default=None)
 
 
 @contextmanager
 def written_by(converter: Callable[[Any], dict[str, Any]] | None) -> Iterator[None]:
-    """Have the configurations that are saved inside written as `converter` says, without our module.
+    """Context in which configurations are saved as `converter` writes them, without our module.
 
     Args:
         converter: from a configuration to the content of config.json; None for our layout.
@@ -88,19 +89,19 @@ def written_by(converter: Callable[[Any], dict[str, Any]] | None) -> Iterator[No
 
 
 def entries_of_others(auto_map: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Give the entries of an `auto_map` that do not name our module, with or without the `owner/name--` of a hub."""
+    """Entries of an `auto_map` that do not name our module, with or without the `owner/name--` of the Hub."""
     return {name: entry for name, entry in (auto_map or {}).items() if f"{MODULE_NAME}." not in str(entry)}
 
 
 def auto_map(config: Any, is_ours: bool) -> dict[str, str]:
-    """Say which Auto class finds what in the folder of a configuration.
+    """Entries of `auto_map` for the folder of a configuration.
 
     Args:
         config: one of our configurations; `architectures[0]` names the model class in the folder.
         is_ours: the class of the configuration is llamoe's own, not a user's subclass.
 
     Returns:
-        Auto class to `file.class`. What a user's own class has entered stays.
+        Auto class to `file.class`. Entries of a user's own class stay.
     """
     served = AUTO_CLASSES[config.model_type]
     architecture = (config.architectures or [None])[0]
@@ -116,19 +117,20 @@ def auto_map(config: Any, is_ours: bool) -> dict[str, str]:
 
 
 def write_config(config: Any, path: Path, content: Mapping[str, Any], is_ours: bool) -> None:
-    """Write config.json and, in our layout, the module beside it; in stock's layout remove that.
+    """Write config.json and, in our layout, the module beside it; in stock's layout remove the module.
 
     Args:
         config: the configuration.
-        path: of config.json.
-        content: what it writes in our layout, but for `auto_map`.
+        path: path of config.json.
+        content: its content in our layout, without `auto_map`.
         is_ours: see `auto_map`.
     """
     converter = _converter.get()
     module = path.with_name(f"{MODULE_NAME}.py")
     if converter is not None:
         _write(path, _as_json(converter(config)))
-        with suppress(FileNotFoundError):  # another process may have removed it
+        # Another process may have removed it.
+        with suppress(FileNotFoundError):
             if is_our_module(module):
                 module.unlink()
         return
@@ -139,12 +141,12 @@ def write_config(config: Any, path: Path, content: Mapping[str, Any], is_ours: b
 
 
 def write_module(folder: Path) -> None:
-    """Write the module into a folder, which exists."""
+    """Write the module into an existing folder."""
     _write(folder / f"{MODULE_NAME}.py", MODULE)
 
 
 def is_our_module(path: Path) -> bool:
-    """Whether a file is one that `write_module` has written."""
+    """Whether a file was written by `write_module`."""
     return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(_FIRST_LINE)
 
 
@@ -153,7 +155,7 @@ def _as_json(content: Mapping[str, Any]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    # Under a name of its own, since several processes may save into one folder at once.
+    # A temporary name of its own, since several processes may save into one folder at once.
     unfinished = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
     try:
         unfinished.write_text(text, encoding="utf-8")

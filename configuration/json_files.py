@@ -1,4 +1,4 @@
-"""How small files are read: of bounded size, and JSON that says one thing only."""
+"""Reads small files: of bounded size, and JSON without ambiguity."""
 
 import errno
 import json
@@ -9,23 +9,23 @@ from typing import Any
 
 from .errors import CheckpointError
 
-# config.json and its like: a label for each of 20,000 classes takes a megabyte.
+# For config.json and similar files: labels for 20,000 classes take a megabyte.
 _MOST_BYTES = 1 << 24
-# Indexes of hundreds of thousands of tensors, vocabularies.
+# For indexes of hundreds of thousands of tensors, and for vocabularies.
 LARGE = 1 << 27
 
 
 def check_regular(path: str | os.PathLike) -> os.stat_result:
-    """Check that a path is a file that can be read to its end, or a link to one.
+    """Check that a path is a regular file, or a link to one.
 
     Args:
         path: the file.
 
     Returns:
-        what the system says of it.
+        its `os.stat` result.
 
     Raises:
-        OSError: there is nothing, or it may not be looked at; also an `IsADirectoryError`.
+        OSError: it does not exist or is not accessible; an `IsADirectoryError` for a folder.
         CheckpointError: it is a pipe or a device, which might never end.
     """
     status = os.stat(path)
@@ -41,14 +41,14 @@ def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any
 
     Args:
         path: the file.
-        most: bytes that it may have.
+        most: largest number of bytes that is accepted.
 
     Returns:
         the object.
 
     Raises:
-        CheckpointError: the file is missing, larger than `most`, no JSON, or no object; a name stands twice in an
-            object, so that readers may take either value; a number is NaN.
+        CheckpointError: the file is missing, larger than `most`, no JSON, or no object; an object has a name twice,
+            of which readers may take either; a number is NaN.
     """
     try:
         size = check_regular(path).st_size
@@ -58,13 +58,15 @@ def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any
             raw = file.read(most + 1)
     except CheckpointError:
         raise
-    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+    # A name with a zero byte is a ValueError.
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({getattr(error, 'strerror', error)}).") from error
     try:
         content = json.loads(
             raw.decode("utf-8"), object_pairs_hook=without_duplicates, parse_constant=_number
         )
-    except (ValueError, RecursionError) as error:  # no text, no JSON, or numbers and nesting without end
+    # No text, no JSON, or numbers or nesting without end.
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not a valid JSON file ({str(error)[:200]}).") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: should hold a JSON object, not {type(content).__name__}.")
@@ -72,7 +74,7 @@ def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dictionary of a JSON object's pairs, as `object_pairs_hook`; `ValueError` for a name that stands twice."""
+    """Dictionary of a JSON object's pairs, for `object_pairs_hook`; `ValueError` for a name that occurs twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]

@@ -1,15 +1,15 @@
-"""How many bytes the cache of keys and values takes, from a configuration's fields alone.
+"""Bytes of the KV cache, from a configuration's fields alone.
 
-transformers' caches keep, in a chunked layer, the last `attention_chunk_size - 1` tokens and what the latest pass
-has brought; in every other layer, all tokens. A prompt that is read in one pass is therefore held whole by every
-layer until the next pass, which is what a plan has to leave room for.
+transformers' caches keep, in a chunked layer, the last `attention_chunk_size - 1` tokens and those of the latest
+pass; in every other layer, all tokens. So a prompt that is read in one pass is held whole by every layer until the
+next pass, and a plan must leave room for it.
 """
 
 from .base import LlamoeBaseConfig
 
 
 def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list[int]:
-    """Count the tokens that each layer's cache holds at its fullest.
+    """Number of tokens in each layer's cache at its fullest.
 
     Args:
         config: A decoder's configuration, or a multimodal one.
@@ -37,7 +37,7 @@ def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list
 def cache_bytes(
     config: LlamoeBaseConfig, context: int, batch_size: int = 1, element_size: int = 2, piece: int = 1
 ) -> list[int]:
-    """Count the bytes of each layer's cache at its fullest.
+    """Bytes of each layer's cache at its fullest.
 
     Args:
         config: A decoder's configuration, or a multimodal one.

@@ -1,8 +1,8 @@
 """Configuration of the multimodal model: a vision tower, a projector and a text decoder.
 
-Field names and defaults are those of transformers' `Llama4Config`, so that a published `config.json` of Llama
-4 is valid input. Nested configurations are built here rather than by transformers, whose way of doing it
-changed within the range of releases that this package supports.
+Field names and defaults are those of transformers' `Llama4Config`, so a published `config.json` of Llama 4 is valid
+input. Nested configurations are built here, not by transformers, whose way of building them differs between supported
+releases.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,23 +22,23 @@ class LlamoeConfig(LlamoeBaseConfig):
     """Llama 4 as a whole.
 
     Fields of transformers' `Llama4Config`, same names and defaults:
-        text_config: A `LlamoeTextConfig`, or what makes one: a dictionary or a stock configuration; None for
-            the defaults.
+        text_config: A `LlamoeTextConfig`, or a dictionary or stock configuration from which one is made; None for the
+            defaults.
         vision_config: The same for a `LlamoeVisionConfig`.
         boi_token_index, eoi_token_index: Tokens around a picture (also readable as `boi_token_id`,
             `eoi_token_id`).
         image_token_index: The token that a picture's features replace (also readable as `image_token_id`).
-        tie_word_embeddings: As in stock, where the text configuration's field of the same name decides for
-            its head.
+        tie_word_embeddings: As in stock: the text configuration's field of the same name decides for its head.
 
-    Labels (`num_labels`, `id2label`, `label2id`, `problem_type`) given for the whole are handed to the text
+    Labels (`num_labels`, `id2label`, `label2id`, `problem_type`) given for the whole are passed to the text
     configuration, whose classifier they describe.
     """
 
     model_type = "llamoe"
     stock_model_type: ClassVar[str] = "llama4"
     keys_to_ignore_at_inference = KEYS_TO_IGNORE_AT_INFERENCE
-    base_model_fsdp_plan: ClassVar[dict[str, str]] = {}  # transformers' default names a decoder's children
+    # transformers' default names a decoder's children.
+    base_model_fsdp_plan: ClassVar[dict[str, str]] = {}
     attribute_map: ClassVar[dict[str, str]] = {
         "image_token_id": "image_token_index",
         "boi_token_id": "boi_token_index",
@@ -49,7 +49,8 @@ class LlamoeConfig(LlamoeBaseConfig):
         "vision_config": LlamoeVisionConfig,
     }
 
-    if TYPE_CHECKING:  # whatever is assigned becomes one of these
+    # Assigned values are converted to these types.
+    if TYPE_CHECKING:
         vision_config: LlamoeVisionConfig
         text_config: LlamoeTextConfig
     else:
@@ -62,7 +63,7 @@ class LlamoeConfig(LlamoeBaseConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """Build a configuration as `LlamoeBaseConfig.from_dict` does; what concerns the routers goes to the text."""
+        """Build a configuration as `LlamoeBaseConfig.from_dict` does; router fields go to the text configuration."""
         passed_on = {name: kwargs.pop(name) for name in _ROUTER_FIELDS if name in kwargs}
         if passed_on and isinstance(kwargs.get("text_config", {}), dict):
             kwargs["text_config"] = {**passed_on, **kwargs.get("text_config", {})}
@@ -75,7 +76,8 @@ class LlamoeConfig(LlamoeBaseConfig):
                 setattr(self, name, {})
         text = self.text_config
         labels = {name: getattr(text, name) for name in _LABELS}
-        super().__post_init__(**kwargs)  # fills in labels where none were given, and hands them on
+        # Fills in labels if none were given, and passes them on.
+        super().__post_init__(**kwargs)
         if "num_labels" not in kwargs and self.id2label == PreTrainedConfig().id2label:
             labels["problem_type"] = self.problem_type or labels["problem_type"]
         else:
@@ -84,7 +86,7 @@ class LlamoeConfig(LlamoeBaseConfig):
             setattr(text, name, value)
 
     def __setattr__(self, name, value):
-        """Set an attribute; what makes a nested configuration becomes one."""
+        """Set an attribute; a dictionary or stock configuration becomes a nested configuration of ours."""
         if name in _LABELS and isinstance(text := self.__dict__.get("text_config"), LlamoeTextConfig):
             setattr(text, name, value)
         config_class = self.sub_configs.get(name)
@@ -108,10 +110,10 @@ class LlamoeConfig(LlamoeBaseConfig):
             part.validate()
 
     def check_multimodal(self) -> None:
-        """Check that tower, projector and decoder fit together; `ValueError` where they do not.
+        """Check that tower, projector and decoder fit together; `ValueError` if they do not.
 
-        The class defaults do not, as in stock (a tower that ends with 4096 channels, a projector that reads
-        7680), so that this is no part of `validate`; a model's constructor calls it.
+        The class defaults do not, as in stock (the tower ends with 4096 channels, the projector reads 7680). So this
+        is no part of `validate`; a model's constructor calls it.
         """
         vision, text = self.vision_config, self.text_config
         if not vision.use_adapter:
@@ -126,7 +128,7 @@ class LlamoeConfig(LlamoeBaseConfig):
             problem = "a class token has no place among image tokens"
             fail(self, "vision_config.vision_feature_select_strategy", strategy, problem, "'default'")
         if not 0 <= self.image_token_index < text.vocab_size:
-            # No error: stock runs such a model on texts, where no token stands for an image.
+            # No error: stock runs such a model on texts without images.
             logger.warning(
                 "LlamoeConfig.image_token_index = %d is outside text_config.vocab_size = %d: the model cannot be "
                 "given images.",

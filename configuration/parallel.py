@@ -1,17 +1,18 @@
-"""How each model is spread over several devices: plans in transformers' terms, as data.
+"""Plans of how each model is distributed over several devices, in transformers' terms, as data.
 
-A plan maps a module or parameter of the base model (`*` stands for a layer's number) to what transformers does with
-it. A configuration carries the plans of its base model, the heads those of what they add, and `post_init` joins
-them. A model that lacks a part (a mixture without dense layers, a tower without adapter) drops the rules for it.
+A plan maps a module or parameter of the base model (`*` stands for a layer's number) to transformers' style for it. A
+configuration has the plans of its base model, each head those of its additions, and `post_init` joins them. Rules for
+parts that a model lacks (dense layers of a mixture, a tower's adapter) are dropped.
 
 * Tensor parallel: `colwise` splits a linear layer's outputs, `rowwise` its inputs, so that the pair needs one sum at
-  its end. The stacked experts are `[E, in, out]`, the other way round than a linear layer's weight: what splits
-  their outputs is called rowwise, and "packed" means that gate and up are each split by themselves.
+  its end. The stacked experts are `[E, in, out]`, transposed against a linear layer's weight: the style that splits
+  their outputs is called rowwise. "Packed" means that gate and up are each split by themselves.
 * Expert parallel: whole experts on each device. Rows arrive scaled by their router score, with weights of one, so
-  that transformers' dispatch suits routing that scales the input. One spelling serves all releases: where
-  `ep_dispatch_experts` is missing (before 5.19), `modeling/parallel/expert_parallel.py` brings it.
-* Pipeline parallel: the children in the order in which they run, with the names of what goes in and out.
-* FSDP2: what is gathered and freed by itself; the last modules keep their weights, as they come first in backward.
+  transformers' dispatch also suits routing that scales the input. One spelling serves all releases: where
+  `ep_dispatch_experts` is missing (before 5.19), `modeling/parallel/expert_parallel.py` adds it.
+* Pipeline parallel: the children in the order in which they run, with the names of their inputs and outputs.
+* FSDP2: modules that are gathered and freed by themselves; the last modules keep their weights, as they come first in
+  backward.
 """
 
 import re
@@ -76,27 +77,27 @@ VISION_TP = {
 VISION_FSDP = {"model.layers.*": "free_full_weight"}
 
 
-# Of the language model head.
+# Plans of the language model head.
 HEAD_TP = {"lm_head": "colwise_gather_output"}
 HEAD_PP = {"lm_head": (["hidden_states"], ["logits"])}
 HEAD_FSDP = {"lm_head": "keep_full_weight"}
 
 
 def wildcard(name: str) -> str:
-    """Give the name of a module or parameter as plans spell it, with `*` in place of a layer's number."""
+    """Name of a module or parameter as plans spell it, with `*` in place of a layer's number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def check_parallel(config: PreTrainedConfig, tp_size: int, ep_size: int) -> None:
-    """Check that the devices divide what cannot be split otherwise.
+    """Check that the number of devices divides attention heads and experts.
 
     Args:
-        config: of any of our models.
+        config: any of our models' configs.
         tp_size: devices of tensor parallelism; 1 is none.
         ep_size: devices of expert parallelism; 1 is none.
 
     Raises:
-        ValueError: attention heads that `tp_size`, or experts that `ep_size` does not divide.
+        ValueError: `tp_size` does not divide the attention heads, or `ep_size` the experts.
     """
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), tp_size)

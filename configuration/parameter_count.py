@@ -1,8 +1,7 @@
-"""How many parameters a configuration stands for, from its fields alone.
+"""Number of a model's parameters, from its configuration's fields alone.
 
-The count is that of the model that a checkpoint holds: a decoder with its output head, a tower with its
-adapter or CLIP head, or all of it with the projector. Norms of queries and keys have no weights, nor have
-rotary embeddings.
+It counts the model in a checkpoint: a decoder with its output head, a tower with its adapter or CLIP head, or all of
+these with the projector. Norms of queries and keys have no weights, nor have rotary embeddings.
 """
 
 from dataclasses import dataclass
@@ -15,14 +14,13 @@ from .vision import LlamoeVisionConfig
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a model.
+    """Numbers of a model's parameters.
 
     Attributes:
         total: All of them; a tied output head counts once.
-        active: What one token goes through: `total` less the experts that were not chosen. Embeddings, output
-            head, router, shared expert and, in a multimodal model, tower and projector count in full. Llama
-            4's published "17B active" leaves the tower out: its decoder alone gives 17.2 (Scout) and 17.2
-            (Maverick) billion.
+        active: Those that one token uses: `total` less the experts that were not chosen. Embeddings, output head,
+            router, shared expert and, in a multimodal model, tower and projector count in full. Llama 4's published
+            "17B active" leaves the tower out: the decoder alone has 17.2 billion in Scout and in Maverick.
     """
 
     total: int
@@ -39,7 +37,7 @@ def count_parameters(config: LlamoeBaseConfig) -> ParameterCount:
         config: Any configuration of ours.
 
     Returns:
-        The total and what is active for one token.
+        The total and the number active for one token.
     """
     if isinstance(config, LlamoeConfig):
         text, vision = config.text_config, config.vision_config

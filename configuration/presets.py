@@ -1,4 +1,4 @@
-"""Every published size, as data.
+"""Configurations of every published size, as data.
 
 Sources: the papers and `params.json` files of LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288) and Llama
 3 (arXiv:2407.21783); the published configurations of Llama 4 (pretrained releases; the instruction-tuned ones
@@ -141,7 +141,7 @@ _MAVERICK = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 
-# Name to model type and fields; read-only at the top, and `preset` copies.
+# Name to model type and fields; read-only at the top level, and `preset` copies them.
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "llama-7b": _dense(4096, 32, 32, 32, 11008, rms_norm_eps=1e-6),
@@ -176,11 +176,10 @@ def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:
 
     Args:
         name: One of `PRESETS`.
-        **overrides: Fields to change; a dictionary for `text_config` or `vision_config` changes fields inside
-            it.
+        **overrides: Fields to change; a dictionary for `text_config` or `vision_config` changes fields inside it.
 
     Returns:
-        A fresh configuration.
+        A new configuration.
     """
     if name not in PRESETS:
         close = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.5)

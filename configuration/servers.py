@@ -1,8 +1,8 @@
-"""What inference servers compute otherwise than this library, said by name when they build a model.
+"""Differences between inference servers' computation and this library's, reported when a server builds a model.
 
-vLLM and SGLang run models of transformers by putting their own attention and their own experts in place of ours. Which
-of them builds a model is told by the attention implementation that it writes into the configuration beforehand. What
-they then do is read in their sources, vLLM 0.33.0 `model_executor/models/transformers` and SGLang 0.5.23
+vLLM and SGLang run transformers models with their own attention and experts in place of ours. The attention
+implementation that a server writes into the configuration beforehand tells which one builds the model. The
+differences come from their sources: vLLM 0.33.0 `model_executor/models/transformers`, SGLang 0.5.23
 `srt/models/transformers.py`.
 """
 
@@ -16,7 +16,7 @@ SERVERS = {"vllm": "vLLM", "vllm_mla": "vLLM", "sglang": "SGLang"}
 
 
 def warn_of_server(config: PreTrainedConfig) -> None:
-    """Warn, once each, of what the server that builds a decoder will compute otherwise; silent elsewhere.
+    """Warn, once each, of the server's differences while it builds a decoder; silent elsewhere.
 
     Args:
         config: a decoder's config.
@@ -27,7 +27,7 @@ def warn_of_server(config: PreTrainedConfig) -> None:
 
 
 def differences(config: PreTrainedConfig, server: str) -> list[str]:
-    """Give a sentence for each thing that a server computes otherwise.
+    """A sentence for each thing that a server computes differently.
 
     Args:
         config: a decoder's config.

@@ -1,7 +1,7 @@
-"""Stock configurations of transformers to ours and back.
+"""Conversion of transformers' stock configurations to ours and back.
 
 Reading needs no call: every configuration class here accepts a stock dictionary, folder or nested part.
-`from_stock` adds configuration objects and the choice of the class. `to_stock` writes what transformers, vLLM
+`from_stock` also accepts configuration objects and chooses the class. `to_stock` writes what transformers, vLLM
 and llama.cpp read without this package, and refuses what they could not compute.
 """
 
@@ -21,12 +21,12 @@ CONFIG_CLASSES = {
     for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig)
 }
 
-# Stock has one class for everything multimodal.
+# Stock has a single multimodal class.
 _STOCK_ARCHITECTURES = {ours: stock for stock, ours in ARCHITECTURES.items()} | {
     "LlamoeModel": "Llama4ForConditionalGeneration"
 }
 
-# Fields of ours that stock has no equivalent for: what they must be for stock to compute the same.
+# Fields of ours without an equivalent in stock: the values at which stock computes the same.
 _REQUIRED = {
     LlamoeDenseConfig: {"rope_interleave": False},
     LlamoeTextConfig: {"rope_interleave": True, "mlp_bias": False},
@@ -43,7 +43,7 @@ _REQUIRED = {
     LlamoeConfig: {},
 }
 
-# Left out besides: fields of ours that change training or reporting only, and one that stock never declared.
+# Also left out: fields of ours that change only training or reporting, and one that stock never declared.
 _DROPPED = {
     LlamoeDenseConfig: (),
     LlamoeTextConfig: (
@@ -61,9 +61,8 @@ def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig
     """Our configuration for a stock one.
 
     Args:
-        config: A configuration object or the content of a `config.json`, of model type llama, llama4,
-            llama4_text or llama4_vision_model. One that is ours already is returned as it is, or read, if a
-            dictionary.
+        config: A configuration object or the content of a `config.json`, of model type llama, llama4, llama4_text or
+            llama4_vision_model. An object that is ours already is returned as it is, a dictionary of ours is read.
 
     Returns:
         The configuration of ours that reads that model type.
@@ -84,7 +83,7 @@ def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig
 def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
     """The stock equivalent of a configuration, as the content of a `config.json`.
 
-    Fields that change training or reporting only are dropped; attributes that are nobody's field, such as
+    Fields that change only training or reporting are dropped; attributes that are no field, such as
     `quantization_config`, are kept.
 
     Args:
@@ -130,8 +129,8 @@ def _adjust_dense(config: LlamoeDenseConfig, data: dict[str, Any]) -> None:
 
 def _adjust_text(config: LlamoeTextConfig, data: dict[str, Any]) -> None:
     data["attn_temperature_tuning"] = bool(config.attn_temperature_tuning)
-    # Stock makes a chunked mask for every model, whether a layer uses it or not, and divides by the interval
-    # even where the layers are listed.
+    # Stock makes a chunked mask for every model, even if no layer uses it, and divides by the interval even if the
+    # layers are listed.
     if config.attention_chunk_size is None:
         data["attention_chunk_size"] = config.max_position_embeddings
     if not config.no_rope_layer_interval:

@@ -1,11 +1,10 @@
 """Configuration of the vision tower: exactly Llama 4's, and with its switches exactly MetaCLIP's.
 
-Field names and defaults are those of transformers' `Llama4VisionConfig`. Two things differ from it on
-purpose. Stock declares `hidden_act`, `norm_eps`, `multi_modal_projector_bias` and
-`vision_feature_select_strategy` but computes with GELU, 1e-5, no bias and "default" whatever they say; ours
-are honoured, so reading a stock configuration pins them to what stock computes. And stock takes the adapter's
-input width from `intermediate_size`, right only where that is `hidden_size / pixel_shuffle_ratio**2`; ours is
-derived.
+Field names and defaults are those of transformers' `Llama4VisionConfig`, with two deliberate differences. Stock
+declares `hidden_act`, `norm_eps`, `multi_modal_projector_bias` and `vision_feature_select_strategy` but always
+computes with GELU, 1e-5, no bias and "default"; ours are honoured, so reading a stock configuration sets them to what
+stock computes. And stock takes the adapter's input width from `intermediate_size`, which is right only if that is
+`hidden_size / pixel_shuffle_ratio**2`; ours is derived.
 
 Sources: Meta's reference implementation of Llama 4; CLIP (Radford et al., 2021, arXiv:2103.00020); MetaCLIP
 (Xu et al., 2023, arXiv:2309.16671) and its configurations in open_clip.
@@ -19,7 +18,7 @@ from .parallel import VISION_FSDP, VISION_TP
 
 FEATURE_STRATEGIES = ("default", "full")
 
-# What the stock tower computes with, whatever its configuration says.
+# Values with which the stock tower computes, whatever its configuration says.
 STOCK_CONSTANTS = {
     "hidden_act": "gelu",
     "norm_eps": 1e-5,
@@ -36,12 +35,10 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: Shape of the transformer.
         hidden_act: Activation of the blocks by transformers' name; "gelu" in Llama 4, "quick_gelu" in most
             MetaCLIP towers. The adapter keeps GELU.
-        num_channels, image_size, patch_size: Picture and patch, in pixels; square, an integer after
-            construction.
+        num_channels, image_size, patch_size: Picture and patch, in pixels; square, an integer after construction.
         norm_eps: Added to the variance in every layer norm.
-        vision_output_dim: Width of what leaves the adapter.
-        vision_feature_select_strategy: "default" leaves the class token out, "full" keeps it (without adapter
-            only).
+        vision_output_dim: Width of the adapter's output.
+        vision_feature_select_strategy: "default" drops the class token, "full" keeps it (without adapter only).
         pixel_shuffle_ratio: The adapter merges squares of `1 / ratio` by `1 / ratio` patches into one token.
         projector_input_dim, projector_output_dim: Inner and outer width of the adapter.
         projector_dropout: Probability of dropping an inner channel of the adapter in training.
@@ -53,11 +50,10 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
     Fields of ours:
         use_rope: Whether patches are rotated by their place in the grid.
         use_pre_layernorm, use_post_layernorm: Norms before and after the blocks.
-        vision_feature_layer: Which hidden state leaves the tower, as an index into the embeddings followed by
-            the output of each block: -1 is the last block, -2 the one before.
+        vision_feature_layer: Which hidden state the tower returns, as an index into the embeddings followed by the
+            output of each block: -1 is the last block, -2 the one before.
         projection_dim: Width of CLIP's joint space; None for a tower without that head.
-        use_adapter: Whether the adapter follows. Without it any grid is fine and the tower ends with its
-            tokens.
+        use_adapter: Whether the adapter follows. Without it any grid is valid and the tower returns its own tokens.
         projector_final_act: Whether the adapter ends with the activation too.
         attention_bias: Whether the attention's projections have biases.
     """
@@ -145,7 +141,7 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
 
     @property
     def tokens_per_tile(self) -> int:
-        """Tokens that leave the tower for one picture or tile."""
+        """Tokens that the tower returns for one picture or tile."""
         if self.use_adapter:
             return (self.grid_size // self.shuffle_size) ** 2
         return self.num_patches + (self.vision_feature_select_strategy == "full")
@@ -212,7 +208,7 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
         return 4 if self.use_rope else 0
 
     def validate_rope(self) -> None:
-        """Check the rotary embedding, which has no scaling: a grid does not grow as a text does."""
+        """Check the rotary embedding, which has no scaling: unlike a text, a grid does not grow."""
         super().validate_rope()
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if self.use_rope and rope_type != "default":

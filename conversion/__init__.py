@@ -1,12 +1,12 @@
-"""Weights in and out: Meta's and open_clip's formats, Hugging Face's, and checkpoints made of others.
+"""Weights in and out: Meta's, open_clip's and Hugging Face's formats, and checkpoints made from other checkpoints.
 
-Everything goes through lazy tensors under stock Hugging Face keys: `open_checkpoint` gives them for every format, and
-every command writes views of them, block by block.
+`open_checkpoint` reads every format as lazy tensors under stock Hugging Face keys. Every command writes views of these
+tensors, block by block.
 
 Reading order: io (a folder: lazy tensors, reading and writing files), tokenizers (a folder), checkpoint (a
-configuration and lazy tensors, whatever they came from); hf, clip, meta (folders, one a format), open (which of them);
-then a file a command: convert, upcycle, merge_kv_heads, assemble, verify (a folder), footprint, inspect; printing, cli
-(the `llamoe` command). A file or folder imports only what stands before it.
+configuration and lazy tensors, read from any format); hf, clip, meta (a folder for each format), open (recognises the
+format); then a file for each command: convert, upcycle, merge_kv_heads, assemble, verify (a folder), footprint,
+inspect; printing, cli (the `llamoe` command). A file or folder imports only what stands before it.
 """
 
 from .assemble import assemble

@@ -1,14 +1,14 @@
-"""A decoder and a vision tower become one multimodal checkpoint, ready to be trained.
+"""Join a decoder and a vision tower into one multimodal checkpoint, ready for training.
 
-What the two sides know stays: the result gives the decoder's logits for every text of the decoder's tokens, and the
-tower's features for every picture. New are the adapter behind the tower (unless it has one), the projector, and rows
-of embedding and output head for the tokens around pictures; those rows are the mean of the old ones.
+The result keeps the decoder's logits for every text made of the decoder's tokens, and the tower's features for every
+picture. Three things are new: the adapter behind the tower (unless it has one), the projector, and rows of embedding
+and output head for the tokens around pictures. Each new row is the mean of the old rows.
 
-Ids below the decoder's vocabulary keep their meaning. Where the embedding has more rows than the tokenizer has tokens,
-unused tokens fill the gap, so that new ones come behind both and a tool that resizes the embedding to the length of
+Ids below the decoder's vocabulary size keep their meaning. Where the embedding has more rows than the tokenizer has
+tokens, unused tokens fill the gap. New tokens then follow both, and a tool that resizes the embedding to the length of
 the tokenizer changes nothing.
 
-A dense decoder is written as one of Llama 4's family without mixtures, the same function (see `upcycle`).
+A dense decoder is written as a Llama 4 decoder without mixture layers, which computes the same (see `upcycle`).
 """
 
 import copy
@@ -37,11 +37,13 @@ from .tokenizers import (
 from .upcycle import as_text_model, fresh, zeros
 
 _PAD = "<|finetune_right_pad|>"
-_ENDS = ("<|eot|>", "<|eom|>")  # of an answer, in the chat template that is written
+# Tokens that end an answer in the chat template that is written.
+_ENDS = ("<|eot|>", "<|eom|>")
 _TOWER_PROCESSOR = "preprocessor_config.json"
 _LLAMA_4_MEAN = _LLAMA_4_STD = (0.5, 0.5, 0.5)
-_ROWS = 4096  # of an embedding, summed at a time
-# Of a decoder's companions, what the assembled model gets anew.
+# Rows of an embedding that are summed at a time.
+_ROWS = 4096
+# The decoder's companion files that the assembled model replaces.
 _REPLACED = (
     _TOWER_PROCESSOR,
     "processor_config.json",
@@ -71,40 +73,39 @@ def assemble(
     dry_run: bool = False,
     progress: Any = None,
 ) -> Report:
-    """Make one multimodal checkpoint of a decoder and a vision tower.
+    """Join a decoder and a vision tower into one multimodal checkpoint.
 
-    The result loads by `AutoModelForImageTextToText` and `AutoProcessor`, answers (nonsense, until it is trained) and
-    trains. Its vocabulary is extended by the tokens around pictures and messages, as far as they are missing.
+    The result loads with `AutoModelForImageTextToText` and `AutoProcessor` and can be trained; until then its answers
+    are nonsense. Tokens around pictures and messages are added to the vocabulary where they are missing.
 
     Args:
-        text: a decoder: dense LLaMA, a mixture, or a multimodal model of which the decoder is taken. It comes with
-            its tokenizer.
-        vision: a tower of any format that `open_tower` reads, or a multimodal model of which the tower is taken.
+        text: a decoder with its tokenizer: a dense LLaMA, a mixture, or a multimodal model, whose decoder is used.
+        vision: a tower of any format that `open_tower` reads, or a multimodal model, whose tower is used.
         target: the folder to write.
-        projector_dim: width of what leaves the adapter; None for the decoder's width.
-        pixel_shuffle_ratio: the adapter merges squares of `1 / ratio` by `1 / ratio` patches; None for 0.5, Llama 4's,
-            which needs an even grid.
+        projector_dim: width of the adapter's output; None for the decoder's width.
+        pixel_shuffle_ratio: the adapter merges squares of `1 / ratio` by `1 / ratio` patches. None is Llama 4's 0.5,
+            which needs a grid with an even number of patches a side.
         image_size: side of a tile in pixels, a multiple of the tower's patch size; None keeps the tower's.
         fold_normalization: change the patch weights so that pixels are normalized as for Llama 4.
         max_tiles: largest number of tiles that a picture is cut into.
-        activation: of an open_clip file that does not say it; see `open_tower`, like the next two.
+        activation: for an open_clip file that does not state it; see `open_tower`, as for the next two.
         tag: see there.
         heads: see there.
-        seed: of adapter and projector, at least 0.
+        seed: random seed of adapter and projector, at least 0.
         layout: config.json as "stock" or "llamoe"; None for stock where stock can express the model (never with a
-            tower of CLIP).
-        dtype: of all weights; None takes the decoder's.
+            CLIP tower).
+        dtype: dtype of all weights; None takes the decoder's.
         shard_size: largest size of a file.
-        resume: whether to go on where an earlier call was interrupted.
+        resume: whether to continue an interrupted call.
         dry_run: whether to write nothing.
         progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
 
     Returns:
-        what was written; its notes name what is fresh.
+        what was written; its notes name the new weights.
 
     Raises:
         ValueError: no decoder or no tower where one was expected, sizes that do not fit, a decoder without tokenizer.
-        CheckpointError: a file that is missing or damaged (also a ValueError).
+        CheckpointError: a missing or damaged file (also a ValueError).
     """
     for name, value, least in (
         ("projector_dim", projector_dim, 1),
@@ -158,15 +159,15 @@ def assemble(
 
 @dataclass
 class _Vocabulary:
-    """The decoder's vocabulary with the tokens that pictures need.
+    """The decoder's vocabulary, extended by the tokens that pictures need.
 
     Attributes:
-        files: all companions, with the longer tokenizer.
-        ids: of the tokens that pictures and messages need.
-        known: tokens that the tokenizer had.
-        rows: of the embedding that it needs.
-        pad_token_id: of padding.
-        notes: on what was added.
+        files: all companion files, with the extended tokenizer.
+        ids: token ids that pictures and messages need.
+        known: number of tokens that the tokenizer had.
+        rows: number of rows that the embedding needs.
+        pad_token_id: id of the padding token.
+        notes: what was added.
     """
 
     files: dict[str, bytes]
@@ -178,7 +179,7 @@ class _Vocabulary:
 
 
 def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpoint:
-    """Open a decoder, as one of Llama 4's family; of a multimodal model the decoder alone."""
+    """Open a decoder as one of Llama 4's family; a multimodal model without its tower."""
     checkpoint = open_source(text, target, resume)
     config = checkpoint.config
     if isinstance(config, LlamoeVisionConfig):
@@ -200,7 +201,7 @@ def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpo
 
 
 def _open_tower(vision: str | Path, activation: str | None, tag: str | None, heads: int | None) -> Checkpoint:
-    """Open a tower; of a multimodal model of Meta's the tower alone, as `open_tower` does of Hugging Face's."""
+    """Open a tower; of Meta's multimodal models the tower alone, as `open_tower` does for Hugging Face's."""
     if not (Path(vision) / "params.json").is_file():
         return open_tower(vision, activation=activation, tag=tag, heads=heads)
     whole = open_checkpoint(vision)
@@ -213,7 +214,7 @@ def _open_tower(vision: str | Path, activation: str | None, tag: str | None, hea
 
 
 def _part(whole: Checkpoint, prefix: str, config: LlamoeBaseConfig, reason: str) -> Checkpoint:
-    """Take the part of a multimodal checkpoint whose keys begin with `prefix`."""
+    """The part of a multimodal checkpoint whose keys begin with `prefix`."""
     kept = {key: tensor for key, tensor in whole.tensors.items() if key.startswith(prefix)}
     dropped = dict.fromkeys((key for key in whole.tensors if key not in kept), reason)
     return replace(
@@ -227,7 +228,7 @@ def _part(whole: Checkpoint, prefix: str, config: LlamoeBaseConfig, reason: str)
 def _with_adapter(
     tower: Checkpoint, hidden_size: int, projector_dim: int | None, ratio: float | None
 ) -> Checkpoint:
-    """Give the tower a configuration with an adapter, and leave out what has no place before a decoder."""
+    """The tower with an adapter in its configuration, without the tensors that a decoder does not use."""
     config = copy.deepcopy(tower.config)
     assert isinstance(config, LlamoeVisionConfig)
     dropped = {}
@@ -259,7 +260,7 @@ def _with_adapter(
 
 
 def _nearest_ratio(ratio: float) -> float:
-    """Take 0.3333 for a third; the configuration refuses what is no part of one."""
+    """The nearest 1/n, so that 0.3333 means a third; the configuration refuses all other ratios."""
     if isinstance(ratio, (int, float)) and 0 < ratio <= 1 and abs(ratio * round(1 / ratio) - 1) < 0.01:
         return 1 / round(1 / ratio)
     raise ValueError(f"pixel_shuffle_ratio = {ratio!r}; give one over an integer: 1.0, 0.5, 0.25 and so on.")
@@ -279,7 +280,7 @@ def _default_ratio(config: LlamoeVisionConfig) -> float:
 
 
 def _extend(decoder: Checkpoint) -> _Vocabulary:
-    """Add the tokens that pictures and messages need behind all ids that are in use."""
+    """Add the tokens that pictures and messages need, after all ids that are in use."""
     files, _ = extend_tokenizer(decoder.companions, ())
     present, before = token_ids(files), decoder.config.vocab_size
     known = max(present.values(), default=-1) + 1
@@ -308,7 +309,7 @@ def _extend(decoder: Checkpoint) -> _Vocabulary:
 
 
 def _pad_token(settings: dict[str, Any], present: dict[str, int], pad_token_id: int | None) -> str:
-    """Find the token that rows of a batch are filled up with: the tokenizer's, the configuration's, or a new one."""
+    """The padding token: the tokenizer's, the configuration's, or a new one."""
     pad = settings.get("pad_token")
     pad = pad["content"] if isinstance(pad, dict) else pad
     names = {index: token for token, index in present.items()}
@@ -318,7 +319,7 @@ def _pad_token(settings: dict[str, Any], present: dict[str, int], pad_token_id: 
 def _prompt_files(
     files: dict[str, bytes], ids: dict[str, int], config: Any, pad: str, pad_token_id: int
 ) -> list[str]:
-    """Write into `files` what prompts and answers look like; give notes on what was there before."""
+    """Write chat template, processor and generation files into `files`; return notes on what was there before."""
     notes = []
     settings = json.loads(files["tokenizer_config.json"])
     generation = _generation(files)
@@ -369,13 +370,14 @@ def _as_list(ids: int | list[int] | None) -> list[int]:
 
 
 def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: _Vocabulary, seed: int) -> Checkpoint:
-    """Put both sides' tensors under one configuration, and what is fresh between them."""
+    """Join both sides' tensors under one configuration and add the new weights."""
     text, vision = copy.deepcopy(decoder.config), copy.deepcopy(tower.config)
     assert isinstance(text, LlamoeTextConfig)
     assert isinstance(vision, LlamoeVisionConfig)
     before = text.vocab_size
     text.vocab_size = vocabulary.rows
-    for part in (text, vision):  # said once, for the whole
+    # The whole configuration states these once.
+    for part in (text, vision):
         part.architectures = part.dtype = None
     text.eos_token_id = json.loads(vocabulary.files["generation_config.json"])["eos_token_id"]
     text.pad_token_id = vocabulary.pad_token_id
@@ -403,7 +405,8 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: _Vocabulary, seed:
         )
     companions = dict(vocabulary.files)
     for name, content in tower.companions.items():
-        if name != _TOWER_PROCESSOR:  # licences
+        # The tower's other files are licences.
+        if name != _TOWER_PROCESSOR:
             companions[f"vision_{name}" if companions.get(name, content) != content else name] = content
     notes = [
         *decoder.notes,
@@ -419,14 +422,14 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: _Vocabulary, seed:
         dropped={**decoder.dropped, **tower.dropped},
         companions=companions,
         sources=[*decoder.sources, *tower.sources],
-        # What was opened first decides, where both are parts of one model.
+        # Where both are parts of one model, the look of the first opening counts.
         looks={**tower.looks, **decoder.looks},
         notes=notes,
     )
 
 
 def _lengthen(matrix: LazyTensor, known: int, rows: int) -> LazyTensor:
-    """View a matrix with rows added at its end, each the mean of the first `known`; those that are there stay."""
+    """View a matrix with rows appended, each the mean of its first `known` rows; old rows are unchanged."""
     before, width = matrix.shape
     if rows <= before:
         return matrix
@@ -444,7 +447,7 @@ def _lengthen(matrix: LazyTensor, known: int, rows: int) -> LazyTensor:
 
 
 def _pixels(tower: Checkpoint) -> tuple[list[float], list[float], int, str]:
-    """Mean, deviation and filter that the tower's pixels want, and a note on where they are from."""
+    """Mean, standard deviation and resampling filter that the tower's pixels need, and a note on their source."""
     content = tower.companions.get(_TOWER_PROCESSOR)
     if content is not None:
         processor = json.loads(content)

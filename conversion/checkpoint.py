@@ -1,7 +1,7 @@
-"""A checkpoint, whatever it came from: a configuration and lazy tensors under stock Hugging Face keys.
+"""A checkpoint of any format: a configuration and lazy tensors under stock Hugging Face keys.
 
-Every source becomes one of these and every target is written from one, so that a command that changes weights works on
-all formats. Here are those for Hugging Face folders: safetensors or .bin, in one file or many.
+Every source is opened as a `Checkpoint` and every target is written from one, so that a command that changes weights
+works on all formats. This file also holds the checks of tensors against the model that a configuration describes.
 """
 
 import copy
@@ -41,18 +41,18 @@ DTYPES = {
 
 @dataclass
 class Checkpoint:
-    """A checkpoint that was opened.
+    """An opened checkpoint.
 
     Attributes:
         path: file or folder that it was opened from.
         kind: "meta-llama", "meta-llama4", "hf", "open_clip" or "clip".
-        config: of ours.
+        config: a configuration of llamoe.
         tensors: stock key to tensor, with stacked experts.
-        dropped: key of the source to the reason why it has no place in `tensors`.
-        companions: name to content of the files that come along, in Hugging Face's form.
+        dropped: source key to the reason why the tensor is not in `tensors`.
+        companions: file name to content of the small files that come along, in Hugging Face's form.
         sources: the weight files.
-        looks: every file that was read, as it looked before.
-        notes: what a user should know of how the source was read.
+        looks: size, time and inode of every file, noted before it was read.
+        notes: what a user should know about how the source was read.
     """
 
     path: Path
@@ -72,15 +72,15 @@ class Report:
 
     Attributes:
         source, target: paths.
-        kind: of the source, see `Checkpoint`.
+        kind: kind of the source, see `Checkpoint`.
         to: "hf", "meta", "open_clip" or "clip".
         files: weight files of the target.
         tensors: how many tensors they hold.
-        bytes: of those tensors.
-        dropped: key of the source to the reason why it was left out.
+        bytes: size of those tensors.
+        dropped: source key to the reason why it was left out.
         notes: what else a user should know.
-        seconds: that it took.
-        dry_run: nothing was written.
+        seconds: duration.
+        dry_run: whether nothing was written.
     """
 
     source: str
@@ -99,7 +99,7 @@ class Report:
 def make_report(
     checkpoint: Checkpoint, target: Path, to: str, plan: Plan, begun: float, dry_run: bool
 ) -> Report:
-    """Say what a plan came to; `begun` is `time.monotonic()` of the beginning."""
+    """The report on a plan; `begun` is `time.monotonic()` at the start."""
     return Report(
         source=str(checkpoint.path),
         target=str(target),
@@ -116,16 +116,16 @@ def make_report(
 
 
 def identify(checkpoint: Checkpoint) -> list[list[Any]]:
-    """Name and look of the source's weight files: another content does not resume a conversion."""
+    """Name and look of each of the source's weight files; a changed source cannot resume a conversion."""
     looks = [(path, checkpoint.looks.get(path) or look_at(path)) for path in checkpoint.sources]
     return [[str(path.absolute()), *look] for path, look in looks]
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Read a dtype by its name.
+    """The dtype of that name.
 
     Raises:
-        ValueError: it is none of float32, float16 and bfloat16.
+        ValueError: it is not float32, float16 or bfloat16.
     """
     name = str(dtype).removeprefix("torch.")
     if dtype is not None and name not in DTYPES:
@@ -136,14 +136,14 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def check_at_least(least: int, **values: int) -> None:
-    """Refuse options that are no integer, or a smaller one than `least`."""
+    """Refuse options that are not integers or are below `least`."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} = {value!r}; give an integer of at least {least}.")
 
 
 def model_class(config: LlamoeBaseConfig) -> type:
-    """The class of ours whose checkpoint a configuration describes: with its language model head, or a tower."""
+    """The class of ours that a configuration describes: a model with its language model head, or a tower."""
     import llamoe
 
     name = {
@@ -156,10 +156,10 @@ def model_class(config: LlamoeBaseConfig) -> type:
 
 
 def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes of the model that a configuration describes, in its order.
+    """Keys and shapes of the model that a configuration describes, in the model's order.
 
     Raises:
-        CheckpointError: torch or transformers cannot make that model, of a configuration that passed our checks.
+        CheckpointError: torch or transformers cannot build the model, although the configuration passed our checks.
     """
     try:
         with torch.device("meta"):
@@ -175,16 +175,18 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
     ) as error:
         raise CheckpointError(f"no model can be made of the configuration ({error}).") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if getattr(config.get_text_config(), "tie_word_embeddings", False):  # a tower has no such field
+    # A tower has no such field.
+    if getattr(config.get_text_config(), "tie_word_embeddings", False):
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
     return shapes
 
 
 def expected_shapes_of(config: LlamoeBaseConfig, count: int, place: str) -> dict[str, tuple[int, ...]]:
-    """`expected_shapes` for a configuration that may be damaged: too many layers end at once, with a message."""
+    """`expected_shapes` of a configuration that may be damaged: an absurd number of layers is refused at once."""
     parts = [getattr(config, name) for name in config.sub_configs] or [config]
     layers = sum(part.num_hidden_layers for part in parts)
-    if layers > count:  # every layer has several tensors
+    # Every layer has several tensors.
+    if layers > count:
         raise CheckpointError(
             f"{place}: holds {count} tensors, too few for the {layers} layers that the configuration describes."
         )
@@ -197,10 +199,10 @@ def expected_shapes_of(config: LlamoeBaseConfig, count: int, place: str) -> dict
 def check_model(
     config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], place: str
 ) -> dict[str, LazyTensor]:
-    """Compare tensors with the model that a configuration describes; give them in the model's order.
+    """Compare tensors with the model that a configuration describes, and return them in the model's order.
 
     Raises:
-        CheckpointError: one is missing, unknown, of another shape, or of a dtype that no weight has.
+        CheckpointError: one is missing, unknown, of another shape, or of a dtype that weights do not have.
     """
     expected = expected_shapes_of(config, len(tensors), place)
     for name, tensor in tensors.items():
@@ -227,17 +229,17 @@ def check_model(
 
 
 def tie_heads(tensors: dict[str, LazyTensor]) -> dict[str, str]:
-    """Let the embedding stand for the output head, whose model has one weight for both.
+    """Drop output heads that are tied to the embedding.
 
     Args:
-        tensors: stock key to tensor. An embedding beside a head is from then on compared with it when it is read, since
-            transformers ties only what is equal.
+        tensors: stock key to tensor; changed in place. Where a head is stored too, reading the embedding compares the
+            two, since transformers ties only equal tensors.
 
     Returns:
-        key of each head to the reason why it has no place.
+        key of each head to the reason why it was dropped.
 
     Raises:
-        CheckpointError: shape or dtype of the two differ.
+        CheckpointError: embedding and head differ in shape or dtype.
     """
     heads = [name for name in tensors if name.endswith("lm_head.weight")]
     for head in heads:

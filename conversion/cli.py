@@ -1,8 +1,8 @@
-"""The command `llamoe`: weights in and out, on the command line.
+"""The `llamoe` command.
 
-Each command is one function of this package with the same options. What a command found goes to standard output, as
-text or with `--json` as JSON; progress and errors go to standard error. Exit status: 0 for success, 1 if `verify` finds
-two functions, 2 for wrong options or a source that cannot be used, 3 if reading or writing failed, 130 if interrupted.
+Each command calls one function of this package with the same options. Results go to standard output, as text or with
+`--json` as JSON; progress and errors go to standard error. Exit status: 0 for success, 1 if `verify` finds a
+difference, 2 for wrong options or an unusable source, 3 if reading or writing failed, 130 if interrupted.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ app = typer.Typer(
 
 
 class Format(StrEnum):
-    """What a language model is written as."""
+    """Format of a language model."""
 
     hf = "hf"
     meta = "meta"
 
 
 class Tower(StrEnum):
-    """What a vision tower is written as."""
+    """Format of a vision tower."""
 
     tower = "tower"
     open_clip = "open_clip"
@@ -45,7 +45,7 @@ class Tower(StrEnum):
 
 
 class Style(StrEnum):
-    """What names Llama 4's tensors have in Meta's format."""
+    """Names of Llama 4's tensors in Meta's format."""
 
     release = "release"
     unfused = "unfused"
@@ -59,14 +59,14 @@ class Experts(StrEnum):
 
 
 class Layout(StrEnum):
-    """Whose config.json is written."""
+    """Owner of the model type in config.json: transformers or llamoe."""
 
     stock = "stock"
     llamoe = "llamoe"
 
 
 class Dtype(StrEnum):
-    """Of all floating tensors."""
+    """Dtype of all floating tensors."""
 
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -74,7 +74,7 @@ class Dtype(StrEnum):
 
 
 class Activation(StrEnum):
-    """Of a tower's blocks."""
+    """Activation function of a tower's blocks."""
 
     quick_gelu = "quick_gelu"
     gelu = "gelu"
@@ -143,16 +143,16 @@ def convert(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a LLaMA or Llama 4 checkpoint between Meta's files and Hugging Face's.
+    """Convert a LLaMA or Llama 4 checkpoint between Meta's format and Hugging Face's.
 
-    Tokenizer, chat template, generation and processor configuration come along, so that the result works with
-    AutoTokenizer, AutoProcessor and generate as it is.
+    The tokenizer, chat template, generation settings and processor settings are converted too. The result works with
+    AutoTokenizer, AutoProcessor and generate.
 
-        llamoe convert llama-2-7b-chat chat                      # params.json, consolidated.*.pth -> Hugging Face
+        llamoe convert llama-2-7b-chat chat                      # Meta's files to Hugging Face's
 
-        llamoe convert chat meta --to meta --shards 2            # and back, over two files
+        llamoe convert chat meta --to meta --shards 2            # and back, in two files
 
-        llamoe convert Llama-4-Scout scout-split --experts split # one linear layer an expert, for quantizers
+        llamoe convert Llama-4-Scout scout-split --experts split # a linear layer for each expert
     """
     from .convert import convert as run
 
@@ -209,9 +209,10 @@ def vision(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a vision tower: open_clip's MetaCLIP, Hugging Face's CLIP and MetaCLIP 2, llamoe's.
+    """Convert a vision tower: open_clip's MetaCLIP, Hugging Face's CLIP and MetaCLIP 2, or llamoe's.
 
-    The activation belongs to the weights and cannot be seen in them: MetaCLIP's first releases have QuickGELU.
+    The weights do not show which activation they were trained with.
+    MetaCLIP's first releases use QuickGELU.
 
         llamoe vision l14_fullcc2.5b.pt tower --activation quick_gelu --image-size 336
     """
@@ -258,10 +259,10 @@ def upcycle(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a mixture of experts of a dense LLaMA, which computes the same function until it is trained.
+    """Make a mixture of experts from a dense LLaMA; before training it computes the same function.
 
-    The dense feed-forward becomes the shared expert; the routed experts begin as copies of it whose output is zero
-    (sparse upcycling, Komatsuzaki et al. 2022, for Llama 4's kind of mixture).
+    The dense feed-forward becomes the shared expert. The routed experts are copies of it with an output of zero
+    (sparse upcycling, Komatsuzaki et al. 2022, adapted to Llama 4's mixtures).
 
         llamoe upcycle llama-2-7b moe --experts 8 --interleave 2
     """
@@ -300,9 +301,12 @@ def gqa(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Merge key-value heads into fewer by their mean, as a start for training (Ainslie et al. 2023).
+    """Merge groups of key-value heads, to turn multi-head attention into grouped-query attention.
 
-    llamoe gqa llama-2-7b llama-2-7b-gqa --kv-heads 8
+    Each group of heads is replaced by its mean (Ainslie et al. 2023).
+    The result needs some further training.
+
+        llamoe gqa llama-2-7b llama-2-7b-gqa --kv-heads 8
     """
     from .merge_kv_heads import merge_kv_heads as run
 
@@ -355,9 +359,10 @@ def assemble(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Join a decoder and a vision tower into one multimodal checkpoint, ready to train.
+    """Join a decoder and a vision tower into one multimodal checkpoint, ready for training.
 
-    Adapter and projector are fresh; tokens around pictures, processor and chat template are added.
+    The projector, and the adapter if the tower has none, are initialised at random.
+    Image tokens, a processor and a chat template are added.
 
         llamoe assemble moe tower multimodal
     """
@@ -398,9 +403,12 @@ def inspect(
     batch: Annotated[int, typer.Option(help="Rows that the cache is counted for.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a checkpoint is and what memory it needs. Reads headers only.
+    """Show what a checkpoint is and how much memory it needs.
 
-    llamoe inspect Llama-4-Maverick --context 32768 --batch 4
+    Only headers are read, no weights.
+    The memory is that of the weights, and of the cache for this context and batch.
+
+        llamoe inspect Llama-4-Maverick --context 32768 --batch 4
     """
     from .inspect import inspect as run
 
@@ -425,9 +433,12 @@ def verify(
     device: Annotated[str, typer.Option(help="Where the models run.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Say whether two checkpoints are the same function: keys, shapes, numbers, then logits, layer by layer.
+    """Check whether two checkpoints, in any formats, compute the same function.
 
-    llamoe verify llama-2-7b-chat chat      # Meta's folder and what was made of it
+    Keys, shapes and weights are compared first.
+    Then both models run, and hidden states and logits are compared.
+
+        llamoe verify llama-2-7b-chat chat      # Meta's folder and the folder made from it
     """
     from .verify import verify as run
 
@@ -450,10 +461,12 @@ def verify(
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command and end the process with its exit status."""
+    """Run the command and exit with its status."""
     given = sys.argv[1:] if args is None else args
-    as_json = "--json" in given  # also where the options cannot be parsed
-    logging.set_verbosity_error()  # of transformers, whose advice on configurations is for those who write them
+    # Read here, since errors are JSON too where the options cannot be parsed.
+    as_json = "--json" in given
+    # transformers' advice about configurations is meant for their authors.
+    logging.set_verbosity_error()
     try:
         app(given)
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""From any format to any: a checkpoint is recognised by its files, opened, and written as another."""
+"""Conversion between Meta's format and Hugging Face's: a checkpoint is recognised by its files, opened and written."""
 
 import os
 from pathlib import Path
@@ -30,32 +30,32 @@ def convert(
     instruct: bool | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Convert a language or multimodal checkpoint from any format to any.
+    """Convert a language or multimodal checkpoint between formats.
 
     Args:
-        source: a folder of Meta or of Hugging Face; it is only read.
+        source: a folder in Meta's or Hugging Face's format; it is never changed.
         target: a folder that does not exist or is empty.
         to: "hf" or "meta".
-        shards: for "meta", the number of files, over which each tensor is split; it divides the key-value heads. None
-            for as many as Meta's releases of that size have: one up to 17.5 GB.
-        style: for "meta" and Llama 4, "release" (names of the published files, some tensors fused) or "unfused" (names
-            of the modules of Meta's code).
-        dtype: "float32", "float16" or "bfloat16" for all tensors; None keeps each one's.
+        shards: for "meta", the number of files that each tensor is split over; it divides the key-value heads. None
+            takes as many as Meta's releases of that size have: one up to 17.5 GB.
+        style: for "meta" and Llama 4, "release" (names of the published files, some tensors fused) or "unfused" (module
+            names of Meta's code).
+        dtype: "float32", "float16" or "bfloat16" for all tensors; None keeps the dtype of each.
         shard_size: for "hf", bytes that a file should not exceed, such as "5GB".
-        experts: for "hf", "fused" (stacked, as stock) or "split" (one linear layer an expert).
-        layout: for "hf", whose config.json: "stock", "llamoe", or None for stock's where it can express the model.
-        resume: go on with a folder that an earlier run left unfinished.
+        experts: for "hf", "fused" (stacked, as stock) or "split" (a linear layer for each expert).
+        layout: for "hf", config.json as "stock" or "llamoe"; None takes stock where it can express the model.
+        resume: continue a folder that an earlier run left unfinished.
         dry_run: check and plan everything, write nothing.
-        checksums: compare the source with its checklist.chk and the checksums inside .pth files first, which reads it
-            once more.
-        instruct: of a folder of Meta's, whether the model was tuned for conversations, which decides on chat template,
-            stop tokens and sampling; None goes by the folder's name.
-        progress: is told of every block.
+        checksums: first compare the source with its checklist.chk and with the checksums inside .pth files. This reads
+            the source once more.
+        instruct: for Meta's folders, whether the model was tuned for conversations. It decides on chat template, stop
+            tokens and sampling. None goes by the folder's name.
+        progress: called for every block.
 
     Raises:
-        ValueError: bad options, a target in use, a damaged or unknown source, weights that are not finite; nothing is
-            left behind.
-        OSError: the disk is full or fails; whole files stay for `resume`.
+        ValueError: bad options, a target in use, a damaged or unknown source, or weights that are not finite; no file
+            is left behind.
+        OSError: the disk is full or fails; complete files stay for `resume`.
     """
     if to not in ("hf", "meta"):
         raise ValueError(f"to = {to!r}: valid are 'hf' and 'meta'.")

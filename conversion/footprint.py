@@ -1,6 +1,6 @@
-"""How many bytes the tensors of a model take: as they are stored, and as they would be to run.
+"""Bytes that a model's tensors take: as stored, and in memory when the model runs.
 
-The arithmetic of quantized weights is that of bitsandbytes, whose stored bytes are known from shapes alone.
+The sizes of quantized weights follow bitsandbytes' storage formats and need shapes only.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from ..configuration import LlamoeVisionConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..modeling.checkpoints import part_of
 
-# As bitsandbytes stores a linear layer: bytes of a weight with so many rows and numbers.
+# Bytes of a linear layer as bitsandbytes stores it, from its rows and its number of weights.
 _LINEAR_BYTES: dict[str, Callable[[int, int], int]] = {
-    "int8": lambda rows, numbers: numbers + 4 * rows,  # a float32 scale for each row
-    "int4": lambda rows, numbers: -(-numbers // 2) + 4 * -(-numbers // 64),  # and for each 64 numbers
+    # A float32 scale for each row.
+    "int8": lambda rows, numbers: numbers + 4 * rows,
+    # Half a byte for each weight, and a float32 scale for each 64 weights.
+    "int4": lambda rows, numbers: -(-numbers // 2) + 4 * -(-numbers // 64),
 }
 NOTE = (
     "int8 and int4: linear layers, as bitsandbytes stores them. Routed experts stay in bfloat16, since quantizers pass "
@@ -30,7 +32,7 @@ NOTE = (
 
 
 class Header(Protocol):
-    """What is asked of a tensor here; lazy tensors have it."""
+    """Shape and dtype of a tensor, as lazy tensors have them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,11 +40,11 @@ class Header(Protocol):
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of memory that a model takes to run.
+    """Bytes of memory that a running model takes.
 
     Attributes:
-        weights: of the weights; routed experts stay in bfloat16, as transformers' quantizers leave them.
-        cache: keys and values in bfloat16, for the context and rows asked for.
+        weights: bytes of the weights; routed experts stay in bfloat16, as transformers' quantizers leave them.
+        cache: bytes of keys and values in bfloat16, for the context and batch asked for.
     """
 
     weights: int
@@ -50,7 +52,7 @@ class Need:
 
 
 def needs_of(shapes: Mapping[str, tuple[int, ...]], cached: int) -> dict[str, Need]:
-    """Count the memory that a model takes in bfloat16, int8 and int4; see `NOTE`.
+    """Memory that a model takes in bfloat16, int8 and int4; see `NOTE`.
 
     Args:
         shapes: stock key to shape, experts stacked.
@@ -73,7 +75,7 @@ def _is_linear(key: str, shape: tuple[int, ...]) -> bool:
 
 
 def split_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Give the keys and shapes with each stacked expert as linear layers, as `split_experts` does with tensors."""
+    """Keys and shapes with each stacked expert as linear layers, as `split_experts` makes them."""
     result = {}
     for key, shape in shapes.items():
         prefix, _, name = key.rpartition(".")
@@ -89,7 +91,7 @@ def split_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, 
 
 
 def dtypes_of(tensors: Iterable[Header]) -> dict[str, tuple[int, int]]:
-    """Give each dtype with its number of tensors and their bytes."""
+    """Dtype to the number of its tensors and their bytes."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for tensor in tensors:
         name = str(tensor.dtype).removeprefix("torch.")
@@ -99,7 +101,7 @@ def dtypes_of(tensors: Iterable[Header]) -> dict[str, tuple[int, int]]:
 
 
 def parts_of(config: LlamoeBaseConfig | None, tensors: Mapping[str, Header]) -> dict[str, tuple[int, int]]:
-    """Give each part of the model with its numbers and bytes."""
+    """Part of the model to its number of parameters and their bytes."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for key, tensor in tensors.items():
         part = "vision tower" if isinstance(config, LlamoeVisionConfig) else part_of(key)
@@ -109,7 +111,7 @@ def parts_of(config: LlamoeBaseConfig | None, tensors: Mapping[str, Header]) -> 
 
 
 def layers_of(config: LlamoeBaseConfig | None, tensors: Mapping[str, Header]) -> list[int]:
-    """Give the bytes of each layer of the decoder; of a tower by itself, of the tower."""
+    """Bytes of each decoder layer; for a tower alone, of each of the tower's layers."""
     sizes: dict[int, int] = defaultdict(int)
     for key, tensor in tensors.items():
         of_tower = re.search(r"(^|\.)vision_model\.", key) and not isinstance(config, LlamoeVisionConfig)

@@ -1,4 +1,4 @@
-"""What a checkpoint is and what it needs, from headers alone: no number of a weight is read."""
+"""What a checkpoint is and how much memory it needs, from headers alone: no weight is read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _EXPECTED = (
 )
 _SHOWN = 6
 _OF_CLIP = re.compile(r"(^|\.)visual\.|vision_model\.encoder\.")
-# By their keys, where no configuration says it.
+# Patterns of keys that name the family where there is no configuration.
 _FAMILIES = (
     ("CLIP", _OF_CLIP),
     ("Llama 4 multimodal, or its tower", re.compile(r"^vision_(model|embeddings)\.")),
@@ -55,27 +55,26 @@ class Inspection:
     """What a checkpoint is. `dataclasses.asdict` makes JSON of it.
 
     Attributes:
-        path: what was given.
-        kind: form of the source: a kind of `open_checkpoint`; "preset" or "configuration" where there are no weights,
-            "weights" where there is no configuration, "partial" where not all of it can be opened.
-        family: what sort of model it is.
-        presets: published models of these very sizes, the closest in all other fields; several if nothing tells them
-            apart.
-        sizes: fields of the configuration, or what the shapes say without one.
-        parameters: `count_parameters` of the configuration: total, and what is active for one token.
-        stored: numbers in the weight files, a tied head counted once; None without weights.
-        mismatches: where the files and the configuration disagree, tensor by tensor.
-        dtypes: dtype to tensors and bytes.
+        path: the path that was given.
+        kind: form of the source: a kind of `open_checkpoint`; "preset" or "configuration" without weights, "weights"
+            without a configuration, "partial" where only some of it can be opened.
+        family: sort of model.
+        presets: published models of exactly these sizes that are closest in all other fields; several if tied.
+        sizes: fields of the configuration, or of the shapes where there is none.
+        parameters: `count_parameters` of the configuration: total, and active for one token.
+        stored: elements in the weight files, a tied head counted once; None without weights.
+        mismatches: disagreements of files and configuration, tensor by tensor.
+        dtypes: dtype to number of tensors and bytes.
         files: weight files and their bytes.
-        bytes: of all weight files.
-        parts: part of the model to numbers and bytes, as stored.
-        layers: bytes of each decoder layer (of each layer of a tower by itself), as stored.
-        context: tokens that the cache is counted for; None for a tower.
-        batch: rows that it is counted for.
+        bytes: size of all weight files.
+        parts: part of the model to stored parameters and bytes.
+        layers: stored bytes of each decoder layer; of a tower alone, of each of its layers.
+        context: number of tokens that the cache is computed for; None for a tower.
+        batch: number of rows that the cache is computed for.
         needs: "bfloat16", "int8" and "int4" to the memory that the model takes in it.
-        dropped: tensors of the source that no model has any use for, and why.
+        dropped: tensors of the source that no model uses, and why.
         problems: what is missing or wrong, in sentences.
-        seconds: it took.
+        seconds: duration.
     """
 
     path: str
@@ -99,7 +98,7 @@ class Inspection:
     seconds: float
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Give titles with rows of a label and a text, for people. GB are 10^9 bytes."""
+        """Titles with rows of a label and a text, for printing. GB are 10^9 bytes."""
         what = [("path", self.path), ("source", self.kind), ("family", self.family)]
         what += [("sizes of", ", ".join(self.presets))] if self.presets else []
         sections = [("model", what)]
@@ -146,22 +145,22 @@ class Inspection:
 def inspect(
     path: str | os.PathLike | Checkpoint, *, context: int | None = None, batch: int = 1
 ) -> Inspection:
-    """Say what a checkpoint is and what it needs, from its headers.
+    """Inspect a checkpoint by its headers: what it is and how much memory it needs.
 
     Args:
-        path: a folder or file that `open_checkpoint` reads; a config.json or the name of a preset, without weights; one
-            file of weights without a configuration. Or what `open_checkpoint` gave.
-        context: tokens of prompt and answer that the cache is counted for, the prompt read in one pass; by default
-            8192, or what the model has.
-        batch: rows that the cache is counted for.
+        path: a folder or file that `open_checkpoint` reads, or its result; without weights, a config.json or the name
+            of a preset; or one weight file without a configuration.
+        context: tokens of prompt and answer that the cache is computed for, the prompt read in one pass; by default
+            8192, or the model's limit if that is lower.
+        batch: rows that the cache is computed for.
 
     Returns:
-        What was found. A checkpoint of which files are missing or damaged is described as far as it goes; `problems`
-        says what is wrong with it.
+        The findings. A checkpoint with missing or damaged files is described as far as possible; `problems` names
+        what is wrong with it.
 
     Raises:
-        CheckpointError: there is nothing at that path, or nothing of it can be read.
-        ValueError: a context that the model does not have, or a batch below 1.
+        CheckpointError: the path does not exist, or nothing at it can be read.
+        ValueError: a context beyond the model's limit, or a batch below 1.
     """
     begin = time.perf_counter()
     for name, value in (("context", context), ("batch", batch)):
@@ -216,7 +215,7 @@ def inspect(
 
 
 def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[int | None, int]:
-    """Give the tokens that the cache is counted for, and its bytes; a tower has none."""
+    """Number of tokens that the cache is computed for, and its bytes; a tower has none."""
     if isinstance(config, LlamoeVisionConfig):
         return None, 0
     if context is None:
@@ -236,13 +235,14 @@ class _Found:
 
 
 def _find(given: str | os.PathLike | Checkpoint) -> _Found:
-    """Open what can be opened."""
+    """Open as much as can be opened."""
     if isinstance(given, Checkpoint):
         return _of_checkpoint(given)
     path = Path(given)
     try:
         is_there, is_file, is_folder = path.exists(), path.is_file(), path.is_dir()
-    except OSError as error:  # a name that is too long, a folder that may not be entered
+    # A name that is too long, or a folder without permission.
+    except OSError as error:
         raise CheckpointError(f"{given}: cannot be read ({error.strerror}).") from error
     if not is_there and str(given) in PRESETS:
         return _Found(given, "preset", preset(str(given)), {}, [], {}, [])
@@ -280,10 +280,10 @@ def _read_config(path: Path) -> LlamoeBaseConfig:
 
 
 def _check_begin(path: Path) -> None:
-    """Refuse what is seen to be no weights before a reader of weights complains of it in its own words.
+    """Refuse a file that clearly holds no weights, with a better message than a reader of weights has.
 
     Raises:
-        CheckpointError: the file is empty, a text, or of another kind by its first bytes; or it cannot be read.
+        CheckpointError: the file is empty, text, of another kind by its first bytes, or unreadable.
     """
     try:
         with open(path, "rb") as file:
@@ -291,9 +291,11 @@ def _check_begin(path: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
     if path.suffix == ".safetensors" or begin.startswith((b"PK\x03\x04", b"\x80")) or begin[8:9] == b"{":
-        return  # the reader says what is wrong with it, if anything
+        # The reader names any damage.
+        return
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(begin)  # a character may be cut at the end
+        # Incremental, since the last character may be incomplete.
+        codecs.getincrementaldecoder("utf-8")().decode(begin)
         is_text = b"\0" not in begin
     except UnicodeDecodeError:
         is_text = False
@@ -310,7 +312,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> _Found:
 
 
 def _survey(path: Path, error: Exception) -> _Found:
-    """Look at each file by itself where the whole cannot be opened."""
+    """Look at each file alone where the whole cannot be opened."""
     missing = _missing_shards(path)
     told = any(str(error).startswith(f"{shard}:") for shard in missing)
     problems = [] if told else [str(error)]
@@ -336,19 +338,21 @@ def _survey(path: Path, error: Exception) -> _Found:
     elif path.is_file() and tensors:
         kind = "weights"
         if not any(map(_OF_CLIP.search, tensors)):
-            problems = []  # that a file of another model is no tower
+            # Drop the complaint that a file of another model is no tower.
+            problems = []
     return _Found(path, kind, config, tensors, files, {}, list(dict.fromkeys(problems)))
 
 
 def _missing_shards(folder: Path) -> dict[str, str]:
-    """Give the files that an index names and that are not there, with what they should hold."""
+    """Missing files that an index names, with the tensors that they should hold."""
     missing = {}
     for index in sorted(folder.glob("*.index.json")):
         try:
             weight_map = read_json(index)["weight_map"]
             shards = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # what opened the folder has said so
+            # Opening the folder has already reported a damaged index.
+            continue
         for shard in shards:
             names = [name for name, its in weight_map.items() if its == shard]
             shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
@@ -367,7 +371,7 @@ def _family(config: LlamoeBaseConfig) -> str:
 
 
 def _sizes(config: LlamoeBaseConfig) -> dict[str, Any]:
-    """Give the fields that make a model's size, and what decides which tokens a layer sees."""
+    """Fields that determine the model's size, and which tokens a layer attends to."""
     if isinstance(config, LlamoeConfig):
         tower = {f"vision {name}": value for name, value in _sizes(config.vision_config).items()}
         return {**_sizes(config.text_config), **tower}
@@ -403,7 +407,7 @@ def _rope(parameters: dict | None) -> str:
 
 
 def _presets(config: LlamoeBaseConfig) -> list[str]:
-    """Give the published models of the same sizes that differ least in everything else."""
+    """Published models of the same sizes that differ least in all other fields."""
     ranks = defaultdict(list)
     hidden = config.get_text_config().hidden_size
     for name, fields in PRESETS.items():
@@ -436,7 +440,7 @@ def _mismatches(expected: dict[str, tuple[int, ...]], tensors: Mapping[str, Head
 
 
 def _guess(tensors: Mapping[str, Header]) -> tuple[str, dict[str, Any]]:
-    """Say what keys and shapes tell without a configuration: no heads, for one."""
+    """Family and sizes as keys and shapes show them without a configuration; they do not show the number of heads."""
     sizes: dict[str, Any] = {}
     for key, tensor in tensors.items():
         if re.search(r"(embed_tokens|tok_embeddings)\.weight$", key) and len(tensor.shape) == 2:

@@ -1,4 +1,4 @@
-"""Grouped-query attention out of multi-head attention: heads of keys and values are merged."""
+"""Grouped-query attention from multi-head attention: groups of key/value heads are merged."""
 
 import copy
 import re
@@ -31,15 +31,15 @@ def merge_kv_heads(
 ) -> Report:
     """Merge the key/value heads of a decoder into fewer by mean pooling, as a start for further training.
 
-    Means are formed in a wider dtype (float32, or float64 of float32) and cast back. Where the heads of each group are
-    equal the function stays the same; elsewhere the model needs some training (the paper: 5 % of the original's).
-    Works for dense, mixture and multimodal models; of the latter the decoder is changed and the tower is left alone.
+    Means are computed in a wider dtype (float32, or float64 for float32) and cast back. Where the heads of each group
+    are equal, the function stays the same; otherwise the model needs some training (the paper: 5 % of the
+    original's). Works for dense, mixture and multimodal models; the tower of a multimodal model is unchanged.
 
     Args:
         source: a model of any format that `open_checkpoint` reads.
         target: the folder to write.
-        kv_heads: key/value heads of the result; divides those of the source. 1 makes multi-query attention.
-        layout: see `upcycle`, like all that follow.
+        kv_heads: number of key/value heads of the result; divides the source's. 1 makes multi-query attention.
+        layout: see `upcycle`, as for all that follow.
         dtype: see there.
         shard_size: see there.
         resume: see there.
@@ -51,7 +51,7 @@ def merge_kv_heads(
 
     Raises:
         ValueError: a source without a decoder, or a number of heads that does not divide the source's.
-        CheckpointError: a file that is missing or damaged (also a ValueError).
+        CheckpointError: a missing or damaged file (also a ValueError).
     """
     check_at_least(1, kv_heads=kv_heads)
     checkpoint = open_source(source, target, resume)
@@ -89,14 +89,14 @@ def merge_kv_heads(
 
 
 def merge_heads(tensor: LazyTensor, before: int, after: int) -> LazyTensor:
-    """View a key or value projection, `[before * D, ...]`, with groups of heads replaced by their means."""
+    """View a key or value projection, `[before * D, ...]` with head size D, with each group of heads as its mean."""
     if before == after:
         return tensor
     head_dim = tensor.shape[0] // before
 
     def merge(rows: torch.Tensor) -> torch.Tensor:
         grouped = rows.unflatten(0, (after, before // after, head_dim))
-        # Sums of equal numbers are exact in the wider dtype, so that their mean is that number again.
+        # The wider dtype sums equal numbers exactly, so that their mean is that number again.
         wide = torch.float32 if rows.dtype.itemsize < 4 else torch.float64
         return grouped.to(wide).mean(1).to(rows.dtype).flatten(0, 1)
 

@@ -1,4 +1,4 @@
-"""A checkpoint of any format, recognised by its files."""
+"""Opens a checkpoint of any format; the format is recognised by its files."""
 
 import os
 from pathlib import Path
@@ -19,17 +19,16 @@ _OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin"
 def open_checkpoint(
     path: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
 ) -> Checkpoint:
-    """Open a checkpoint of any format that llamoe knows.
+    """Open a checkpoint of any format that llamoe supports.
 
     Args:
-        path: a folder of Meta (params.json, consolidated.00.pth), of Hugging Face (config.json), or a vision tower of
-            open_clip or CLIP, which may be a single file.
-        companions: whether the tokenizer and what belongs to it are wanted; translating Meta's takes seconds.
-        instruct: of a folder of Meta's, whether the model was tuned for conversations; None goes by the folder's name.
+        path: a folder in Meta's format (params.json, consolidated.00.pth) or Hugging Face's (config.json), or a vision
+            tower of open_clip or CLIP, which may be a single file.
+        companions: whether to read the tokenizer and related files; converting Meta's takes seconds.
+        instruct: for Meta's folders, whether the model was tuned for conversations; None goes by the folder's name.
 
     Raises:
-        CheckpointError: there is no such path, it is none of those formats, it is damaged, or a run is writing it or
-            has left it unfinished.
+        CheckpointError: the path does not exist, has another format, is damaged, or is an unfinished target.
     """
     path = Path(path)
     if not path.exists():
@@ -40,7 +39,8 @@ def open_checkpoint(
     if (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
         return open_meta(path, companions=companions, instruct=instruct)
     if any((path / name).is_file() for name in _OPEN_CLIP_FILES):
-        return open_tower(path)  # timm's folders have a config.json of their own beside it
+        # Before config.json: timm's folders have one of their own.
+        return open_tower(path)
     if (path / "config.json").is_file():
         if read_json(path / "config.json").get("model_type") in _TOWERS:
             return open_tower(path)
@@ -53,14 +53,14 @@ def open_checkpoint(
 
 
 def open_source(source: str | Path, target: str | Path, resume: bool) -> Checkpoint:
-    """Open what a target will be made from, after a look at the target."""
+    """Open the source of a conversion, after checking that the target is not in use."""
     check_apart(Path(source), Path(target))
     check_target(Path(target), resume)
     return open_checkpoint(source)
 
 
 def describe(config: Any) -> str:
-    """Say what a configuration is, for messages."""
+    """A configuration's kind in words, for messages."""
     if isinstance(config, LlamoeDenseConfig):
         return "a dense LLaMA"
     if isinstance(config, LlamoeVisionConfig):

@@ -1,4 +1,4 @@
-"""What the command shows: progress on standard error, results on standard output, as text or JSON."""
+"""Output of the command: progress on standard error, results on standard output as text or JSON."""
 
 import contextlib
 import dataclasses
@@ -22,25 +22,25 @@ from .checkpoint import Report
 
 
 class Bar:
-    """Shows bytes, rate and time left; what `writing.Progress` asks for."""
+    """Shows bytes, rate and time left; an `io.Progress`."""
 
     def __init__(self, progress: Progress):
         self.progress = progress
         self.task = None
 
     def start(self, total: int) -> None:
-        """Begin with so many bytes."""
+        """Begin; `total` is the number of bytes."""
         self.task = self.progress.add_task("", total=total)
 
     def advance(self, nbytes: int, file: str) -> None:
-        """Count bytes of a file."""
+        """Count bytes written to a file."""
         if self.task is not None:
             self.progress.update(self.task, advance=nbytes, description=escape(file))
 
 
 @contextlib.contextmanager
 def progress_bar(as_json: bool) -> Iterator[Bar | None]:
-    """Give something to report progress to; None where nobody would see it."""
+    """A progress bar; None where nobody would see it."""
     console = Console(stderr=True)
     if as_json or not console.is_terminal:
         yield None
@@ -57,7 +57,7 @@ def progress_bar(as_json: bool) -> Iterator[Bar | None]:
 
 
 def print_report(report: Report, as_json: bool) -> None:
-    """Show what a conversion did."""
+    """Print what a conversion did."""
     verb = "would write" if report.dry_run else "wrote"
     rows = [
         ("source", f"{report.source} ({report.kind})"),
@@ -81,19 +81,20 @@ def _shorten(names: list[str]) -> str:
 def print_sections(
     content: dict[str, Any], sections: list[tuple[str, list[tuple[str, str]]]], as_json: bool
 ) -> None:
-    """Show a result.
+    """Print a result.
 
     Args:
-        content: of the JSON.
-        sections: title, and rows of label and text.
-        as_json: which of the two.
+        content: the result for JSON.
+        sections: titles with rows of label and text.
+        as_json: whether to print JSON.
     """
     if as_json:
         print(json.dumps(content, indent=2, default=str))
         return
     console = Console()
     for title, rows in sections:
-        if not console.is_terminal:  # whole lines: what reads a pipe should not meet the width of a window
+        # Programs that read a pipe get whole lines, not lines wrapped to a window's width.
+        if not console.is_terminal:
             print(title, end="\n" if title else "")
             width = max((len(label) for label, _ in rows), default=0)
             for label, text in rows:

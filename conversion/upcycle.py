@@ -1,36 +1,32 @@
-"""Dense LLaMA to a mixture of experts, and many key/value heads to few: trained weights for models of another shape.
+"""Upcycling: a dense LLaMA becomes a mixture of experts that computes the same function.
 
 **Upcycling** (Komatsuzaki et al. 2022, arXiv:2212.05055) makes every expert of a mixture from the one feed-forward of
-a dense model. Under the mixture of Llama 4 a token x of a layer becomes
+a dense model. In Llama 4's mixture, a layer maps a token x to
 
-    y(x) = shared(x) + sum of e_i(s_i x) over the chosen experts i,    s_i = sigmoid(w_i . x),
+    y(x) = shared(x) + sum of e_i(s_i x) over the chosen experts i,    s_i = sigmoid(w_i . x).
 
-and `upcycle` sets shared = the dense feed-forward f, and in every routed expert the gate and up projections of f with
-a down projection of zero. Then e_i(z) = 0 for every z, so that y = f for any router, any number of chosen experts,
-any jitter, dropout or capacity: not in the limit, but at once.
+`upcycle` sets shared = f, the dense feed-forward. Every routed expert gets the gate and up projections of f and a down
+projection of zero. Then e_i(z) = 0 for every z, so y = f exactly, for any router, any number of chosen experts, any
+jitter, dropout or capacity.
 
-*No other choice of functions does this.* Say that y = f for every router. Fix x, and let the chosen w_i vary: the s_i
+*No other choice of functions does this.* Assume y = f for every router. Fix x and let the chosen w_i vary. The s_i
 cover an open set (the chosen stay chosen while their logits stay the largest), on which sum e_i(s_i x) is constant.
 SwiGLU is analytic, so each e_i(s x) is constant in s wherever it is defined, down to s = 0, where an expert without
-biases gives 0. Each routed expert is the zero function, hence shared = f. In particular copies of f as routed experts,
-as in the paper, cannot work here: SwiGLU is not homogeneous, f(s x) is no multiple of f(x), and s is not known.
+biases gives 0. So each routed expert is the zero function, and shared = f. Copies of f as routed experts, as in the
+paper, cannot work here: SwiGLU is not homogeneous, so f(s x) is no multiple of f(x), and s is unknown.
 
-*Among the weights of the zero function* those with a down projection of zero learn best. With h(s x) the inner state,
-the gradient of the down projection is h(s x)^T dL/dy: the dense model's own features, for the tokens of that expert
-only, which is what tells the experts apart. It is not zero at the first step; gates, ups and the router, whose
-gradients pass through the down projection, follow from the second step on, as with the zero factor of LoRA. (Pairs of
-inner channels with opposite down rows train all three at once, at half the features and with a sum that is zero only
-up to rounding.) `noise` S adds, to each expert's gate and up, and to its zero down, Gaussian noise of S times the
-deviation of the dense matrix; then the function is the dense one up to O(S), and experts differ from the start.
+*Among the weights of the zero function*, a down projection of zero learns best. With h(s x) the inner state, the
+gradient of the down projection is h(s x)^T dL/dy: the dense model's own features, for the tokens of that expert only,
+which makes the experts differ. It is not zero at the first step. Gate, up and router get gradients through the down
+projection, so they follow from the second step on, as with LoRA's zero factor. (Pairs of inner channels with opposite
+down rows would train all three at once, with half the features and a sum that is zero only up to rounding.) `noise` S
+adds Gaussian noise to each expert's gate, up and zero down projection, with S times the standard deviation of the
+dense matrix. The function is then the dense one up to O(S), and experts differ from the start.
 
-*Bits.* A finite inner state times zero is zero and f(x) + 0 is f(x): feed-forwards are equal bit by bit. Llama 4
-rotates neighbouring channels and Hugging Face's LLaMA files channels half a head apart, so rows of q and k are
-permuted within their heads. Rotated values are the same bits in another order, which leaves one difference: the
-product of a query and a key is summed in that order, and logits differ by rounding (about 1e-6 in float32).
-
-**Merging key/value heads** (Ainslie et al. 2023, arXiv:2305.13245): one head is made of each group of neighbouring
-ones by the mean of their projections, as multi-head attention becomes grouped-query attention. Queries stay: query n
-reads head n // (heads / kv_heads) before and after.
+*Bits.* A finite inner state times zero is zero and f(x) + 0 is f(x), so feed-forwards are equal bit by bit. Llama 4
+rotates neighbouring channels and Hugging Face's LLaMA rotates channels half a head apart, so rows of q and k are
+permuted within their heads. The rotated values are the same bits in another order. The product of a query and a key is
+summed in that order, so logits differ by rounding (about 1e-6 in float32).
 """
 
 import copy
@@ -51,7 +47,8 @@ from .hf import save_hf
 from .io import LazyTensor, Slot, compute, join, stack
 from .open import describe, open_source
 
-_PIECE = 1 << 20  # numbers drawn, or summed, at a time
+# Elements that are drawn, or summed, at a time.
+_PIECE = 1 << 20
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -71,33 +68,33 @@ def upcycle(
     dry_run: bool = False,
     progress: Any = None,
 ) -> Report:
-    """Make a mixture of experts of a dense LLaMA.
+    """Make a mixture of experts from a dense LLaMA.
 
-    Without noise the result computes the same function as the source, whatever its routers say; see the module's
-    text. Tokenizer, chat template and generation configuration come along.
+    Without noise the result computes the same function as the source, whatever its routers choose; the module's
+    docstring proves it. Tokenizer, chat template and generation configuration come along.
 
     Args:
         source: a dense LLaMA of any format that `open_checkpoint` reads.
         target: the folder to write.
-        experts: routed experts of each mixture layer, at least 1.
+        experts: number of routed experts of each mixture layer, at least 1.
         interleave: distance between mixture layers, counted as in Llama 4: 1 means all, 2 layers 1, 3, 5 and so on.
-        top_k: experts that a token is sent to, from 1 to `experts`.
-        noise: deviation of the noise on the experts' weights, as a part of the dense weights' own deviation; 0 keeps
-            the function.
-        seed: of routers and noise, at least 0. Each tensor's numbers follow from this and its name alone.
+        top_k: number of experts that a token is sent to, from 1 to `experts`.
+        noise: standard deviation of the noise on the experts' weights, as a fraction of the dense weights' standard
+            deviation; 0 keeps the function.
+        seed: random seed of routers and noise, at least 0. Each tensor depends on the seed and its own name alone.
         layout: config.json as "stock" or "llamoe"; None for stock where stock can express the model.
-        dtype: of the result's weights; None keeps the source's.
+        dtype: dtype of the result's weights; None keeps the source's.
         shard_size: largest size of a file.
-        resume: whether to go on where an earlier call was interrupted.
+        resume: whether to continue an interrupted call.
         dry_run: whether to write nothing.
         progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
 
     Returns:
-        what was written; its notes say what is fresh.
+        what was written; its notes name the new weights.
 
     Raises:
-        ValueError: a source that is no dense LLaMA, or numbers that make no mixture.
-        CheckpointError: a file that is missing or damaged (also a ValueError).
+        ValueError: a source that is not a dense LLaMA, or options that describe no mixture.
+        CheckpointError: a missing or damaged file (also a ValueError).
     """
     check_at_least(1, experts=experts, interleave=interleave, top_k=top_k)
     check_at_least(0, seed=seed)
@@ -144,7 +141,7 @@ def upcycle(
 
 @dataclass(frozen=True)
 class Mixture:
-    """What the mixture layers of an upcycled model are; see `upcycle` for the fields."""
+    """The mixture layers of an upcycled model; see `upcycle` for the fields."""
 
     experts: int
     interleave: int
@@ -155,15 +152,15 @@ class Mixture:
     def tensors(
         self, name: str, gate: LazyTensor, up: LazyTensor, down: LazyTensor, std: float, slot: Slot
     ) -> dict[str, LazyTensor]:
-        """Give router and experts of the layer whose mixture is called `name`.
+        """Router and experts of the mixture layer called `name`. E experts, H hidden size, I inner size.
 
         Args:
             name: such as "model.layers.3.feed_forward".
-            gate: of the dense feed-forward, `[I, H]`.
-            up: likewise.
-            down: of the dense feed-forward, `[H, I]`.
-            std: deviation of a router's weights.
-            slot: where an expert is kept that is written several times.
+            gate: gate projection of the dense feed-forward, `[I, H]`.
+            up: its up projection, `[I, H]`.
+            down: its down projection, `[H, I]`.
+            std: standard deviation of the router's weights.
+            slot: memory for an expert that is written several times.
 
         Returns:
             stock's three tensors by key: `[E, H]`, `[E, H, 2 I]` and `[E, I, H]`.
@@ -194,14 +191,14 @@ class Mixture:
 
 
 def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoint:
-    """Express a dense LLaMA as a decoder of Llama 4's family, which computes the same function.
+    """A dense LLaMA as a decoder of Llama 4's family that computes the same function.
 
     Args:
-        dense: with a `LlamoeDenseConfig`.
-        mixture: which layers become mixtures, and of what; None for none.
+        dense: a checkpoint with a `LlamoeDenseConfig`.
+        mixture: the mixture layers to make; None for none.
 
     Returns:
-        a checkpoint with a `LlamoeTextConfig`: every layer rotates, none is chunked, norms queries or scales them.
+        a checkpoint with a `LlamoeTextConfig`: every layer rotates; none is chunked, none norms or scales queries.
     """
     config = dense.config
     assert isinstance(config, LlamoeDenseConfig)
@@ -220,7 +217,7 @@ def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoi
         attention_chunk_size=None,
         use_qk_norm=False,
         attn_temperature_tuning=False,
-        # Nothing is chosen where no layer is a mixture.
+        # Without mixture layers no expert is chosen.
         num_local_experts=1,
         num_experts_per_tok=1,
     )
@@ -258,7 +255,7 @@ def _rename(rest: str, is_moe: bool) -> str:
 
 
 def _interleave(rest: str, tensor: LazyTensor, config: LlamoeDenseConfig) -> LazyTensor:
-    """Bring q and k, weights and biases, from pairs half a head apart to neighbouring pairs."""
+    """Reorder rows of q and k, weights and biases, from pairs half a head apart to neighbouring pairs."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     place, _, name = rest.rpartition(".")[0].rpartition(".")
     if place != "self_attn" or name not in heads:
@@ -268,7 +265,7 @@ def _interleave(rest: str, tensor: LazyTensor, config: LlamoeDenseConfig) -> Laz
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int, name: str) -> LazyTensor:
-    """View normal numbers around 0, drawn in float32; they follow from seed and name alone."""
+    """View normal random numbers with mean 0, drawn in float32; they depend on seed and name alone."""
 
     def draw() -> torch.Tensor:
         return _add_normal(torch.zeros(shape, dtype=dtype), std, seed, name)
@@ -282,14 +279,15 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> LazyTensor:
 
 
 class _Noisy:
-    """A dense matrix, or zeros of its shape, to which each expert adds noise of its own."""
+    """A dense matrix, or zeros of its shape, to which each expert adds its own noise."""
 
     def __init__(self, dense: LazyTensor, onto_zero: bool = False):
         self.dense, self.onto_zero = dense, onto_zero
-        self.std: float | None = None  # measured once, when the first expert is written
+        # Measured once, when the first expert is written.
+        self.std: float | None = None
 
     def view(self, noise: float, seed: int, name: str) -> LazyTensor:
-        """View it with noise of `noise` times its deviation; the numbers follow from seed and name."""
+        """View with noise of `noise` times the matrix's standard deviation; the noise depends on seed and name."""
 
         def disturb(weight: torch.Tensor) -> torch.Tensor:
             if self.std is None:
@@ -301,7 +299,7 @@ class _Noisy:
 
 
 def _deviation(weight: torch.Tensor, origin: str) -> float:
-    # In pieces: a float32 copy of the whole would be the largest thing in memory.
+    # In pieces, since a float32 copy of the whole would need more memory than anything else.
     total = squares = 0.0
     for piece in weight.reshape(-1).split(_PIECE):
         piece = piece.double()
@@ -311,11 +309,12 @@ def _deviation(weight: torch.Tensor, origin: str) -> float:
         raise CheckpointError(f"{origin}: holds values that are not finite; the source is damaged.")
     mean = total / weight.numel()
     std = math.sqrt(max(squares / weight.numel() - mean**2, 0.0))
-    return float(f"{std:.6g}")  # whatever the order of summation was
+    # Rounded, so that the order of summation has no effect.
+    return float(f"{std:.6g}")
 
 
 def _add_normal(tensor: torch.Tensor, std: float, seed: int, name: str) -> torch.Tensor:
-    """Add normal numbers in place, each tensor's from a stream of its own: seed and name are mixed, so none collide."""
+    """Add normal noise in place, from a random stream of its own: seed and name are mixed to keep streams apart."""
     stream = np.random.default_rng([seed, *name.encode()])
     for piece in tensor.view(-1).split(_PIECE):
         drawn = torch.from_numpy(stream.standard_normal(piece.numel(), dtype=np.float32))

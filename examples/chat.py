@@ -1,9 +1,9 @@
-r"""Talks with a language model in a folder, line by line; its answers stream.
+r"""Chat with a language model from a folder; its answers are streamed.
 
     python examples/chat.py chat                           # a conversation; an empty line ends it
     python examples/chat.py chat --prompt "Who are you?"   # one question
 
-With a chat template the lines are messages of a conversation; without one the model goes on with each line.
+With a chat template, each line is a message of a conversation. Without one, the model continues each line.
 """
 
 import argparse
@@ -20,13 +20,13 @@ DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, 
 
 
 def fail(message: str) -> NoReturn:
-    """Prints one line and ends with exit status 2, as argparse does."""
+    """Print one line and exit with status 2, as argparse does."""
     print(f"chat: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def lines(prompt: str | None):
-    """Gives the prompt, or what is typed until an empty line."""
+    """Yield the prompt, or the lines typed until an empty one."""
     if prompt is not None:
         yield prompt
         return
@@ -41,7 +41,7 @@ def lines(prompt: str | None):
 
 
 def main() -> None:
-    """Reads the command line, loads the model and answers."""
+    """Read the command line, load the model and answer."""
     parser = argparse.ArgumentParser(description="Talk with a language model.")
     parser.add_argument("model", help="folder with config.json, weights and tokenizer")
     parser.add_argument("--prompt", help="one question instead of a conversation")
@@ -53,7 +53,8 @@ def main() -> None:
         parser.error(f"argument --max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
     if not (Path(arguments.model) / "config.json").is_file():
         fail(f"{arguments.model} has no config.json, so it is not a model folder; `llamoe convert` makes one")
-    llamoe.adopt("llama", "llama4")  # stock folders get llamoe's models
+    # Load stock folders with llamoe's models.
+    llamoe.adopt("llama", "llama4")
     try:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         model: Any = AutoModelForCausalLM.from_pretrained(

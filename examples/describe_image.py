@@ -1,10 +1,10 @@
-r"""Asks a multimodal checkpoint about one or more pictures and streams its answer.
+r"""Ask a multimodal checkpoint about one or more pictures and stream its answer.
 
     python examples/describe_image.py --model examples/llamoe-tiny --image examples/pictures/two_shapes.png \
         --prompt "What is in the picture?"
 
-Pictures come before the prompt, in the order given, unless the prompt itself says where with `<|image|>` markers.
-Whatever can be wrong with the arguments is found before the weights are read.
+Pictures come before the prompt, in the order given, unless the prompt marks their places with `<|image|>`.
+All arguments are checked before the weights are read.
 """
 
 import argparse
@@ -16,20 +16,21 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, TextStreamer
 
-import llamoe  # registers its model types with the Auto classes, too
+# The import registers llamoe's model types with the Auto classes.
+import llamoe
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MARKER = "<|image|>"
 
 
 def fail(message: str) -> NoReturn:
-    """Prints one line and ends with exit status 2, as argparse does."""
+    """Print one line and exit with status 2, as argparse does."""
     print(f"describe_image: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def read_picture(path: str) -> Image.Image:
-    """Reads every pixel of a picture now, or ends the program."""
+    """Read every pixel of a picture now, or exit."""
     if not Path(path).exists():
         fail(f"no such image: {path}")
     try:
@@ -39,7 +40,7 @@ def read_picture(path: str) -> Image.Image:
 
 
 def check_model(path: str) -> None:
-    """Ends the program unless `path` is a folder with a config that has a vision tower."""
+    """Exit unless `path` is a folder with a config that has a vision tower."""
     folder = Path(path)
     if not folder.is_dir():
         fail(f"no such model folder: {path}")
@@ -54,7 +55,7 @@ def check_model(path: str) -> None:
 
 
 def typed_content(prompt: str, pictures: list[Image.Image]) -> list[dict]:
-    """Splits a prompt at its markers into the typed parts of a chat message; pictures left over come first."""
+    """Split a prompt at its markers into the typed parts of a chat message; pictures without a marker come first."""
     pieces = prompt.split(MARKER)
     marked = len(pieces) - 1
     if marked > len(pictures):
@@ -70,7 +71,7 @@ def typed_content(prompt: str, pictures: list[Image.Image]) -> list[dict]:
 
 
 def main() -> None:
-    """Reads the command line, checks it, loads the model and prints the answer token by token."""
+    """Read and check the command line, load the model and print the answer token by token."""
     parser = argparse.ArgumentParser(description="Ask a multimodal checkpoint about pictures.")
     parser.add_argument("--model", required=True, help="folder with config.json, weights and processor files")
     parser.add_argument("--image", required=True, nargs="+", metavar="FILE", help="one or more pictures")
@@ -97,7 +98,8 @@ def main() -> None:
     model: Any = AutoModelForImageTextToText.from_pretrained(
         arguments.model, dtype=DTYPES[arguments.dtype], device_map=arguments.device_map
     )
-    inputs = inputs.to(model.device, dtype=model.dtype)  # casts pixels only: token ids stay integers
+    # Casts pixels only: token ids stay integers.
+    inputs = inputs.to(model.device, dtype=model.dtype)
     streamer = TextStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
     model.generate(**inputs, streamer=streamer, do_sample=False, max_new_tokens=arguments.max_new_tokens)
 

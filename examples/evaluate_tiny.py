@@ -1,7 +1,7 @@
-"""Measures a folder made by `train_tiny.py`: exact answers on scenes and on phrasings it was not trained on.
+"""Measure a model made by `train_tiny.py`: exact answers on scenes and on phrasings that it was not trained on.
 
-Everything goes the way a user goes: `AutoProcessor`, `AutoModelForImageTextToText`, chat template, greedy
-`generate`. An answer counts only if it equals the expected one, character by character.
+Everything works as for a user: `AutoProcessor`, `AutoModelForImageTextToText`, chat template, greedy `generate`. An
+answer counts only if it equals the expected one, character by character.
 """
 
 import argparse
@@ -16,14 +16,14 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import llamoe  # noqa: F401  (registers the model types)
 
-# Scenes are numbered; training takes its own from zero on, under names of another form, and never reaches these.
+# Seed of the held-out scenes. Training numbers its scenes from zero with seeds of another form, so they never coincide.
 SEED = "held out"
 BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """One question about one picture, with the answer that is expected."""
+    """One question about one picture, with the expected answer."""
 
     kind: str
     picture: Image.Image
@@ -32,7 +32,7 @@ class Case:
 
 
 def held_out_cases(count: int, phrasings: dict[str, tuple[str, ...]], seed: str = SEED) -> list[Case]:
-    """Draws `count` fresh scenes, each with one question; the kinds of `questions.KINDS` come equally often."""
+    """Draw `count` new scenes with one question each; all kinds of `questions.KINDS` are equally frequent."""
     cases = []
     number = 0
     while len(cases) < count:
@@ -48,7 +48,7 @@ def held_out_cases(count: int, phrasings: dict[str, tuple[str, ...]], seed: str 
 
 @torch.inference_mode()
 def answer(model, processor, pictures: list[Image.Image], questions: list[str]) -> list[str]:
-    """Asks one question about each picture; rows of a batch are padded on the left, as generation needs."""
+    """Ask one question about each picture; a batch is padded on the left, as generation needs."""
     answers = []
     for start in range(0, len(questions), BATCH_SIZE):
         rows = slice(start, start + BATCH_SIZE)
@@ -71,7 +71,7 @@ def answer(model, processor, pictures: list[Image.Image], questions: list[str]) 
 
 
 def accuracy(model, processor, cases: list[Case]) -> dict[str, float]:
-    """Share of exact answers per kind of question, and over all cases under "all"."""
+    """Fraction of exact answers for each kind of question, and for all cases under "all"."""
     texts = answer(model, processor, [case.picture for case in cases], [case.question for case in cases])
     right: dict[str, list[bool]] = {"all": []}
     for case, text in zip(cases, texts, strict=True):
@@ -81,7 +81,7 @@ def accuracy(model, processor, cases: list[Case]) -> dict[str, float]:
 
 
 def report(folder: str, count: int, dtype: str = "auto") -> tuple[float, float]:
-    """Prints one row per kind of question; returns the accuracy on held-out pictures and on held-out phrasings."""
+    """Print a row for each kind of question; return the accuracy on held-out pictures and on held-out phrasings."""
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
     model.eval()
@@ -96,7 +96,7 @@ def report(folder: str, count: int, dtype: str = "auto") -> tuple[float, float]:
 
 
 def main() -> None:
-    """Reads the command line and prints the table."""
+    """Read the command line and print the table."""
     parser = argparse.ArgumentParser(description="Accuracy of a checkpoint made by train_tiny.py.")
     parser.add_argument("--model", default="examples/llamoe-tiny", help="default: %(default)s")
     parser.add_argument("--count", type=int, default=800, help="questions per column (default: %(default)s)")

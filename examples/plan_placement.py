@@ -1,11 +1,11 @@
-r"""Plans on which device each part of a model goes, before a byte of it is downloaded.
+r"""Plan on which device each part of a model goes, before anything is downloaded.
 
     python examples/plan_placement.py llama-4-scout --gpus 4 --gpu-memory 80 --context 8192 --save map.json
 
-The model is built without weights (on the meta device), the cache of keys and values becomes a part of each layer's
-size, and accelerate's `infer_auto_device_map` fills one device after the other. What the accelerators cannot hold goes
-to memory, then to disk, from where every pass brings it to the first accelerator; its cache stays there. All sizes are
-in GB of 10^9 bytes, of which a card sold with 80 GB has a little more.
+The model is built without weights (on the meta device), each layer's size includes its KV cache, and accelerate's
+`infer_auto_device_map` fills one device after the other. What the accelerators cannot hold goes to memory, then to
+disk. In every pass it is brought to the first accelerator, where its cache stays. All sizes are in GB of 10^9 bytes; a
+card sold with 80 GB has a little more.
 """
 
 import argparse
@@ -29,10 +29,12 @@ from llamoe.configuration import cache_bytes, cache_tokens
 
 GB = 10**9
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# As bitsandbytes stores a linear layer: bytes for a weight of this many rows and numbers.
+# Bytes of a linear layer as bitsandbytes stores it, from its rows and its number of weights.
 QUANTIZED = {
-    "int8": lambda rows, numbers: numbers + 4 * rows,  # a float32 scale for each row
-    "int4": lambda rows, numbers: -(-numbers // 2) + 4 * -(-numbers // 64),  # and for each 64 numbers
+    # A float32 scale for each row.
+    "int8": lambda rows, numbers: numbers + 4 * rows,
+    # Half a byte for each weight, and a float32 scale for each 64 weights.
+    "int4": lambda rows, numbers: -(-numbers // 2) + 4 * -(-numbers // 64),
 }
 NOTE = (
     "{0}: linear layers, as bitsandbytes stores them. The experts are stacked tensors, which it leaves in bfloat16, as "
@@ -42,10 +44,10 @@ NOTE = (
 
 @dataclass
 class Plan:
-    """Where everything goes.
+    """Placement of a model.
 
     Attributes:
-        device_map: for `from_pretrained`.
+        device_map: argument for `from_pretrained`.
         weights: device to bytes of weights.
         cache: device to bytes of keys and values.
         parts: part of the model to its parameters and bytes.
@@ -58,13 +60,13 @@ class Plan:
 
 
 def fail(message: str) -> NoReturn:
-    """Prints one line and ends with exit status 2, as argparse does."""
+    """Print one line and exit with status 2, as argparse does."""
     print(f"plan_placement: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def read_config(name: str):
-    """Gives the configuration of a preset, a folder or a config.json, ours or stock."""
+    """The configuration of a preset, a folder or a config.json, ours or stock."""
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     try:
         if path.is_file():
@@ -77,7 +79,7 @@ def read_config(name: str):
 
 
 def build(config, dtype: str) -> nn.Module:
-    """Builds the model without weights; a quantized weight becomes as many bytes as it will take."""
+    """The model without weights; a quantized weight is replaced by as many bytes as it will take."""
     model_class = {
         llamoe.LlamoeConfig: llamoe.LlamoeForConditionalGeneration,
         llamoe.LlamoeTextConfig: llamoe.LlamoeForCausalLM,
@@ -95,19 +97,19 @@ def build(config, dtype: str) -> nn.Module:
 
 
 def meta_bytes(count: int) -> nn.Parameter:
-    """Gives a parameter without data, of so many bytes."""
+    """A parameter of this many bytes, without data."""
     return nn.Parameter(torch.empty(count, dtype=torch.uint8, device="meta"), requires_grad=False)
 
 
 def place_of(name: str, device_map: dict[str, Any]) -> Any:
-    """Gives the device of a parameter."""
+    """The device of a parameter."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return device_map[name]
 
 
 def part_of(name: str) -> str:
-    """Gives the row of the arithmetic that a parameter counts in."""
+    """The row of the printed table that a parameter counts in."""
     parts = r"embed_tokens|lm_head|self_attn|feed_forward\.experts|feed_forward|mlp"
     name = re.sub(r"\.\d+\.", ".*.", name)
     if name.startswith(("vision_model.", "multi_modal_projector.")):
@@ -121,18 +123,18 @@ def part_of(name: str) -> str:
 def plan(
     config, room: dict[Any, int], dtype: str, context: int, batch_size: int = 1, piece: int | None = None
 ) -> Plan:
-    """Fills the devices in their order.
+    """Place the model on the devices, filling them in order.
 
     Args:
-        config: of any of llamoe's models.
-        room: device to bytes for weights and cache, accelerators (0, 1, ...) before "cpu"; disk has no end.
+        config: configuration of any of llamoe's models.
+        room: device to bytes for weights and cache, accelerators (0, 1, ...) before "cpu"; disk has no limit.
         dtype: a key of `DTYPES` or `QUANTIZED`.
         context: tokens of prompt and answer together.
-        batch_size: rows.
-        piece: tokens of the prompt that one pass reads; by default all of them.
+        batch_size: number of rows.
+        piece: tokens of the prompt in one pass; by default all of them.
 
     Raises:
-        ValueError: a context that the model does not have, or a cache larger than the first device.
+        ValueError: a context beyond the model's limit, or a cache larger than the first device.
     """
     counts = {name: tensor.numel() for name, tensor in build(config, "bfloat16").named_parameters()}
     model = build(config, dtype)
@@ -148,7 +150,8 @@ def plan(
             layer.cache = meta_bytes(size)
 
     main = next(iter(room))
-    borrowed = 0  # cache of the layers that come to the first device for their turn only
+    # Bytes of cache for layers that are brought to the first device only when they run.
+    borrowed = 0
     while True:
         limits = {**room, main: room[main] - borrowed}
         if limits[main] <= 0:
@@ -178,7 +181,7 @@ def plan(
 
 
 def summarize(names: list[str]) -> str:
-    """Writes `layers.0`, `layers.1`, `layers.2` as `layers.0-2`."""
+    """The names with runs in short: `layers.0`, `layers.1`, `layers.2` become `layers.0-2`."""
     runs: list[list[Any]] = []
     for name in names:
         stem, _, number = name.rpartition(".")
@@ -196,7 +199,7 @@ def summarize(names: list[str]) -> str:
 
 
 def show(config, result: Plan, room: dict[Any, int], arguments: argparse.Namespace, piece: int) -> None:
-    """Prints the arithmetic and the table."""
+    """Print the sizes and the table of devices."""
     total, count = sum(result.weights.values()), sum(count for count, _ in result.parts.values())
     print(f"{arguments.model}: {count:,} parameters, {total / GB:.2f} GB in {arguments.dtype}")
     for part, (numbers, size) in result.parts.items():
@@ -232,7 +235,7 @@ def show(config, result: Plan, room: dict[Any, int], arguments: argparse.Namespa
 
 
 def main() -> None:
-    """Reads the command line, plans and prints."""
+    """Read the command line, plan and print."""
     parser = argparse.ArgumentParser(description="Plan on which device each part of a model goes.")
     parser.add_argument("model", help="a preset, a folder with config.json, or a config.json, ours or stock")
     parser.add_argument("--gpus", type=int, default=1, help="accelerators; default: %(default)s")
@@ -271,7 +274,8 @@ def main() -> None:
     if arguments.gpus:
         room["cpu"] = int(max(0, arguments.cpu_memory - arguments.headroom) * GB)
     transformers.logging.set_verbosity_error()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it misses the devices that are planned for
+    # accelerate would warn that the planned devices are missing.
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
     try:
         result = plan(config, room, arguments.dtype, arguments.context, arguments.batch, piece)
         show(config, result, room, arguments, piece)

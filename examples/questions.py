@@ -1,7 +1,7 @@
-"""Questions about scenes of `shapes.py`, and the one right answer to each.
+"""Questions about scenes of `shapes.py`, each with its one right answer.
 
-Answers are computed from what was placed, never from pixels. They are in lower case, as the tokenizer of
-`train_tiny.py` reads and writes nothing else.
+Answers are computed from the placed shapes, never from pixels. They are in lower case, like everything that the
+tokenizer of `train_tiny.py` reads and writes.
 """
 
 import random
@@ -11,7 +11,7 @@ from shapes import COLOURS, PLACES, SHAPES, Item, Scene
 KINDS = ("caption", "colour", "shape", "count", "exists", "confirm", "which", "where")
 
 # {target} is "a red circle", "a circle" or "something red"; {name} is "red circle"; {place} is "on the left".
-# "colour" is also written "color". The two lists of a kind share no phrasing.
+# "colour" is sometimes written "color". `TRAINED` and `HELD_OUT` share no phrasing of a kind.
 TRAINED = {
     "caption": (
         "Describe the picture.",
@@ -200,7 +200,7 @@ COUNT_WORDS = ("no", "one", "two", "three")
 
 
 def with_article(words: str) -> str:
-    """`red circle` becomes `a red circle`, `orange star` becomes `an orange star`."""
+    """The words with their article: `a red circle`, `an orange star`."""
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
@@ -219,9 +219,9 @@ def ask(
     """One question of a kind and its answer, or None where the scene has no unambiguous one.
 
     Args:
-        rng: Source of every choice.
-        scene: What is asked about.
-        kind: One of `KINDS`.
+        rng: source of every choice.
+        scene: scene that the question is about.
+        kind: one of `KINDS`.
         phrasings: `TRAINED` or `HELD_OUT`.
     """
     answer = _ANSWERS[kind](rng, scene)
@@ -235,7 +235,7 @@ def ask(
 
 
 def loosen(rng: random.Random, question: str) -> str:
-    """Writes a question as people type it: sometimes with an opening, in lower case, without the last mark."""
+    """The question as people type it: sometimes with an opening, in lower case, without the final mark."""
     if rng.random() < 0.2:
         opening = rng.choice(OPENINGS)
         question = opening + (
@@ -279,7 +279,7 @@ def _answer_exists(rng, scene):
             for shape in SHAPES
             if f"{colour} {shape}" not in present
         ]
-        # Half of the wrong ones are near misses: something of that colour or of that shape is there.
+        # Half of the wrong names are near misses: their colour or their shape is in the picture.
         near = [name for name in absent if here.colour in name or here.shape in name]
         name = here.name if wanted else rng.choice(near if rng.random() < 0.5 else absent)
         target, denied = with_article(name), f"no {name}"
@@ -299,7 +299,7 @@ def _answer_confirm(rng, scene):
     if item is None:
         return None
     others = [colour for colour in COLOURS if colour != item.colour]
-    # As a wrong guess, the colour of a neighbour is harder than any other.
+    # As a wrong guess, a neighbour's colour is the hardest.
     nearby = [other.colour for other in scene.items if other.colour != item.colour]
     guess = item.colour
     if rng.random() < 0.5:

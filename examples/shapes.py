@@ -1,8 +1,8 @@
-"""Pictures of simple coloured shapes, and what is where in them.
+"""Pictures of simple coloured shapes, with a description of each.
 
-Needs PIL and numpy only. A `Scene` is drawn from a random generator, so the same seed gives the same picture
-everywhere. Layouts in which two honest people could disagree (is it left of or above?) are thrown away: that is why
-answers about a scene can be compared as strings (`questions.py`).
+Needs PIL and numpy only. A `Scene` is drawn from a random generator, so a seed gives the same picture everywhere.
+Ambiguous layouts (is it left of or above?) are discarded, so that answers about a scene can be compared as strings
+(`questions.py`).
 """
 
 import colorsys
@@ -15,8 +15,8 @@ from PIL import Image, ImageChops, ImageDraw
 
 SHAPES = ("circle", "square", "triangle", "star")
 
-# Per colour name: the values people type, and boxes of (hue in degrees, saturation, value) of shades that everybody
-# would still call so. The gaps between the boxes are where people begin to disagree.
+# For each colour name: common RGB values, and boxes of (hue in degrees, saturation, value) whose shades everybody calls
+# by that name. In the gaps between the boxes people disagree.
 COLOURS = {
     "red": ([(255, 0, 0), (220, 20, 60), (214, 39, 40)], [((-10, 8), (0.72, 1), (0.72, 1))]),
     "orange": ([(255, 165, 0), (255, 140, 0), (255, 127, 14)], [((22, 39), (0.82, 1), (0.88, 1))]),
@@ -41,7 +41,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Item:
-    """One shape: what it is called, and where it lies (centre and radius of its circumscribed circle, pixels)."""
+    """One shape: its name, and its place (centre and radius of its circumscribed circle, in pixels)."""
 
     shape: str
     colour: str
@@ -51,13 +51,13 @@ class Item:
 
     @property
     def name(self) -> str:
-        """Such as "red circle"."""
+        """Colour and shape, such as "red circle"."""
         return f"{self.colour} {self.shape}"
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture and what is in it; `items` stand in reading order along `axis` ("across" or "down")."""
+    """A picture and its items, in reading order along `axis` ("across" or "down")."""
 
     picture: Image.Image
     items: tuple[Item, ...]
@@ -65,7 +65,7 @@ class Scene:
 
 
 def random_shade(rng: random.Random, colour: str) -> tuple[int, int, int]:
-    """An RGB value (0..255) that is called `colour`; two times in five one of the values people type."""
+    """An RGB value (0..255) of this colour name; in two of five cases one of the common values."""
     typed, boxes = COLOURS[colour]
     if rng.random() < 0.4:
         return rng.choice(typed)
@@ -74,7 +74,7 @@ def random_shade(rng: random.Random, colour: str) -> tuple[int, int, int]:
 
 
 def random_scene(rng: random.Random, count: int | None = None) -> Scene:
-    """Draws one to three shapes that do not touch, no two of them alike, on a canvas of 64 to 512 pixels."""
+    """Draw one to three different shapes that do not touch, on a canvas of 64 to 512 pixels."""
     count = count or rng.choice((1, 1, 2, 2, 2, 3, 3))
     size = _random_canvas(rng)
     items, axis = _place(rng, size, count)
@@ -102,12 +102,12 @@ def _rgb(hue: float, saturation: float, value: float) -> tuple[int, int, int]:
 
 
 def _contrast(first: tuple[int, int, int], second: tuple[int, int, int]) -> bool:
-    """Whether two colours are so far apart that an edge between them is plain to see."""
+    """Whether an edge between two colours is plain to see."""
     return math.dist(first, second) > 110
 
 
 def _random_canvas(rng: random.Random) -> tuple[int, int]:
-    """Width and height in pixels; a third of the canvases are square, none is longer than twice its width."""
+    """Width and height in pixels; a third of the canvases are square, no side is longer than twice the other."""
     side = rng.choice((64, 96, 112, 128, 160, 200, 224, 256, 300, 320, 400, 448, 512))
     if rng.random() < 0.35:
         return side, side
@@ -155,7 +155,7 @@ def _add_noise(rng: random.Random, picture: Image.Image) -> Image.Image:
 def _place(
     rng: random.Random, size: tuple[int, int], count: int
 ) -> tuple[list[tuple[float, float, float]], str]:
-    """Circles (x, y, radius) that do not touch, in reading order, and the axis along which they are read."""
+    """Circles (x, y, radius) that do not touch, in reading order, and the axis of that order."""
     width, height = size
     short = min(size)
     smallest, largest = {1: (0.16, 0.42), 2: (0.15, 0.25), 3: (0.13, 0.2)}[count]
@@ -192,7 +192,7 @@ def _corners(rng: random.Random, shape: str, radius: float) -> list[tuple[float,
     if shape == "square":
         angles, radii = [45, 135, 225, 315], [radius] * 4
     elif shape == "triangle":
-        # Upright in most pictures; its two lower corners move so that not every triangle is equilateral.
+        # Upright in most pictures. The two lower corners vary, so that not every triangle is equilateral.
         spread = rng.uniform(95, 140) if rng.random() < 0.5 else 120
         angles, radii = [-90, -90 + spread, -90 - spread], [radius] * 3
         if rng.random() < 0.3:
@@ -205,7 +205,7 @@ def _corners(rng: random.Random, shape: str, radius: float) -> list[tuple[float,
 
 
 def _paint(rng: random.Random, picture: Image.Image, item: Item, shade, smooth: bool, outline: bool) -> None:
-    """Draws one item; edges are smoothed by drawing its mask four times as large and averaging."""
+    """Draw one item; edges are smoothed by drawing its mask four times as large and averaging."""
     scale = 4 if smooth else 1
     left, top = math.floor(item.x - item.radius) - 1, math.floor(item.y - item.radius) - 1
     side = math.ceil(2 * item.radius) + 3

@@ -1,14 +1,14 @@
-"""Train a text model on several devices, with the work shared in one of four ways.
+"""Train a text model on several devices, with one of four kinds of parallelism.
 
     torchrun --nproc-per-node 2 examples/train_parallel.py --parallel fsdp
 
-* `ddp`: every process has the whole model and rows of its own; gradients are averaged.
-* `fsdp`: as ddp, but each process keeps a part of every weight and gathers a layer while it runs (FSDP2).
-* `tp`: all processes work on the same rows; each has a part of every layer's heads and widths.
-* `ep`: as tp, but each process has some of the experts, whole.
+* `ddp`: every process has the whole model and its own rows of the batch; gradients are averaged.
+* `fsdp`: as ddp, but each process keeps a shard of every weight, and a layer is gathered while it runs (FSDP2).
+* `tp`: tensor parallel: all processes work on the same rows; each has a slice of every layer's heads and widths.
+* `ep`: expert parallel: as tp, but each process has some of the experts, whole.
 
-The data are random tokens, always the same, so that the loss falls for the model learning them by heart. Processes
-are placed on GPUs where there are any, else on the CPU.
+The data are the same random tokens in every step, so the loss falls as the model memorises them. Processes use
+GPUs if there are any, else the CPU.
 """
 
 import argparse
@@ -20,19 +20,20 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-import llamoe  # noqa: F401  registers the model types
+# The import registers llamoe's model types.
+import llamoe  # noqa: F401
 
 ROWS, LENGTH = 4, 32
 
 
 def distributed_config(parallel: str, processes: int) -> DistributedConfig | None:
-    """Say how transformers is to spread the model while loading it; None for ddp, which comes after loading."""
+    """The configuration for sharding the model while it loads; None for ddp, which wraps the loaded model."""
     if parallel == "fsdp":
         return DistributedConfig(fsdp_size=processes)
     if parallel == "tp":
         return DistributedConfig(tp_size=processes)
     if parallel == "ep":
-        # Releases before `ep_size` share the experts among the processes of tensor parallelism.
+        # Releases without `ep_size` distribute the experts over the tensor parallel processes.
         has_size = any(field.name == "ep_size" for field in fields(DistributedConfig))
         experts = {"ep_size": processes} if has_size else {"enable_expert_parallel": True}
         return DistributedConfig(tp_size=processes, **experts)
@@ -40,7 +41,7 @@ def distributed_config(parallel: str, processes: int) -> DistributedConfig | Non
 
 
 def train(model_folder: str, parallel: str, steps: int, save: str | None = None) -> list[float]:
-    """Train in every process of a group that is initialized, and give the losses, averaged over the processes."""
+    """Train in every process of an initialised group; return the losses, averaged over the processes."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     rank, processes = dist.get_rank(), dist.get_world_size()
     config = distributed_config(parallel, processes)
@@ -66,12 +67,13 @@ def train(model_folder: str, parallel: str, steps: int, save: str | None = None)
         if rank == 0:
             print(f"{parallel} step {step}: loss {losses[-1]:.4f}", flush=True)
     if save:
-        model.save_pretrained(save)  # every process takes part, the first one writes whole weights
+        # Every process takes part, and the first one writes whole weights.
+        model.save_pretrained(save)
     return losses
 
 
 def main() -> None:
-    """Read the arguments, join the group that torchrun describes, train."""
+    """Read the arguments, join torchrun's process group and train."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

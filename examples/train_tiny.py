@@ -1,15 +1,14 @@
-"""Trains the checkpoint in `examples/llamoe-tiny` from nothing: tokenizer, processor and model.
+"""Train the checkpoint in `examples/llamoe-tiny` from scratch: tokenizer, processor and model.
 
 A mixture of experts with a vision tower, small enough for two processor cores, learns to answer questions about
-pictures of coloured shapes that `shapes.py` draws. Everything a published Llama 4 folder holds is made and saved.
+pictures of coloured shapes that `shapes.py` draws. The folder gets every file that a published Llama 4 folder has.
 
-What is not obvious: a tower that learns from words alone hears nothing for very long about why an answer was wrong.
-So there are three stages. SEEING: from each of the 16 tokens that the text model gets for a picture, linear heads
-must read colour, shape and place of what covers that part; the heads are thrown away at the end. TALKING: the whole
-model describes pictures and answers questions. ANSWERING: the tower rests, and the questions come more often that
-take a comparison (is there ...? where ...?); they are learnt last, and captions alone do not teach them.
+A tower trained on words alone gets almost no signal for a very long time, so training has three stages. SEEING: linear
+heads read colour, shape and place from each of a picture's 16 tokens; the heads are discarded at the end. TALKING: the
+whole model describes pictures and answers questions. ANSWERING: the tower is frozen, and questions that need a
+comparison (is there ...? where ...?) are more frequent; they are learnt last, and captions alone do not teach them.
 
-A run with the defaults goes through all three. The folder in the repository was made in parts: the first two stages,
+By default a run goes through all three stages. The folder in the repository was trained in parts: the first two stages,
 then ANSWERING from there with `--start` (1400 steps), then 450 more steps of it (`--seed 1`) after `questions.py` had
 got more ways to ask "is there ...?".
 """
@@ -68,7 +67,7 @@ SPECIAL_TOKENS = (
     "<|image|>",
     "<|patch|>",
 )
-# What stands between `generation` and `endgeneration` is the model's part, which trainers ask for.
+# The model's part stands between `generation` and `endgeneration`; trainers need these marks.
 CHAT_TEMPLATE = """\
 {%- macro write(message) %}
     {%- if message['content'] is string %}
@@ -95,7 +94,7 @@ CHAT_TEMPLATE = """\
     {{- '<|header_start|>assistant<|header_end|>\n\n' }}
 {%- endif %}
 """
-# Words are split from line breaks, so that text cut after the "\n\n" of a header has the tokens of the whole.
+# Words and line breaks are split, so that text cut after a header's "\n\n" has the same tokens as within the whole.
 WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -107,9 +106,9 @@ class Stage:
     batch_size: int
     learning_rate: float
     mix: dict[str, float] = field(default_factory=dict)
-    """How often each kind of question is asked, relative to the others; empty: nothing is asked."""
+    """Relative frequency of each kind of question; empty for no questions."""
     turns: int = 0
-    """Questions about each picture."""
+    """Number of questions about each picture."""
     tower_learns: bool = True
 
 
@@ -129,14 +128,14 @@ ANSWERING = Stage(
     turns=3,
     tower_learns=False,
 )
-# What the heads of the tower read from a token; class 0 is always "nothing here".
+# Labels of places for the SEEING heads; class 0 always means that nothing is there.
 PLACES = ("alone", *sorted({place for places in shapes.PLACES.values() for place in places}))
 CLASSES = (1 + len(shapes.COLOURS), 1 + len(shapes.SHAPES), 1 + len(PLACES))
 CELLS = 4
 
 
 def build_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that lower-cases its input, trained on generated dialogues."""
+    """A byte-level BPE tokenizer for lower-cased text, trained on generated dialogues."""
     rng = random.Random(seed)
     corpus = ["user", "assistant", "system", "\n\n"]
     for number in range(1000):
@@ -163,7 +162,7 @@ def build_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
 
 
 def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Says which special tokens begin, end and pad."""
+    """The tokenizer with its special tokens for begin, end and padding."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|begin_of_text|>",
@@ -176,7 +175,7 @@ def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def build_processor(tokenizer: PreTrainedTokenizerFast) -> LlamoeProcessor:
-    """Llama 4's own processor, with one tile of 112 x 112 pixels (16 tokens) a picture, whatever its size."""
+    """Llama 4's own processor, with one tile of 112 x 112 pixels (16 tokens) for a picture of any size."""
     return LlamoeProcessor(
         image_processor=Llama4ImageProcessor(size=TILE, max_patches=1),
         tokenizer=tokenizer,
@@ -187,7 +186,7 @@ def build_processor(tokenizer: PreTrainedTokenizerFast) -> LlamoeProcessor:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamoeForConditionalGeneration:
-    """A model with every part of Llama 4: tower, dense and mixture layers in turn, shared expert, a NoPE layer."""
+    """A model with every part of Llama 4: tower, alternating dense and mixture layers, shared expert, a NoPE layer."""
     vocabulary = tokenizer.get_vocab()
     ids = {
         "bos_token_id": vocabulary["<|begin_of_text|>"],
@@ -243,15 +242,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamoeForConditionalGener
 
 
 def draw_scene(seed: int, number: int, count: int | None = None) -> shapes.Scene:
-    """The scene with this number, whatever was drawn before it; of `count` shapes, or of one to three."""
+    """The scene with this number, whatever was drawn before; with `count` shapes, or with one to three."""
     return shapes.random_scene(random.Random(f"{seed}/{number}"), count)
 
 
 def label_cells(scene: shapes.Scene) -> list[list[int]]:
-    """What covers each of the 4 x 4 parts of the picture as the tower sees it, row by row.
+    """Labels for each of the 4 x 4 parts of the picture that the tower sees, row by row.
 
     Returns:
-        Per part, class numbers of colour, shape and place; all zero where no shape comes near its middle.
+        for each part, class numbers of colour, shape and place; all zero where no shape is near its middle.
     """
     scale = PICTURE_SIZE / max(scene.picture.size)
     cell = PICTURE_SIZE / CELLS
@@ -275,19 +274,19 @@ def label_cells(scene: shapes.Scene) -> list[list[int]]:
 
 @dataclass
 class Batch:
-    """Pictures, what is where in them, and what is said about them."""
+    """Pictures, labels of their parts, and dialogues about them."""
 
     resized: torch.Tensor
-    """The pictures after the processor's own resizing and padding, (pictures, 3, 112, 112) uint8."""
+    """Pictures after the processor's own resizing and padding, `[pictures, 3, 112, 112]` uint8."""
     cells: torch.Tensor
-    """Class numbers from `label_cells`, (pictures, 16, 3) int64."""
+    """Class numbers from `label_cells`, `[pictures, 16, 3]` int64."""
     dialogues: list[list[tuple[str, str]]]
-    """Per picture, its (question, answer) turns."""
+    """For each picture, its (question, answer) turns."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker draws: scenes numbered from `first`, each of `count` shapes (None: of one to three)."""
+    """A worker's task: draw scenes numbered from `first`, each with `count` shapes (None: one to three)."""
 
     stage: Stage
     seed: int
@@ -296,7 +295,7 @@ class Job:
 
 
 def draw_batch(job: Job) -> Batch:
-    """Draws pictures and writes a dialogue about each; runs in a worker process."""
+    """Draw pictures and write a dialogue about each; runs in a worker process."""
     image_processor = Llama4ImageProcessor(size=TILE, max_patches=1, do_rescale=False, do_normalize=False)
     numbers = range(job.first, job.first + job.stage.batch_size)
     scenes = [draw_scene(job.seed, number, job.count) for number in numbers]
@@ -317,16 +316,16 @@ def draw_batch(job: Job) -> Batch:
 def write_rows(
     processor: LlamoeProcessor, picture_text: str, dialogues: list[list[tuple[str, str]]], rng: random.Random
 ) -> dict[str, torch.Tensor]:
-    """Tokenizes dialogues in the model's chat format; only answers and their `<|eot|>` carry a loss.
+    """Tokenize dialogues in the model's chat format; only answers and their `<|eot|>` carry a loss.
 
     Args:
-        processor: Holds the tokenizer.
-        picture_text: What the processor writes in place of one picture.
-        dialogues: Per row, its (question, answer) turns.
-        rng: Decides where the picture stands.
+        processor: holds the tokenizer.
+        picture_text: text that the processor writes for a picture.
+        dialogues: for each row, its (question, answer) turns.
+        rng: random choice of the picture's place.
 
     Returns:
-        `input_ids`, `attention_mask` and `labels`, each (rows, longest row), padded on the right.
+        `input_ids`, `attention_mask` and `labels`, each `[rows, longest row]`, padded on the right.
     """
     tokenizer = processor.tokenizer
     rows = []
@@ -359,7 +358,7 @@ def write_rows(
 
 
 def batches(pool: ProcessPoolExecutor | None, jobs: list[Job]) -> Iterator[Batch]:
-    """Yields batches in order, drawn ahead by the workers of `pool` (or here, without one)."""
+    """Yield batches in order, drawn ahead by the workers of `pool` (or here, without one)."""
     if pool is None:
         yield from map(draw_batch, jobs)
         return
@@ -372,7 +371,7 @@ def batches(pool: ProcessPoolExecutor | None, jobs: list[Job]) -> Iterator[Batch
 
 
 def normalise(image_processor: Any, resized: torch.Tensor) -> Any:
-    """The processor's last step, (pictures, 3, height, width) uint8 to float32 that holds its bfloat16 values."""
+    """The processor's last step: `[pictures, 3, height, width]` uint8 to float32 with its bfloat16 values."""
     mean, std = image_processor.image_mean, image_processor.image_std
     return image_processor.rescale_and_normalize(
         resized, True, image_processor.rescale_factor, True, mean, std
@@ -380,34 +379,36 @@ def normalise(image_processor: Any, resized: torch.Tensor) -> Any:
 
 
 def picture_text(processor: LlamoeProcessor) -> str:
-    """What the processor writes into the text in place of one picture."""
+    """The text that the processor writes for a picture."""
     blank = Image.new("RGB", (PICTURE_SIZE, PICTURE_SIZE))
     ids = processor(text=processor.image_token, images=[blank])["input_ids"][0]
     return processor.tokenizer.decode(ids)
 
 
 def seeing_loss(heads: nn.Linear, features: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
-    """How badly colour, shape and place are read from the tokens of pictures.
+    """Cross entropy of colour, shape and place, read from the tokens of pictures.
 
     Args:
-        heads: One linear layer for all classes of all three.
-        features: What the text model gets, (pictures, 16, hidden_size).
-        cells: Class numbers, (pictures, 16, 3).
+        heads: one linear layer for all classes of all three.
+        features: the text model's inputs for pictures, `[pictures, 16, hidden_size]`.
+        cells: class numbers, `[pictures, 16, 3]`.
     """
     loss = features.new_zeros(())
     for logits, labels in zip(heads(features).split(CLASSES, dim=-1), cells.unbind(-1), strict=True):
         weight = torch.ones(logits.shape[-1])
-        weight[0] = 0.25  # most of a picture is background
+        # Most of a picture is background.
+        weight[0] = 0.25
         loss = loss + F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight)
     return loss
 
 
 def plan(arguments: argparse.Namespace) -> list[Job]:
-    """Every batch of the training; a sixth of the first stage shows one shape a picture."""
+    """The jobs for every batch of the training; a sixth of the first stage shows one shape in each picture."""
     steps = arguments.steps
     lengths = {SEEING: steps * 13 // 45, TALKING: steps * 18 // 45}
     lengths = {ANSWERING: steps} if arguments.start else lengths | {ANSWERING: steps - sum(lengths.values())}
-    first = 10_000_000 if arguments.start else 0  # scenes that the earlier training did not show
+    # Scenes that the earlier training did not show.
+    first = 10_000_000 if arguments.start else 0
     jobs = []
     for stage, length in lengths.items():
         for step in range(length):
@@ -419,11 +420,11 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
 
 
 def train(model: LlamoeForConditionalGeneration, processor: LlamoeProcessor, jobs: list[Job]) -> None:
-    """Trains in place; a progress bar shows the stage, its loss and the speed."""
+    """Train in place; a progress bar shows the stage, its loss and the speed."""
     image_text, rng = picture_text(processor), random.Random(jobs[0].seed)
     heads = nn.Linear(model.config.text_config.hidden_size, sum(CLASSES))
     tower = [*model.vision_model.parameters(), *model.multi_modal_projector.parameters()]
-    # A worker is worth its start only in a long run. It is spawned: a fork of a process with torch's threads hangs.
+    # Workers pay off only in a long run. They are spawned, since a fork of a process with torch's threads hangs.
     worker = nullcontext()
     if len(jobs) > 50:
         spawn = get_context("spawn")
@@ -446,7 +447,7 @@ def train(model: LlamoeForConditionalGeneration, processor: LlamoeProcessor, job
                 loss = loss + seeing_loss(heads, features.pooler_output, batch.cells)
             if stage.mix:
                 rows = write_rows(processor, image_text, batch.dialogues, rng)
-                # The features that were just computed stand for the pixels; the loss balances the experts too.
+                # The computed features replace the pixels. The loss includes the balancing of experts.
                 rows |= {"mm_encoder_outputs": {"image": features}, "output_router_logits": True}
                 loss = loss + model(**rows, use_cache=False).loss
             loss.backward()
@@ -461,9 +462,9 @@ def train(model: LlamoeForConditionalGeneration, processor: LlamoeProcessor, job
 
 
 def make_optimizers(modules: list[nn.Module], learning_rate: float, steps: int) -> tuple[list, list]:
-    """Muon for the matrices between hidden states, AdamW for all else; each warms up, then follows a cosine to zero.
+    """Muon for the matrices between hidden states, AdamW for the rest; each warms up, then decays to zero by a cosine.
 
-    With AdamW alone the tower needed half as many pictures again to get as far, over its first 300 steps.
+    With AdamW alone the tower needed 50 % more pictures for the same progress, over its first 300 steps.
     """
     matrices, others = [], []
     for module in modules:
@@ -481,7 +482,7 @@ def make_optimizers(modules: list[nn.Module], learning_rate: float, steps: int) 
 
 
 def main() -> None:
-    """Reads the command line, trains, saves in bfloat16 and measures what was saved."""
+    """Read the command line, train, save in bfloat16 and measure the saved model."""
     parser = argparse.ArgumentParser(description="Train a tiny multimodal mixture of experts on shapes.")
     parser.add_argument("--out", default="examples/llamoe-tiny", help="folder (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4500, help="of all stages (default: %(default)s)")

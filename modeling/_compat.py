@@ -1,7 +1,6 @@
-"""Every branch on a library's version, and the few touches of transformers and peft that are not public API.
+"""Every branch on a library's version, and the few uses of transformers' and peft's private API.
 
-Supported: torch >= 2.11 and transformers >= 5.17, < 6. The rest of the library is written against what both
-ends of that range share.
+Supported: torch >= 2.11 and transformers >= 5.17, < 6. All other files use only what both ends of that range share.
 """
 
 import functools
@@ -25,10 +24,10 @@ NEXT_TRANSFORMERS_MAJOR = 6
 
 
 def require_supported_transformers() -> None:
-    """Refuse a transformers that llamoe was not written for, before anything of it is used.
+    """Refuse an unsupported transformers, before anything of it is used.
 
     Raises:
-        ImportError: the installed transformers is absent, older than 5.17, or 6 and newer.
+        ImportError: transformers is absent, older than 5.17, or 6 or newer.
     """
     wanted = f"transformers>={MIN_TRANSFORMERS[0]}.{MIN_TRANSFORMERS[1]},<{NEXT_TRANSFORMERS_MAJOR}"
     try:
@@ -63,7 +62,7 @@ def grouped_mm_exists(device: "torch.device") -> bool:
 
 
 def grouped_mm_waits(device: "torch.device") -> bool:
-    """Whether `grouped_mm` copies the groups' ends to the host, which no CUDA graph can hold, in bfloat16 too.
+    """Whether `grouped_mm` copies the groups' ends to the host even in bfloat16; no CUDA graph can hold that.
 
     `_grouped_mm_cuda` (ATen/native/cuda/GroupedBlas.cpp, torch 2.11 to 2.15) has a kernel of its own for bfloat16 on
     devices of capability 9 and 10. For everything else it loops over the groups on the host.
@@ -76,11 +75,11 @@ def grouped_mm_waits(device: "torch.device") -> bool:
 
 
 def grouped_mm_takes(weight: "torch.Tensor", device: "torch.device") -> bool:
-    """Whether `grouped_mm` takes a stack of matrices as it lies, on a device: by strides and address alone.
+    """Whether `grouped_mm` accepts a stack of matrices on a device, by its strides and address.
 
-    From ATen/native/GroupedMMUtils.h: numbers of a row, or of a column, are neighbours, and the next one begins a
-    multiple of 16 bytes later. On a GPU so does the next matrix (torch 2.15 says so, earlier releases fail), and the
-    first one begins at such an address. Its kernel for bfloat16 (GroupMM.cu) takes fewer than 1024 matrices.
+    From ATen/native/GroupedMMUtils.h: elements of a row, or of a column, are contiguous, and the next one begins a
+    multiple of 16 bytes later. On a GPU the same holds for the next matrix (torch 2.15 reports it, earlier releases
+    fail) and for the first one's address. The bfloat16 kernel (GroupMM.cu) takes fewer than 1024 matrices.
     """
     import torch
 
@@ -89,17 +88,17 @@ def grouped_mm_takes(weight: "torch.Tensor", device: "torch.device") -> bool:
         return False
     if device.type != "cuda":
         return True
-    # torch's memory on a GPU begins at multiples of 512 bytes. torch 2.11's compiler cannot read the offset.
+    # torch's GPU allocations begin at multiples of 512 bytes. torch 2.11's compiler cannot read the offset.
     offset = 0 if torch.compiler.is_compiling() else weight.storage_offset()
     return len(weight) < 1024 and all(start * weight.itemsize % 16 == 0 for start in (offset, apart))
 
 
 def open_archive(path: str | os.PathLike) -> None:
-    """Have torch read the directory of one of its archives, as `torch.load` does before it reads a tensor.
+    """Let torch read the directory of one of its archives, as `torch.load` does before it reads a tensor.
 
     Raises:
-        RuntimeError: torch will not read this file.
-        UnicodeDecodeError: what should be a text is none.
+        RuntimeError: torch cannot read this file.
+        UnicodeDecodeError: a text in it is not valid.
     """
     import torch
 
@@ -109,16 +108,16 @@ def open_archive(path: str | os.PathLike) -> None:
 
 
 def is_under_functorch() -> bool:
-    """Whether a transform of `torch.func` is at work (grad, vmap, jvp): it sees through torch's own operators only."""
+    """Whether a transform of `torch.func` (grad, vmap, jvp) is active: it supports only torch's own operators."""
     import torch
 
     return torch._C._are_functorch_transforms_active()
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` reads along.
+    """Whether `torch.export` traces.
 
-    `torch.compiler.is_exporting` says so in every compilation of torch 2.11; the flag behind it is right everywhere.
+    In torch 2.11 `torch.compiler.is_exporting` is true in every compilation; the flag behind it is right everywhere.
     """
     import torch
 
@@ -126,12 +125,12 @@ def is_exporting() -> bool:
 
 
 def register_model(auto_class: type, config_class: type, model_class: type) -> None:
-    """Make `auto_class` give `model_class` for a config of ours.
+    """Make `auto_class` return `model_class` for a config of ours.
 
-    Past `auto_class.register`, for two reasons. It insists that the model's own config class is the key, yet the auto
-    classes know text models of multimodal configs (transformers maps `llama4` to `Llama4ForCausalLM`). And it leaves
-    out the table of names by model type, in which `transformers serve`, Trainer's label smoothing and lm-eval look up
-    what a language model is.
+    `auto_class.register` cannot be used, for two reasons. It requires the model's own config class as the key, yet
+    the Auto classes accept multimodal configs for text models (transformers maps `llama4` to `Llama4ForCausalLM`).
+    And it omits the table of names by model type, in which `transformers serve`, Trainer's label smoothing and
+    lm-eval look up language models.
     """
     mapping = auto_class._model_mapping
     mapping.register(config_class, model_class)
@@ -141,9 +140,9 @@ def register_model(auto_class: type, config_class: type, model_class: type) -> N
 def publish(model_classes: Iterable[type]) -> None:
     """Make classes attributes of the module `transformers`.
 
-    `transformers serve` and vLLM look there, and nowhere else, for what config.json calls the architecture. The module
-    is two: transformers puts a second one into `sys.modules` while it is being imported, and who came earlier keeps
-    the first.
+    `transformers serve` and vLLM look only there for the architecture that config.json names. There are two such
+    modules: transformers puts a second one into `sys.modules` while it is imported, and earlier importers keep the
+    first.
     """
     bound = [getattr(module, "__dict__", {}).get("transformers") for module in list(sys.modules.values())]
     for module in [sys.modules["transformers"], *bound]:
@@ -156,10 +155,10 @@ _ABSENT = object()
 
 
 def point_at(auto_class: type, config_class: type, model_class: type) -> Callable[[], None]:
-    """Make `auto_class` give `model_class` for a stock config; transformers offers no public way.
+    """Make `auto_class` return `model_class` for a stock config; transformers has no public way.
 
     Returns:
-        what undoes it. It leaves an entry alone that somebody else has made since.
+        a function that undoes it, unless something else has replaced the entry since.
     """
     entries = auto_class._model_mapping._extra_content
     before = entries.get(config_class, _ABSENT)
@@ -177,14 +176,14 @@ def point_at(auto_class: type, config_class: type, model_class: type) -> Callabl
 
 
 def choose_processor(stock_class: type, choose: Callable[..., type | None]) -> None:
-    """Have `AutoProcessor` ask `choose(name_or_path, **kwargs)` where a folder's files name `stock_class`.
+    """Make `AutoProcessor` ask `choose(name_or_path, **kwargs)` where a folder's files name `stock_class`.
 
-    It goes by that name alone and looks into its registry only where no file names a class, so that there is no
-    public way. The class's own `from_pretrained` is wrapped; a call from `AutoProcessor` is known by `_from_auto`.
+    `AutoProcessor` goes by that name alone and reads its registry only where no file names a class, so there is no
+    public way. The class's own `from_pretrained` is wrapped; `_from_auto` marks calls from `AutoProcessor`.
 
     Args:
         stock_class: a processor class of transformers.
-        choose: gives the class that shall load the folder, or None for `stock_class`.
+        choose: returns the class that loads the folder, or None for `stock_class`.
     """
     original = stock_class.from_pretrained.__func__
 
@@ -198,10 +197,10 @@ def choose_processor(stock_class: type, choose: Callable[..., type | None]) -> N
 
 
 def shifts_assistant_masks() -> bool:
-    """Whether a processor's `apply_chat_template` knows that pictures lengthen the text behind them.
+    """Whether a processor's `apply_chat_template` accounts for pictures, which lengthen the text behind them.
 
-    Early releases look for what the assistant wrote at its place in the short text, and find other tokens or none. The
-    releases that shift it are known by the method that does.
+    Early releases look for the assistant's tokens at their offsets in the short text, and find other tokens or none.
+    Later releases are recognised by the method that shifts the offsets.
     """
     from transformers import ProcessorMixin
 
@@ -209,9 +208,9 @@ def shifts_assistant_masks() -> bool:
 
 
 def register_parallel_style(name: str, style: object) -> None:
-    """Add a parallel style to transformers' registry where the release has none of that name.
+    """Add a parallel style to transformers' registry if the release has none of that name.
 
-    `ep_dispatch_experts` came with 5.19. The registry stayed importable from here when it moved to another file.
+    `ep_dispatch_experts` came with 5.19. The registry moved to another file, but can still be imported from here.
     """
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
@@ -220,10 +219,10 @@ def register_parallel_style(name: str, style: object) -> None:
 
 
 def parallel_sizes(distributed_config: Any) -> tuple[int, int]:
-    """Give the devices that share attention heads, and those that share experts; 1 where they are not shared.
+    """Number of devices that share attention heads, and number that share experts; 1 for not shared.
 
-    Releases before `ep_size` have a flag instead; with it the tensor-parallel devices share the experts only. Later
-    ones set that flag, too, but share what both plans name, unless the tensor-parallel plan is given as empty.
+    Releases before `ep_size` have a flag instead, with which the tensor-parallel devices share only the experts.
+    Later ones set that flag too, but share what both plans name, unless the tensor-parallel plan is empty.
     """
     tp_size = distributed_config.tp_size or 1
     if hasattr(distributed_config, "ep_size"):
@@ -232,9 +231,9 @@ def parallel_sizes(distributed_config: Any) -> tuple[int, int]:
 
 
 def is_tensor_parallel_only(distributed_config: Any) -> bool:
-    """Whether a model is sharded by tensor or expert parallelism and not by FSDP2 besides.
+    """Whether a model is sharded by tensor or expert parallelism, without FSDP2.
 
-    A model that was not loaded into shards has no such configuration; sizes that are not asked for are None or 1.
+    A model that was not loaded sharded has no such configuration; unset sizes are None or 1.
     """
     tp_size, *others = (
         getattr(distributed_config, name, None) or 1 for name in ("tp_size", "fsdp_size", "dp_replicate_size")
@@ -243,10 +242,10 @@ def is_tensor_parallel_only(distributed_config: Any) -> bool:
 
 
 def shards_unevenly() -> bool:
-    """Whether a layer may be split into parts that differ in size.
+    """Whether a layer may be split into shards of different sizes.
 
-    Not so in 5.17, which takes every device's part to be as large as its own. The releases that can are known by a
-    class that came with it.
+    5.17 cannot: it assumes that every device's shard is as large as its own. Later releases are recognised by a class
+    that came with this.
     """
     from transformers.distributed import tensor_parallel
 
@@ -254,9 +253,9 @@ def shards_unevenly() -> bool:
 
 
 def gather(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Join a tensor that is sharded over one line of devices; others are given back as they are.
+    """Gather a tensor that is sharded over one mesh axis; return other tensors unchanged.
 
-    torch 2.11's `full_tensor` refuses packed columns (gate and up, each split by itself), whatever made them.
+    torch 2.11's `full_tensor` refuses packed columns (gate and up, each split by itself).
     """
     import torch
     import torch.distributed as dist
@@ -279,19 +278,19 @@ def gather(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 def adapts_shards() -> bool:
-    """Whether peft makes an adapter of a sharded weight in the size of the weight.
+    """Whether peft gives the adapter of a sharded weight the full weight's size.
 
-    Before 0.21.1 it takes the size of this process's part, in each process for itself. The releases that do not are
-    known by a function that came with it.
+    Before 0.21.1 each process uses its own shard's size. Later releases are recognised by a function that came with
+    this.
     """
     return hasattr(importlib.import_module("peft.tuners.lora.model"), "get_tp_plan_and_mesh")
 
 
 def default_store() -> "torch.distributed.Store":
-    """Give the store through which the processes of a job have found each other.
+    """The store through which the processes of a job have found each other.
 
-    torch keeps it for itself; another one would need an address of its own. Unlike a barrier it works on every
-    backend, and can be asked who is missing.
+    torch keeps it private; another store would need an address of its own. Unlike a barrier, a store works on every
+    backend and can tell who is missing.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -299,10 +298,10 @@ def default_store() -> "torch.distributed.Store":
 
 
 def has_part(module: "torch.nn.Module", rule: str) -> bool:
-    """Tell whether a rule of a plan names a module or parameter inside of `module`; `*` stands for a layer's number.
+    """Whether a rule of a plan names a module or parameter inside of `module`; `*` stands for a layer's number.
 
-    torch's dicts of a module are asked, for there is no public way to ask for one child: `getattr` finds properties
-    as well.
+    This reads torch's private dicts of a module: there is no public way to ask for one child, and `getattr` also
+    finds properties.
     """
     if not rule:
         return True
@@ -317,10 +316,10 @@ def has_part(module: "torch.nn.Module", rule: str) -> bool:
 
 
 def parameter_shapes(module: "torch.nn.Module") -> dict[str, "torch.Size"]:
-    """Give the shape of each parameter by its full name, also by each of several names.
+    """Shape of each parameter by its full name; a shared parameter appears under each of its names.
 
-    It is `named_parameters(remove_duplicate=False)` in half of the time, whose generators hand each name on
-    through every module that it lies in.
+    The same as `named_parameters(remove_duplicate=False)` in half of the time: its generators pass each name up
+    through every enclosing module.
     """
     found: dict[str, torch.Size] = {}
 
@@ -337,11 +336,11 @@ def parameter_shapes(module: "torch.nn.Module") -> dict[str, "torch.Size"]:
 
 
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
-    """Call `callback(module)` once the module is imported, at once if it is already.
+    """Call `callback(module)` once the module is imported, or at once if it already is.
 
-    The standard library has no such hook. The finder asks the others for this one module's spec and runs the callback
-    behind the module's own code; then it takes itself away. To ask whether the module could be found, as transformers
-    does, imports nothing and changes nothing.
+    The standard library has no such hook. This finder asks the other finders for this one module's spec, runs the
+    callback after the module's own code, and then removes itself. Asking whether the module can be found, as
+    transformers does, imports nothing and changes nothing.
     """
     if name in sys.modules:
         callback(sys.modules[name])
@@ -367,17 +366,18 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
                         sys.meta_path.remove(self)
                         callback(module)
 
-                spec.loader.exec_module = exec_module  # of this loader only, which belongs to this one spec
+                # Changes only this loader, which belongs to this one spec.
+                spec.loader.exec_module = exec_module
             return spec
 
     sys.meta_path.insert(0, Finder())
 
 
 def replace_all_linear(replacement: Callable) -> None:
-    """Put `replacement(original, peft_config, model)` in the place of peft's expansion of "all-linear".
+    """Replace peft's expansion of "all-linear" by `replacement(original, peft_config, model)`.
 
-    peft asks no model which of its layers that means. The function is imported by name into several of its modules,
-    which all share one original.
+    peft does not ask models which layers that means. Several of its modules import the function by name; all share
+    one original.
     """
     tuners_utils = importlib.import_module("peft.tuners.tuners_utils")
     original = tuners_utils._maybe_include_all_linear_layers
@@ -396,8 +396,8 @@ def replace_all_linear(replacement: Callable) -> None:
 def watch_adapter_files(before: Callable, after: Callable) -> None:
     """Call `before(model, model_id, **kwargs)` and `after(tensors, model_id, **kwargs)` where peft reads an adapter.
 
-    `before` comes before layers are made for the adapter, with what they are made in: a `PeftModel` or its base. Where
-    an adapter of that name exists already, peft reads the file's weights without its config.
+    `before` runs before layers are made for the adapter; `model` is a `PeftModel` or its base. If an adapter of that
+    name already exists, peft reads the file's weights without its config.
     """
     peft_model = importlib.import_module("peft.peft_model")
     hotswap = importlib.import_module("peft.utils.hotswap")
@@ -434,7 +434,7 @@ def watch_adapter_files(before: Callable, after: Callable) -> None:
 
 
 def before_hotswap(prepare: Callable) -> None:
-    """Have `prepare(model, tensors, adapter_name, config)` give the tensors that peft swaps into a `PeftModel`."""
+    """Let `prepare(model, tensors, adapter_name, config)` return the tensors that peft swaps into a `PeftModel`."""
     hotswap = importlib.import_module("peft.utils.hotswap")
     original = hotswap.hotswap_adapter_from_state_dict
 
@@ -448,11 +448,11 @@ def before_hotswap(prepare: Callable) -> None:
 
 
 def turn_update_of_one_expert(is_input_first: Callable[["torch.nn.Module"], bool]) -> None:
-    """Have peft add LoRA's update to a stack of one expert the right way round.
+    """Make peft add LoRA's update to a stack of one expert in the right orientation.
 
     peft takes a parameter `[1, in, out]` for a linear layer's weight and makes an update `[out, in]`: an error in the
-    first forward pass, or, where both sizes are the same, another function without a word. With more experts it
-    heeds `is_transposed`, and its update has three axes.
+    first forward pass or, if both sizes are equal, a wrong result in silence. With more experts it respects
+    `is_transposed`, and its update has three axes.
 
     Args:
         is_input_first: whether a module's stacks are `[E, in, out]`.
@@ -469,10 +469,10 @@ def turn_update_of_one_expert(is_input_first: Callable[["torch.nn.Module"], bool
 
 
 def name_causal_model(model_type: str, class_name: str) -> None:
-    """Enter a class among those that transformers knows for causal language models by their names.
+    """Add a class to those that transformers knows as causal language models, by their names.
 
-    By these names `Trainer` decides whether label smoothing shifts the labels; else it would train to repeat the
-    token that was read. A multimodal model is a language model in this, although its Auto class is another.
+    By these names `Trainer` decides whether label smoothing shifts the labels; unshifted, it would train to repeat
+    the input token. A multimodal model counts as a language model here, although its Auto class is another.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -480,9 +480,9 @@ def name_causal_model(model_type: str, class_name: str) -> None:
 
 
 def dispatches_whole_models_to_disk() -> bool:
-    """Whether accelerate takes a device map in which everything is on disk; up to 1.12 it pointed to `disk_offload`.
+    """Whether accelerate accepts a device map that puts everything on disk; up to 1.12 it pointed to `disk_offload`.
 
-    That function cannot be used in its place: it writes the weights to disk once more.
+    That function is no substitute: it writes the weights to disk once more.
     """
     from accelerate import dispatch_model
 
@@ -492,8 +492,8 @@ def dispatches_whole_models_to_disk() -> bool:
 def reads_tied_weights_from_disk() -> bool:
     """Whether accelerate reads tied weights that are on disk.
 
-    Up to 1.12 it knew a tied tensor by the address of its data, which for everything that is on disk is zero, and
-    so gave one weight for another.
+    Up to 1.12 it identified a tied tensor by the address of its data. On disk every address is zero, so it returned
+    one weight for another.
     """
     from accelerate import dispatch_model
 
@@ -502,10 +502,10 @@ def reads_tied_weights_from_disk() -> bool:
 
 @contextmanager
 def reading_when_needed() -> Iterator[None]:
-    """Inside, have transformers read and cast a tensor when its turn comes, and no thread do so long before.
+    """Context in which transformers reads and casts each tensor when it is needed, without threads that read ahead.
 
-    Threads are faster where a tensor is used as it is. Where many are fused into one, they hold the checkpoint in
-    memory a second time: all layers are read while the first is being fused.
+    Threads are faster where a tensor is used as it is. Where many tensors are fused into one, they hold the
+    checkpoint in memory twice: all layers are read while the first is being fused.
     """
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
@@ -520,10 +520,10 @@ def reading_when_needed() -> Iterator[None]:
 
 
 def load_without_storage(path: Any) -> Any:
-    """Unpickle a torch file with `weights_only=True`, with tensors whose numbers stay in the file.
+    """Unpickle a torch file with `weights_only=True`; the tensors' numbers stay in the file.
 
-    They are on the meta device, and torch notes where in the file their storages begin. `FakeTensorMode`, with which
-    torch's documentation of serialization does this, gives the same in ten times the time.
+    The tensors are on the meta device, and torch records where in the file their storages begin. `FakeTensorMode`,
+    which torch's documentation of serialization uses, gives the same in ten times the time.
     """
     import torch
 
@@ -533,8 +533,8 @@ def load_without_storage(path: Any) -> Any:
 def save_without_storage(content: dict[str, "torch.Tensor"], path: Any) -> None:
     """Write a torch file with room for the numbers of tensors that have none.
 
-    The entries are tensors of `meta`; the room is filled afterwards, at what `storage_offset` says of the file's
-    tensors.
+    The values of `content` are meta tensors; the caller fills the room afterwards, at the `storage_offset` of the
+    file's tensors.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -546,7 +546,7 @@ def save_without_storage(content: dict[str, "torch.Tensor"], path: Any) -> None:
 
 
 def storage_offset(tensor: "torch.Tensor") -> int:
-    """Where the storage of a tensor of `load_without_storage` begins in its file, in bytes."""
+    """Offset in bytes of a tensor's storage in its file, for a tensor of `load_without_storage`."""
     offset = tensor.untyped_storage()._checkpoint_offset  # pyright: ignore[reportAttributeAccessIssue]
     assert offset is not None
     return offset

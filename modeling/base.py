@@ -1,8 +1,8 @@
-"""The base class of all our models: what transformers must know of them, loading and saving.
+"""The base class of all our models: what transformers asks of a model class, loading and saving.
 
 transformers decides some features by looking for literal text in the file of a model's class
-(`ALL_ATTENTION_FUNCTIONS.get_interface(`, `@use_experts_implementation`). Our blocks stand in files of their own,
-so the two checks are answered here.
+(`ALL_ATTENTION_FUNCTIONS.get_interface(`, `@use_experts_implementation`). Our blocks stand in other files, so two
+methods answer these checks here.
 """
 
 import logging
@@ -45,13 +45,13 @@ from .parallel import Distributed
 
 logger = logging.getLogger("llamoe")
 
-# Quantization methods whose transformers quantizers leave the stacked experts as they are. The others expect
-# experts of another layout or replace stock's class by its name. transformers itself says that hqq is not there yet.
+# Quantization methods whose transformers quantizers leave the stacked experts unchanged. The others expect another
+# layout of experts, or replace stock's class by its name. transformers itself reports that hqq is not supported yet.
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "quanto", "torchao")
 
 
 class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
-    """What every llamoe model shares."""
+    """Base of every llamoe model."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -62,27 +62,27 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _has_experts: ClassVar[bool] = False
-    # Beginnings (patterns) of keys in checkpoints of other classes, and what they are here.
+    # Patterns of key prefixes in checkpoints of other classes, and their replacements here.
     _checkpoint_prefixes: ClassVar[dict[str, str]] = {}
     _registers_prefixes: ClassVar[bool] = True
-    # Keys (patterns) of parts that this class does not have, in checkpoints of classes around it. Not transformers'
-    # `_keys_to_ignore_on_load_unexpected`: a model takes over that of its children, whose patterns mean its own parts,
+    # Patterns of keys that checkpoints of classes around this one contain and this class lacks. Not transformers'
+    # `_keys_to_ignore_on_load_unexpected`: a model inherits that of its children, whose patterns match its own parts,
     # and servers drop every key that one of them matches.
     _keys_passed_over: ClassVar[list[str]] = []
     _has_stock_layout: ClassVar[bool] = True
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
-        """Begin a model; one that is deeper than the weights that are being loaded ends here."""
+        """Create a model; raises if it has more layers than the checkpoint being loaded has tensors."""
         check_layers(config)
         super().__init__(config, *args, **kwargs)
 
     @classmethod
     def resolve_config(cls, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Give the config that this class works with.
+        """Config that this class works with.
 
         Args:
-            config: this class's own, the stock one of the same architecture, or a multimodal one (ours or stock)
-                of which this class is a part.
+            config: this class's own, the stock one of the same architecture, or a multimodal one (ours or stock) of
+                which this class is a part.
 
         Raises:
             ValueError: a config of another model type.
@@ -113,10 +113,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         """Switch the attention implementation, as `PreTrainedModel.set_attn_implementation` does.
 
         Args:
-            attn_implementation: "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3" or another
-                of transformers' attention interface; or a dict of them by part, of `text_config`, `vision_config`
-                and "" (the model itself).
-            *args: of `PreTrainedModel.set_attn_implementation`.
+            attn_implementation: "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3" or
+                another name in transformers' attention interface; or a dict of them by part: `text_config`,
+                `vision_config` and "" (the model itself).
+            *args: as in `PreTrainedModel.set_attn_implementation`.
             **kwargs: likewise.
 
         Raises:
@@ -137,11 +137,11 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         return cls._has_experts
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Give the experts implementation to use, `llamoe` where none is asked for.
+        """Name of the experts implementation to use; `llamoe` by default.
 
         Args:
-            requested_experts: a name in transformers' registry. None: what the environment variable LLAMOE_EXPERTS
-                names, or `llamoe`.
+            requested_experts: a name in transformers' registry; None: that in the environment variable
+                LLAMOE_EXPERTS, or `llamoe`.
 
         Raises:
             ValueError: an unknown implementation.
@@ -155,8 +155,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
             raise ValueError(f"The environment variable LLAMOE_EXPERTS is {name!r}. {error}") from None
 
     def _grouped_mm_can_dispatch(self) -> bool:
-        # Asked of every part of a multimodal model, also of the tower, which has no experts to dispatch. Sizes
-        # that the kernel does not take are the experts' own business.
+        # transformers asks every part of a multimodal model, also the tower, which has no experts. The experts
+        # themselves handle sizes that the kernel does not support.
         return True
 
     @staticmethod
@@ -171,7 +171,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         """Prepare the masks outside of a compiled forward pass; `generate` calls this."""
         text_config = config.get_text_config(decoder=True)
         if "flex" in text_config._attn_implementation:
-            return attention_mask  # `generate` makes all masks contiguous, which flex attention's cannot be
+            # `generate` makes all masks contiguous, which flex attention's cannot be.
+            return attention_mask
         return attention_masks(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
 
     @torch.no_grad()
@@ -185,27 +186,29 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
             init.normal_(module.weight, mean=0.0, std=self.config.get_text_config().initializer_range)
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        # `_keep_in_fp32_modules` names what is not quantized; in float16 it is loaded in float16 like the rest.
+        # `_keep_in_fp32_modules` only excludes modules from quantization; in float16 they are loaded in float16.
         return {}
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         """Load a checkpoint, ours or stock, as `PreTrainedModel.from_pretrained` does.
 
-        A local folder's files are checked first, from their headers. A `device_map` may name a module and parts of
-        it: the longer name holds, and "" stands for the rest. `model.hf_device_map` then names every module once.
+        A local folder's files are checked first, by their headers. A `device_map` may name a module and parts of it:
+        the longer name wins, and "" means the rest. `model.hf_device_map` then names every module once.
 
         Raises:
             ValueError: a config of another model type, a damaged or missing file (`CheckpointError`, also an
-                `OSError`), weights that do not fit the config, a quantization that the model cannot take, or a
+                `OSError`), weights that do not fit the config, a quantization that the model does not support, or a
                 device map that cannot be followed.
         """
         device_map = kwargs.get("device_map")
-        if device_map == "disk":  # as every other device's name stands for the whole model
+        # Like every other device's name, it means the whole model.
+        if device_map == "disk":
             device_map = kwargs["device_map"] = {"": "disk"}
         check_devices(device_map, kwargs.get("max_memory"), kwargs.get("offload_folder"))
         if isinstance(device_map, dict):
-            kwargs["device_map"] = dict(device_map)  # settled in place once the model is known
+            # A copy: it is changed in place once the model is known.
+            kwargs["device_map"] = dict(device_map)
         config = kwargs.get("config")
         if pretrained_model_name_or_path is not None:
             check_whole(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
@@ -244,10 +247,9 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        # Here the empty model and the list of its files, downloaded or local, are known for the first time.
-        is_whole = (
-            not args and "expected_keys" not in kwargs
-        )  # else an adapter for a model that has its place
+        # Here the empty model and the list of its files, downloaded or local, are first known.
+        # Otherwise transformers loads an adapter into a model that is placed already.
+        is_whole = not args and "expected_keys" not in kwargs
         if state_dict is None and checkpoint_files:
             check_inside(load_config.pretrained_model_name_or_path, checkpoint_files)
             check_files(checkpoint_files)
@@ -258,21 +260,22 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         device_map = load_config.device_map
         if device_map is not None and is_whole:
             settled = settle_device_map(model, device_map)
-            check_devices(settled)  # what a strategy made of max_memory
+            # A strategy may have chosen devices by max_memory.
+            check_devices(settled)
             check_offload(
                 settled,
                 checkpoint_files if state_dict is None else None,
                 load_config.disk_offload_folder,
                 stacks,
             )
-            # The caller dispatches by the same dict.
+            # The caller dispatches by the same dict, so it is changed in place.
             device_map.clear()
             device_map.update(settled)
         if state_dict is None and checkpoint_files:
             quantized = getattr(load_config, "hf_quantizer", None) is not None
             if not getattr(load_config, "ignore_mismatched_sizes", False):
                 check_fit(checkpoint_files, expected, model._checkpoint_prefixes, quantized)
-        # Of the model that is loaded alone; asked of what is left over once the rest has found its place.
+        # Set on this model alone, and only now: transformers reads it for keys that fit nowhere.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
         load = partial(fuse_while_loading, stacks) if stacks else PreTrainedModel._load_pretrained_model
@@ -289,7 +292,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
 
     @classmethod
     def _config_if_quantized(cls, name_or_path: Any, kwargs: dict[str, Any]) -> Any:
-        """Read the config of a model that is quantized, or shall be; None for others, whose config is read later."""
+        """Config of a model that is quantized or shall be; None for others, whose config is read later."""
         where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         try:
             if kwargs.get("quantization_config") is None:
@@ -298,7 +301,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
                     return None
             return cls.config_class.from_pretrained(name_or_path, **where)
         except OSError:
-            return None  # transformers says what is missing, or follows an adapter to its base model
+            # transformers reports what is missing, or follows an adapter to its base model.
+            return None
 
     @classmethod
     def _check_quantization(cls, config: Any, requested: Any = None) -> None:
@@ -311,7 +315,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
             quantization = quantization.to_dict()
         method = quantization.get("quant_method")
         if method is None and (quantization.get("load_in_8bit") or quantization.get("load_in_4bit")):
-            method = "bitsandbytes"  # as its first configs were written
+            # The first configs of bitsandbytes had no method.
+            method = "bitsandbytes"
         method = _name(method)
         if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
             raise ValueError(
@@ -327,7 +332,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         experts = next((module for module in modules if isinstance(module, Experts)), None)
         if experts is not None:
             implementation = text_config._experts_implementation
-            # Weights that are offloaded come to the hook's device for their turn.
+            # Offloaded weights are brought to the hook's device when they are needed.
             device = getattr(getattr(experts, "_hf_hook", None), "execution_device", None)
             device = None if device is None else torch.device(device)
             if implementation == "grouped_mm" and not experts.fits_grouped_mm(device):
@@ -336,16 +341,16 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         logger.info(message)
 
     def save_pretrained(self, save_directory, *args, layout: str = "llamoe", **kwargs):
-        """Save as `PreTrainedModel.save_pretrained` does; the weights' keys are stock keys in either layout.
+        """Save as `PreTrainedModel.save_pretrained` does; the weights have stock keys in either layout.
 
         Args:
             save_directory: the folder.
-            *args: of `PreTrainedModel.save_pretrained`.
-            layout: "llamoe" writes our model type to config.json, and llamoe_hub.py beside it, with which the folder
-                loads by `trust_remote_code=True` where nobody has imported llamoe. "stock" writes transformers'
-                type (`llama`, `llama4`, `llama4_text`), so that transformers, vLLM or llama.cpp read the folder
-                without llamoe.
-            **kwargs: of `PreTrainedModel.save_pretrained`.
+            *args: as in `PreTrainedModel.save_pretrained`.
+            layout: "llamoe" writes our model type to config.json, and llamoe_hub.py beside it, so that the folder
+                loads with `trust_remote_code=True` where llamoe is not imported. "stock" writes transformers' type
+                (`llama`, `llama4`, `llama4_text`), so that transformers, vLLM or llama.cpp read the folder without
+                llamoe.
+            **kwargs: as in `PreTrainedModel.save_pretrained`.
 
         Raises:
             ValueError: an unknown layout, or a config that stock cannot express; nothing is written then.
@@ -360,20 +365,21 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
                     f"{type(self).__name__} has no counterpart in transformers: save the model with its language "
                     "model head."
                 )
-            to_stock(self.config)  # raises before anything is written
+            # Raises before anything is written.
+            to_stock(self.config)
         with written_by(to_stock if layout == "stock" else None):
             super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Do nothing for llamoe's own classes, whose folders say already how they are loaded.
+        """Do nothing for llamoe's own classes: their folders name how they are loaded already.
 
-        transformers would copy our sources into each saved folder. A subclass of yours is registered as usual.
+        transformers would copy our sources into each saved folder. A user's subclass is registered as usual.
         """
         if cls.__module__.partition(".")[0] != "llamoe":
             super().register_for_auto_class(auto_class)
 
 
 def _name(method: Any) -> Any:
-    # A member of transformers' `QuantizationMethod`, or the text that a config.json holds.
+    # A member of transformers' `QuantizationMethod`, or the text in a config.json.
     return getattr(method, "value", method)

@@ -1,7 +1,7 @@
 """Classification and question answering: transformers' generic heads over our decoders.
 
-Keys, numbers and rules are those of stock's LLaMA heads. A sequence's class is read at its rightmost token that is not
-`pad_token_id`, whichever side the padding is on. For Llama 4 stock has no such head.
+Keys, numbers and rules are those of stock's LLaMA heads. A sequence's class is read at its rightmost token that is
+not `pad_token_id`, whichever side the padding is on. Stock has no such head for Llama 4.
 """
 
 from dataclasses import dataclass
@@ -26,17 +26,17 @@ from .moe import TrainsRouters, load_balancing_loss
 
 
 class Head:
-    """What all heads add to a generic one, before which it stands among the bases: our reading of configs."""
+    """Mixin that reads configs in our way; name it before the generic head among the bases."""
 
     def __init__(self: Any, config: PreTrainedConfig):
         super().__init__(self.resolve_config(config))
-        # The generic heads build the base in `config.dtype`, and the head itself in torch's default.
+        # The generic heads build the base in `config.dtype`, but the head itself in torch's default dtype.
         for parameter in self.parameters():
             parameter.data = parameter.data.to(torch.get_default_dtype())
 
 
 class SequenceClassifier(Head, GenericForSequenceClassification, LlamoePreTrainedModel):
-    """One class, number or set of labels for a whole sequence: what the two families' classes have in common."""
+    """One class, number or set of labels for a whole sequence; base of the two families' classes."""
 
     input_modalities = ("text",)
 
@@ -54,18 +54,18 @@ class SequenceClassifier(Head, GenericForSequenceClassification, LlamoePreTraine
         """Score each sequence.
 
         Args:
-            input_ids: as in `DecoderModel.forward`, like all arguments that are not named here.
+            input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
             attention_mask: see there.
             position_ids: see there.
             past_key_values: see there.
-            inputs_embeds: see there; padding is not seen in them, the last position counts.
-            labels: `[B]` integers for one class of `num_labels`, `[B]` floating where `num_labels` is 1, or
+            inputs_embeds: see there; padding cannot be found in them, so the last position counts.
+            labels: `[B]` integers for one class of `num_labels`, `[B]` floating if `num_labels` is 1, or
                 `[B, num_labels]` floating for several labels at once (`config.problem_type` decides).
             use_cache: see there.
             **kwargs: see there.
 
         Returns:
-            `logits` `[B, num_labels]`, and what was asked for.
+            `logits` `[B, num_labels]`, and the requested outputs.
 
         Raises:
             ValueError: several sequences without a `config.pad_token_id`, or labels of a wrong shape or range.
@@ -107,14 +107,14 @@ class LlamoeDenseForTokenClassification(Head, GenericForTokenClassification, Lla
         """Score each token.
 
         Args:
-            input_ids: as in `DecoderModel.forward`, like all arguments that are not named here.
+            input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
             attention_mask: see there.
-            labels: `[B, T]` from 0 to `num_labels - 1`, -100 where no loss is wanted.
+            labels: `[B, T]` from 0 to `num_labels - 1`, -100 for no loss.
             inputs_embeds: see there.
             **kwargs: see there.
 
         Returns:
-            `logits` `[B, T, num_labels]`, and what was asked for.
+            `logits` `[B, T, num_labels]`, and the requested outputs.
 
         Raises:
             ValueError: labels of a wrong shape or range.
@@ -134,8 +134,8 @@ class LlamoeDenseForTokenClassification(Head, GenericForTokenClassification, Lla
 class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoePreTrainedModel):
     """LLaMA 1 or 2 with a head that finds an answer's first and last token.
 
-    Reads folders of `LlamaForQuestionAnswering`, and keeps its name for the base model, `transformer`. Stock's finds
-    no weights in folders of other LLaMA classes, which call it `model`; this one does.
+    Reads folders of `LlamaForQuestionAnswering`, and keeps its name for the base model, `transformer`. Other LLaMA
+    classes name it `model`: stock finds no weights in their folders, this class does.
     """
 
     config: LlamoeDenseConfig
@@ -155,15 +155,15 @@ class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoeP
         """Score each token as the first and as the last of the answer.
 
         Args:
-            input_ids: as in `DecoderModel.forward`, like all arguments that are not named here.
+            input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
             attention_mask: see there.
             inputs_embeds: see there.
-            start_positions: `[B]`, the answer's first token; a position behind the end counts for nothing.
+            start_positions: `[B]`, the answer's first token; positions past the end are ignored.
             end_positions: `[B]`, the answer's last token.
             **kwargs: see there.
 
         Returns:
-            `start_logits` and `end_logits`, each `[B, T]`, and what was asked for.
+            `start_logits` and `end_logits`, each `[B, T]`, and the requested outputs.
 
         Raises:
             ValueError: only one of the two positions, or not one a row.
@@ -197,14 +197,13 @@ class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
 class LlamoeForSequenceClassification(TrainsRouters, SequenceClassifier):
     """Llama 4's decoder with a head for sequences; reads text and multimodal folders, stock's and ours.
 
-    The router losses work as they do under the language model head: the generic head would drop what they need, so
-    that its few lines are written out here.
+    The router losses work as under the language model head. The generic head would drop their inputs, so its few
+    lines are written out here.
     """
 
     config: LlamoeTextConfig
-    accepts_loss_kwargs = (
-        False  # a mean over rows: Trainer is to divide it by the number of accumulation steps
-    )
+    # The loss is a mean over rows: Trainer divides it by the number of accumulation steps.
+    accepts_loss_kwargs = False
     _has_experts = True
     _has_stock_layout = False
     _checkpoint_prefixes = {r"language_model\.": ""}
@@ -230,7 +229,7 @@ class LlamoeForSequenceClassification(TrainsRouters, SequenceClassifier):
         """Score each sequence.
 
         Args:
-            input_ids: as in `SequenceClassifier.forward`, like all arguments that are not named here.
+            input_ids: as in `SequenceClassifier.forward`, like all arguments without a description here.
             attention_mask: see there.
             position_ids: see there.
             past_key_values: see there.

@@ -1,8 +1,10 @@
 """The decoder of both families: LLaMA 1 and 2 (`LlamoeDense…`) and Llama 4 (`Llamoe…`).
 
-LLaMA 2 is a point of Llama 4's configuration space: no mixture layers, no position-free layers, no q/k norm, no
-chunks. One `DecoderLayer` serves both; what differs is data (`config.layer_plan`). Keys are stock keys, which is
-why the feed-forward has the family's stock name, `mlp` or `feed_forward`.
+LLaMA 2 is a special case of Llama 4's configuration: no mixture layers, no position-free layers, no q/k norm, no
+chunks. One `DecoderLayer` serves both; the differences are data (`config.layer_plan`). Keys are stock keys, so the
+feed-forward has the family's stock name, `mlp` or `feed_forward`.
+
+Shapes: B batch, T tokens, E experts.
 """
 
 import warnings
@@ -75,7 +77,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """Map `[B, T, hidden_size]` to the same shape; the other arguments are those of `Attention`."""
+        """Map `[B, T, hidden_size]` to the same shape; other arguments as in `Attention`."""
         attended, _ = self.self_attn(
             self.input_layernorm(hidden_states),
             position_embeddings=position_embeddings,
@@ -90,7 +92,7 @@ class DecoderLayer(GradientCheckpointingLayer):
 
 
 class DecoderModel(LlamoePreTrainedModel):
-    """Embedding, layers and final norm: what the base models of the two families have in common."""
+    """Embedding, layers and final norm; base of the two families' decoders."""
 
     config: LlamoeDenseConfig | LlamoeTextConfig
     input_modalities = ("text",)
@@ -127,25 +129,25 @@ class DecoderModel(LlamoePreTrainedModel):
 
         Args:
             input_ids: `[B, T]` integers; either these or `inputs_embeds`.
-            attention_mask: `[B, past + T]`, zeros on padding (left or right); or a ready 4-D mask, or a dict of them
+            attention_mask: `[B, past + T]`, zeros on padding (left or right); or a ready 4-D mask, or a dict of masks
                 by attention type.
-            position_ids: `[B or 1, T]`. Rotation, temperature and chunk borders follow from them. Left out, each
-                row is numbered from its first real token; rows in which they restart are packed sequences. Those of
-                tokens that `attention_mask` hides may be any numbers. Chunked layers tell from the first new one
-                whether padding behind cached tokens counts; where that stays open and matters, it is an error.
-            past_key_values: keys and values of earlier tokens; added to.
+            position_ids: `[B or 1, T]`. They decide rotation, temperature and chunk borders. By default each row is
+                numbered from its first real token; rows in which they restart are packed sequences. Tokens that
+                `attention_mask` hides may have any. In chunked layers the first new position tells whether padding
+                behind cached tokens counts; if that is ambiguous and matters, it is an error.
+            past_key_values: KV cache of earlier tokens; new ones are appended.
             inputs_embeds: `[B, T, hidden_size]` instead of `input_ids`.
-            use_cache: whether to make a cache when none is given.
-            **kwargs: `output_hidden_states`, `output_attentions` (none but under `eager`), `output_router_logits`, and
-                what the attention implementation takes.
+            use_cache: whether to make a cache if none is given.
+            **kwargs: `output_hidden_states`, `output_attentions` (none but under `eager`), `output_router_logits`,
+                and arguments of the attention implementation.
 
         Returns:
-            `last_hidden_state` `[B, T, hidden_size]`, and what was asked for; `router_logits` is one `[B * T, E]` a
-            mixture layer.
+            `last_hidden_state` `[B, T, hidden_size]`, and the requested outputs; `router_logits` is one `[B * T, E]`
+            a mixture layer.
 
         Raises:
-            ValueError: both or none of `input_ids` and `inputs_embeds`, anything of a wrong shape or dtype, a position
-                below zero of a token that is no padding (on the CPU), or a cache of another model.
+            ValueError: both or none of `input_ids` and `inputs_embeds`, anything of a wrong shape or dtype, a
+                negative position of a real token (on the CPU), or a cache of another model.
         """
         leave_out_attentions(self.config, kwargs)
         check_tokens(self.config, input_ids, inputs_embeds)
@@ -169,7 +171,8 @@ class DecoderModel(LlamoePreTrainedModel):
         )
         past_length = cached_length(past_key_values)
         if position_ids is None:
-            # Where sdpa needs no mask, there is no padding either: somebody has looked, and waited for it, already.
+            # sdpa returns no mask only after checking that nothing is padded. Checking again would synchronise with
+            # the GPU.
             is_plain = (
                 self.config._attn_implementation == "sdpa"
                 and mask_mapping.get("full_attention", attention_mask) is None
@@ -184,8 +187,9 @@ class DecoderModel(LlamoePreTrainedModel):
             rotary_positions = without_padding_positions(position_ids, attention_mask, past_length)
         cos, sin = self.rotary_emb(hidden_states, rotary_positions)
         position_embeddings = rotary_tables(cos, sin, self.rotary_emb.interleave)
-        # The types are not asked of the layers: under pipeline parallelism other stages' are placeholders. Nor is their
-        # number: `generate(assistant_early_exit=...)` drafts with fewer, and lowers it in the config meanwhile.
+        # The types are read from a list, not from the layers: under pipeline parallelism other stages' are
+        # placeholders. `generate(assistant_early_exit=...)` drafts with fewer layers, and lowers their number in the
+        # config meanwhile.
         attention_types = self.attention_types[: self.config.num_hidden_layers]
         for layer, attention_type in zip(self.layers, attention_types, strict=False):
             hidden_states = layer(
@@ -205,7 +209,7 @@ class LlamoeDenseModel(DecoderModel):
     """LLaMA 1 or 2 without a head."""
 
     config: LlamoeDenseConfig
-    # Stock's question answering calls its base model `transformer`.
+    # Stock's question answering head names its base model `transformer`.
     _checkpoint_prefixes = {r"transformer\.": ""}
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": Attention}
 
@@ -233,8 +237,8 @@ class LlamoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     """Output of a language model head.
 
     Attributes:
-        loss: scalar, when `labels` were given; includes the router losses that the config asks for. With
-            `num_items_in_batch` each of them counts by the part of those labels that this pass has.
+        loss: scalar, if `labels` were given; includes the router losses that the config asks for. With
+            `num_items_in_batch` each of them is weighted by this pass's fraction of the batch's labels.
         aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
         logits: `[B, T, vocab_size]`, or of the last tokens only (`logits_to_keep`).
         router_logits: one `[B * T, E]` a mixture layer, with `output_router_logits`.
@@ -245,7 +249,7 @@ class LlamoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
 
 
 class CausalLM(TrainsRouters, LlamoePreTrainedModel):
-    """A decoder with a language model head: what the two families' classes have in common."""
+    """A decoder with a language model head; base of the two families' classes."""
 
     config: LlamoeDenseConfig | LlamoeTextConfig
     input_modalities = ("text",)
@@ -281,24 +285,25 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
         """Predict the next token of every position.
 
         Args:
-            input_ids: as in `DecoderModel.forward`, like all arguments that are not named here.
+            input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
             attention_mask: see there.
             position_ids: see there.
             past_key_values: see there.
             inputs_embeds: see there.
-            labels: `[B, T]`, -100 where no loss is wanted; shifted inside.
+            labels: `[B, T]`, -100 for no loss; shifted inside.
             use_cache: see there.
             output_router_logits: return `router_logits` and `aux_loss`, and add
                 `router_aux_loss_coef * aux_loss` to the loss.
             output_expert_load: return `expert_load`.
-            logits_to_keep: compute the logits of the last that many tokens (0: of all), or of these indices.
+            logits_to_keep: compute logits of this many last tokens (0: all), or of the tokens at these indices.
             **kwargs: see there.
 
         Raises:
             ValueError: inputs or labels of a wrong shape, or router losses under reentrant gradient checkpointing,
                 where they would train nothing.
         """
-        if labels is not None:  # else the model checks its inputs itself
+        # Without labels the model checks its inputs itself.
+        if labels is not None:
             check_tokens(self.config, input_ids, inputs_embeds)
             check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
         balance = self._has_experts and self._option("output_router_logits", output_router_logits)
@@ -322,7 +327,7 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
 
         loss = aux_loss = load = None
         if labels is not None:
-            # Of the config: resizing the embeddings of a multimodal model updates no attribute in here.
+            # Read from the config: resizing a multimodal model's embeddings updates no attribute of this class.
             vocab_size = self.config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         elif "num_items_in_batch" in kwargs and self._has_router_losses(balance):
@@ -360,10 +365,10 @@ def _share_of_batch(
     shift_labels: torch.Tensor | None = None,
     **_,
 ) -> torch.Tensor | float:
-    """Give the part of a batch's labels that these are.
+    """Fraction of the batch's labels in this micro-batch.
 
-    When gradients are accumulated, each piece's language modelling loss is divided by the number of labels in all the
-    pieces; the router losses, which are means over a piece, would else count once for each piece.
+    With gradient accumulation, the language modelling loss of each micro-batch is divided by the number of labels in
+    all of them. The router losses are means over a micro-batch, and would otherwise count once for each.
     """
     if num_items_in_batch is None:
         return 1.0
@@ -385,8 +390,8 @@ class LlamoeDenseForCausalLM(CausalLM, GenerationMixin):
 class LlamoeForCausalLM(CausalLM, ChunkedGeneration, GenerationMixin):
     """Llama 4's decoder with its language model head.
 
-    Reads folders of transformers' `Llama4ForCausalLM`, and multimodal folders (as Scout and Maverick are
-    published), whose tower and projector it passes over.
+    Reads folders of transformers' `Llama4ForCausalLM`, and multimodal folders (as Scout and Maverick are published)
+    without their tower and projector.
     """
 
     config: LlamoeTextConfig

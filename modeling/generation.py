@@ -1,9 +1,9 @@
-"""What `generate` and `generate_batch` need for chunked layers, which transformers' caches know only in part.
+"""`generate` and `generate_batch` for chunked layers, which transformers' caches support only in part.
 
-Two kinds of cache keep every token of every layer and refuse a config with chunked layers: the quantized one and the
-paged one of continuous batching. A quantized cache serves chunked layers as it is, since our masks know the chunks; it
-is given a config in which every layer is a full attention layer. A paged cache comes with masks of its own. They equal
-ours as long as a request fits into one chunk, so that is what is let in; longer requests are refused.
+Two caches keep every token of every layer and refuse a config with chunked layers: the quantized one and the paged
+one of continuous batching. A quantized cache can serve chunked layers, since our masks apply the chunks; it is given
+a config in which every layer is a full attention layer. A paged cache builds its own masks. They equal ours while a
+request fits into one chunk; longer requests are refused.
 """
 
 import copy
@@ -17,17 +17,18 @@ from .moe import try_kernels
 class ChunkedGeneration(GenerationMixin):
     """Quantized caches and continuous batching for decoders with chunked layers.
 
-    Stands before `GenerationMixin` among the bases of a head; transformers wants that as a direct base too.
+    Name it before `GenerationMixin` among a head's bases; transformers requires that one as a direct base too.
     """
 
     config: Any
 
     def generate(self, inputs=None, *args, **kwargs):
-        """Generate tokens; the arguments are those of `GenerationMixin.generate`."""
+        """Generate tokens; arguments as in `GenerationMixin.generate`."""
         if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
-            del kwargs["pixel_values"]  # a turn without pictures; newer releases would encode it
+            # A turn without pictures; newer releases would encode None.
+            del kwargs["pixel_values"]
         try_kernels(self)  # pyright: ignore[reportArgumentType]
-        # `transformers serve` gives what it has, a processor; stop strings are searched with a tokenizer's own calls.
+        # `transformers serve` passes a processor here, but the search for stop strings calls methods of a tokenizer.
         for name in ("tokenizer", "assistant_tokenizer"):
             if isinstance(kwargs.get(name), ProcessorMixin):
                 kwargs[name] = kwargs[name].tokenizer
@@ -36,7 +37,7 @@ class ChunkedGeneration(GenerationMixin):
         try:
             return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         finally:
-            # `assistant_early_exit` lowers it, and leaves it so when its draft raises.
+            # `assistant_early_exit` lowers it, and does not restore it if its draft raises.
             text_config.num_hidden_layers = num_layers
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
@@ -45,8 +46,8 @@ class ChunkedGeneration(GenerationMixin):
             generation_config.cache_config = {"config": _fully_attending(self.config), **options}
         prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         result = prepare(generation_config, model_kwargs, *args, **kwargs)
-        # `assistant_early_exit` lowers the number of layers in the config, but not the lists of what each layer is,
-        # and older releases make a cache as long as the lists.
+        # `assistant_early_exit` lowers the number of layers in the config, but not the lists of layer types. Older
+        # releases make a cache as long as the lists.
         text_config = self.config.get_text_config(decoder=True)
         layers = getattr(model_kwargs.get("past_key_values"), "layers", [])
         if len(layers) == len(getattr(text_config, "layer_types", None) or ()):
@@ -54,8 +55,8 @@ class ChunkedGeneration(GenerationMixin):
         return result
 
     def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
-        # Where no mask is given, transformers takes every pad token for padding. Behind cached tokens, as in the second
-        # draft of an assistant, only those on the left are: the others were generated or written.
+        # Without a mask, transformers takes every pad token for padding. Behind cached tokens, as in an assistant's
+        # second draft, only pad tokens on the left are: the others were generated or written.
         prepare = super()._prepare_attention_mask_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         mask = prepare(inputs_tensor, generation_config, model_kwargs)
         past_key_values = model_kwargs.get("past_key_values")
@@ -64,9 +65,9 @@ class ChunkedGeneration(GenerationMixin):
         return mask
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Make a manager for continuous batching; the arguments are those of transformers.
+        """Make a manager for continuous batching; arguments as in transformers.
 
-        With chunked layers its `add_request` raises a ValueError for requests that do not fit into one chunk.
+        With chunked layers its `add_request` raises a ValueError for requests longer than one chunk.
         """
         if getattr(self, "_cached_continuous_batching_manager", None) is not None:
             return super().init_continuous_batching(*args, **kwargs)
@@ -85,13 +86,13 @@ class ChunkedGeneration(GenerationMixin):
         return manager
 
     def generate_batch(self, inputs, generation_config=None, *args, **kwargs):
-        """Generate for prompts of any lengths by continuous batching; the arguments are those of transformers.
+        """Generate for prompts of any lengths by continuous batching; arguments as in transformers.
 
         Raises:
-            ValueError: a model with chunked layers, and a request whose prompt and new tokens together exceed
-                `attention_chunk_size`; or a prompt with image tokens.
+            ValueError: the model has chunked layers, and a request's prompt and new tokens together exceed
+                `attention_chunk_size`; or a prompt has image tokens.
         """
-        # Again here, and for all prompts before the first runs: transformers logs what a manager raises and goes on.
+        # Checked here too, before the first prompt runs: transformers only logs what a manager raises.
         config = self.generation_config if generation_config is None else generation_config
         max_new_tokens = kwargs.get("max_new_tokens")
         max_new_tokens = config.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -121,7 +122,7 @@ class ChunkedGeneration(GenerationMixin):
 
 
 class _WithinOneChunk:
-    """A model as continuous batching is to see it: its config has full attention layers only."""
+    """A model as continuous batching sees it: its config has full attention layers only."""
 
     def __init__(self, model: Any):
         object.__setattr__(self, "_model", model)

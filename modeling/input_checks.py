@@ -1,7 +1,7 @@
-"""Refuse what a model cannot compute with, before it computes anything.
+"""Checks that refuse a model's invalid inputs before anything is computed.
 
-Each complaint says what was given and what was expected. Where torch would have to wait for a GPU to know (the
-values of token ids), only tensors on the CPU are looked into.
+Each error says what was given and what was expected. Where reading values (of token ids, say) would synchronise with
+a GPU, only tensors on the CPU are checked.
 """
 
 from dataclasses import dataclass
@@ -22,17 +22,16 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be looked at without waiting for a device, and outside of any tracing.
+    """Whether a tensor's values can be read without synchronising with a device, outside of any tracing.
 
-    transformers' `is_tracing` asks besides whether a CUDA graph is being captured, which says nothing of a tensor on
-    the CPU; where torch was built for CUDA and there is none, that one question costs more than all other checks of a
-    step of decoding.
+    transformers' `is_tracing` also asks whether a CUDA graph is being captured, which does not matter for a tensor on
+    the CPU. In a CUDA build without a GPU, that one question costs more than all other checks of a decode step.
     """
     return not is_recorded(tensor) and tensor.is_cpu
 
 
 def check_padding_id(config: PreTrainedConfig) -> None:
-    """Refuse a padding token that is none of the vocabulary, whose row torch's embedding would leave out.
+    """Refuse a padding token outside of the vocabulary, for which torch's embedding has no row.
 
     Raises:
         ConfigurationError: there is no such row; -1 is the last one.
@@ -55,11 +54,11 @@ def check_tokens(
 
     Args:
         config: a decoder's config.
-        input_ids: should be `[B, T]` integers from 0 to `vocab_size - 1`.
-        inputs_embeds: should be `[B, T, hidden_size]`, floating.
+        input_ids: must be `[B, T]` integers from 0 to `vocab_size - 1`.
+        inputs_embeds: must be `[B, T, hidden_size]`, floating.
 
     Raises:
-        ValueError: both or none were given, or one of the wrong shape, dtype or range.
+        ValueError: both or none are given, or one has the wrong shape, dtype or range.
     """
     if (input_ids is None) == (inputs_embeds is None):
         given = "neither" if input_ids is None else "both"
@@ -90,24 +89,24 @@ def check_row_inputs(
     position_ids: torch.Tensor | None,
     past_key_values: Cache | None,
 ) -> None:
-    """Check what comes beside the tokens.
+    """Check the inputs that accompany the tokens.
 
     Args:
         batch_size: B.
         num_tokens: T, without those in the cache.
-        attention_mask: should be `[B, cached + T]`, or 4-D, or a dict that the library made.
-        position_ids: should be `[B or 1, T]`, not below zero where a token is no padding.
+        attention_mask: must be `[B, cached + T]`, or 4-D, or a dict that the library made.
+        position_ids: must be `[B or 1, T]`, not negative for real tokens.
         past_key_values: the cache.
 
     Raises:
-        ValueError: another shape, or a position below zero.
+        ValueError: another shape, or a negative position.
     """
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
         has_fixed_length = getattr(past_key_values, "is_compileable", False)
         cached = 0 if has_fixed_length else cached_length(past_key_values)
         expected = (batch_size, cached + num_tokens)
         shape = tuple(attention_mask.shape)
-        # A mask for a cache of fixed length may reach beyond what is written yet.
+        # A mask for a static cache may be longer than what is written so far.
         fits = shape == expected or (has_fixed_length and len(shape) == 2 and shape[0] == batch_size)
         if not fits or shape[1] < num_tokens:
             _fail(
@@ -136,7 +135,7 @@ def check_row_inputs(
 def _check_negative_positions(
     attention_mask: Any, position_ids: torch.Tensor, past_key_values: Cache | None
 ) -> None:
-    """Refuse positions below zero but where a mask of two axes hides them; other masks are not looked into."""
+    """Refuse negative positions unless a 2-D mask hides them; other masks are not read."""
     past_length = cached_length(past_key_values)
     masks = [
         tensor
@@ -160,21 +159,21 @@ def _check_negative_positions(
 
 
 def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past_key_values: Any) -> None:
-    """Check that a cache can be one of this decoder's.
+    """Check that a cache fits this decoder.
 
-    Only what Python knows is read: kinds of layers and shapes. The number of tokens in a static cache is a tensor; it
-    is looked into on the CPU alone.
+    Reads only what Python knows: kinds of layers and shapes. The number of tokens in a static cache is a tensor,
+    which is read on the CPU only.
 
     Args:
         config: a decoder's config.
         batch_size: B.
         num_tokens: T, the new tokens.
-        past_key_values: the cache. One whose layers all keep every token fits chunked layers too; their mask sees to
+        past_key_values: the cache. One whose layers all keep every token fits chunked layers too; their mask applies
             the chunks.
 
     Raises:
-        ValueError: no cache, or one with another number of layers, with layers that forget tokens which ours still
-            need, of other key/value heads, head size or batch size, or without room for the new tokens.
+        ValueError: no cache; another number of layers; layers that forget tokens which ours still need; other
+            key/value heads, head size or batch size; or no room for the new tokens.
     """
     if past_key_values is None or is_torchdynamo_compiling() or torch.jit.is_tracing():
         return
@@ -186,14 +185,14 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
         )
     layers = getattr(cache, "layers", None)
     if not layers:
-        return  # its layers are made with the first pass
+        # Its layers are made in the first pass.
+        return
     keys = getattr(layers[0], "keys", None)
-    shape = (
-        keys.shape if isinstance(keys, torch.Tensor) and keys.ndim == 4 else None
-    )  # else empty, or quantized
+    # Empty and quantized layers have no such keys.
+    shape = keys.shape if isinstance(keys, torch.Tensor) and keys.ndim == 4 else None
     sizes = (batch_size, shape and (shape[0], shape[1], shape[3]), *map(config.__dict__.get, _READ_OF_CONFIG))
     checked = _CHECKED_CACHES.get(cache) if isinstance(cache, Cache) else None
-    # Lists of the same objects are equal at once; a layer is equal to nothing but itself.
+    # Lists of the same objects compare equal at once; a layer equals only itself.
     is_new = checked is None or checked.sizes != sizes or checked.layers != layers
     if is_new:
         _check_cache_layers(config, layers)
@@ -217,13 +216,13 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
 
 @dataclass(frozen=True)
 class _CheckedCache:
-    """What a cache was when it was found to fit, so that a step of decoding asks its many layers nothing again.
+    """What a valid cache looked like, so that a decode step does not check its many layers again.
 
     Attributes:
-        sizes: batch size, of the first layer's keys all but their number, and what the checks read of the config, which
-            may be changed in place.
-        layers: the cache's.
-        fixed: index of the layer whose length says whether there is room; None: they grow.
+        sizes: batch size, shape of the first layer's keys without their number, and the config's values that the
+            checks read, which may change.
+        layers: the cache's layers.
+        fixed: index of the layer whose length limits the cache; None: all layers grow.
     """
 
     sizes: tuple[Any, ...]
@@ -234,8 +233,8 @@ class _CheckedCache:
 _CHECKED_CACHES: WeakKeyDictionary[Cache, _CheckedCache] = WeakKeyDictionary()
 
 
-# What the checks of a cache read. The memo takes it from the config's dict: the config's own way of giving an attribute
-# costs several times as much.
+# Fields that the checks of a cache read. They are taken from the config's dict: its own attribute access takes
+# several times as long.
 _READ_OF_CONFIG = (
     "num_hidden_layers",
     "num_key_value_heads",
@@ -247,7 +246,8 @@ _READ_OF_CONFIG = (
 
 def _first_fixed(config: PreTrainedConfig, layers: list[Any]) -> int | None:
     fixed = [i for i, layer in enumerate(layers) if _is_static(layer, is_sliding=False)]
-    if not fixed:  # windows only: one that is shorter than a chunk has to hold everything
+    # Windows only: a window shorter than a chunk must hold every token.
+    if not fixed:
         windows = [i for i, layer in enumerate(layers) if _is_static(layer, is_sliding=True)]
         chunk_size = getattr(config, "attention_chunk_size", None) or 0
         fixed = [i for i in windows if layers[i].max_cache_len < chunk_size]
@@ -273,7 +273,7 @@ def _check_cache_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
         _fail_cache("slides in some chunked layers only", "layers of one kind for all of them")
     if True in slides:
         chunk_size = config.attention_chunk_size
-        # A static cache that is shorter than a chunk has windows as short as itself.
+        # In a static cache shorter than a chunk, windows are as short as the cache.
         lengths = [layer.max_cache_len for layer in layers if _is_static(layer, is_sliding=False)]
         for layer in layers:
             window = getattr(layer, "sliding_window", None)
@@ -290,7 +290,7 @@ def _is_static(layer: Any, is_sliding: bool) -> bool:
 def _check_cached_shape(config: PreTrainedConfig, shape: torch.Size, batch_size: int) -> None:
     heads, head_dim = config.num_key_value_heads, config.head_dim
     if shape[1] != heads or shape[3] != head_dim:
-        # With tensor parallelism each process holds a part of the heads.
+        # With tensor parallelism each process holds some of the heads.
         is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
         if shape[3] != head_dim or not is_parallel or heads % shape[1] != 0:
             _fail_cache(
@@ -315,12 +315,12 @@ def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor, num_labels: 
     """Check labels against `input_ids` `[B, T]` or `inputs_embeds` `[B, T, hidden_size]`.
 
     Args:
-        labels: should be `[B, T]`.
-        tokens: what they belong to.
-        num_labels: where the labels are classes, how many there are.
+        labels: must be `[B, T]`.
+        tokens: the inputs of the labels.
+        num_labels: number of classes, if the labels are classes.
 
     Raises:
-        ValueError: another shape than `[B, T]`, or a class that there is not.
+        ValueError: another shape than `[B, T]`, or a class that does not exist.
     """
     if labels is None:
         return
@@ -331,7 +331,7 @@ def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor, num_labels: 
 
 
 def check_padding_token(config: PreTrainedConfig, batch_size: int) -> None:
-    """Check that the ends of several sequences can be found.
+    """Check that the padding token, which marks a sequence's end, is known if there are several sequences.
 
     Raises:
         ValueError: more than one sequence, and a config without `pad_token_id`.
@@ -349,12 +349,12 @@ def check_class_labels(config: PreTrainedConfig, labels: torch.Tensor | None, ba
     """Check the labels of whole sequences.
 
     Args:
-        config: with `num_labels` and `problem_type`; where that is None, transformers guesses it from the labels.
-        labels: should be `[B]` or `[B, 1]`; for several labels at once or several numbers `[B, num_labels]`.
+        config: with `num_labels` and `problem_type`; if that is None, transformers infers it from the labels.
+        labels: must be `[B]` or `[B, 1]`; for several labels at once or several numbers `[B, num_labels]`.
         batch_size: B.
 
     Raises:
-        ValueError: another shape or dtype, or a class that there is not.
+        ValueError: another shape or dtype, or a class that does not exist.
     """
     if labels is None:
         return
@@ -376,7 +376,7 @@ def check_class_labels(config: PreTrainedConfig, labels: torch.Tensor | None, ba
 
 
 def check_answers(start: torch.Tensor | None, end: torch.Tensor | None, batch_size: int) -> None:
-    """Check where answers begin and end.
+    """Check the positions where answers begin and end.
 
     Raises:
         ValueError: only one of the two, or another shape than `[B]` or `[B, 1]`.
@@ -401,13 +401,13 @@ def _check_classes(labels: torch.Tensor, num_labels: int) -> None:
 
 
 def leave_out_attentions(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
-    """Warn once, as transformers does, that an implementation gives no attention weights; their tuple stays empty.
+    """Warn once, as transformers does, that an implementation returns no attention weights; their tuple stays empty.
 
-    The wish is taken out of `kwargs`: the implementation's function would warn again.
+    The option is removed from `kwargs`: the implementation's function would warn again.
 
     Args:
         config: a decoder's config.
-        kwargs: of its forward pass; changed in place.
+        kwargs: arguments of its forward pass; changed in place.
     """
     wanted = kwargs["output_attentions"] if "output_attentions" in kwargs else config.output_attentions
     implementation = config._attn_implementation or "eager"

@@ -3,9 +3,9 @@
 Image features replace the embeddings of the `<|patch|>` tokens (early fusion) and are attended to causally, like
 text. The processor is transformers' `Llama4Processor`; one tile of 336 pixels is 144 such tokens.
 
-Stock keeps the whole language model, head included, as the child `language_model` and has no base model. Its keys
-are kept, in memory too, so the child `model` that transformers' tools look for is a property here: a view, a
-`LlamoeModel` over the very same modules that is not registered as a child.
+Stock registers the whole language model, head included, as the child `language_model` and has no base model. Its keys
+are kept, in memory too. So `model`, the base model that transformers' tools look for, is a property here: an
+unregistered `LlamoeModel`, a view over the same modules.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class LlamoeModelOutputWithPast(MoeModelOutputWithPast):
     """Output of `LlamoeModel`.
 
     Attributes:
-        image_hidden_states: what the tower gave, `[tiles, tokens_per_tile, vision_output_dim]`.
+        image_hidden_states: the tower's output, `[tiles, tokens_per_tile, vision_output_dim]`.
     """
 
     image_hidden_states: torch.FloatTensor | None = None
@@ -52,17 +52,17 @@ class LlamoeModelOutputWithPast(MoeModelOutputWithPast):
 
 @dataclass
 class LlamoeConditionalGenerationOutputWithPast(LlamoeCausalLMOutputWithPast):
-    """Output of `LlamoeForConditionalGeneration`: that of the language model head, and the image's part.
+    """Output of `LlamoeForConditionalGeneration`: that of the language model head, and the tower's.
 
     Attributes:
-        image_hidden_states: what the tower gave, `[tiles, tokens_per_tile, vision_output_dim]`.
+        image_hidden_states: the tower's output, `[tiles, tokens_per_tile, vision_output_dim]`.
     """
 
     image_hidden_states: torch.FloatTensor | None = None
 
 
 class MultimodalModel(LlamoePreTrainedModel):
-    """Tower and projector, and how their features come among the text's embeddings."""
+    """Tower and projector, and the merging of their features into the text's embeddings."""
 
     config: LlamoeConfig
     input_modalities = ("image", "text")
@@ -81,7 +81,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """Give the text embedding."""
+        """The text embedding."""
         return self.language_model.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -89,7 +89,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         self.language_model.set_input_embeddings(value)
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """Give the tower for modality "image"."""
+        """The tower, for modality "image"."""
         return self.vision_model if modality == "image" else super().get_encoder(modality)
 
     @can_return_tuple
@@ -118,7 +118,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         position_ids: torch.Tensor | None,
         past_key_values: Cache | None,
     ) -> None:
-        """Refuse what the text model would refuse, before the tower runs."""
+        """Refuse invalid inputs of the text model before the tower runs."""
         config = self.config.text_config
         check_tokens(config, input_ids, inputs_embeds)
         shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
@@ -133,12 +133,13 @@ class MultimodalModel(LlamoePreTrainedModel):
         encoder_outputs: dict[str, Any] | None,
         is_first_pass: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Give the embeddings with image features in their places, and the tower's output."""
+        """Embeddings with the image features in their places, and the tower's output."""
         images = (encoder_outputs or {}).get("image")
         if images is not None and pixel_values is not None:
             raise ValueError("Give pixel_values or mm_encoder_outputs['image'], not both.")
         if images is None and pixel_values is None:
-            is_told = "image" in (encoder_outputs or {})  # that there are no images
+            # The caller states that there are no images.
+            is_told = "image" in (encoder_outputs or {})
             if is_first_pass and not is_told and input_ids is not None and not is_torchdynamo_compiling():
                 self._check_no_image_tokens(input_ids)
             embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
@@ -151,7 +152,8 @@ class MultimodalModel(LlamoePreTrainedModel):
             self.vision_model.check_pixel_values(pixel_values)
             self._check_counts(is_image, len(pixel_values) * self.config.vision_config.tokens_per_tile)
             images = self.get_image_features(pixel_values, return_dict=True)
-        features = images.pooler_output  # stacked [tiles, tokens, hidden], or a list of [tokens, hidden]
+        # Stacked [tiles, tokens, hidden], or a list of [tokens, hidden].
+        features = images.pooler_output
         features = features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
         if features.shape[-1] != inputs_embeds.shape[-1]:
             raise ValueError(
@@ -166,7 +168,7 @@ class MultimodalModel(LlamoePreTrainedModel):
     def _image_places(
         self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
     ) -> torch.Tensor:
-        """Give `[B, T]`, true where an image feature belongs."""
+        """`[B, T]`: true where an image feature belongs."""
         token_id = self.config.image_token_index
         if input_ids is not None:
             return input_ids == token_id
@@ -174,7 +176,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         return (inputs_embeds == self.get_input_embeddings()(token).to(inputs_embeds.device)).all(-1)
 
     def _tiles_by_row(self, is_image: torch.Tensor, lengths: list[int]) -> list[list[int]]:
-        """Give each row's tiles; they stand in the order of the text, tile i with `lengths[i]` features."""
+        """Each row's tiles, for tiles in the order of the text; tile i has `lengths[i]` features."""
         rows, tile = [], 0
         for num_tokens in is_image.sum(-1).tolist():
             first = tile
@@ -193,7 +195,7 @@ class MultimodalModel(LlamoePreTrainedModel):
             raise ValueError(self._mismatch(num_tokens, num_features))
 
     def _check_no_image_tokens(self, input_ids: torch.Tensor) -> None:
-        # Whole tiles only: a stray image token in a text is an odd text, not a forgotten picture.
+        # Only whole tiles: a stray image token in a text does not mean a forgotten picture.
         num_tokens = int((input_ids == self.config.image_token_index).sum())
         tokens_per_tile = self.config.vision_config.tokens_per_tile
         if num_tokens and tokens_per_tile > 1 and num_tokens % tokens_per_tile == 0:
@@ -208,7 +210,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         )
 
     def _with_config_defaults(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        # The parts look into their own configs; what the multimodal config says holds for all of them.
+        # The parts read their own configs; the multimodal config's values apply to all of them.
         for name in (
             "output_hidden_states",
             "output_attentions",
@@ -240,7 +242,7 @@ class LlamoeModel(MultimodalModel):
     def over(
         cls, config: LlamoeConfig, tower: nn.Module, projector: nn.Module, text_model: nn.Module
     ) -> "LlamoeModel":
-        """Make a view over modules that belong to another model; nothing is copied or initialized."""
+        """View over modules that belong to another model; nothing is copied or initialized."""
         view = cls.__new__(cls)
         nn.Module.__init__(view)
         view.config = config
@@ -250,7 +252,7 @@ class LlamoeModel(MultimodalModel):
         return view
 
     def get_decoder(self) -> nn.Module:
-        """Give the text model."""
+        """The text model."""
         return self.language_model
 
     @can_return_tuple
@@ -266,9 +268,10 @@ class LlamoeModel(MultimodalModel):
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlamoeModelOutputWithPast:
-        """Run tower and decoder; the arguments are those of `LlamoeForConditionalGeneration.forward`."""
+        """Run tower and decoder; arguments as in `LlamoeForConditionalGeneration.forward`."""
         self._check_inputs(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
-        is_first_pass = _is_first_pass(past_key_values) and "cache" not in kwargs  # the latter is a paged one
+        # `cache` is a paged cache.
+        is_first_pass = _is_first_pass(past_key_values) and "cache" not in kwargs
         inputs_embeds, image_hidden_states = self._merge(
             input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, is_first_pass
         )
@@ -291,31 +294,32 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
     """
 
     _text_class = LlamoeForCausalLM
-    # Keys of a folder that `LlamoeModel` saved. Known to this class's own loading only: servers run a `LlamoeModel` and
-    # apply what is registered for either class, one behind the other, and this undoes what that one does.
+    # Keys of a folder that `LlamoeModel` saved. Only this class's own loading uses them: servers run a `LlamoeModel`
+    # and apply the registered patterns of both classes in sequence, and this one would undo the other's.
     _checkpoint_prefixes = {r"language_model\.(?!model\.|lm_head\.)": "language_model.model."}
     _registers_prefixes = False
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
-        """Load a checkpoint, as `LlamoePreTrainedModel.from_pretrained` does; a `LlamoeModel`'s, too."""
+        """Load a checkpoint, also a `LlamoeModel`'s, as `LlamoePreTrainedModel.from_pretrained` does."""
         renamed = {f"^{old}": new for old, new in cls._checkpoint_prefixes.items()}
         kwargs["key_mapping"] = renamed | (kwargs.get("key_mapping") or {})
         return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
 
     @property
     def model(self) -> LlamoeModel:
-        """The model without its head: a view over the same modules, made anew when one of them was replaced."""
+        """The model without its head: a view over the same modules, renewed when one of them is replaced."""
         parts = (self.vision_model, self.multi_modal_projector, self.language_model.model)
         view = self.__dict__.get("_model_view")
         if view is None or any(mine is not its for mine, its in zip(parts, view.children(), strict=True)):
             view = LlamoeModel.over(self.config, *parts)
-            self.__dict__["_model_view"] = view  # past nn.Module, which would register it as a child
+            # Set past nn.Module, which would register it as a child.
+            self.__dict__["_model_view"] = view
         view.training = self.training
         return view
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a new `model` brings new parts (nn.Module would register it beside them)."""
+        """Set an attribute; a new `model` replaces the parts (nn.Module would register it beside them)."""
         if name != "model":
             super().__setattr__(name, value)
             return
@@ -327,7 +331,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
         self.language_model.model = value.language_model
 
     def get_decoder(self) -> nn.Module:
-        """Give the text model without its head."""
+        """The text model without its head."""
         return self.language_model.get_decoder()
 
     def set_decoder(self, decoder: nn.Module) -> None:
@@ -335,7 +339,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
         self.language_model.set_decoder(decoder)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Give the language model head."""
+        """The language model head."""
         return self.language_model.get_output_embeddings()
 
     def set_output_embeddings(self, value: nn.Module) -> None:
@@ -361,23 +365,24 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
 
         Args:
             input_ids: `[B, T]` with one image token for every feature of every tile; either these or `inputs_embeds`.
-            pixel_values: `[tiles, C, image_size, image_size]`, the tiles of all images of all rows in the order in
-                which they stand in the text; None where no row has an image.
+            pixel_values: `[tiles, C, image_size, image_size]`, the tiles of all images of all rows in the order of
+                the text; None if no row has an image.
             attention_mask: `[B, past + T]`, zeros on padding.
             position_ids: `[B or 1, T]`, see `DecoderModel.forward`.
-            past_key_values: keys and values of earlier tokens.
-            inputs_embeds: `[B, T, hidden_size]`; places for images are known by the image token's own embedding.
-            labels: `[B, T]`, -100 where no loss is wanted.
+            past_key_values: KV cache of earlier tokens.
+            inputs_embeds: `[B, T, hidden_size]`; the image token's own embedding marks the places for images.
+            labels: `[B, T]`, -100 for no loss.
             use_cache: whether to make a cache.
-            logits_to_keep: compute the logits of the last that many tokens (0: of all).
+            logits_to_keep: compute logits of this many last tokens (0: all).
             mm_encoder_outputs: `{"image": get_image_features(...)}` instead of `pixel_values`.
-            **kwargs: those of `CausalLM.forward`, `output_router_logits` among them.
+            **kwargs: arguments of `CausalLM.forward`, such as `output_router_logits`.
 
         Raises:
             ValueError: the numbers of image tokens and image features differ, or images of the wrong shape.
         """
         self._check_inputs(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
-        is_first_pass = _is_first_pass(past_key_values) and "cache" not in kwargs  # the latter is a paged one
+        # `cache` is a paged cache.
+        is_first_pass = _is_first_pass(past_key_values) and "cache" not in kwargs
         inputs_embeds, image_hidden_states = self._merge(
             input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, is_first_pass
         )
@@ -400,7 +405,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
                 "assistant_early_exit is for text models: for texts use model.language_model.generate(...), for "
                 "pictures an assistant_model."
             )
-        # A mixin that transformers does not type.
+        # transformers does not type this mixin.
         get_candidate_generator = super()._get_candidate_generator  # pyright: ignore[reportAttributeAccessIssue]
         return get_candidate_generator(generation_config, *args, **kwargs)
 
@@ -411,10 +416,10 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
         input_ids: torch.LongTensor | None = None,
         **model_kwargs,
     ) -> tuple[torch.LongTensor | None, dict[str, Any]]:
-        """Repeat every row for beams and `num_return_sequences`, its tiles as a whole.
+        """Repeat every row for beams and `num_return_sequences`, and its tiles as a group.
 
-        Tiles are not rows: a row has any number of them. transformers repeats them one by one, or, from 5.18 on,
-        repeats features in the object that the caller passed.
+        Tiles are not rows: a row has any number of them. transformers repeats them one by one or, from 5.18 on,
+        repeats features inside the caller's object.
         """
         pixel_values, encoder_outputs = (
             model_kwargs.get("pixel_values"),
@@ -422,9 +427,8 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
         )
         images = (encoder_outputs or {}).get("image")
         if expand_size > 1 and (images is not None or pixel_values is not None):
-            embeds = model_kwargs.get(
-                "inputs_embeds"
-            )  # where both are given, the first pass takes the embeddings
+            # If ids are given too, the first pass takes the embeddings.
+            embeds = model_kwargs.get("inputs_embeds")
             is_image = self._image_places(input_ids if embeds is None else None, embeds)
             if pixel_values is not None:
                 self.vision_model.check_pixel_values(pixel_values)
@@ -462,7 +466,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
         is_first_iteration: bool | None = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """Prepare one step of `generate`: images and `inputs_embeds` go in with the first pass only."""
+        """Inputs of one step of `generate`: images and `inputs_embeds` go into the first pass only."""
         inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids,
             *args,
@@ -475,14 +479,15 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
             return inputs
         if not kwargs.get("use_cache", True):
             if inputs.get("pixel_values") is None and not inputs.get("mm_encoder_outputs"):
-                inputs["mm_encoder_outputs"] = {"image": None}  # image tokens in a text were generated
+                # Image tokens in a text were generated.
+                inputs["mm_encoder_outputs"] = {"image": None}
             return inputs
-        # Before 5.18 the encoder's outputs would go in with every pass.
+        # Before 5.18 the encoder's outputs would be passed in every step.
         for name in ("pixel_values", "mm_encoder_outputs"):
             inputs.pop(name, None)
         if _is_first_pass(kwargs.get("past_key_values")):
-            # An assistant's first pass, which transformers counts as a later one. What it is given are the features
-            # of the model that it assists, from 5.18 on; of another size, they are of no use to it.
+            # An assistant's first pass, which transformers counts as a later one. From 5.18 on it gets the features
+            # of the model that it assists, which it cannot use if their size differs.
             encoder_outputs = kwargs.get("mm_encoder_outputs")
             images = (encoder_outputs or {}).get("image")
             if (

@@ -1,17 +1,15 @@
 """The vision tower: Llama 4's image encoder and, by the config's switches, MetaCLIP's.
 
-Both are the same pre-norm ViT (Dosovitskiy et al. 2020, arXiv 2010.11929). Llama 4's adds 2-D rotary
-positions in every layer and, behind the encoder, an adapter that folds blocks of neighbouring patches into
-one token. MetaCLIP's (Xu et al. 2023, arXiv 2309.16671) has no rotary positions, may use QuickGELU, and
-projects its class token to an image embedding. Sources: Meta's llama-models, `models/llama4/vision`, and
-open_clip's `VisionTransformer`.
+Both are the same pre-norm ViT (Dosovitskiy et al. 2020, arXiv 2010.11929). Llama 4's adds 2-D rotary positions in
+every layer and, after the encoder, an adapter that folds blocks of neighbouring patches into one token. MetaCLIP's
+(Xu et al. 2023, arXiv 2309.16671) has no rotary positions, may use QuickGELU, and projects its class token to an
+image embedding. Sources: Meta's llama-models, `models/llama4/vision`, and open_clip's `VisionTransformer`.
 
-Weights are laid out as in Llama 4 checkpoints: patches row by row and the class token *last* (open_clip has
-it first, fused query-key-value weights and a convolution: conversion re-arranges all three).
+The layout of weights is that of Llama 4 checkpoints: patches row by row and the class token *last*. open_clip has it
+first, a fused query-key-value weight and a convolution: conversion rearranges all three.
 
-Shapes: N tiles (images, or parts of one), C channels, G patches along a side, T = G * G + 1 tokens, D hidden
-size, H heads, K head_dim, P patch side in pixels, S patches along the side of a block that one output token
-covers.
+Shapes: N tiles (images, or parts of one), C channels, G patches along a side, T = G * G + 1 tokens, D hidden size,
+H heads, K head_dim, P patch side in pixels, S patches along the side of a block that one output token covers.
 """
 
 import math
@@ -35,12 +33,13 @@ from .layers import activation, rotary_2d_cos_sin, rotary_tables, rotate
 class PatchEmbedding(nn.Module):
     """Cut a tile into P x P patches and map each to D channels: a strided convolution without bias.
 
-    As a linear layer it takes LoRA like any other; a convolution's weight fits after `weight.reshape(D, -1)`.
+    It is a linear layer, which takes LoRA like any other; a convolution's weight fits after `weight.reshape(D, -1)`.
     """
 
     def __init__(self, config: LlamoeVisionConfig):
         super().__init__()
-        self.patch_size = cast(int, config.patch_size)  # the config turns pairs into integers
+        # The config turns pairs into integers.
+        self.patch_size = cast(int, config.patch_size)
         self.linear = nn.Linear(config.num_channels * self.patch_size**2, config.hidden_size, bias=False)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -76,15 +75,15 @@ class VisionAttention(nn.Module):
         cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
         with_weights: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend.
+        """Attend within each tile.
 
         Args:
             hidden_states: `[N, T, D]`.
             cos_sin: each `[1, T, K / 2]` float32, or None for no rotation.
-            with_weights: run `eager`, which alone forms weights, whatever the config says.
+            with_weights: run `eager`, the only implementation with weights, whatever the config says.
 
         Returns:
-            `[N, T, D]`, and the weights `[N, H, T, T]` where the implementation gives them ("eager").
+            `[N, T, D]`, and the attention weights `[N, H, T, T]` under `eager`, else None.
         """
         # The number of heads is left open: under tensor parallelism a rank holds only some of them.
         heads = (-1, self.head_dim)
@@ -161,13 +160,13 @@ class VisionEncoder(nn.Module):
         run_all: bool,
         with_weights: bool = False,
     ) -> torch.Tensor:
-        """Run the layers and give the output of one.
+        """Output of one of the layers.
 
         Args:
             hidden_states: `[N, T, D]`.
             cos_sin: as in `VisionAttention`.
-            depth: how many layers the returned states have passed; 0 returns the input.
-            run_all: also run the layers behind (for whoever records every layer's output).
+            depth: number of layers behind the returned states; 0 returns the input.
+            run_all: also run the later layers (for callers that record every layer's output).
             with_weights: as in `VisionAttention`.
 
         Returns:
@@ -188,15 +187,16 @@ def pixel_shuffle(patches: torch.Tensor, ratio: float) -> torch.Tensor:
 
     Args:
         patches: `[N, G * G, D]`, row by row, without the class token.
-        ratio: 1 / S; 0.5 gives a quarter of the tokens with four times the channels.
+        ratio: 1 / S; at 0.5 a quarter of the tokens has four times the channels.
 
     Returns:
-        `[N, (G / S) ** 2, S * S * D]`, row by row; a token's channels are its patches' row by row.
+        `[N, (G / S) ** 2, S * S * D]`, row by row; a token joins its patches' channels row by row.
 
     Raises:
         ValueError: the patches form no square, or 1 / ratio is no integer that divides its side.
     """
-    num_patches = int(patches.shape[1])  # while `torch.jit.trace` runs, sizes are tensors
+    # While `torch.jit.trace` runs, sizes are tensors.
+    num_patches = int(patches.shape[1])
     side, block = math.isqrt(num_patches), round(1 / ratio)
     if side * side != num_patches or side % block or abs(block * ratio - 1) > 1e-6:
         raise ValueError(
@@ -210,10 +210,10 @@ def pixel_shuffle(patches: torch.Tensor, ratio: float) -> torch.Tensor:
 
 
 class VisionAdapterFeedForward(nn.Module):
-    """Two linear layers, the activation and dropout between them, the activation again behind.
+    """Two linear layers, with the activation and dropout between them and the activation again at the end.
 
-    The activation is exact GELU whatever the encoder's: Llama 4's adapter was trained with it, and behind a
-    MetaCLIP encoder the adapter is new.
+    The activation is exact GELU for every encoder: Llama 4's adapter was trained with it, and behind a MetaCLIP
+    encoder the adapter is new.
     """
 
     def __init__(self, config: LlamoeVisionConfig):
@@ -254,10 +254,10 @@ def init_vision_weights(module: nn.Module) -> None:
 
 
 class LlamoeVisionModel(LlamoePreTrainedModel):
-    """Image tiles to visual tokens, and to a CLIP embedding where the config has `projection_dim`.
+    """Maps image tiles to visual tokens, and to a CLIP embedding if the config has `projection_dim`.
 
-    Tiles do not see each other: an image of several tiles, several images and several rows of a batch are all
-    just more tiles, and the caller puts the tokens where they belong. Reads its part of multimodal folders too.
+    Tiles do not see each other: the tiles of one image, of several images and of several rows are one batch, and the
+    caller puts the tokens into their places. Reads its part of multimodal folders too.
     """
 
     config_class = LlamoeVisionConfig
@@ -266,13 +266,13 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ["image"]
     _no_split_modules = ["VisionEncoderLayer"]
-    # In a multimodal folder, whose keys of the tower begin with the base model's prefix.
+    # In multimodal folders the tower's keys begin with the base model's prefix.
     _checkpoint_prefixes = {r"vision_model\.": ""}
     _keys_passed_over = [r"^language_model\.", r"^multi_modal_projector\."]
     _can_record_outputs = {"hidden_states": VisionEncoderLayer, "attentions": VisionAttention}
-    # transformers' quantizers leave these alone, whatever a user's own list says. A patch of 14 x 14 pixels in three
-    # colours has 588 numbers, no multiple of the blocks of 64 that kernels read: quanto's int8 then ends the process on
-    # a CPU. `_get_dtype_plan` of the base class sees to it that they are not kept in float32.
+    # transformers' quantizers skip these modules, whatever a user's own list says. A patch of 14 x 14 pixels in three
+    # colours has 588 numbers, no multiple of the blocks of 64 that kernels read: quanto's int8 then crashes the
+    # process on a CPU. `_get_dtype_plan` of the base class prevents that they stay in float32.
     _keep_in_fp32_modules = [r"(.*\.)?patch_embedding"]
 
     def __init__(self, config: PreTrainedConfig):
@@ -296,7 +296,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         init_vision_weights(module)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Give the patch embedding, whose output is where gradients begin under checkpointing."""
+        """The patch embedding, at whose output gradients begin under checkpointing."""
         return self.patch_embedding
 
     @capture_outputs(tie_last_hidden_states=False)
@@ -306,14 +306,14 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         Args:
             pixel_values: `[N, C, image_size, image_size]`, floating, normalized; cast to the weights' dtype.
             **kwargs: `output_hidden_states`, `output_attentions` (that pass then runs `eager`), `return_dict`; others
-                are ignored, as a multimodal model's keywords (packed sequence lengths, say) describe its text.
+                are ignored, since a multimodal model's keywords (packed sequence lengths, say) describe its text.
 
         Returns:
             `last_hidden_state`: with the adapter `[N, tokens_per_tile, projector_output_dim]`; without it the
-            normalized states `[N, G * G, D]`, or `[N, T, D]` with the class token last where
+            normalized states `[N, G * G, D]`, or `[N, T, D]` with the class token last if
             `vision_feature_select_strategy` is "full".
-            `pooler_output`: with `projection_dim` the projected class token `[N, projection_dim]`, not of
-            unit length; else, without an adapter, the class token's state `[N, D]`; else None.
+            `pooler_output`: with `projection_dim` the projected class token `[N, projection_dim]`, not of unit
+            length; else, without an adapter, the class token's state `[N, D]`; else None.
             `hidden_states`: the first layer's input and every layer's output, before `layernorm_post`.
 
         Raises:
@@ -330,7 +330,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         if config.use_rope:
             theta = cast(dict, config.rope_parameters)["rope_theta"]
             cos_sin = rotary_2d_cos_sin(config.grid_size, config.head_dim, theta, x_NTD.device)
-        # As an index into `hidden_states`: 0 is the first layer's input, -1 the last layer's output.
+        # An index into `hidden_states`: 0 is the first layer's input, -1 the last layer's output.
         depth = range(config.num_hidden_layers + 1)[config.vision_feature_layer]
         with_states, with_weights = (
             kwargs.get(name, getattr(config, name, False)) not in (None, False)
@@ -350,13 +350,13 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=last_hidden_state, pooler_output=pooled)
 
     def _pixel_dtype(self) -> torch.dtype:
-        # A quantized weight (uint8, float8) is stored in a dtype that pixels must not be rounded to.
+        # Pixels must not be rounded to the storage dtype of a quantized weight (uint8, float8).
         dtype = self.patch_embedding.linear.weight.dtype
         is_compute_dtype = dtype.is_floating_point and dtype.itemsize > 1
         return dtype if is_compute_dtype else self.class_embedding.dtype
 
     def check_pixel_values(self, pixel_values: torch.Tensor) -> None:
-        """Refuse what `forward` cannot take.
+        """Refuse pixel values that `forward` does not support.
 
         Raises:
             ValueError: the wrong rank, channels or size, no tile, or an integer dtype.

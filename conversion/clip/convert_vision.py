@@ -1,6 +1,6 @@
-"""Vision towers from any format to any: open_clip, transformers' CLIP, ours; for other pictures on request.
+"""Vision towers between all formats: open_clip, transformers' CLIP, ours; on request for another picture size.
 
-Opening stands in `towers.py`; here a tower is changed (its picture size, its pixel normalization) and written.
+`open_tower.py` opens a tower. This file changes its picture size or pixel normalization and writes it.
 """
 
 import copy
@@ -42,7 +42,7 @@ __all__ = ["convert_vision", "fold", "open_tower", "resize", "tower_kind"]
 _TARGETS = ("tower", "open_clip", "clip")
 _LLAMA_4 = ([0.5] * 3, [0.5] * 3)
 _SHARD_SIZE = 5 * 10**9
-# What a tower must be for open_clip's and CLIP's classes to compute the same.
+# Configuration values that open_clip's and CLIP's classes need to compute the same function.
 _REQUIRED = {
     "use_rope": (False, "rotates its patches by their place in the grid, as Llama 4's does"),
     "use_pre_layernorm": (True, "has no norm in front of its blocks"),
@@ -69,33 +69,33 @@ def convert_vision(
     """Convert a vision tower between open_clip, transformers' CLIP and ours, in any direction.
 
     Args:
-        source: an open_clip file or folder, a folder of transformers' CLIP or MetaCLIP 2, or of ours or Llama 4's;
-            it is only read.
+        source: an open_clip file or folder, or a folder of CLIP, MetaCLIP 2, Llama 4 or llamoe; only read.
         target: a folder that does not exist or is empty.
         to: "tower" writes a folder of `LlamoeVisionModel`; "open_clip" writes open_clip_model.safetensors (keys
             `visual.…`) and open_clip_config.json; "clip" writes a folder of transformers'
             `CLIPVisionModelWithProjection`, or `CLIPVisionModel` for a tower without projection.
-        image_size: side of the pictures that the new tower takes, in pixels: its position grid is resized as open_clip
-            does it. A multiple of the patch size.
+        image_size: side of the pictures that the new tower takes, in pixels, a multiple of the patch size. The position
+            grid is resized as open_clip does it.
         fold_normalization: change the patch weights so that pixels are normalized by mean = std = 0.5, as Llama 4's
-            processor does, with the same result.
+            processor does, and the features stay the same.
         activation: "quick_gelu" or "gelu"; needed for an open_clip file without open_clip_config.json, unless `tag` is
             given.
         tag: the release's tag in open_clip, such as "metaclip_fullcc".
         heads: number of attention heads; needed for an open_clip file of an unpublished size without
             open_clip_config.json.
-        dtype: "float32", "float16" or "bfloat16" for all tensors; None keeps each one's.
-        resume: go on with a folder that an earlier run left unfinished.
+        dtype: "float32", "float16" or "bfloat16" for all tensors; None keeps the dtype of each.
+        resume: continue a folder that an earlier run left unfinished.
         dry_run: check and plan everything, write nothing.
-        progress: is told of every block.
+        progress: called for every block.
+        progress: called for every block.
 
     Returns:
         what was written; its notes say where the activation came from and what was changed.
 
     Raises:
-        ValueError: bad options, a target in use or inside of the source, an activation or heads that cannot be told, a
-            tower that the target cannot express, a damaged source; nothing is left behind.
-        OSError: the disk is full or fails; whole files stay for `resume`.
+        ValueError: bad options, a target in use or inside the source, an unknown activation or number of heads, a tower
+            that the target format cannot express, or a damaged source; no file is left behind.
+        OSError: the disk is full or fails; complete files stay for `resume`.
     """
     begun = time.monotonic()
     source, target = Path(source), Path(target)
@@ -135,14 +135,14 @@ def convert_vision(
 
 
 def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
-    """Give a tower for pictures of another size: positions resized (see `resize_positions`), processor adapted.
+    """A tower for another picture size: positions resized (see `resize_positions`), processor adapted.
 
     Args:
-        checkpoint: of a tower.
+        checkpoint: a tower.
         image_size: side of the pictures, in pixels.
 
     Raises:
-        ValueError: it is no multiple of the patch size, or the grid does not fit the tower's adapter.
+        ValueError: the size is no multiple of the patch size, or the grid does not fit the tower's adapter.
     """
     before = cast(LlamoeVisionConfig, checkpoint.config)
     if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
@@ -172,13 +172,13 @@ def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
 
 
 def fold(checkpoint: Checkpoint) -> Checkpoint:
-    """Give a tower of the same function for pixels that are normalized by mean = std = 0.5.
+    """A tower that computes the same for pixels normalized by mean = std = 0.5.
 
     Args:
-        checkpoint: of a tower; its companions hold preprocessor_config.json.
+        checkpoint: a tower; its companions hold preprocessor_config.json.
 
     Raises:
-        ValueError: the normalization that the weights want is not known.
+        ValueError: the normalization that the weights expect is unknown.
     """
     processor = _processor(checkpoint)
     origin = f"{checkpoint.path}: {PROCESSOR}"
@@ -226,7 +226,7 @@ def _check_expressible(checkpoint: Checkpoint, to: str) -> None:
 
 
 def _encoder(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkpoint, dict[str, LazyTensor]]:
-    """The tensors that CLIP has a place for, and the checkpoint with a word on the others."""
+    """The tensors that CLIP's classes have, and the checkpoint with a note on the others."""
     config = cast(LlamoeVisionConfig, checkpoint.config)
     adapter = [name for name in checkpoint.tensors if name.startswith("vision_adapter.")]
     dropped = dict.fromkeys(adapter, "belongs to the adapter, which CLIP does not have")
@@ -317,7 +317,7 @@ def _plan_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Check
 def _as_clip_processor(
     processor: Mapping[str, Any], checkpoint: Checkpoint, image_size: int
 ) -> dict[str, Any]:
-    """The settings for `CLIPImageProcessor`; those of one that cuts pictures into tiles are for one tile."""
+    """Settings for `CLIPImageProcessor`; those of a processor that makes tiles become those of one tile."""
     if str(processor.get("image_processor_type", "CLIP")).startswith("CLIP"):
         return dict(processor)
     origin = f"{checkpoint.path}: {PROCESSOR}"

@@ -1,9 +1,9 @@
-"""How a tower's pictures become pixels: open_clip's `preprocess_cfg` and transformers' preprocessor_config.json.
+"""Image preprocessing settings: open_clip's `preprocess_cfg` and transformers' preprocessor_config.json.
 
-Both say the same: resize by the short side and cut the middle out, or squash to a square; bicubic; a mean and a
-deviation for each channel. `CLIPImageProcessor` is transformers' class for it. Its PIL variant gives open_clip's
-pixels, but for one thing: where an odd number of rows or columns is cut off, it may cut a pixel further up or left.
-The torchvision variant resizes a little differently, too.
+Both state the same: resize by the short side and crop the centre, or squash to a square; bicubic; a mean and a
+standard deviation for each channel. transformers' class for it is `CLIPImageProcessor`. Its PIL variant gives
+open_clip's pixels with one exception: where an odd number of rows or columns is cropped, the crop may start a pixel
+further up or left. The torchvision variant also resizes a little differently.
 """
 
 from collections.abc import Mapping
@@ -11,24 +11,24 @@ from typing import Any
 
 from ...configuration.errors import CheckpointError
 
-# Of OpenAI's CLIP; every MetaCLIP model was trained with them too.
+# OpenAI's CLIP; every MetaCLIP model was trained with the same numbers.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-# What PIL calls them by number.
+# PIL's numbers for the filters.
 _RESAMPLE = {"bicubic": 3, "bilinear": 2}
 _RESIZE_MODES = ("shortest", "squash")
 
 
 def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) -> dict[str, Any]:
-    """Give the content of preprocessor_config.json for an open_clip `preprocess_cfg`.
+    """Content of preprocessor_config.json for an open_clip `preprocess_cfg`.
 
     Args:
-        settings: `mean`, `std`, `interpolation`, `resize_mode`; absent ones are open_clip's defaults.
+        settings: `mean`, `std`, `interpolation`, `resize_mode`; missing keys have open_clip's defaults.
         image_size: side of the picture, in pixels.
-        origin: the file, for messages.
+        origin: file named in messages.
 
     Raises:
-        CheckpointError: a value that `CLIPImageProcessor` cannot follow.
+        CheckpointError: `CLIPImageProcessor` does not support a value.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     mode = given.get("resize_mode", "shortest")
@@ -46,7 +46,7 @@ def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) ->
         "do_convert_rgb": True,
         "do_resize": True,
         "size": square if mode == "squash" else {"shortest_edge": image_size},
-        # open_clip trains with a random filter under "random" and evaluates with bicubic.
+        # "random" is a random filter in training and bicubic in evaluation.
         "resample": _RESAMPLE.get(interpolation, 3),
         "do_center_crop": mode != "squash",
         "crop_size": dict(square),
@@ -59,14 +59,14 @@ def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) ->
 
 
 def to_open_clip(processor: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Give the open_clip `preprocess_cfg` for the content of preprocessor_config.json.
+    """The open_clip `preprocess_cfg` for the content of preprocessor_config.json.
 
     Args:
-        processor: of a CLIP image processor.
-        origin: the file, for messages.
+        processor: settings of a CLIP image processor.
+        origin: file named in messages.
 
     Raises:
-        CheckpointError: a value that open_clip cannot follow.
+        CheckpointError: open_clip does not support a value.
     """
     mean, std = normalization(processor, origin)
     names = {number: name for name, number in _RESAMPLE.items()}
@@ -85,14 +85,14 @@ def to_open_clip(processor: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 
 def normalization(processor: Mapping[str, Any], origin: str) -> tuple[list[float], list[float]]:
-    """Read mean and deviation, one number for each channel, of pixels between 0 and 1.
+    """Mean and standard deviation of pixels between 0 and 1, one number for each channel.
 
     Args:
         processor: content of preprocessor_config.json.
-        origin: the file, for messages.
+        origin: file named in messages.
 
     Raises:
-        CheckpointError: they are not one number, or one for each channel.
+        CheckpointError: they are neither one number nor one for each channel.
     """
     if not processor.get("do_normalize", True):
         return [0.0] * 3, [1.0] * 3
@@ -102,17 +102,17 @@ def normalization(processor: Mapping[str, Any], origin: str) -> tuple[list[float
 
 
 def with_normalization(processor: Mapping[str, Any], mean: list[float], std: list[float]) -> dict[str, Any]:
-    """Give the processor with another normalization."""
+    """The settings with another normalization."""
     return {**processor, "do_normalize": True, "image_mean": list(mean), "image_std": list(std)}
 
 
 def with_image_size(processor: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
-    """Give the processor for another picture size; a resize larger than the cut keeps its ratio to it.
+    """The settings for another picture size; a resize larger than the crop keeps its ratio to the crop.
 
     Args:
-        processor: content of preprocessor_config.json, also of releases that wrote a size as one number.
-        before: side of the picture that it makes, in pixels.
-        after: side that it shall make.
+        processor: content of preprocessor_config.json; older releases may write a size as one number.
+        before: side of the pictures that it makes, in pixels.
+        after: side that is wanted.
     """
     size = {
         name: value if not isinstance(value, int) else max(after, round(value * after / before))

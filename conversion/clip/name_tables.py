@@ -1,7 +1,7 @@
-"""MetaCLIP towers as data: their keys in open_clip and transformers, their published sizes and activations.
+"""MetaCLIP towers as data: keys in open_clip and transformers, published sizes and activations.
 
-Keys of ours are on the right: what `LlamoeVisionModel` saves. Shapes: D width, M inner width, P patch side, C channels,
-G patches along a side, E width of the joint space.
+The right side of a row holds our keys, those of `LlamoeVisionModel`. Shapes: D width, M inner width, P patch side,
+C channels, G patches a side, E width of the joint space.
 
 Sources: open_clip's `transformer.py`, `pretrained.py` and `model_configs`; transformers' CLIP and MetaCLIP 2.
 """
@@ -17,7 +17,7 @@ from ..io import KEEP, Drop, Operation, Row, Slot, join
 
 
 class _ClassLast(Operation):
-    """Positions `[1 + G * G, D]`: the class token's row goes from the first place to the last."""
+    """Positions `[1 + G * G, D]`: the class token's row moves from the first place to the last."""
 
     def convert(self, tensors, sizes):
         return [tensors[0].map(lambda rows: torch.cat([rows[1:], rows[:1]]))]
@@ -27,20 +27,20 @@ class _ClassLast(Operation):
 
 
 class _Flatten(Operation):
-    """A strided convolution `[D, C, P, P]` as a linear layer `[D, C * P * P]`: the same numbers in the same order."""
+    """A strided convolution `[D, C, P, P]` as a linear layer `[D, C * P * P]`: same elements, same order."""
 
     def convert(self, tensors, sizes):
         return [tensors[0].view(tensors[0].shape[0], prod(tensors[0].shape[1:]))]
 
     def revert(self, tensors, sizes):
         side = sizes.patch_size
-        # A tensor of four axes is read row by row, and the matrix that the rows are cut from may be computed.
+        # Rows are read one by one; without `remember`, each would compute the whole matrix anew.
         whole = tensors[0].remember(Slot())
         return [whole.view(whole.shape[0], sizes.num_channels, side, side)]
 
 
 class _Transpose(Operation):
-    """A matrix `[D, E]` that is used from the right, `x @ proj`, as a linear layer's `[E, D]`."""
+    """A matrix `[D, E]` for `x @ proj` as a linear layer's weight `[E, D]`."""
 
     def convert(self, tensors, sizes):
         return [tensors[0].transpose()]
@@ -50,7 +50,7 @@ class _Transpose(Operation):
 
 
 class _SplitThirds(Operation):
-    """Fused query, key and value, `[3 * D, ...]`, as three tensors."""
+    """Fused query, key and value `[3 * D, ...]` as three tensors."""
 
     def convert(self, tensors, sizes):
         rows = tensors[0].shape[0] // 3
@@ -74,7 +74,7 @@ def _pairs(source: str, target: str) -> list[Row]:
     return [_row(f"{source}.{kind}", f"{target}.{kind}") for kind in ("weight", "bias")]
 
 
-# What whole models hold besides the tower.
+# Reason for dropping the text tower of whole models.
 _TEXT = "part of the text tower, which an image encoder does without"
 _SCALE = "scales the contrastive loss only"
 OPEN_CLIP_DROPS = [
@@ -128,7 +128,8 @@ CLIP = [
     _row("vision_model.embeddings.class_embedding", "class_embedding"),
     _row("vision_model.embeddings.position_embedding.weight", "positional_embedding_vlm", _ClassLast()),
     _row("vision_model.embeddings.patch_embedding.weight", "patch_embedding.linear.weight", _Flatten()),
-    *_pairs("vision_model.pre_layrnorm", "layernorm_pre"),  # transformers' own spelling
+    # "layrnorm" is transformers' own spelling.
+    *_pairs("vision_model.pre_layrnorm", "layernorm_pre"),
     *_pairs(f"{_LAYER}.layer_norm1", f"{_OURS}.input_layernorm"),
     *(
         row
@@ -144,7 +145,7 @@ CLIP = [
     *CLIP_DROPS,
 ]
 
-# Parts of keys of open_clip towers that ours cannot express, most specific first.
+# Fragments of open_clip keys that ours cannot express, most specific first, each with its reason.
 OPEN_CLIP_REFUSED = {
     "visual.trunk.": "a tower of timm (as SigLIP's, EVA's and ConvNeXt's are)",
     "visual.attnpool.": "a ResNet tower",
@@ -161,7 +162,7 @@ OPEN_CLIP_REFUSED = {
     ".ln_attn.": "a norm behind the attention (scale_attn)",
     ".mlp.ln.": "a norm inside of the feed-forward (scale_fc)",
 }
-# Fields of an open_clip vision_cfg that must have their defaults: what else they make of the tower.
+# open_clip vision_cfg fields that must have their defaults, and what other values would mean.
 OPEN_CLIP_DEFAULTS = {
     "ls_init_value": (None, "LayerScale"),
     "attentional_pool": (False, "an attentional pool"),
@@ -179,7 +180,7 @@ OPEN_CLIP_DEFAULTS = {
     "timm_model_name": (None, "a tower of timm"),
 }
 
-# Published sizes: width, layers, inner width to heads. No two published towers differ in the heads alone.
+# Published (width, layers, inner width) to heads. No two published towers differ in the heads alone.
 HEADS = {
     (384, 12, 1536): 6,  # S
     (512, 12, 2048): 8,  # M
@@ -196,10 +197,10 @@ class Release:
     """A release of MetaCLIP weights in open_clip.
 
     Attributes:
-        tag: by which open_clip loads it.
-        sizes: width and patch side of each tower in it, by the tower's name.
+        tag: the name that open_clip loads it by.
+        sizes: tower name to width and patch side.
         image_size: in pixels.
-        activation: that the weights were trained with, by transformers' name.
+        activation: activation that the weights were trained with, by transformers' name.
         resize_mode: how open_clip resizes its pictures.
     """
 
@@ -210,7 +211,7 @@ class Release:
     resize_mode: str = "shortest"
 
 
-# Width, layers and patch side of the towers by name.
+# Tower name to width, layers and patch side.
 TOWERS = {
     "ViT-B-32": (768, 12, 32),
     "ViT-B-16": (768, 12, 16),
@@ -230,7 +231,7 @@ RELEASES = [
 
 
 def describe_releases() -> str:
-    """Say which release was trained with which activation, for messages."""
+    """Each release with its activation, for messages."""
     lines = [
         f"{release.tag} ({', '.join(release.sizes)} at {release.image_size} pixels): {release.activation}"
         for release in RELEASES

@@ -1,4 +1,4 @@
-"""What open_clip says of a tower beside its tensors: open_clip_config.json, and the releases that it lists."""
+"""What open_clip states about a tower besides its tensors: open_clip_config.json and its list of releases."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,14 +13,14 @@ _TANH = {"approximate": "tanh"}
 
 
 def read_sizes(model: Any, where: Path) -> dict[str, Any]:
-    """Read the sizes that an open_clip configuration states, and refuse towers that ours cannot express.
+    """Read the sizes in an open_clip configuration and refuse towers that ours cannot express.
 
     Args:
         model: `model_cfg` of open_clip_config.json.
-        where: that file.
+        where: path of that file.
 
     Returns:
-        fields of `LlamoeVisionConfig`; what is not said has open_clip's default.
+        fields of `LlamoeVisionConfig`; missing fields have open_clip's defaults.
 
     Raises:
         CheckpointError: it cannot be read, or describes a part that ours does not have.
@@ -58,7 +58,7 @@ def read_sizes(model: Any, where: Path) -> dict[str, Any]:
 
 
 def read_norm_eps(model: Mapping[str, Any], where: Path) -> float:
-    """Read what the norms add to the variance; torch's default if nothing is said."""
+    """The epsilon that the norms add to the variance; torch's default if none is given."""
     arguments = model["vision_cfg"].get("norm_kwargs") or {}
     eps = arguments.get("eps", 1e-5) if isinstance(arguments, dict) else None
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
@@ -67,7 +67,7 @@ def read_norm_eps(model: Mapping[str, Any], where: Path) -> float:
 
 
 def read_activation(model: Mapping[str, Any], where: Path) -> str:
-    """Read the activation, by transformers' name; open_clip's default is GELU."""
+    """The activation, by transformers' name; open_clip's default is GELU."""
     quick = model.get("quick_gelu", False)
     if not isinstance(quick, bool):
         raise CheckpointError(f"{where}: quick_gelu is {quick!r}; true or false was expected.")
@@ -78,10 +78,10 @@ def read_activation(model: Mapping[str, Any], where: Path) -> str:
 
 
 def write_model_cfg(config: LlamoeVisionConfig) -> dict[str, Any]:
-    """Describe a tower as open_clip does, without a text tower.
+    """The open_clip description of a tower, without a text tower.
 
     Raises:
-        ValueError: an activation that open_clip does not have.
+        ValueError: open_clip does not have the activation.
     """
     if config.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh"):
         raise ValueError(
@@ -94,7 +94,7 @@ def write_model_cfg(config: LlamoeVisionConfig) -> dict[str, Any]:
         "layers": config.num_hidden_layers,
         "width": width,
         "head_width": config.head_dim,
-        # open_clip takes the integer below; a rounded ratio may miss it.
+        # open_clip rounds width * ratio down; a rounded ratio may give the integer below.
         "mlp_ratio": next(ratio for ratio in ratios if int(width * ratio) == inner),
         "patch_size": config.patch_size,
     }
@@ -112,17 +112,17 @@ def write_model_cfg(config: LlamoeVisionConfig) -> dict[str, Any]:
 def find_heads(
     model: Mapping[str, Any], config_file: Path, sizes: Mapping[str, Any], heads: int | None, file: Path
 ) -> int:
-    """Find the number of attention heads, which no tensor shows.
+    """The number of attention heads, which no tensor shows.
 
     Args:
-        model: of open_clip_config.json, or empty.
-        config_file: its path.
-        sizes: fields of the configuration that the tensors show.
-        heads: what the caller says, or None.
-        file: of the weights.
+        model: `model_cfg` of open_clip_config.json, or empty.
+        config_file: path of that file.
+        sizes: configuration fields read off the tensors.
+        heads: the caller's number, or None.
+        file: the weight file.
 
     Raises:
-        ValueError: nothing says it, or two things say different numbers.
+        ValueError: no source states it, or two sources disagree.
     """
     width = sizes["hidden_size"]
     shape = (width, sizes["num_hidden_layers"], sizes["intermediate_size"])
@@ -151,11 +151,11 @@ def find_heads(
 
 
 def agree(what: str, stated: Mapping[str, Any]) -> Any:
-    """Give the one value that all state.
+    """The one value that all sources state.
 
     Args:
-        what: is stated.
-        stated: who says it, and what; not empty.
+        what: name of the value, for the message.
+        stated: source to value; not empty.
 
     Raises:
         ValueError: the values differ.
@@ -170,15 +170,15 @@ def agree(what: str, stated: Mapping[str, Any]) -> Any:
 
 
 def find_release(tag: str, sizes: Mapping[str, Any], image_size: int) -> Release:
-    """Find the release that a tag and a tower's sizes belong to.
+    """The release that a tag and a tower's sizes belong to.
 
     Args:
-        tag: as open_clip lists it.
-        sizes: fields of the configuration that the tensors show.
-        image_size: in pixels; it decides where a release has the same tower with either activation.
+        tag: open_clip's name for the release.
+        sizes: configuration fields read off the tensors.
+        image_size: in pixels; it decides where a release has the same tower with both activations.
 
     Raises:
-        ValueError: no such tag, no tower of these sizes in it, or the activation stays open.
+        ValueError: an unknown tag, no tower of these sizes in the release, or an undecided activation.
     """
     named = [release for release in RELEASES if release.tag == str(tag).lower().replace("-", "_")]
     if not named:

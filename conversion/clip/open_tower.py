@@ -1,9 +1,9 @@
 """Opens vision towers: open_clip's MetaCLIP, transformers' CLIP and MetaCLIP 2, Llama 4's and ours.
 
-The activation belongs to the weights and cannot be read off them: most MetaCLIP releases were trained with QuickGELU,
-some with GELU, and open_clip lists the same weights under architectures with either. It is taken from what describes
-the weights (open_clip_config.json, config.json, the release's tag, the caller) and never from a file's name. Without
-any description, or with two that disagree, nothing is opened.
+The weights do not show their activation: most MetaCLIP releases were trained with QuickGELU, some with GELU, and
+open_clip lists the same weights under architectures with either. It is taken from a description of the weights
+(open_clip_config.json, config.json, the release's tag, the caller) and never from a file's name. A tower without a
+description, or with two that disagree, is refused.
 """
 
 import copy
@@ -65,14 +65,16 @@ _BARE_ARCHITECTURES = ("CLIPVisionModel", "MetaClip2VisionModel")
 
 @dataclass(frozen=True)
 class _Format:
-    """Where a format's tensors show its sizes."""
+    """Where the tensors of a format show the tower's sizes."""
 
     table: Table
     class_token: str
     positions: str
     patches: str
-    inner: str  # of the first layer
-    layer: str  # pattern with the number as its group
+    # The first layer's.
+    inner: str
+    # Pattern of a layer's keys; its group is the number.
+    layer: str
     projection: str
     projection_axis: int
 
@@ -100,13 +102,13 @@ _CLIP = _Format(
 
 
 def tower_kind(path: str | Path) -> str | None:
-    """Say which kind of vision tower is at a place.
+    """The kind of vision tower at a path.
 
     Args:
-        path: a folder, or a file of weights.
+        path: a folder, or a weight file.
 
     Returns:
-        "open_clip", "clip" (transformers' CLIP or MetaCLIP 2), "hf" (ours or Llama 4's, by itself or in a multimodal
+        "open_clip", "clip" (transformers' CLIP or MetaCLIP 2), "hf" (ours or Llama 4's, alone or in a multimodal
         model), or None.
     """
     path = Path(path)
@@ -130,22 +132,22 @@ def open_tower(
 ) -> Checkpoint:
     """Open a vision tower: open_clip's, transformers' CLIP or MetaCLIP 2, Llama 4's or ours.
 
-    All sizes are read off the tensors and compared with what comes with them.
+    All sizes are read off the tensors and compared with the configuration.
 
     Args:
         path: an open_clip file (.safetensors, .pt, .bin) or folder, or a folder of transformers.
         activation: "quick_gelu" or "gelu", for an open_clip file without open_clip_config.json.
-        tag: the release's tag in open_clip ("metaclip_400m", "metaclip_fullcc", …), which says the same.
+        tag: the release's tag in open_clip ("metaclip_400m", "metaclip_fullcc", …), which implies the activation.
         heads: number of attention heads, for an open_clip file of an unpublished size without open_clip_config.json.
 
     Returns:
-        the tower with the keys that `LlamoeVisionModel` saves; its companions hold preprocessor_config.json, where the
-        source says how its pictures are prepared or is of open_clip, which has defaults for it.
+        the tower under the keys of `LlamoeVisionModel`. Its companions hold preprocessor_config.json where the source
+        states how pictures are prepared, or is of open_clip, which has defaults for it.
 
     Raises:
         CheckpointError: a file is missing or damaged, a tensor is missing, unknown or of another shape, or the
             tower has parts that ours cannot express.
-        ValueError: activation or heads cannot be told, or what was given disagrees with what comes with the weights.
+        ValueError: activation or heads are unknown, or an argument contradicts the configuration.
     """
     path = Path(path)
     if not path.exists():
@@ -222,7 +224,7 @@ def _open_open_clip(path: Path, activation: str | None, tag: str | None, heads: 
             f"{file}: {_OPEN_CLIP.projection} is missing, which every tower of open_clip has."
         )
     sizes, grid = _sizes(_OPEN_CLIP, tensors, file)
-    # The configuration belongs to the file only under the names that open_clip itself gives the two.
+    # The configuration belongs to the file only where both have the names that open_clip gives them.
     config_file = file.with_name(OPEN_CLIP_CONFIG)
     settings: dict[str, Any] = {}
     model: dict[str, Any] = {}
@@ -279,7 +281,7 @@ def _open_clip(path: Path) -> Checkpoint:
     for file in files:
         for name, tensor in open_weights(file).items():
             held[name] = file
-            # transformers leaves the prefix out in towers that it saves by themselves.
+            # transformers leaves the prefix out in towers that are saved alone.
             key = f"vision_model.{name}" if name.startswith(_WITHOUT_PREFIX) else name
             if key in renamed:
                 raise CheckpointError(
@@ -290,7 +292,8 @@ def _open_clip(path: Path) -> Checkpoint:
     sizes, grid = _sizes(_CLIP, renamed, path)
     try:
         stock = _CLIP_CONFIGS[content["model_type"]].from_dict(content)
-    except Exception as error:  # its classes check in ways of their own
+    # transformers' classes raise various errors.
+    except Exception as error:
         raise CheckpointError(
             f"{config_file}: cannot be read as {content['model_type']} ({error})."
         ) from error
@@ -327,7 +330,7 @@ def _open_clip(path: Path) -> Checkpoint:
 
 
 def _open_ours(path: Path) -> Checkpoint:
-    """A tower's folder, or the tower of a multimodal model."""
+    """Open a tower's folder, or the tower of a multimodal model."""
     whole = open_hf(path)
     processor = _read_processor(path)
     companions = _licences(path) | ({} if processor is None else {PROCESSOR: to_json(processor)})
@@ -347,7 +350,7 @@ def _open_ours(path: Path) -> Checkpoint:
 
 
 def _read_processor(folder: Path) -> dict[str, Any] | None:
-    """Settings of the image processor in a folder, by itself or as a part of the model's processor."""
+    """Settings of a folder's image processor, from its own file or from the model's processor."""
     if (folder / PROCESSOR).is_file():
         return read_json(folder / PROCESSOR)
     whole = folder / "processor_config.json"
@@ -361,7 +364,7 @@ def _licences(folder: Path) -> dict[str, bytes]:
 
 
 def _sizes(form: _Format, tensors: Mapping[str, LazyTensor], where: Path) -> tuple[dict[str, Any], int]:
-    """Fields of the configuration that the shapes show, and the patches along a side."""
+    """Configuration fields that the shapes show, and the number of patches a side."""
     for name, axes in ((form.class_token, 1), (form.positions, 2), (form.patches, 4), (form.inner, 2)):
         if name not in tensors:
             raise CheckpointError(
@@ -424,7 +427,8 @@ def _checkpoint(
 ) -> Checkpoint:
     try:
         shapes = expected_shapes(config)
-    except ValueError as error:  # an activation that nobody knows
+    # An unknown activation.
+    except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     expected = {name: from_tensor(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
     _check_tensors(write_through(form.table, expected, 1, config)[0], tensors, path)
@@ -437,7 +441,7 @@ def _checkpoint(
 def _check_tensors(
     expected: Mapping[str, LazyTensor], tensors: Mapping[str, LazyTensor], where: Path
 ) -> None:
-    """Compare names, shapes and dtypes with those of a tower of the sizes that were found."""
+    """Compare keys, shapes and dtypes with those of a tower of the sizes that were found."""
     missing = [name for name in expected if name not in tensors]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
@@ -456,7 +460,7 @@ def _check_tensors(
 
 
 def _without_prefix(tensors: Mapping[str, LazyTensor], file: Path) -> dict[str, LazyTensor]:
-    """Take off what distributed training put in front of each name."""
+    """The tensors without the prefix that distributed training adds to each name."""
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         key = name.removeprefix("module.")
@@ -478,7 +482,7 @@ def _check_stated(stated: Mapping[str, Any], sizes: Mapping[str, Any], where: Pa
 
 
 def _image_size(stated: Any, grid: int, patch: int, where: Path) -> int:
-    """Side of the picture, which the position grid must fit."""
+    """Side of the picture in pixels; the position grid must fit it."""
     sides = (
         list(stated) if isinstance(stated, (list, tuple)) else [grid * patch if stated is None else stated]
     )

@@ -1,7 +1,7 @@
-"""A tower for other pictures: its position grid resized, its pixel normalization folded into the patch weights.
+"""A tower for other pictures: the position grid resized, or the pixel normalization folded into the patch weights.
 
-Both work on a tower's tensors under stock keys: positions row by row with the class token last, patch weights as a
-linear layer over channels, rows and columns of a patch.
+Both work on a tower's tensors under stock keys: position rows with the class token last, patch weights as a linear
+layer over channels, rows and columns of a patch. Shapes and suffixes: G patches a side, D width, C channels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,15 +18,16 @@ POSITIONS = "positional_embedding_vlm"
 def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
     """Resize a learned position grid as open_clip does when it loads a tower for another picture size.
 
-    That is bicubic with antialiasing, corners not aligned (`open_clip.model.resize_pos_embed`); the class token's row
-    stays. transformers' `interpolate_pos_encoding` has no antialiasing and gives other values, even when it enlarges.
+    The resize is bicubic with antialiasing, corners not aligned (`open_clip.model.resize_pos_embed`). The class token's
+    row is unchanged. transformers' `interpolate_pos_encoding` has no antialiasing and gives other values, even when it
+    enlarges.
 
     Args:
         positions: `[G * G + 1, D]`, class token last.
-        grid: patches along a side of the new picture.
+        grid: patches a side of the new picture.
 
     Returns:
-        `[grid * grid + 1, D]` of the same dtype; computed in float32, in float64 where that is the dtype.
+        `[grid * grid + 1, D]` of the same dtype; computed in float32, or in float64 for float64.
     """
     rows, width = positions.shape
     side = isqrt(rows - 1)
@@ -36,7 +37,7 @@ def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
 
     def resize(table: torch.Tensor) -> torch.Tensor:
         exact = table.to(torch.promote_types(table.dtype, torch.float32))
-        # Permuted, not copied: the kernel for this memory layout is the one that open_clip runs.
+        # Permuted without a copy: with this memory layout torch runs the same kernel as for open_clip.
         patches = exact[:-1].reshape(1, side, side, width).permute(0, 3, 1, 2)
         resized = torch.nn.functional.interpolate(
             patches, size=(grid, grid), mode="bicubic", antialias=True, align_corners=False
@@ -54,18 +55,18 @@ def fold_normalization(
     to_mean: Sequence[float],
     to_std: Sequence[float],
 ) -> dict[str, LazyTensor]:
-    """Change how pixels must be normalized without changing what the tower computes.
+    """Change the normalization that a tower expects of its pixels, and keep its features.
 
-    With x = (raw - mean) / std and y = (raw - to_mean) / to_std, x = y * to_std / std + (to_mean - mean) / std: the
-    factor goes into the patch weights of its channel, and what the constant adds to every patch goes into the position
-    of every patch. The class token sees no pixels, so its row stays.
+    With x = (raw - mean) / std and y = (raw - to_mean) / to_std, x = y * to_std / std + (to_mean - mean) / std. The
+    factor goes into the patch weights of its channel. What the constant adds to every patch goes into every patch's
+    position. The class token sees no pixels, so its row stays.
 
     Args:
-        tensors: of a tower.
-        mean: that the weights were trained with, a number for each channel; likewise `std`.
-        std: see `mean`.
-        to_mean: that the new weights want; likewise `to_std`.
-        to_std: see `to_mean`.
+        tensors: a tower's tensors.
+        mean: mean that the weights were trained with, a number for each channel.
+        std: standard deviation that the weights were trained with, likewise.
+        to_mean: mean that the new weights expect.
+        to_std: standard deviation that the new weights expect.
 
     Returns:
         all tensors, two of them new, in their dtypes; computed in float64 and rounded once.

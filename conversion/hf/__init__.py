@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's format.
+"""Checkpoint folders in Hugging Face's format.
 
 Reading order: expert_layout (experts stacked or one by one), folder.
 """

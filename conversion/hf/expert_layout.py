@@ -1,8 +1,8 @@
-"""Experts stacked as stock keeps them, and as one linear layer an expert, which quantizers and other tools want.
+"""Experts stacked, as stock keeps them, or one linear layer for each, as quantizers and other tools want them.
 
-Stacked: `experts.gate_up_proj [E, H, 2I]` (gate first) and `experts.down_proj [E, I, H]`, input before output. One by
-one: `experts.0.gate_proj.weight [I, H]`, `up_proj [I, H]`, `down_proj [H, I]` and so on, as linear layers are;
-`modeling.split_experts` says in which spellings they are read.
+Shapes: E experts, H hidden size, I inner size of an expert. Stacked: `experts.gate_up_proj [E, H, 2I]` (gate first) and
+`experts.down_proj [E, I, H]`, input before output. Split: `experts.0.gate_proj.weight [I, H]`, `up_proj [I, H]`,
+`down_proj [H, I]` and so on, output before input. `modeling.split_experts` lists the spellings that are read.
 """
 
 import re
@@ -16,10 +16,10 @@ _EXPERTS = re.compile(r"(.*feed_forward\.experts)\.(gate_up_proj|down_proj)")
 
 
 def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Stack experts that are one linear layer each; other tensors pass.
+    """Stack experts that are stored as linear layers; other tensors are unchanged.
 
     Raises:
-        CheckpointError: the experts of a layer are not numbered from 0, differ in shape or dtype, or are there twice.
+        CheckpointError: a layer's experts are not numbered from 0, differ in shape or dtype, or are stored twice.
     """
     found: dict[str, dict[str, dict[int, LazyTensor]]] = {}
     result: dict[str, LazyTensor] = {}
@@ -66,7 +66,7 @@ def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def split_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Undo `fuse_experts`: one linear layer `[out, in]` an expert for gate, up and down."""
+    """Undo `fuse_experts`: for each expert the linear layers gate, up and down, `[out, in]`."""
     slot = Slot()
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():

@@ -50,7 +50,7 @@ from ..io import (
 from ..tokenizers import check_companions, processor_of_layout
 from . import fuse_experts, split_experts
 
-# Files beside config.json and the weights that belong to a checkpoint.
+# Files besides config.json and the weights that belong to a checkpoint.
 _COMPANIONS = re.compile(
     r"tokenizer\.(json|model)|(tokenizer|generation|processor|preprocessor|video_preprocessor)_config\.json"
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
@@ -70,11 +70,11 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
 
     Args:
         folder: it holds config.json and the weights.
-        companions: whether the tokenizer and what belongs to it will be used, and so are checked.
+        companions: whether to read and check the tokenizer and related files.
 
     Raises:
         CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized, tensors are
-            missing, unknown, or of other shapes than config.json says, or the tokenizer is another model's.
+            missing, unknown, or contradict config.json's shapes, or the tokenizer is another model's.
     """
     folder = Path(folder)
     config = _read_config(folder)
@@ -94,7 +94,8 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     dropped |= {
         name: reason for name in tensors for pattern, reason in _DROPPED if re.fullmatch(pattern, name)
     }
-    if getattr(config.get_text_config(), "tie_word_embeddings", False):  # a tower has no such field
+    # A tower has no such field.
+    if getattr(config.get_text_config(), "tie_word_embeddings", False):
         dropped |= tie_heads(tensors)
     kept = fuse_experts({name: tensor for name, tensor in tensors.items() if name not in dropped})
     kept = check_model(config, kept, str(folder))
@@ -104,10 +105,10 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
 
 
 def weight_files(folder: Path) -> WeightFiles:
-    """Find the weight files of a Hugging Face folder, in the order of their names.
+    """The weight files of a Hugging Face folder, sorted by name.
 
     Raises:
-        CheckpointError: there are none, one that the index names is missing or outside, or there are two sets of them.
+        CheckpointError: there are none, two sets, or one that the index names is missing or outside the folder.
     """
     for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         note(folder / name)
@@ -124,14 +125,14 @@ def weight_files(folder: Path) -> WeightFiles:
 
 
 def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
-    """Read the small files of a Hugging Face folder that belong to the model: tokenizer, templates, processor.
+    """The small files of a Hugging Face folder that belong to the model: tokenizer, templates, processor.
 
     Args:
         folder: it holds config.json.
-        check: whether to look into the files.
+        check: whether to check their content.
 
     Raises:
-        CheckpointError: one is called .json and is none.
+        CheckpointError: a .json file is not JSON.
     """
     found = {
         path.name: read_bytes(path)
@@ -168,14 +169,14 @@ def save_hf(
         checkpoint: what to write.
         target: a folder that does not exist or is empty.
         layout: "stock" writes the config.json of transformers' own model type, which llamoe, transformers, vLLM and
-            others read; "llamoe" writes ours, with llamoe_hub.py; None takes the first that can express the model.
-        experts: "fused" stacks the experts as stock does; "split" writes one linear layer an expert.
-        dtype: of all floating tensors; None keeps each one's.
+            others read; "llamoe" writes ours, with llamoe_hub.py; None takes stock where it can express the model.
+        experts: "fused" stacks the experts as stock does; "split" writes a linear layer for each expert.
+        dtype: dtype of all floating tensors; None keeps the dtype of each.
         shard_size: bytes that a file should not exceed, as a number or a text such as "5GB".
-        resume: go on with a folder that an earlier run left unfinished.
+        resume: continue a folder that an earlier run left unfinished.
         dry_run: check and plan everything, write nothing.
-        progress: is told of every block.
-        options: what else shaped the checkpoint, which a resumed run must share.
+        progress: called for every block.
+        options: further options that shaped the checkpoint; a resumed run must have the same.
 
     Raises:
         ValueError: an option is unknown, the target is in use, stock cannot express the model, or a tensor is missing,
@@ -237,7 +238,7 @@ def _read_config(folder: Path) -> LlamoeBaseConfig:
 
 
 def _main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
-    """The dtype of most numbers."""
+    """The dtype that most elements have."""
     counts: dict[torch.dtype, int] = {}
     for tensor in tensors.values():
         counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
@@ -247,7 +248,7 @@ def _main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
 def _config_files(
     config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], layout: str | None
 ) -> tuple[dict[str, bytes], str]:
-    """config.json and what belongs to it, and the layout that was taken."""
+    """config.json with the files that belong to it, and the layout that was chosen."""
     if layout not in ("stock", "llamoe", None):
         raise ValueError(
             f"layout = {layout!r}: valid are 'stock' and 'llamoe', or none for the first that fits."

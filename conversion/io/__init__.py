@@ -1,4 +1,4 @@
-"""Files of any checkpoint: tensors that are read when asked for, and folders that are written block by block.
+"""Checkpoint files: tensors that are read when needed, and folders that are written block by block.
 
 Reading order: lazy_tensor, run_lock, source_changes, name_table, read_files, target_folder, preallocated_files,
 write_checkpoint.

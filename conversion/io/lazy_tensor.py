@@ -1,9 +1,9 @@
-"""Tensors that are not there yet: where their numbers come from, read block by block when they are written.
+"""Lazy tensors: shape and dtype are known at once, elements are read block by block when they are written.
 
-A converted checkpoint is a set of views of the source's tensors: joined, cut, turned, permuted. A view knows its shape
-and dtype at once and reads nothing until a block of it is asked for, so that a checkpoint of any size passes through a
-few blocks of memory. A block is what can be read and written at a time: one row of the first axis of a stacked tensor
-(one expert), a whole matrix otherwise.
+A converted checkpoint is a set of views of the source's tensors: joined, sliced, transposed, permuted. A view reads
+nothing until one of its blocks is asked for, so that a checkpoint of any size is converted within a few blocks of
+memory. A block is the unit of reading and writing: one row of the first axis of a stacked tensor (one expert), else a
+whole matrix.
 """
 
 from abc import ABC, abstractmethod
@@ -14,11 +14,11 @@ import torch
 
 
 class LazyTensor(ABC):
-    """A tensor that can be read in rows of its first axis.
+    """A tensor that can be read by rows of its first axis.
 
     Attributes:
-        shape: as a tuple.
-        dtype: of what `read` returns.
+        shape: a tuple.
+        dtype: dtype that `read` returns.
         origin: file and tensor that it comes from, for messages.
     """
 
@@ -47,7 +47,7 @@ class LazyTensor(ABC):
 
     @property
     def block_rows(self) -> int:
-        """Rows of the first axis that one block holds."""
+        """Number of rows of the first axis in a block."""
         return 1 if self.ndim > 2 else self._rows()
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -55,14 +55,13 @@ class LazyTensor(ABC):
 
         Args:
             start: first row.
-            stop: the row after the last; None for all that follow. A tensor without axes is read whole.
+            stop: the row after the last; None for all remaining rows. A tensor without axes is read whole.
 
         Returns:
-            contiguous, on the CPU, of shape `[stop - start, ...]`. It may be shared with other reads: do not write to
-            it.
+            contiguous, on the CPU, of shape `[stop - start, ...]`. Do not write to it: other reads may share it.
 
         Raises:
-            CheckpointError: the file does not give what its header promised.
+            CheckpointError: the file holds less than its header states.
         """
         stop = self._rows() if stop is None else stop
         assert 0 <= start <= stop <= self._rows(), (self, start, stop)
@@ -73,11 +72,11 @@ class LazyTensor(ABC):
         return rows
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """Read the same elements as `read`, in order, as flat pieces: small ones where that costs nothing."""
+        """Read the same elements as `read`, in order, as flat pieces, which are small where that costs nothing."""
         yield self.read(start, stop).reshape(-1)
 
     def leaves(self) -> Iterator["LazyTensor"]:
-        """Give the tensors that this one is made of, down to those that are read from files."""
+        """The tensors that this one is made from, down to those that are read from files."""
         inputs = self._inputs()
         if not inputs:
             yield self
@@ -85,28 +84,27 @@ class LazyTensor(ABC):
             yield from tensor.leaves()
 
     def cast(self, dtype: torch.dtype) -> "LazyTensor":
-        """View as another dtype; floating tensors only, others stay as they are."""
+        """View as another dtype; tensors that are not floating are unchanged."""
         if dtype == self.dtype or not self.dtype.is_floating_point:
             return self
         return _Cast(self, dtype)
 
     def cut(self, dim: int, start: int, stop: int) -> "LazyTensor":
-        """View indices `start` to `stop` along an axis."""
+        """View indices `start` to `stop` of an axis."""
         dim %= self.ndim
         if (start, stop) == (0, self.shape[dim]):
             return self
-        if (
-            isinstance(self, _Cut) and self.dim == dim
-        ):  # one copy of what is wanted, none of what lies between
+        # Merged with an earlier cut, so that only the wanted elements are copied.
+        if isinstance(self, _Cut) and self.dim == dim:
             return _Cut(self.tensor, dim, self.start + start, self.start + stop)
         return _Cut(self, dim, start, stop)
 
     def view(self, *shape: int) -> "LazyTensor":
-        """View under another shape of as many elements, row-major."""
+        """View under another shape with as many elements, row-major."""
         return self if shape == self.shape else _View(self, shape)
 
     def transpose(self) -> "LazyTensor":
-        """View with the last two axes exchanged."""
+        """View with the last two axes swapped."""
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return self.map(lambda tensor: tensor.transpose(-1, -2), shape)
 
@@ -116,13 +114,13 @@ class LazyTensor(ABC):
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> "LazyTensor":
-        """View through a function.
+        """View the result of a function.
 
         Args:
-            function: gets one row `[1, ...]` at a time where this tensor has three axes or more, otherwise the whole
-                tensor; must not change it.
-            shape: of the whole result; None for the same.
-            dtype: of the result; None for the same.
+            function: gets one row `[1, ...]` at a time of a tensor of three or more axes, else the whole tensor; must
+                not change it.
+            shape: shape of the whole result; None for the same.
+            dtype: dtype of the result; None for the same.
         """
         return _Map(self, function, self.shape if shape is None else shape, dtype or self.dtype)
 
@@ -131,7 +129,7 @@ class LazyTensor(ABC):
         return self.cut(0, index, index + 1).view(*self.shape[1:])
 
     def remember(self, slot: "Slot") -> "LazyTensor":
-        """View that keeps the latest block in `slot`, for parts of it that are read one after the other."""
+        """View that keeps its latest block in `slot`, for parts of it that are read one after the other."""
         return _Remembered(self, slot)
 
     def _rows(self) -> int:
@@ -145,24 +143,24 @@ class LazyTensor(ABC):
 
 
 def blocks(tensor: LazyTensor) -> list[tuple[int, int]]:
-    """Cut a tensor into the ranges of rows that it is read and written in."""
+    """The ranges of rows in which a tensor is read and written."""
     rows, step = tensor._rows(), max(tensor.block_rows, 1)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def from_tensor(tensor: torch.Tensor, origin: str = "") -> LazyTensor:
-    """View a tensor that is in memory already."""
+    """View a tensor that is in memory."""
     return _Memory(tensor.detach(), origin)
 
 
 def join(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
-    """View tensors one behind the other along an axis, as `torch.cat` does."""
+    """View tensors joined along an axis, as by `torch.cat`."""
     dim %= parts[0].ndim
     return parts[0] if len(parts) == 1 else _Join(parts, dim)
 
 
 def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """View tensors of one shape as rows of a new first axis, as `torch.stack` does."""
+    """View tensors of one shape as rows of a new first axis, as by `torch.stack`."""
     return _Join([part.view(1, *part.shape) for part in parts], 0)
 
 
@@ -173,20 +171,20 @@ def compute(
     dtype: torch.dtype,
     origin: str,
 ) -> LazyTensor:
-    """View the result of a function of whole tensors, for matrices and what is smaller.
+    """View the result of a function of whole tensors; meant for matrices and smaller tensors.
 
     Args:
         function: gets the tensors in order; must not change them.
-        inputs: what it is given.
-        shape: of the result.
-        dtype: of the result.
-        origin: for messages.
+        inputs: the tensors.
+        shape: shape of the result.
+        dtype: dtype of the result.
+        origin: name for messages.
     """
     return _Computed(function, inputs, shape, dtype, origin)
 
 
 class Slot:
-    """Room for one block, shared by all tensors that remember their latest one here."""
+    """Memory for one block, shared by all tensors that remember their latest block here."""
 
     def __init__(self):
         self.key: tuple[int, int, int] | None = None
@@ -221,7 +219,7 @@ class _Join(LazyTensor):
         return self.parts[0].block_rows if self.dim else super().block_rows
 
     def _wanted(self, start, stop) -> list[tuple[LazyTensor, int, int]]:
-        """The parts that hold these rows, and which rows of theirs."""
+        """The parts that hold these rows, with the range of rows in each."""
         if self.dim:
             return [(part, start, stop) for part in self.parts]
         spans, begin = [], 0
@@ -281,7 +279,7 @@ class _Cut(LazyTensor):
 
 
 class _View(LazyTensor):
-    """Any reshape: rows of the result are a run of the elements, of which the covering rows are read."""
+    """Any reshape: rows of the result are a run of elements, and the rows that cover the run are read."""
 
     def __init__(self, tensor: LazyTensor, shape: Sequence[int]):
         assert prod(shape) == tensor.numel, (tensor, shape)
@@ -384,7 +382,7 @@ class _Remembered(LazyTensor):
         return self.tensor.block_rows
 
     def _read(self, start, stop):
-        """Give rows of the block that was read last, which is widened to whole blocks of the tensor."""
+        """Rows from the remembered block, which spans whole blocks of the tensor."""
         step = max(self.tensor.block_rows, 1)
         begin, end = start // step * step, min(-(-stop // step) * step, self._rows())
         key = (id(self), begin, end)

@@ -1,8 +1,8 @@
-"""Name tables: how the tensors of one format are those of another, as data that is read in both directions.
+"""Name tables: how the tensors of one format map to those of another, as data that works in both directions.
 
-A row says: the tensors of these names, split over files along this axis, are those tensors, by this operation. What a
-table does not name is an error, and so is what it names and is not there; what vanishes on purpose has a row of its own
-with the reason.
+A row states: the tensors of these names, split over files along this axis, become those tensors by this operation. A
+name that no row has is an error, and so is a row whose tensors are missing. A tensor that is dropped on purpose has a
+row of its own with the reason.
 """
 
 import re
@@ -15,13 +15,14 @@ import torch
 from ...configuration.errors import CheckpointError
 from .lazy_tensor import LazyTensor, compute, join
 
-_SHOWN = 5  # names in a message
+# Number of names listed in a message.
+_SHOWN = 5
 
 
 class Operation:
-    """What happens to the tensors of a row; the plain one renames them.
+    """What a row does to its tensors; this class only renames them.
 
-    A subclass overrides `convert` and `revert`, which see whole tensors, or, where every file holds pieces of several
+    A subclass overrides `convert` and `revert`, which get whole tensors, or, where every file holds pieces of several
     tensors, `forward` and `inverse`.
     """
 
@@ -30,7 +31,7 @@ class Operation:
 
         Args:
             parts: for each source name, the tensors of all files.
-            axis: along which files hold parts; None where each has a copy.
+            axis: axis along which files hold parts; None where each file has a copy.
             sizes: the model's configuration.
         """
         return self.convert([_agree(files) if axis is None else join(files, axis) for files in parts], sizes)
@@ -38,7 +39,7 @@ class Operation:
     def inverse(
         self, targets: list[LazyTensor], axis: int | None, files: int, sizes: Any
     ) -> list[list[LazyTensor]]:
-        """Undo `forward` for a number of files."""
+        """Undo `forward`, for this number of files."""
         return [
             [tensor] * files if axis is None else split(tensor, axis, files)
             for tensor in self.revert(targets, sizes)
@@ -58,14 +59,14 @@ KEEP = Operation()
 
 @dataclass(frozen=True)
 class Row:
-    """Some tensors of one format that are some tensors of the other.
+    """Tensors of one format and the tensors of the other that they become.
 
     Attributes:
         source: names with `{i}` (or any other letter) for numbers.
         target: names in the other format, with the same letters.
-        operation: how one becomes the other.
-        axis: of the source tensors, along which several files hold parts; None where each file has a copy.
-        when: whether the row holds for these numbers in this model; None for always.
+        operation: how the source becomes the target.
+        axis: axis of the source tensors along which files hold parts; None where each file has a copy.
+        when: whether the row applies for these numbers in this model; None for always.
     """
 
     source: str | tuple[str, ...]
@@ -76,21 +77,21 @@ class Row:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names on the source's side."""
+        """Names on the source side."""
         return (self.source,) if isinstance(self.source, str) else self.source
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names on the target's side."""
+        """Names on the target side."""
         return (self.target,) if isinstance(self.target, str) else self.target
 
 
 @dataclass(frozen=True)
 class Drop:
-    """A tensor of the source that has no place in the target.
+    """A tensor of the source that the target leaves out.
 
     Attributes:
-        pattern: its name; `{i}` stands for a number, `*` for anything.
+        pattern: name; `{i}` stands for a number, `*` for anything.
         reason: why nothing is lost.
     """
 
@@ -104,19 +105,19 @@ Table = Sequence[Row | Drop]
 def read_through(
     table: Table, files: Sequence[Mapping[str, LazyTensor]], sizes: Any
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Translate the tensors of a source.
+    """Translate a source's tensors.
 
     Args:
-        table: what belongs together.
+        table: the rows.
         files: name to tensor, for each file of the source.
         sizes: the model's configuration.
 
     Returns:
-        the target's name to tensor, and the source's name to reason for what was dropped.
+        target name to tensor, and source name to the reason why it was dropped.
 
     Raises:
-        CheckpointError: files hold different names, or a name is unknown, missing or gives a tensor that another one
-            gives already.
+        CheckpointError: files hold different names; or a name is unknown, missing, or yields a tensor that another name
+            yields already.
     """
     names = list(dict.fromkeys(name for file in files for name in file))
     rows = [row for row in table if isinstance(row, Row)]
@@ -156,15 +157,15 @@ def write_through(
 
     Args:
         table: as for `read_through`.
-        tensors: the target's name to tensor.
-        files: how many files hold the result.
+        tensors: target name to tensor.
+        files: number of files of the result.
         sizes: the model's configuration.
 
     Returns:
-        the source's name to tensor, for each file.
+        source name to tensor, for each file.
 
     Raises:
-        CheckpointError: a name is unknown, missing or ambiguous, or a size cannot be divided by the files.
+        CheckpointError: a name is unknown, missing or ambiguous, or a size is not divisible by the number of files.
     """
     rows = [row for row in table if isinstance(row, Row)]
     found, unknown = _sort_names(list(tensors), [row.targets for row in rows], rows, sizes)
@@ -185,10 +186,10 @@ def write_through(
 
 
 def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
-    """Cut a tensor into as many equal parts along an axis as there are files.
+    """Equal slices of a tensor along an axis, one for each file.
 
     Raises:
-        CheckpointError: the axis cannot be divided.
+        CheckpointError: the axis is not divisible by the number of files.
     """
     size = tensor.shape[axis]
     if size % files:
@@ -201,7 +202,7 @@ def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
 
 
 def _agree(copies: list[LazyTensor]) -> LazyTensor:
-    """The first of several copies; they are compared when it is read."""
+    """The first of several copies; reading it compares them."""
     first = copies[0]
     if len(copies) == 1:
         return first
@@ -250,7 +251,7 @@ def _check_common(names: Sequence[str], files: Sequence[Mapping[str, LazyTensor]
 def _sort_names(
     names: Iterable[str], patterns: Sequence[tuple[str, ...]], rows: Sequence[Row], sizes: Any
 ) -> tuple[dict[tuple[int, tuple[tuple[str, int], ...]], set[str]], list[str]]:
-    """Give each name to the row and the numbers that it belongs to, and list those without one."""
+    """Sort names by the row and the numbers that they match, and list those that match none."""
     regexes = [[_regex(pattern) for pattern in row] for row in patterns]
     found: dict[tuple[int, tuple[tuple[str, int], ...]], set[str]] = {}
     unknown = []
@@ -288,7 +289,7 @@ def _fill(pattern: str, values: Mapping[str, int]) -> str:
 
 
 def _place(files: Sequence[Mapping[str, LazyTensor]], names: list[str]) -> str:
-    """Which file a message is about, as far as the tensors know."""
+    """The file that a message is about, as far as it is known."""
     origin = files[0][names[0]].origin if names else ""
     return f"{origin.rpartition(': ')[0]}: " if ": " in origin else ""
 

@@ -1,4 +1,4 @@
-"""Files of weights that are made in full size and filled in any order: safetensors, and what `torch.save` writes."""
+"""Weight files that are created in full size and filled in any order: safetensors, and the format of `torch.save`."""
 
 import errno
 import json
@@ -19,11 +19,11 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Output:
-    """A file of weights in full size, of which each tensor is filled from its beginning to its end.
+    """A weight file in full size; each of its tensors is filled from beginning to end.
 
     Attributes:
-        path: of the file, under its temporary name.
-        sums: key to the CRC-32 of what was written of it, where the format wants one.
+        path: the file, under its temporary name.
+        sums: key to the CRC-32 of what was written, where the format wants one.
         kept: keys of tensors that an earlier run has written.
     """
 
@@ -33,7 +33,8 @@ class Output:
         self.sums = dict.fromkeys(offsets, 0)
         self.kept: set[str] = set()
         self.file = open(path, "r+b" if path.exists() else "w+b", buffering=0)
-        if hasattr(os, "posix_fallocate"):  # a disk that is too small is known before hours of work
+        # Reserve the space now, so that a full disk shows before hours of work.
+        if hasattr(os, "posix_fallocate"):
             try:
                 os.posix_fallocate(self.file.fileno(), 0, max(size, 1))
             except OSError as error:
@@ -43,7 +44,7 @@ class Output:
         self.file.truncate(size)
 
     def append(self, key: str, block: torch.Tensor) -> None:
-        """Write what follows of a tensor."""
+        """Write the next block of a tensor."""
         data = memoryview(block.reshape(-1).view(torch.uint8).numpy())
         self.file.seek(self.offsets[key] + self.written[key])
         done = 0
@@ -52,11 +53,11 @@ class Output:
         self.written[key] += len(data)
 
     def finish(self) -> None:
-        """Complete the file and bring it to the disk."""
+        """Complete the file and flush it to the disk."""
         self.flush()
 
     def flush(self) -> None:
-        """Bring what was written to the disk."""
+        """Flush what was written to the disk."""
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ class SafetensorsOutput(Output):
     def __init__(self, path: Path, tensors: Mapping[str, LazyTensor], kept: Mapping[str, int]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
-        # Wide dtypes first, as the library lays them out: every tensor begins at a multiple of its item size.
+        # Wide dtypes first, as the safetensors library orders them: each tensor starts at a multiple of its item size.
         for key in sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize):
             tensor = tensors[key]
             header[key] = {
@@ -92,7 +93,7 @@ class SafetensorsOutput(Output):
 
 
 class TorchOutput(Output):
-    """What `torch.save` would write: torch lays the file out, and the numbers and their checksums follow."""
+    """A file as `torch.save` writes it: torch lays it out, then the elements and their checksums are filled in."""
 
     def __init__(self, path: Path, tensors: Mapping[str, LazyTensor], kept: Mapping[str, int]):
         placed = _placed(path) if kept else None
@@ -111,30 +112,32 @@ class TorchOutput(Output):
         self.sums.update(kept)
 
     def append(self, key: str, block: torch.Tensor) -> None:
-        """Write what follows of a tensor, and count it in its checksum."""
-        before = self.sums[key] if self.written[key] else 0  # not what an earlier run counted
+        """Write the next block of a tensor and add it to the tensor's checksum."""
+        # The first block replaces the checksum of an earlier run.
+        before = self.sums[key] if self.written[key] else 0
         super().append(key, block)
         self.sums[key] = zlib.crc32(memoryview(block.reshape(-1).view(torch.uint8).numpy()), before)
 
     def finish(self) -> None:
-        """Enter the checksums, too."""
+        """Enter the checksums, then complete the file."""
         by_offset = {offset: self.sums[key] for key, offset in self.offsets.items() if offset}
         _set_checksums(self.path, self.file, by_offset)
         super().finish()
 
 
 def _placed(path: Path) -> Any:
-    """What an unfinished file has room for; None if it is no such file any more."""
+    """The layout of an unfinished file; None if the file is damaged."""
     try:
         return load_without_storage(path)
-    except Exception:  # a damaged pickle can fail in any way
+    # A damaged pickle can fail in any way.
+    except Exception:
         return None
 
 
 def _set_checksums(path: Path, file: Any, by_offset: Mapping[int, int]) -> None:
     """Enter the CRC-32 of records that were filled after the archive was laid out.
 
-    It stands in the archive's directory, and in a descriptor after the bytes of each record
+    Each stands in the archive's directory and in a descriptor after the bytes of the record
     (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.9 and 4.3.12).
     """
     with zipfile.ZipFile(path) as archive:

@@ -1,7 +1,7 @@
-"""Weight files as dictionaries of lazy tensors: safetensors, and what `torch.save` writes (.pth, .pt, .bin).
+"""Weight files as dictionaries of lazy tensors: safetensors, and the format of `torch.save` (.pth, .pt, .bin).
 
-Opening reads headers only. Tensors are read from the file at their offsets, never through a memory map: what was read
-does not stay in memory, and a file that shrinks meanwhile gives an error instead of ending the process.
+Opening reads headers only. Tensors are read at their offsets and not memory-mapped: no page of the file stays in
+memory, and a file that shrinks meanwhile causes an error instead of ending the process.
 """
 
 import os
@@ -25,15 +25,16 @@ DTYPES = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-_PIECE = 1 << 22  # bytes
-# Meta's files hold streams of bytes, as `_extra_state`.
+# Bytes that are read at a time.
+_PIECE = 1 << 22
+# Byte streams in Meta's files, such as `_extra_state`.
 _STREAMS = ("_io.BytesIO",)
-# What a torch file may wrap its tensors in.
+# Keys under which a torch file may hold its tensors.
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 
 
 class FileTensor(LazyTensor):
-    """A tensor at an offset of a file, in any strides."""
+    """A tensor at an offset of a file, with any strides."""
 
     def __init__(self, path: Path, name: str, offset: int, dtype: torch.dtype, shape, strides=None):
         super().__init__(shape, dtype, f"{path}: {name}")
@@ -44,7 +45,7 @@ class FileTensor(LazyTensor):
 
     def _read(self, start, stop):
         if self.strides is not None and self.numel:
-            # What these rows reach, from their first element; where the first axis is not the slowest, nearly all.
+            # Reads all from the rows' first to last element: nearly the whole tensor if axis 0 is not the slowest.
             shape = (stop - start, *self.shape[1:])
             if start == stop:
                 return torch.empty(shape, dtype=self.dtype)
@@ -55,7 +56,7 @@ class FileTensor(LazyTensor):
         return self._bytes(start * width, (stop - start) * width if self.numel else 0).view(shape)
 
     def stream(self, start=0, stop=None):
-        """Read pieces that stay in the processor's cache until they are written."""
+        """Read pieces small enough to stay in the processor's cache until they are written."""
         stop = self._rows() if stop is None else stop
         if self.strides is not None or not self.numel:
             yield from super().stream(start, stop)
@@ -94,10 +95,10 @@ def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
         path: the file.
 
     Returns:
-        name to tensor, in the order of the header.
+        name to tensor, in the header's order.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or a dtype is none of torch's.
+        CheckpointError: the file is missing or damaged, or torch lacks one of its dtypes.
     """
     path = Path(path)
     note(path)
@@ -105,16 +106,16 @@ def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
 
 
 def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Open a file of `torch.save`: a dictionary of tensors, by itself or under "state_dict" or "model".
+    """Open a file of `torch.save`: a dictionary of tensors, at the top or under "state_dict" or "model".
 
     Args:
         path: the file.
 
     Returns:
-        name to tensor, and name to type of the entries that are no tensors.
+        name to tensor, and name to type of the entries that are not tensors.
 
     Raises:
-        CheckpointError: the file is missing, damaged, holds something else, or wants to run code.
+        CheckpointError: the file is missing or damaged, holds something else, or would run code.
     """
     path = Path(path)
     note(path)
@@ -127,7 +128,8 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
     others: dict[str, str] = {}
-    for _ in range(3):  # wrapped in one another, but not without end
+    # Wrappers may be nested, but not endlessly.
+    for _ in range(3):
         wrapper = next(
             (name for name in _WRAPPERS if isinstance(content, dict) and isinstance(content.get(name), dict)),
             None,
@@ -166,7 +168,7 @@ def _in_file(path: Path, name: str, header: TensorHeader) -> LazyTensor:
 
 
 def open_weights(path: str | os.PathLike) -> dict[str, LazyTensor]:
-    """Open a file of weights of either format, whatever it is called.
+    """Open a weight file of either format, whatever its name.
 
     Args:
         path: the file.
@@ -175,7 +177,7 @@ def open_weights(path: str | os.PathLike) -> dict[str, LazyTensor]:
         name to tensor.
 
     Raises:
-        CheckpointError: as `open_safetensors` and `open_pickle`.
+        CheckpointError: as for `open_safetensors` and `open_pickle`.
     """
     path = Path(path)
     try:
@@ -192,10 +194,10 @@ def open_weights(path: str | os.PathLike) -> dict[str, LazyTensor]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a small file of a source whole.
+    """The content of a small file of a source.
 
     Raises:
-        CheckpointError: it is larger than any of them.
+        CheckpointError: it is too large for such a file.
     """
     note(path)
     if check_regular(path).st_size > LARGE:
@@ -204,22 +206,22 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: str | os.PathLike, *most: int) -> dict[str, Any]:
-    """Read a JSON file of a source, as `configuration._files.read_json` does."""
+    """The content of a source's JSON file; see `configuration._files.read_json`."""
     note(Path(path))
     return json_files.read_json(path, *most)
 
 
 def check_sums(paths: Sequence[Path]) -> None:
-    """Read files whole and compare them with the checksums that come with them.
+    """Compare weight files with their checksums, which reads them whole.
 
-    Those are `checklist.chk` beside the file, lines of an MD5 sum and a name as Meta ships them, and the CRC-32 of
-    every record of a torch file.
+    Checksums are `checklist.chk` beside the file (Meta's lines of an MD5 sum and a name) and the CRC-32 of every record
+    of a torch file.
 
     Args:
-        paths: files of weights.
+        paths: weight files.
 
     Raises:
-        CheckpointError: a sum differs.
+        CheckpointError: a checksum differs.
     """
     import hashlib
 
@@ -237,7 +239,8 @@ def check_sums(paths: Sequence[Path]) -> None:
 
 def _check_records(path: Path) -> None:
     with open(path, "rb") as file:
-        if file.read(4) != b"PK\x03\x04":  # the format before 1.6 has no checksums
+        # The format before torch 1.6 has no checksums.
+        if file.read(4) != b"PK\x03\x04":
             return
         for name, record in read_records(path, file).items():
             file.seek(record.begin)

@@ -1,14 +1,14 @@
-"""One run a target folder, by a lock that the kernel takes back when the process ends, however it ends.
+"""One run at a time for a target folder, by a lock that the kernel releases when the process ends in any way.
 
-The lock (flock) is held on a small file in the folder, so that it holds by whatever path the folder is reached, and
-between machines where a network file system passes locks on, as NFS does. A file that a killed run left behind stops
-nobody: only the lock counts, and the file says who has it, for messages.
+The lock (flock) is held on a small file in the folder. So it works whatever path leads to the folder, and between
+machines where a network file system supports locks, as NFS does. A file that a killed run left behind blocks nobody:
+only the lock counts, and the file's text names the holder for messages.
 
-A run may lose its folder all the same: it is moved or removed, or the lock file is. `RunLock.check` notices before
-anything gets its final name, and a run that lost its folder removes nothing there.
+A run can still lose its folder when somebody moves or removes the folder or the lock file. `RunLock.check` notices it
+before any file gets its final name, and a run that lost its folder removes nothing there.
 
-Where a file system has no locks a run says so and goes on. It then puts a file of its own in the place of another
-run's, which thereby loses its folder.
+Where a file system has no locks, a run warns and continues. It then replaces another run's lock file by its own, so
+that the other run loses its folder.
 """
 
 import errno
@@ -23,25 +23,27 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows has none
+# Windows has no fcntl.
+except ImportError:
     fcntl = None
 
 LOCK = ".llamoe-lock"
-# Long enough for a run that has just got the lock to say who it is, or for one that ends to give it back.
-_PATIENCE = 0.5  # seconds
+# Seconds to wait: enough for a new holder to write its name, or for one that ends to release the lock.
+_PATIENCE = 0.5
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _held: set["RunLock"] = set()
 
 
 def find_run(target: Path) -> str | None:
-    """The run that is writing into a folder, in words; None if there is none."""
+    """A description of the run that is writing into a folder; None if there is none."""
     if fcntl is None:
         return None
     try:
         with open(target / LOCK, "rb", buffering=0) as file:
-            # Shared, since NFS gives no other for a file that is open for reading only.
+            # A shared lock, since NFS refuses an exclusive one on a file opened for reading.
             return None if _get(file, fcntl.LOCK_SH) else _holder(file)
-    except OSError:  # no lock file, or no locks here
+    # There is no lock file, or the system has no locks.
+    except OSError:
         return None
 
 
@@ -49,7 +51,7 @@ class RunLock:
     """The right of a run to write into a folder.
 
     Args:
-        folder: that is written.
+        folder: the folder that is written.
         file: the lock file, open and locked; None on a system without locks.
     """
 
@@ -58,15 +60,15 @@ class RunLock:
         _held.add(self)
 
     def is_held(self) -> bool:
-        """Whether the folder is still this run's, and this process is the one that runs, not a fork of it."""
+        """Whether the folder still belongs to this run, and this is its process and not a fork."""
         is_ours = self.process == os.getpid()
         return is_ours and (self.file is None or _is_at(self.folder / LOCK, self.file))
 
     def check(self) -> None:
-        """Refuse to go on in a folder that is no longer this run's.
+        """Refuse to continue in a folder that no longer belongs to this run.
 
         Raises:
-            OSError: it is not.
+            OSError: the folder was lost.
         """
         if not self.is_held():
             raise OSError(
@@ -76,13 +78,13 @@ class RunLock:
             )
 
     def sign(self) -> None:
-        """Say in the file who has the lock."""
+        """Write the holder's name into the lock file."""
         if self.file is not None:
             self.file.truncate(0)
             self.file.write(f"process {self.process} on {socket.gethostname()}".encode())
 
     def release(self) -> None:
-        """Remove the file, then give the lock back: who waits for it sees that this file is no longer the one."""
+        """Remove the file, then release the lock: waiting runs see that the file they have open is gone."""
         if self.file is not None:
             if self.is_held():
                 (self.folder / LOCK).unlink()
@@ -92,13 +94,13 @@ class RunLock:
 
 @contextmanager
 def one_run(target: Path) -> Iterator[RunLock]:
-    """Make a folder, where it is missing, and keep all other runs out of it.
+    """Create a folder if needed and keep all other runs out of it.
 
-    Folders that were made are removed in the end if they are empty.
+    Created folders that are empty at the end are removed.
 
     Raises:
         ValueError: another run is writing there.
-        OSError: the folder or the lock cannot be made.
+        OSError: the folder or the lock cannot be created.
     """
     made: set[Path] = set()
     lock = None
@@ -115,7 +117,7 @@ def one_run(target: Path) -> Iterator[RunLock]:
 
 
 def _wait_for_lock(target: Path, made: set[Path]) -> Any:
-    """The lock file of a folder, open and locked; folders that were missing are added to `made`."""
+    """The lock file of a folder, open and locked; created folders are added to `made`."""
     if fcntl is None:
         _warn(target, "this system has no locks")
     deadline = time.monotonic() + _PATIENCE
@@ -132,7 +134,8 @@ def _wait_for_lock(target: Path, made: set[Path]) -> Any:
             if is_late:
                 raise refuse_second(target, _holder(file))
             time.sleep(_PATIENCE / 50)
-        except FileNotFoundError:  # a run that ended has just removed the folder
+        # A run that ended has just removed the folder.
+        except FileNotFoundError:
             if is_late:
                 raise
         except OSError as error:
@@ -148,13 +151,13 @@ def _warn(target: Path, reason: str) -> None:
 
 
 def _open(path: Path) -> Any:
-    """Open a lock file, empty or not, but none that a link leads to elsewhere."""
+    """Open a lock file, empty or not, but follow no symbolic link."""
     flags = getattr(os, "O_NOFOLLOW", 0)
     return open(path, "a+b", buffering=0, opener=lambda path, mode: os.open(path, mode | flags, 0o666))
 
 
 def _get(file: Any, kind: int) -> bool:
-    """Whether a lock could be got at once."""
+    """Whether the lock was acquired, without waiting."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -174,13 +177,14 @@ def _holder(file: Any) -> str:
     try:
         file.seek(0)
         said = file.read(200).decode(errors="replace")
-    except OSError:  # where a lock keeps others from reading, too
+    # Some systems forbid reading a locked file.
+    except OSError:
         said = ""
     return said if said and said.isprintable() else "another process"
 
 
 def refuse_second(target: Path, running: str) -> ValueError:
-    """The error of a run that meets another one, which `find_run` found."""
+    """The error for a run that meets another one, as described by `find_run`."""
     return ValueError(
         f"{target}: is being written by {running}; nothing was touched. Wait until that ends. If it hangs, end it, "
         "then go on with resume=True (--resume)."
@@ -193,12 +197,13 @@ def _remove_empty(target: Path, made: set[Path]) -> None:
             return
         try:
             place.rmdir()
-        except OSError:  # something is in it, or another run has removed it
+        # Not empty, or removed by another run.
+        except OSError:
             return
 
 
 def _let_go() -> None:
-    """In a forked process, which would hold the locks on when this one has ended."""
+    """Close the lock files in a forked process, which would otherwise hold the locks after its parent has ended."""
     for lock in _held:
         if lock.file is not None:
             lock.file.close()

@@ -1,7 +1,7 @@
-"""Whether the files of a source are still those that were opened.
+"""Detects source files that change during a conversion.
 
-A conversion reads for hours what somebody may meanwhile download anew. Opening notes what each file looks like before
-a byte of it is read; a run that finds another look in the end has read a mixture, and fails.
+A conversion reads for hours, and somebody may download the source again meanwhile. Opening notes size, time and inode
+of each file before reading it. A run that finds other values at the end has read a mixture of two files, and fails.
 """
 
 import os
@@ -16,7 +16,7 @@ from ...configuration.errors import CheckpointError
 
 
 class Look(NamedTuple):
-    """What changes when a file is written, or another takes its name; of a link, that of the file behind it."""
+    """What changes when a file is written or replaced; for a link, the values of its target."""
 
     size: int
     mtime_ns: int
@@ -28,15 +28,15 @@ _noted: ContextVar[dict[Path, Look] | None] = ContextVar("noted", default=None)
 
 
 def look_at(path: Path) -> Look:
-    """What a file looks like now."""
-    # Opened, since a network file system may answer from its memory otherwise.
+    """The current look of a file."""
+    # From an open file, since a network file system may otherwise answer from its cache.
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
     return Look(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def remember_looks(opener: _Opener) -> _Opener:
-    """Decorate what opens a checkpoint: `looks` of the result says what each file looked like before it was read."""
+    """Decorate a function that opens a checkpoint: `looks` of the result holds each file's look before reading."""
 
     @wraps(opener)
     def opened(*args, **kwargs):
@@ -54,20 +54,21 @@ def remember_looks(opener: _Opener) -> _Opener:
 
 
 def note(path: Path) -> None:
-    """Note what a file looks like that is about to be read, unless it was read before."""
+    """Note the look of a file that is about to be read, unless it is noted already."""
     seen = _noted.get()
     if seen is not None and path not in seen:
         try:
             seen[path] = look_at(path)
         except OSError:
-            pass  # what reads it says so
+            # The reader reports a missing file.
+            pass
 
 
 def check_unchanged(looks: Mapping[Path, Look]) -> None:
-    """Refuse to go on when a file has changed since it was opened.
+    """Refuse to continue when a file has changed since it was opened.
 
     Raises:
-        CheckpointError: one has another size, time or inode, or is gone.
+        CheckpointError: a file has another size, time or inode, or is gone.
     """
     for path, before in looks.items():
         try:

@@ -1,4 +1,4 @@
-"""What a target folder may be when a run begins, and a source: nobody writes over what is finished or being written."""
+"""Checks of target and source folders before a run: nothing finished, and nothing being written, is overwritten."""
 
 import os
 from pathlib import Path
@@ -11,10 +11,10 @@ TEMPORARY = ".{}.partial"
 
 
 def check_apart(source: Path, target: Path) -> None:
-    """Refuse a target inside a folder that is the source, by whatever path.
+    """Refuse a target that is the source or inside it, by whatever path.
 
     Raises:
-        ValueError: it is the source, or lies in it.
+        ValueError: it is.
     """
     if source.is_dir() and source.resolve() in (target.resolve(), *target.resolve().parents):
         raise ValueError(f"{target}: lies in the source, which is never changed. Choose another target.")
@@ -24,8 +24,7 @@ def check_target(target: Path, resume: bool) -> None:
     """Refuse a target that is in use, before any work.
 
     Raises:
-        ValueError: another run is writing there; or the target exists and is not empty, or is a file, or there is
-            nothing to resume.
+        ValueError: another run is writing there, the target is a file or not empty, or there is nothing to resume.
     """
     if running := find_run(target):
         raise refuse_second(target, running)
@@ -33,7 +32,7 @@ def check_target(target: Path, resume: bool) -> None:
 
 
 def check_free(target: Path, resume: bool) -> None:
-    """`check_target` without a look at other runs, for the one that has the lock."""
+    """`check_target` without the check for other runs, for the run that has the lock."""
     if target.is_symlink() and not target.exists():
         raise ValueError(f"{target}: is a link to nothing. Remove it or choose another target.")
     if not target.exists():
@@ -61,15 +60,15 @@ def check_free(target: Path, resume: bool) -> None:
 
 
 def is_empty(target: Path) -> bool:
-    """Whether a folder holds nothing, or only what a run left that was killed at its very first file."""
+    """Whether a folder holds nothing, or only the remains of a run that was killed at its first file."""
     return {path.name for path in target.iterdir()} <= {LOCK, TEMPORARY.format(UNFINISHED)}
 
 
 def check_source(folder: Path) -> None:
-    """Refuse to read a folder that a run is writing, or has left unfinished.
+    """Refuse a source that a run is writing, or has left unfinished.
 
     Raises:
-        CheckpointError: it is such a folder.
+        CheckpointError: it is.
     """
     if running := find_run(folder):
         raise CheckpointError(f"{folder}: is being written by {running}. Wait until that ends.")

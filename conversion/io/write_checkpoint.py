@@ -1,9 +1,9 @@
-"""Checkpoints written block by block, so that at any moment what has its final name is whole.
+"""Checkpoints written block by block; a file that has its final name is always complete.
 
-A file is made in full size under a temporary name, filled, flushed to the disk and renamed. What makes a folder a
-checkpoint (the index of several shards, Meta's params.json) is written last. Until then `UNFINISHED` lies in the folder
-and says what is being made from what; with it, a later run goes on after the last whole file, and in large files
-after the last tensors that it says are on the disk.
+A file is created in full size under a temporary name, filled, flushed to the disk and renamed. The file that makes a
+folder a checkpoint (the index of several shards, Meta's params.json) is written last. Until then the file `UNFINISHED`
+states what is made from which source. With it a later run continues after the last complete file, and within large
+files after the last tensors that it lists as flushed.
 """
 
 import errno
@@ -29,24 +29,28 @@ from .run_lock import RunLock, one_run
 from .source_changes import Look, check_unchanged
 from .target_folder import TEMPORARY, check_free, check_target, is_empty
 
-_CHECKED_AT_ONCE = 1 << 24  # elements
-_BEHIND = 1 << 26  # bytes that may wait to be written
-_NOTED = 1 << 32  # bytes after which is noted what of unfinished files is on the disk
+# Elements that are checked for infinities and nan at a time.
+_CHECKED_AT_ONCE = 1 << 24
+# Bytes that may wait to be written.
+_BEHIND = 1 << 26
+# Bytes after which the progress within unfinished files is recorded.
+_NOTED = 1 << 32
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
-Unit = list[tuple[str, str, LazyTensor]]  # file, key, tensor
+# (file, key, tensor) of tensors that are written together.
+Unit = list[tuple[str, str, LazyTensor]]
 
 
 class Progress(Protocol):
-    """What is told how far the writing has come."""
+    """Receives the progress of writing."""
 
     def start(self, total: int) -> None:
-        """Begin; `total` is the bytes of weights that will be written."""
+        """Begin; `total` is the number of bytes of weights to write."""
 
     def advance(self, nbytes: int, file: str) -> None:
-        """Count bytes that were written to a file, or were there already."""
+        """Count bytes that were written to a file, or were already there."""
 
 
 @dataclass
@@ -54,11 +58,11 @@ class Plan:
     """Everything that a target folder will hold.
 
     Attributes:
-        groups: files that are written together, as name to tensors; the groups one after the other.
-        before: small files that come first, name to content.
+        groups: files that are written together, as name to tensors; the groups follow one another.
+        before: small files that are written first, name to content.
         last: small files that make the folder a checkpoint, in order.
-        identity: what the folder is made from and how; a run that goes on must have the same.
-        sources: the files that all this is read from, as they looked when they were opened.
+        identity: source and options of the conversion; a resumed run must have the same.
+        sources: the source's files and their looks when they were opened.
     """
 
     groups: list[dict[str, dict[str, LazyTensor]]]
@@ -69,16 +73,16 @@ class Plan:
 
     @property
     def files(self) -> dict[str, dict[str, LazyTensor]]:
-        """All files of weights, name to tensors."""
+        """All weight files, name to tensors."""
         return {name: tensors for group in self.groups for name, tensors in group.items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights."""
+        """Total bytes of all weights."""
         return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
 
     def fingerprint(self) -> str:
-        """Digest of what will be written and from what."""
+        """Digest of the plan: what is written, and from what."""
         layout = {
             file: {name: [str(tensor.dtype), tensor.shape] for name, tensor in tensors.items()}
             for file, tensors in self.files.items()
@@ -91,13 +95,13 @@ class Plan:
 
 
 def parse_size(size: int | str) -> int:
-    """Read a size such as "5GB", "500MB" or "2GiB" as bytes.
+    """The bytes of a size such as "5GB", "500MB" or "2GiB".
 
     Args:
         size: bytes, or a number with a unit.
 
     Raises:
-        ValueError: it is none, or not above zero.
+        ValueError: it is not a size, or not above zero.
     """
     if isinstance(size, str):
         digits = size.strip().rstrip("BbKkMmGgTtIi ")
@@ -116,15 +120,15 @@ def parse_size(size: int | str) -> int:
 def split_shards(
     tensors: Mapping[str, LazyTensor], shard_size: int, stem: str = "model"
 ) -> tuple[list[dict[str, dict[str, LazyTensor]]], dict[str, bytes]]:
-    """Lay tensors out over safetensors files, as transformers names them.
+    """Distribute tensors over safetensors files, named as transformers names them.
 
     Args:
         tensors: name to tensor.
-        shard_size: bytes that a file should not exceed; a tensor that is larger gets a file of its own.
+        shard_size: bytes that a file should not exceed; a larger tensor gets a file of its own.
         stem: beginning of the file names.
 
     Returns:
-        one group a file, and the index where there are several.
+        a group for each file, and the index if there are several.
     """
     shards: list[dict[str, LazyTensor]] = [{}]
     filled = 0
@@ -149,7 +153,7 @@ def split_shards(
 
 
 def to_json(content: Any) -> bytes:
-    """Write an object as the JSON files of a checkpoint are written."""
+    """An object in the JSON form of checkpoint files."""
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -158,18 +162,19 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
 
     Args:
         plan: what to write.
-        target: the folder; it is made, or must be empty, or with `resume` one that an earlier run left unfinished.
-        resume: keep what an earlier run of the same plan has brought to the disk.
-        progress: is told of every block.
+        target: the folder. It is created, or must be empty, or with `resume` was left unfinished by an earlier run.
+        resume: keep what an earlier run of the same plan has flushed to the disk.
+        progress: called for every block.
 
     Raises:
-        ValueError: the target is in use, the earlier run made something else, a weight is not finite, or a file of the
-            source has changed since it was opened. What this run made is removed.
-        OSError: the disk is full or fails, or the target was moved or removed. Whole files stay, for `resume`.
+        ValueError: the target is in use, the earlier run had another plan, a weight is not finite, or a source file has
+            changed since it was opened. This run's files are removed.
+        OSError: the disk is full or fails, or the target was moved or removed. Complete files stay for `resume`.
     """
     check_target(target, resume)
     with one_run(target) as lock:
-        check_free(target, resume)  # what another run may have done since
+        # Checked again under the lock: another run may have written since.
+        check_free(target, resume)
         _write_alone(plan, target, lock, progress)
 
 
@@ -209,7 +214,8 @@ def _write_alone(plan: Plan, target: Path, lock: RunLock, progress: Progress | N
     except BaseException as error:
         if isinstance(error, ValueError) and lock.is_held():
             state["writing"] = {}
-            for path in reversed(made):  # UNFINISHED goes last
+            # In reverse, so that UNFINISHED is removed last.
+            for path in reversed(made):
                 path.unlink(missing_ok=True)
                 if path.parent != target and not any(path.parent.iterdir()):
                     path.parent.rmdir()
@@ -225,11 +231,11 @@ def _write_alone(plan: Plan, target: Path, lock: RunLock, progress: Progress | N
 
 
 def _read_state(plan: Plan, target: Path) -> dict[str, Any]:
-    """What an earlier run of the same plan noted.
+    """The state that an earlier run of the same plan recorded.
 
     Returns:
-        "fingerprint" and "made_from" of the plan, and "writing": of files that are not finished, name to tensors that
-        are on the disk, with their checksums.
+        "fingerprint" and "made_from" of the plan, and "writing": unfinished files, as name to the tensors that are on
+        the disk with their checksums.
     """
     path = target / UNFINISHED
     try:
@@ -249,7 +255,7 @@ def _read_state(plan: Plan, target: Path) -> dict[str, Any]:
 
 
 def _whole_files(plan: Plan, target: Path) -> set[str]:
-    """Names of the weight files that an earlier run has finished; files that are written together count together."""
+    """Names of the weight files that an earlier run has completed; files written together count only together."""
     groups = [group for group in plan.groups if all(_is_whole(target / name, group[name]) for name in group)]
     return {name for group in groups for name in group}
 
@@ -283,7 +289,7 @@ def _explain(error: OSError, target: Path) -> OSError:
 
 
 def _partial(path: Path) -> Path:
-    """Where a file is written until it is whole."""
+    """Temporary path of a file until it is complete."""
     return path.parent / TEMPORARY.format(path.name)
 
 
@@ -313,15 +319,15 @@ def _write_group(
     check: Callable[[], None],
     progress: Progress | None,
 ) -> None:
-    """Write files side by side, so that a block of the source is read once for all of them.
+    """Write files side by side, so that each block of the source is read once for all of them.
 
     Args:
         group: the files.
         target: their folder.
-        state: of the run, see `_read_state`.
-        made: gets the paths of the files once they have their names.
-        check: is called before anything is noted as written or gets its name.
-        progress: is told of every block.
+        state: state of the run, see `_read_state`.
+        made: gets the paths of completed files.
+        check: called before a tensor is recorded as written and before a file is renamed.
+        progress: called for every block.
     """
     paths = {name: _partial(target / name) for name in group}
     if state["writing"].keys() != group.keys() or not all(path.is_file() for path in paths.values()):
@@ -329,7 +335,7 @@ def _write_group(
     outputs: dict[str, Output] = {}
     threads = torch.get_num_threads()
     try:
-        # Copies of a few MB are over before several threads have met, which on a busy machine takes ten times as long.
+        # Copies of a few MB take less time than joining threads, which takes ten times as long on a busy machine.
         torch.set_num_threads(1)
         for name, tensors in group.items():
             make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
@@ -382,7 +388,7 @@ def _write_unit(
 def _note(
     state: dict[str, Any], outputs: Mapping[str, Output], on_disk: Mapping[str, set[str]], target: Path
 ) -> None:
-    """Write down which tensors of unfinished files need not be written again."""
+    """Record the tensors of unfinished files that are on the disk."""
     for output in outputs.values():
         output.flush()
     state["writing"] = {
@@ -401,7 +407,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _units(group: Mapping[str, Mapping[str, LazyTensor]]) -> list[Unit]:
-    """Tensors of a group that are made of the same ones of the source; their blocks are written in turn."""
+    """Group tensors that are made from the same source tensors; their blocks are written in turn."""
     units: dict[tuple[int, ...], Unit] = {}
     for name, tensors in group.items():
         for key, tensor in tensors.items():
@@ -413,7 +419,7 @@ def _units(group: Mapping[str, Mapping[str, LazyTensor]]) -> list[Unit]:
 def _check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
     if block.is_floating_point() and block.dtype.itemsize > 1:
         for piece in block.split(_CHECKED_AT_ONCE):
-            # A sum is many times faster; where it is not finite, so may be the numbers all the same.
+            # A sum is many times faster. It may overflow for finite elements, so they are checked in that case.
             if not bool(torch.isfinite(piece.sum())) and not bool(piece.isfinite().all()):
                 _refuse_numbers(key, tensor, piece)
 
@@ -430,7 +436,7 @@ def _refuse_numbers(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
 
 
 class _Behind:
-    """Does one thing after the other in a thread, while the next block is read."""
+    """Runs calls one after the other in a thread, while the next block is read."""
 
     def __init__(self):
         self.thread = ThreadPoolExecutor(1)
@@ -441,7 +447,7 @@ class _Behind:
         return self
 
     def run(self, nbytes: int, function: Callable[..., None], *args: Any) -> None:
-        """Add a call that holds so many bytes; wait while too many are held."""
+        """Queue a call that holds so many bytes; wait while the queue holds too many."""
         while self.waiting and (self.nbytes + nbytes > _BEHIND or self.waiting[0][1].done()):
             self._wait()
         self.nbytes += nbytes

@@ -1,4 +1,4 @@
-"""Meta's own format: params.json beside consolidated files.
+"""Checkpoint folders in Meta's format: params.json beside consolidated weight files.
 
 Reading order: name_tables, params_to_config, config_to_params, sizes, folder.
 """

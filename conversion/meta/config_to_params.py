@@ -1,9 +1,9 @@
-"""Our configurations as Meta's `params.json`, and what has no place in it.
+"""Our configurations as Meta's `params.json`, and as `llamoe.json` for fields that have no key there.
 
-The parameters that are about to be written are read again as Meta's code reads them, hidden sizes by its formulas, and
-each field that would then differ and changes what the model computes is refused by its name. Fields that change no
-number (context length, token ids, what concerns training) have no place in `params.json`; LLaMA's own code refuses
-keys that it does not know. They go into `llamoe.json` beside it, which Meta's code never opens.
+The new `params.json` is read again as Meta's code reads it, with its formulas for hidden sizes. A field that would then
+differ and changes what the model computes is refused by name. Fields that do not change the output (context length,
+token ids, training options) have no place in `params.json`, since LLaMA's own code refuses unknown keys. They go into
+`llamoe.json` beside it, which Meta's code never opens.
 """
 
 import inspect
@@ -25,20 +25,20 @@ from .params_to_config import (
     read_config,
 )
 
-# Fields that change no number of a forward pass in evaluation; they are kept in llamoe.json.
+# Fields that do not change a forward pass in evaluation; they are kept in llamoe.json.
 _FREE = frozenset(
     "max_position_embeddings initializer_range use_cache pad_token_id bos_token_id eos_token_id pretraining_tp "
     "attention_dropout projector_dropout no_rope_layer_interval interleave_moe_layer_step output_router_logits "
     "router_aux_loss_coef router_jitter_noise router_z_loss_coef router_dropout expert_capacity_factor "
     "output_expert_load boi_token_index eoi_token_index image_token_index tie_word_embeddings".split()
 )
-# Of those what a reader would otherwise guess: from the folder's name, from which LLaMA it takes it for.
+# Those among them that a reader would otherwise guess from the folder's name or from the LLaMA generation.
 _ALWAYS_KEPT = frozenset(
     "max_position_embeddings pad_token_id bos_token_id eos_token_id boi_token_index eoi_token_index "
     "image_token_index".split()
 )
 
-# Published pairs of multiple_of and ffn_dim_multiplier, tried first so that a published size gets its own file back.
+# Published pairs of multiple_of and ffn_dim_multiplier. Tried first, so that published sizes get their own values back.
 _PUBLISHED = ((256, None), (4096, 1.3), (1024, 1.3))
 _PUBLISHED_LLAMA4 = ((2048, 1.2),)
 _POWERS = tuple(2**n for n in range(13))
@@ -46,11 +46,11 @@ _FACTORS = {"rope_scaling_factor": "factor", "rope_high_freq_factor": "high_freq
 
 
 def write_params(config: LlamoeBaseConfig, generation: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The `params.json` of a configuration, and the content of `llamoe.json`.
+    """The content of `params.json` and of `llamoe.json` for a configuration.
 
     Args:
         config: A `LlamoeDenseConfig`, `LlamoeTextConfig` or `LlamoeConfig`.
-        generation: 2 or 3 for the dense family, whichever is meant; 4 else.
+        generation: 2 or 3 for the dense family; 4 otherwise.
 
     Returns:
         Two dictionaries for JSON.
@@ -88,12 +88,13 @@ def _write_decoder(config: LlamoeDenseConfig | LlamoeTextConfig) -> dict[str, An
 def _write_dense(config: LlamoeDenseConfig, generation: int) -> dict[str, Any]:
     params = _write_decoder(config)
     if generation < 3 and params["n_kv_heads"] == params["n_heads"]:
-        del params["n_kv_heads"]  # LLaMA 1's code does not know it
+        # LLaMA 1's code does not have this key.
+        del params["n_kv_heads"]
     params["multiple_of"], multiplier = _fit_dense(config)
     if multiplier is not None:
         params["ffn_dim_multiplier"] = multiplier
     rope = config.rope_parameters or {}
-    # A reader without the tokenizer takes a large vocabulary for Llama 3's, with its default.
+    # Without a tokenizer, a reader assumes Llama 3 and its default base for a large vocabulary.
     if generation == 3 or rope.get("rope_theta") != 10000.0 or config.vocab_size > LARGEST_SENTENCEPIECE:
         params["rope_theta"] = rope.get("rope_theta")
     if rope.get("rope_type") == "llama3":
@@ -105,7 +106,7 @@ def _write_dense(config: LlamoeDenseConfig, generation: int) -> dict[str, Any]:
 
 
 def needs_own_scaling(params: Mapping[str, Any]) -> bool:
-    """Whether a dense model scales its rotary embedding otherwise than Llama 3's code, which has constants there."""
+    """Whether a dense model's rotary scaling differs from the constants in Llama 3's code."""
     return "moe_args" not in params and any(name in params for name in _FACTORS)
 
 
@@ -159,7 +160,8 @@ def _write_vision(config: LlamoeVisionConfig) -> dict[str, Any]:
     dim, inner = config.hidden_size, config.intermediate_size
     ratio = inner / dim
     if int(ratio * dim) != inner:
-        ratio = (inner + 0.5) / dim  # the quotient rounded down
+        # So that the product is `inner` after rounding down.
+        ratio = (inner + 0.5) / dim
     return {
         "image_size": {"height": config.image_size, "width": config.image_size},
         "patch_size": {"height": config.patch_size, "width": config.patch_size},
@@ -173,7 +175,7 @@ def _write_vision(config: LlamoeVisionConfig) -> dict[str, Any]:
 
 
 def _multipliers(dim: int, inner: int, multiple_of: int) -> Iterable[float]:
-    """Factors that bring Meta's formula to `inner`, those of few decimals first."""
+    """Multipliers for which Meta's formula gives `inner`, those with few decimals first."""
     base = int(2 * (4 * dim) / 3)
     for decimals in range(1, 10):
         lowest = math.ceil((inner - multiple_of + 1) / base * 10**decimals)
@@ -184,10 +186,10 @@ def _multipliers(dim: int, inner: int, multiple_of: int) -> Iterable[float]:
 
 
 def _fit_dense(config: LlamoeDenseConfig | LlamoeTextConfig) -> tuple[int, float | None]:
-    """A pair of multiple_of and ffn_dim_multiplier by which Meta's formula gives the dense hidden size.
+    """multiple_of and ffn_dim_multiplier for which Meta's formula gives the dense hidden size.
 
-    In order: published pairs, the smallest power of two that needs no multiplier, the multiplier of fewest
-    decimals with the smallest power of two.
+    Tried in this order: published pairs; the smallest power of two that needs no multiplier; the multiplier with the
+    fewest decimals and the smallest power of two.
     """
     dim = config.hidden_size
     inner = (
@@ -203,10 +205,10 @@ def _fit_dense(config: LlamoeDenseConfig | LlamoeTextConfig) -> tuple[int, float
 
 
 def _fit_mixture(config: LlamoeTextConfig) -> tuple[int, float, float, float]:
-    """multiple_of, ffn_dim_multiplier, ffn_exp and capacity_factor that give both hidden sizes.
+    """multiple_of, ffn_dim_multiplier, ffn_exp and capacity_factor for which Meta's formula gives both hidden sizes.
 
-    The capacity factor matters for nothing else: Meta's code limits no expert. It leaves the 1.0 of the
-    releases only where the multiplier is so large that the formula would step over sizes.
+    The capacity factor has no other effect: Meta's code limits no expert. It differs from the releases' 1.0 only
+    where the multiplier is so large that the formula would skip sizes.
     """
     dim, inner, expert = config.hidden_size, config.intermediate_size_mlp, config.intermediate_size
     pairs = [pair for pair in _PUBLISHED_LLAMA4 if feed_forward_size(dim, *pair) == inner]
@@ -226,18 +228,19 @@ def _fit_mixture(config: LlamoeTextConfig) -> tuple[int, float, float, float]:
 def _expansions(
     dim: int, expert: int, multiple_of: int, multiplier: float, capacity: float
 ) -> Iterable[float]:
-    yield 4.0  # the releases'
+    # The releases' value.
+    yield 4.0
     scale = 1.5 * (capacity + 1) / multiplier / dim
     for decimals in range(1, 5):
         yield round((expert - multiple_of // 2) * scale, decimals)
-    # The formula's first step makes an integer of it; the neighbours of the quotient, to its last digit.
+    # The formula first rounds down to an integer, so try the values around the quotient, to its last digit.
     middle = int(expert * scale * dim)
     reach = math.ceil(3 * scale * dim) + 3
     yield from ((middle + step + 0.5) / dim for step in range(-reach, reach))
 
 
 def _compare(config: Any, again: Any) -> dict[str, Any]:
-    """Fields of `config` that `again`, read from its parameters, may lack; those that matter are refused."""
+    """Fields of `config` that `again`, read from its parameters, lacks; those that change the output are refused."""
     kept: dict[str, Any] = {}
     free = _FREE | _without_effect(config)
     for name in _fields(type(config)):
@@ -302,21 +305,22 @@ def _without_effect(config: Any) -> set[str]:
 
 
 def _rope_content(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What of rotary parameters the rotation depends on."""
+    """The rotary parameters that the rotation depends on."""
     parameters = dict(parameters or {})
     names = {"rope_type", "rope_theta"}
     if parameters.get("rope_type") != "default":
         names |= parameters.keys() - {"type"}
-    if parameters.get("partial_rotary_factor") in (None, 1):  # the whole head, as in all these models
+    # 1 means the whole head, as in all these models.
+    if parameters.get("partial_rotary_factor") in (None, 1):
         names.discard("partial_rotary_factor")
     return {name: parameters.get(name) for name in sorted(names)}
 
 
 def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> LlamoeBaseConfig:
-    """Put the content of `llamoe.json` into a configuration that was read from `params.json`.
+    """Add the content of `llamoe.json` to a configuration that was read from `params.json`.
 
     Raises:
-        CheckpointError: the file holds what it may not decide.
+        CheckpointError: the file holds fields that it may not set.
     """
     free = _FREE | _without_effect(config)
     for name, part in kept.items():

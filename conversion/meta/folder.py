@@ -1,8 +1,8 @@
-"""Meta's own folders, in and out: LLaMA 1, 2 and 3, and Llama 4 with its vision tower.
+"""Reads and writes folders in Meta's format: LLaMA 1, 2 and 3, and Llama 4 with its vision tower.
 
-Such a folder holds params.json and one file of weights for each model-parallel process, consolidated.00.pth and so on,
-all with the same names and each with its part of every large tensor; tokenizer.model lies in it or one level up. The
-names are in `meta_tables`, sizes in `meta_sizes`, parameters in `meta_params` and `meta_fit`.
+Such a folder holds params.json and one weight file for each model-parallel rank: consolidated.00.pth and so on. All
+have the same names, and each holds its slice of every large tensor. tokenizer.model lies in the folder or one level
+up. `name_tables` has the names, `sizes` the sizes, `params_to_config` and `config_to_params` the parameters.
 """
 
 import os
@@ -59,9 +59,9 @@ from .sizes import find_generation, is_tiktoken, measure, weight_files
 
 KEPT = "llamoe.json"
 _TUNED = re.compile(r"instruct|chat", re.IGNORECASE)
-# Bytes of weights that Meta's own releases hold at most in a file, in all but Llama 4's: eight files are the most.
+# Most bytes of weights in a file of Meta's releases, Llama 4's excepted, and most files.
 _LARGEST_FILE, _MOST_FILES = 17.5e9, 8
-# Tensors that one file has as parts of the same one: each is remembered in a slot of its own.
+# Projections that are fused in one tensor of a file; each needs a slot of its own to be remembered in.
 _SLOTS = {"k_proj": 1, "up_proj": 1, "v_proj": 2}
 
 
@@ -73,16 +73,16 @@ def open_meta(
 
     Args:
         folder: it holds params.json and consolidated.00.pth to consolidated.NN.pth, or one consolidated.pth.
-        companions: whether to translate the tokenizer, which takes seconds where it is Llama 4's.
+        companions: whether to convert the tokenizer, which takes seconds for Llama 4's.
         instruct: whether the model was tuned for conversations; None goes by the folder's name ("chat", "instruct").
-            See `hf_files_from_meta` for what follows from it.
+            For its effects see `hf_files_from_meta`.
 
     Returns:
-        the checkpoint, under Hugging Face's names.
+        the checkpoint, under Hugging Face's keys.
 
     Raises:
         CheckpointError: a file is missing or damaged, the weights are quantized, the tokenizer is another model's, or
-            params.json and the tensors, or the files among themselves, contradict each other.
+            params.json and the tensors, or the weight files, contradict each other.
     """
     folder = Path(folder)
     paths = weight_files(folder)
@@ -99,7 +99,7 @@ def open_meta(
     generation = find_generation(params, files, tokenizer)
     dropped |= check_entries(params, generation == 4)
     params, seen, axis = measure(params, files, generation)
-    # A name that does not say so may still be that of a model which was tuned.
+    # A name that does not show it may still belong to a tuned model.
     tuned = instruct if instruct is not None else _is_tuned(folder) or None
     seen = replace(seen, instruct=bool(tuned))
     try:
@@ -132,7 +132,7 @@ def open_meta(
 def _refuse_missing(
     tensors: Mapping[str, LazyTensor], config: LlamoeBaseConfig, table: Table, paths: Sequence[Path]
 ) -> None:
-    """Name what is missing as Meta's files call it."""
+    """Report missing tensors under Meta's names."""
     expected = expected_shapes_of(config, len(tensors), str(paths[0].parent))
     keys = [key for key in expected if key not in tensors]
     names = list(dict.fromkeys(name for key in keys for name in names_for(table, key)))
@@ -150,7 +150,7 @@ def _is_tuned(folder: Path) -> bool:
 
 
 def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
-    """tokenizer.model in the folder or, as in the releases of LLaMA 1 and 2, one level above it."""
+    """tokenizer.model of the folder or, as in the releases of LLaMA 1 and 2, of the folder above."""
     for path in (folder / "tokenizer.model", folder.absolute().parent / "tokenizer.model"):
         if path.is_file():
             return path, read_bytes(path)
@@ -160,7 +160,7 @@ def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
 def _read_tokenizer(
     path: Path, content: bytes, config: LlamoeBaseConfig, generation: int, instruct: bool | None
 ) -> dict[str, bytes]:
-    """Tokenizer and what belongs to it, for a Hugging Face folder."""
+    """The tokenizer and related files for a Hugging Face folder."""
     family = f"llama-{generation}" if is_tiktoken(content) else None
     return hf_files_from_meta(content, config, instruct=instruct, family=family, origin=str(path))
 
@@ -177,28 +177,28 @@ def save_meta(
     progress: Progress | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Write a checkpoint as a folder of Meta's, which Meta's code and other readers of its format load.
+    """Write a checkpoint in Meta's format, for Meta's code and other readers of that format.
 
-    Dense models are written as LLaMA 2, or as Llama 3 where tokenizer, vocabulary or rotary embedding are its; mixtures
-    as Llama 4. params.json holds what Meta's code knows. What it has no key for and no number depends on (context
-    length, token ids, training) goes into llamoe.json, so that `open_meta` gives back the same configuration.
+    Dense models are written as Llama 3 if their tokenizer, vocabulary or rotary embedding is Llama 3's, else as LLaMA
+    2; mixtures as Llama 4. params.json holds the keys that Meta's code has. Other fields that do not change the output
+    (context length, token ids, training options) go into llamoe.json, and `open_meta` reads them back.
 
     Args:
         checkpoint: what to write.
         target: a folder that does not exist or is empty.
-        shards: model-parallel files, written together; they divide the key/value heads and the sizes. None takes as
-            many as Meta's releases of that size have: 17.5 GB a file, at most eight files.
-        style: for Llama 4, "release" for the fused names of the releases, "unfused" for those of Meta's modules.
-        dtype: of all tensors: "float32", "float16" or "bfloat16"; None keeps each one's.
-        resume: go on with a folder that an earlier run left unfinished.
+        shards: number of model-parallel files, written together; it divides the key/value heads and the sizes. None
+            takes as many as Meta's releases of that size have: 17.5 GB a file, at most eight files.
+        style: for Llama 4, "release" for the releases' fused names, "unfused" for the names of Meta's modules.
+        dtype: dtype of all tensors: "float32", "float16" or "bfloat16"; None keeps the dtype of each.
+        resume: continue a folder that an earlier run left unfinished.
         dry_run: check and plan everything, write nothing.
-        progress: is told of every block.
-        options: what else shaped the checkpoint, which a resumed run must share.
+        progress: called for every block.
+        options: further options that shaped the checkpoint; a resumed run must have the same.
 
     Raises:
-        ValueError: an option is unknown, a size cannot be divided by the files, a field of the configuration means
-            something that Meta's code cannot compute, the target is in use, or a tensor is missing, unknown, of another
-            shape, or not finite.
+        ValueError: an option is unknown, a size is not divisible by the number of files, Meta's code cannot compute a
+            field of the configuration, the target is in use, or a tensor is missing, unknown, of another shape, or
+            not finite.
         OSError: the disk is full or fails.
     """
     begun = time.monotonic()
@@ -234,7 +234,7 @@ def save_meta(
     slots = [Slot() for _ in range(1 + max(_SLOTS.values()))]
     for name, tensor in tensors.items():
         tensor = tensor if wanted is None else tensor.cast(wanted)
-        # Every file takes its part of a block, which is read once for all.
+        # A block is read once, and every file takes its slice of it.
         tensors[name] = tensor.remember(slots[_SLOTS.get(name.split(".")[-2], 0)])
     parts = write_through(table, tensors, shards, config)
     plan = Plan(
@@ -254,7 +254,7 @@ def save_meta(
 def _write_tokenizer(
     companions: Mapping[str, bytes], config: LlamoeBaseConfig
 ) -> tuple[bytes | None, list[str]]:
-    """tokenizer.model, or why there is none; the weights are worth having without it."""
+    """tokenizer.model, or notes on why there is none; the weights are useful without it."""
     try:
         content = meta_tokenizer_model(companions, vocab_size=config.get_text_config().vocab_size)
         if content is not None:
@@ -267,11 +267,12 @@ def _write_tokenizer(
 
 
 def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> int:
-    """2, 3 or 4; a dense model's tokenizer decides, and where there is none, its vocabulary and rotary base."""
+    """The generation: 2, 3 or 4. For dense models the tokenizer decides, else vocabulary and rotary base."""
     if not isinstance(config, LlamoeDenseConfig):
         return 4
     if (config.rope_parameters or {}).get("rope_type") == "llama3":
-        return 3  # LLaMA 2's code knows no scaling
+        # LLaMA 2's code has no rotary scaling.
+        return 3
     if tokenizer is not None:
         return 3 if is_tiktoken(tokenizer) else 2
     theta = (config.rope_parameters or {}).get("rope_theta")
@@ -279,7 +280,7 @@ def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> i
 
 
 def _untied(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Give a model whose embedding is its output head a head of its own, as Meta's code always has one."""
+    """The tensors, with a tied embedding copied as output head, since Meta's code has no tying."""
     heads = {
         name.replace("model.embed_tokens", "lm_head"): tensor
         for name, tensor in tensors.items()
@@ -294,7 +295,7 @@ def _usual_files(
     dtype: torch.dtype | None,
     embedding_axis: int,
 ) -> int:
-    """As many files as Meta's releases of that size have, or fewer where sizes do not divide."""
+    """As many files as Meta's releases of that size have, or fewer where sizes are not divisible."""
     width = (dtype or next(iter(tensors.values())).dtype).itemsize
     nbytes, files = count_parameters(config).total * width, 1
     while files < _MOST_FILES and nbytes / files > _LARGEST_FILE:

@@ -1,12 +1,12 @@
 """Meta's names and shapes as data: LLaMA 1, 2 and 3, and Llama 4 with its two sets of names and its vision tower.
 
-The target side is stock Hugging Face. Each row's axis is that of a file's tensor along which model-parallel files hold
-parts; where experts lie one below the other in a matrix, each file holds a part of every expert's rows. Meta's code
-takes Llama 4 under the names of the releases, where projections are fused and experts flat, and under those of its
-modules; a file may mix them, and so may the table that reads.
+The target side is stock Hugging Face. A row's axis is the axis of a file's tensor along which model-parallel files are
+sliced. Where a matrix holds the rows of all experts, each file holds a slice of every expert's rows. Meta's code
+accepts Llama 4 under the names of the releases, with fused projections and flat experts, and under the names of its
+modules. A file may mix them, and so may the table for reading.
 
 Sources: the modules and load hooks of meta-llama/llama (LLaMA 1 and 2) and of meta-llama/llama-models (Llama 3 and 4),
-and the dimensions of its `reshard_mp`.
+and the axes in its `reshard_mp`.
 """
 
 import math
@@ -26,23 +26,23 @@ STYLES = ("release", "unfused")
 
 
 class _Rotated(Operation):
-    """Rows of a projection whose heads Meta rotates in neighbouring channels, and Hugging Face in halves.
+    """Rows of a projection before rotary embedding: Meta rotates neighbouring channels, Hugging Face rotates halves.
 
-    Each head's rows go from r0 i0 r1 i1 ... to r0 r1 ... i0 i1 ... . No head is cut by files, so each file is turned
-    on its own.
+    Each head's rows go from r0 i0 r1 i1 ... to r0 r1 ... i0 i1 ... . Files hold whole heads, so each file's rows are
+    permuted alone.
     """
 
     def __init__(self, heads: str):
         self.heads = heads
 
     def forward(self, parts, axis, sizes):
-        """Turn the rows of each file's heads and join them."""
+        """Permute the rows of each file's heads and join them."""
         assert axis is not None
         files = parts[0]
         return [join([self._turn(part, len(files), sizes, pairs_last=True) for part in files], axis)]
 
     def inverse(self, targets, axis, files, sizes):
-        """Give each file its heads, turned back."""
+        """Split the heads over the files and permute their rows back."""
         assert axis is not None
         return [[self._turn(part, files, sizes, pairs_last=False) for part in split(targets[0], axis, files)]]
 
@@ -58,19 +58,19 @@ class _Rotated(Operation):
 
 
 class _FusedRows(Operation):
-    """Several projections whose rows lie one below the other, in each file those of its own parts."""
+    """Projections fused by rows; each file holds its slice of every projection."""
 
     def __init__(self, shares: Callable[[Any], list[int]]):
         self.shares = shares
 
     def forward(self, parts, axis, sizes):
-        """Cut each file's tensor, then join part by part."""
+        """Split each file's tensor into projections, then join the files' slices of each."""
         assert axis is not None
         pieces = [self._cut(part, sizes) for part in parts[0]]
         return [join(part, axis) for part in zip(*pieces, strict=True)]
 
     def inverse(self, targets, axis, files, sizes):
-        """Split each projection over the files and put a file's parts together."""
+        """Split each projection over the files and fuse each file's slices."""
         assert axis is not None
         for target in targets[1:]:
             if target.dtype != targets[0].dtype:
@@ -96,17 +96,17 @@ class _FusedRows(Operation):
 
 
 class _Experts(Operation):
-    """Experts stacked in one tensor, of one projection or of gate and up side by side.
+    """Experts stacked in one tensor: of one projection, or of gate and up side by side.
 
     Attributes:
-        flat: whether Meta's tensor is a matrix of all experts' rows.
+        flat: whether Meta's tensor is a matrix with the rows of all experts.
     """
 
     def __init__(self, flat: bool):
         self.flat = flat
 
     def forward(self, parts, axis, sizes):
-        """Stack, join the files' slices of every expert, then put gate and up side by side."""
+        """Stack, join the files' slices of every expert, then join gate and up."""
         assert axis is not None
         experts = _text(sizes).num_local_experts
         stacked = [[self._stacked(part, experts) for part in files] for files in parts]
@@ -120,7 +120,7 @@ class _Experts(Operation):
         return [join(sides, 2)]
 
     def inverse(self, targets, axis, files, sizes):
-        """Cut gate and up apart and slice every expert."""
+        """Split gate and up, then slice every expert."""
         assert axis is not None
         tensor, axis = targets[0], axis + self.flat
         columns = tensor.shape[2]
@@ -143,29 +143,29 @@ class _Experts(Operation):
 
 
 class _Transposed(Operation):
-    """A matrix that the other side stores transposed."""
+    """A matrix that the other format stores transposed."""
 
     def convert(self, tensors, sizes):
-        """Exchange the axes."""
+        """Swap the axes."""
         for tensor in tensors:
             if tensor.ndim != 2:
                 raise CheckpointError(f"{tensor.origin} has shape {list(tensor.shape)}; expected: two axes.")
         return [tensor.transpose() for tensor in tensors]
 
     def revert(self, tensors, sizes):
-        """Exchange the axes."""
+        """Swap the axes."""
         return [tensor.transpose() for tensor in tensors]
 
 
 class _ResampledPositions(Operation):
-    """Positions of an older tower, class token first, which Meta's loader resamples on the patches' corners.
+    """Positions of an older tower, class token first; Meta's loader resamples them at the patches' corners.
 
-    It samples at x / width * 2 - 1 with `grid_sample`, half a patch left of and above each patch: the mean of the four
-    patches around a corner, where those outside the picture count as zero. Only read, never written.
+    `grid_sample` samples at x / width * 2 - 1, half a patch left of and above each patch: the mean of the four patches
+    around a corner, with zeros outside the picture. This operation only reads.
     """
 
     def convert(self, tensors, sizes):
-        """Resample the grid and put the class token last."""
+        """Resample the grid and move the class token to the end."""
         tensor = tensors[0]
         side = sizes.vision_config.grid_size
         if tensor.shape != (side * side + 1, sizes.vision_config.hidden_size):
@@ -216,7 +216,7 @@ _VE, _BLOCK, _LAYER = (
     "vision_model.model.layers.{j}.",
 )
 
-# LLaMA 1, 2 and 3 but for the embedding, whose axis differs.
+# LLaMA 1, 2 and 3 without the embedding, whose axis differs.
 _LLAMA = (
     Row("norm.weight", "model.norm.weight"),
     Row("output.weight", "lm_head.weight", axis=0),
@@ -244,7 +244,7 @@ _LLAMA = (
     Drop(_META + "attention.inner_attention.rope.freqs", _COMPUTED),
 )
 
-# The decoder of Llama 4: names that both styles share,
+# The decoder of Llama 4: names that both styles share.
 _LLAMA4_SHARED = (
     Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=0),
     Row("norm.weight", "model.norm.weight"),
@@ -252,7 +252,7 @@ _LLAMA4_SHARED = (
     Row(_META + "attention.wo.weight", _HF + "self_attn.o_proj.weight", axis=1),
     Row(_META + "feed_forward.router_DE", _HF + "feed_forward.router.weight", _TRANSPOSED, when=_is_mixture),
 )
-# those of the releases,
+# The decoder of Llama 4: names of the releases.
 _LLAMA4_RELEASE = (
     Row(_META + "attention.wqkv.layer_norm_weight", _HF + "input_layernorm.weight"),
     Row(
@@ -301,7 +301,7 @@ _LLAMA4_RELEASE = (
         axis=1,
     ),
 )
-# and those of the modules.
+# The decoder of Llama 4: names of Meta's modules.
 _LLAMA4_UNFUSED = (
     Row(_META + "attention_norm.weight", _HF + "input_layernorm.weight"),
     Row(_META + "attention.wq.weight", _HF + "self_attn.q_proj.weight", axis=0),
@@ -395,7 +395,7 @@ def llama_table(embedding_axis: int) -> Table:
     """The table of LLaMA 1, 2 and 3.
 
     Args:
-        embedding_axis: along which files hold parts of the embedding: 1 in LLaMA 1 and 2 (fairscale's
+        embedding_axis: axis along which files slice the embedding: 1 in LLaMA 1 and 2 (fairscale's
             `ParallelEmbedding`), 0 in Llama 3 (`VocabParallelEmbedding`).
     """
     return (Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=embedding_axis), *_LLAMA)
@@ -406,11 +406,11 @@ def llama4_table(config: LlamoeBaseConfig, style: str | None = None) -> Table:
 
     Args:
         config: a `LlamoeConfig`, whose decoder's names begin with `language_model.`, or a `LlamoeTextConfig`.
-        style: of the names to write, "release" or "unfused"; None for a table to read with, which knows both, in any
-            layer, and an older form of the tower's positions.
+        style: names to write, "release" or "unfused". None is a table for reading, which has both in any layer, and an
+            older form of the tower's positions.
 
     Raises:
-        ValueError: there is no such style.
+        ValueError: an unknown style.
     """
     if style is not None and style not in STYLES:
         raise ValueError(f"style = {style!r}: should be one of {', '.join(map(repr, STYLES))}.")
@@ -433,7 +433,7 @@ def _with_prefix(row: Row, prefix: str) -> Row:
 
 
 def names_for(table: Table, key: str) -> list[str]:
-    """Meta's names of the tensors that a Hugging Face key is made of, of several rows the first one's; for messages."""
+    """Meta's names of the tensors behind a Hugging Face key, for messages; of several rows, those of the first."""
     for row in table:
         if not isinstance(row, Row):
             continue
@@ -448,15 +448,15 @@ def names_for(table: Table, key: str) -> list[str]:
 
 
 def check_division(config: LlamoeBaseConfig, files: int, embedding_axis: int) -> None:
-    """Refuse a number of files that would cut a head, or leave a file without its part of something.
+    """Refuse a number of files that would split a head, or give a file no slice of some tensor.
 
     Args:
-        config: of the model.
-        files: how many model-parallel files.
+        config: the model's configuration.
+        files: number of model-parallel files.
         embedding_axis: as for `llama_table`.
 
     Raises:
-        ValueError: a size cannot be divided; all that cannot are named.
+        ValueError: sizes are not divisible; the message names all of them.
     """
     text = _text(config)
     sizes = {"num_key_value_heads": text.num_key_value_heads, "num_attention_heads": text.num_attention_heads}
@@ -472,7 +472,8 @@ def check_division(config: LlamoeBaseConfig, files: int, embedding_axis: int) ->
             sizes["intermediate_size_mlp"] = text.intermediate_size_mlp
     sizes["vocab_size"] = text.vocab_size
     if isinstance(config, LlamoeConfig):
-        sizes["hidden_size"] = text.hidden_size  # rows of the projector
+        # Rows of the projector.
+        sizes["hidden_size"] = text.hidden_size
         for name in ("hidden_size", "num_attention_heads", "intermediate_size", "projector_output_dim"):
             sizes[f"vision_config.{name}"] = getattr(config.vision_config, name)
     wrong = [f"{name} = {size}" for name, size in sizes.items() if size % files]

@@ -1,7 +1,7 @@
 """Meta's `params.json` as our configurations.
 
-What is absent means what Meta's code takes for it, which differs between LLaMA 1/2, Llama 3 and Llama 4. Sizes
-that tensors show come from them.
+An absent key has the default of Meta's code, which differs between LLaMA 1/2, Llama 3 and Llama 4. Sizes that tensors
+show are read off the tensors.
 
 Sources: `ModelArgs` and the feed-forwards of meta-llama/llama (LLaMA 1 and 2) and meta-llama/llama-models
 (Llama 3 and 4).
@@ -16,16 +16,16 @@ from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 
-# What Meta's code scales rotary embeddings from, and its factor for low frequencies: both are constants there.
+# Original context length of Llama 3's rotary scaling: a constant in Meta's code, as is the factor for low frequencies.
 _SCALED_FROM = 8192
 _LOW_FACTOR = 1.0
-# Scaling and high-frequency factors where the keys are absent: constants in Llama 3's code, defaults in Llama 4's.
+# Defaults of (scaling factor, high-frequency factor): constants in Llama 3's code, default values in Llama 4's.
 SCALING = {3: (8.0, 4.0), 4: (16.0, 1.0)}
-# Larger vocabularies are tiktoken's (Llama 3: 128256); those of SentencePiece have 32000 to 32016 pieces.
+# Larger vocabularies are tiktoken's (Llama 3: 128256); SentencePiece's have 32000 to 32016 pieces.
 LARGEST_SENTENCEPIECE = 65536
-# The rotary base of Llama 3 and 4, and of no dense model before.
+# The rotary base of Llama 3 and 4; no earlier dense model has it.
 LLAMA3_THETA = 500000.0
-# Tokens after the ranks of a tiktoken vocabulary, and the places of those that a configuration names among them.
+# Number of special tokens after the ranks of a tiktoken vocabulary; below, the offsets of those that a config names.
 _SPECIALS = {3: 256, 4: 2048}
 _LLAMA4_IDS = {"bos": 0, "eos": (1, 7, 8), "pad": 18, "boi": 80, "eoi": 81, "image": 92}
 
@@ -42,16 +42,16 @@ _REFUSED = ("quantization_args", "lora_args")
 
 @dataclass(frozen=True)
 class Seen:
-    """What the tensors, and not `params.json`, say of a folder.
+    """What the tensors, not `params.json`, show about a folder.
 
     Attributes:
         generation: 1 to 4.
         vocab_size: Rows of the whole embedding.
         inner: Hidden size of the dense feed-forwards; None means Meta's formula.
-        expert_inner: The same of an expert.
-        vision_inner: The same of the tower's blocks; None means `mlp_ratio`.
-        dtype: Of the weights, as "bfloat16".
-        instruct: Whether the folder's name says that the model was tuned to follow instructions.
+        expert_inner: Hidden size of an expert; None likewise.
+        vision_inner: Hidden size of the tower's feed-forwards; None means `mlp_ratio`.
+        dtype: Dtype of the weights, such as "bfloat16".
+        instruct: Whether the folder's name shows that the model was tuned to follow instructions.
     """
 
     generation: int
@@ -65,14 +65,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Params:
-    """The content of a `params.json` without its nulls, which says what is wrong with an entry, and where."""
+    """The content of a `params.json` without its nulls, with checks that name a wrong entry and its file."""
 
     entries: Mapping[str, Any]
     origin: str
 
     @classmethod
     def of(cls, content: Mapping[str, Any], origin: str) -> "Params":
-        """Take the content of a file; some are nested under "model"."""
+        """Wrap the content of a file; some files nest it under "model"."""
         nested = content.get("model")
         content = nested if isinstance(nested, Mapping) else content
         return cls(_without_nulls(content), origin)
@@ -81,12 +81,12 @@ class Params:
         return name in self.entries
 
     def reject(self, name: str, expected: str) -> NoReturn:
-        """Say that an entry is wrong, or missing."""
+        """Raise the error for a wrong or missing entry."""
         given = f"{name} = {self.entries[name]!r}" if name in self.entries else f"{name} is missing"
         raise CheckpointError(f"{self.origin}: {given}; expected: {expected}")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Get a whole number of at least 1."""
+        """A whole number of at least 1."""
         value = self.entries.get(name, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -95,25 +95,25 @@ class Params:
         return value
 
     def optional_integer(self, name: str) -> int | None:
-        """Get a whole number of at least 1, or None where it is absent or 0."""
+        """A whole number of at least 1, or None where it is absent or 0."""
         return self.integer(name) if self.entries.get(name) else None
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Get a finite number above 0."""
+        """A finite number above 0."""
         value = self.entries.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             self.reject(name, "a number above 0")
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """Get a truth value, false by default; the first releases wrote some as integers."""
+        """A truth value, false by default; the first releases wrote some as integers."""
         value = self.entries.get(name, False)
         if not isinstance(value, (bool, int)):
             self.reject(name, "true or false")
         return bool(value)
 
     def part(self, name: str) -> "Params | None":
-        """Get a nested object, None where there is none."""
+        """A nested object; None where there is none."""
         value = self.entries.get(name)
         if value is None:
             return None
@@ -122,7 +122,7 @@ class Params:
         return Params(_without_nulls(value), f"{self.origin}: {name}")
 
     def side(self, name: str) -> int:
-        """Get the side of a square that is written as {"height", "width"}, or as a number."""
+        """The side of a square that is written as {"height", "width"}, or as a number."""
         if (size := self.part(name) if isinstance(self.entries.get(name), Mapping) else None) is None:
             return self.integer(name)
         if size.integer("height") != size.integer("width"):
@@ -135,12 +135,12 @@ def _without_nulls(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def says_llama4(params: Params) -> bool:
-    """Whether the parameters alone show a Llama 4."""
+    """Whether the parameters alone identify a Llama 4."""
     return any(name in params for name in _LLAMA4_ONLY)
 
 
 def check_entries(params: Params, is_llama4: bool) -> dict[str, str]:
-    """Refuse quantised releases; list the keys that mean nothing to Meta's code, each with that reason."""
+    """Refuse quantized releases, and return each key that Meta's code ignores, with the reason."""
     for name in _REFUSED:
         part = params.entries.get(name)
         if part and (not isinstance(part, Mapping) or any(value for value in part.values())):
@@ -153,7 +153,7 @@ def check_entries(params: Params, is_llama4: bool) -> dict[str, str]:
 
 
 def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
-    """Where Meta's code takes for an absent key another value than Hugging Face's published configuration has."""
+    """Notes on absent keys whose default in Meta's code differs from Hugging Face's published configuration."""
     if isinstance(config, LlamoeDenseConfig):
         scaled = (config.rope_parameters or {}).get("rope_type") == "llama3"
         if scaled and "rope_scaling_factor" not in params and config.hidden_size < 4096:
@@ -170,7 +170,7 @@ def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
 
 
 def feed_forward_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Hidden size of a dense feed-forward by Meta's formula, which truncates at each step."""
+    """Hidden size of a dense feed-forward by Meta's formula, which rounds down at each step."""
     inner = int(2 * (4 * dim) / 3)
     if multiplier is not None:
         inner = int(multiplier * inner)
@@ -185,7 +185,7 @@ def expert_size(
     capacity_factor: float = 1.0,
     auto_scale=True,
 ) -> int:
-    """Hidden size of an expert, and of the shared one, by the formula of Llama 4's `MoE`."""
+    """Hidden size of routed and shared experts by the formula of Llama 4's `MoE`."""
     inner = int(multiplier * int(2 * int(ffn_exp * dim) / 3))
     if auto_scale:
         inner = int(inner / (capacity_factor + 1))
@@ -193,15 +193,15 @@ def expert_size(
 
 
 def read_config(params: Params, seen: Seen) -> LlamoeBaseConfig:
-    """The configuration that a Meta folder stands for.
+    """The configuration of a Meta folder.
 
     Args:
-        params: Its parameters.
-        seen: What its tensors say; sizes that they do not show follow Meta's formulas.
+        params: The folder's parameters.
+        seen: What the tensors show; other sizes follow Meta's formulas.
 
     Returns:
-        A `LlamoeDenseConfig` for LLaMA 1, 2 and 3, else a `LlamoeTextConfig`, in a `LlamoeConfig` where there
-        are `vision_args`.
+        A `LlamoeDenseConfig` for LLaMA 1, 2 and 3, else a `LlamoeTextConfig`, inside a `LlamoeConfig` if there are
+        `vision_args`.
 
     Raises:
         CheckpointError: an entry is missing or impossible, or contradicts the tensors.
@@ -255,7 +255,7 @@ def _read_decoder(params: Params, seen: Seen) -> dict[str, Any]:
 
 def _read_rope(params: Params, generation: int) -> dict[str, Any]:
     scaled = params.flag("use_scaled_rope")
-    # Llama 2's code has no such key; Code Llama's files have it. Those of Llama 3 and 4 have a default of their own.
+    # Llama 2's code does not have this key, but Code Llama's files do. Llama 3 and 4 have their own default.
     theta = params.number("rope_theta", LLAMA3_THETA if scaled or generation > 2 else 10000.0)
     if not scaled:
         return {"rope_type": "default", "rope_theta": theta}
@@ -277,11 +277,12 @@ def _read_dense(params: Params, seen: Seen) -> LlamoeDenseConfig:
     if rope["rope_type"] == "llama3":
         length = 131072
     elif seen.generation == 2 and rope["rope_theta"] == 1e6:
-        length = 16384  # Code Llama
+        # Code Llama.
+        length = 16384
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     if seen.generation == 3:
         base = seen.vocab_size - _SPECIALS[3]
-        # end_of_text; after it eom and eot, which end the turns of tuned models.
+        # end_of_text; tuned models also end their turns with eom and eot.
         eos = [base + 1, base + 8, base + 9] if seen.instruct else base + 1
         ids = {"bos_token_id": base, "eos_token_id": eos} if base > 0 else dict.fromkeys(ids)
     multiplier = params.number("ffn_dim_multiplier") if "ffn_dim_multiplier" in params else None
@@ -299,7 +300,7 @@ def _read_dense(params: Params, seen: Seen) -> LlamoeDenseConfig:
 
 
 def _special_ids(seen: Seen) -> dict[str, Any]:
-    """Ids of Llama 4's special tokens, the last 2048; none in a vocabulary that has no room for them."""
+    """Ids of Llama 4's special tokens, the last 2048; none where the vocabulary is too small for them."""
     base = seen.vocab_size - _SPECIALS[4]
     if base <= 0:
         return {}

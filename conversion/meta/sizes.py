@@ -1,6 +1,6 @@
-"""What the files of a Meta folder show by themselves: which they are, which LLaMA they hold, and its sizes.
+"""What the files of a Meta folder show: the weight files, the LLaMA generation and the sizes.
 
-Nothing is taken from params.json that a tensor shows, and where both speak and differ, the error names both.
+A size that a tensor shows is not taken from params.json. Where the two differ, the error names both.
 """
 
 import re
@@ -18,7 +18,7 @@ _SCALES = re.compile(r"(fp8|int4)_scales.*")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files in the order of their numbers."""
+    """The weight files, sorted by number."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if "params.json" not in names:
         raise CheckpointError(f"{folder}: holds no params.json, which a folder of Meta's weights has.")
@@ -50,18 +50,18 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_tiktoken(tokenizer: bytes) -> bool:
-    """Whether a tokenizer.model is a table of ranks (Llama 3 and 4), not a SentencePiece model."""
+    """Whether a tokenizer.model is a tiktoken table (Llama 3 and 4), not a SentencePiece model."""
     return re.match(rb"[A-Za-z0-9+/]+=* \d+\s", tokenizer) is not None
 
 
 def find_generation(
     params: Params, files: Sequence[Mapping[str, LazyTensor]], tokenizer: bytes | None
 ) -> int:
-    """Which LLaMA it is, 1 to 4.
+    """The LLaMA generation, 1 to 4.
 
-    Llama 4 shows in its parameters and names. Of the others, Llama 3 has scaled rotary embeddings, a tokenizer of
-    tiktoken's or, where there is none, a large vocabulary or its rotary base; LLaMA 1 keeps the rotary frequencies in
-    each layer and Llama 2 once; where they were removed, the norms' 1e-6 is that of LLaMA 1's smaller sizes.
+    Parameters and names identify Llama 4. Llama 3 has scaled rotary embeddings or a tiktoken tokenizer; without a
+    tokenizer, a large vocabulary or Llama 3's rotary base counts. LLaMA 1 stores rotary frequencies in each layer,
+    Llama 2 once. Where they were removed, norms of 1e-6 mean LLaMA 1, whose smaller sizes have it.
     """
     tensors = files[0]
     if says_llama4(params) or any(
@@ -88,7 +88,7 @@ def find_generation(
 
 
 class _Measures:
-    """Shapes of a folder's tensors, in whole and in each of its files."""
+    """Shapes of a folder's tensors, whole and in each file."""
 
     def __init__(self, params: Params, files: Sequence[Mapping[str, LazyTensor]]):
         self.params, self.first, self.count = params, files[0], len(files)
@@ -104,12 +104,12 @@ class _Measures:
         return tensor
 
     def whole(self, suffix: str, axis: int, ndim: int = 2) -> int | None:
-        """The size, over all files, of an axis of the first tensor whose name ends so; None if there is none."""
+        """Size over all files of an axis of the first tensor whose name has this suffix; None if there is none."""
         found = [name for name in self.first if name.endswith(suffix)]
         return self.get(found[0], ndim).shape[axis] * self.count if found else None
 
     def check_rows(self, name: str, heads: str) -> None:
-        """Compare the rows of a projection of the first layer with the heads that params.json gives it."""
+        """Compare the rows of the first layer's projection with params.json's number of heads."""
         if name not in self.first:
             return
         head_dim = _head_dim(self.params)
@@ -133,7 +133,7 @@ def measure(
     """Read sizes off the tensors and compare them with params.json.
 
     Returns:
-        the parameters with what they left to the tensors, the sizes, and the axis along which the embedding is split.
+        the parameters, completed from the tensors; the sizes; and the axis along which files slice the embedding.
     """
     see = _Measures(params, files)
     dim, count = params.integer("dim"), len(files)
@@ -181,7 +181,7 @@ def measure(
 
 
 def _measure_embedding(see: _Measures, dim: int, generation: int) -> tuple[int, int]:
-    """Rows of the embedding, and the axis along which it is split: rows in Llama 3 and 4, columns before."""
+    """Rows of the embedding, and the axis along which files slice it: rows in Llama 3 and 4, columns before."""
     embedding, output = see.get("tok_embeddings.weight", 2), see.get("output.weight", 2)
     rows, columns = embedding.shape
     if columns == dim:
@@ -202,7 +202,7 @@ def _measure_embedding(see: _Measures, dim: int, generation: int) -> tuple[int, 
 
 
 def _check_parts_of_llama4(see: _Measures) -> Params:
-    """Compare mixture layers, experts and tower with params.json; fill in a number of experts of -1."""
+    """Compare mixture layers, experts and tower with params.json; replace an expert count of -1."""
     params, origin = see.params, next(iter(see.first.values())).origin.rpartition(": ")[0]
     routers = {
         int(match[1]): name

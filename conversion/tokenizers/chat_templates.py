@@ -1,14 +1,14 @@
-"""Chat templates in Jinja, as `apply_chat_template` reads them: what Meta's code writes around messages.
+"""Chat templates in Jinja for `apply_chat_template`: what Meta's code writes around messages.
 
 Llama 2: each question and answer is bos + `[INST] question [/INST] answer ` + eos, both stripped; a system message is
-folded into the first question before that. Llama 3 and 4: bos once, then each message as a header with its role, an
-empty line, the content, and a token that ends it. Sources: Meta's `llama`, `llama3` and `llama-models` repositories.
+first merged into the first question. Llama 3 and 4: bos once, then for each message a header with its role, an empty
+line, the content, and an end token. Sources: Meta's `llama`, `llama3` and `llama-models` repositories.
 
-Meta's code encodes header, content and calls each by itself, a template all at once: content of Llama 4 that begins
-with a line break may become other tokens than there, since it joins the header's.
+Meta's code encodes header, content and calls separately; a template is encoded at once. So Llama 4 content that begins
+with a line break may get other tokens, since the break merges with the header's.
 
-What a model writes itself stands between `generation` and `endgeneration`, the token that ends it included: by these
-marks `apply_chat_template(return_assistant_tokens_mask=True)` and trainers find it. They write nothing.
+The model's own output stands between `generation` and `endgeneration`, including the end token. These marks produce no
+text; `apply_chat_template(return_assistant_tokens_mask=True)` and trainers use them.
 """
 
 _NO_TOOLS = """{%- if tools is defined and tools -%}
@@ -133,22 +133,22 @@ _IMAGE = """{%- elif part['type'] == 'image' -%}
 
 
 def llama_2() -> str:
-    """Give the chat template of Llama 2; like Meta's code it refuses tags in messages and roles out of turn."""
+    """The chat template of Llama 2; like Meta's code it refuses tags in messages and roles out of turn."""
     return _LLAMA_2
 
 
 def llama_3() -> str:
-    """Give the chat template of Llama 3, which strips what messages say."""
+    """The chat template of Llama 3, which strips each message's content."""
     return _headers(
         "Llama 3 chat.", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", trim=True
     )
 
 
 def llama_4(*, images: bool) -> str:
-    """Give the chat template of Llama 4: results and calls of tools end with `<|eom|>`, others with `<|eot|>`.
+    """The chat template of Llama 4: tool calls and tool results end with `<|eom|>`, other messages with `<|eot|>`.
 
     Args:
-        images: whether `{"type": "image"}` is a part of a message; `Llama4Processor` writes its tokens.
+        images: whether messages may have parts `{"type": "image"}`; `Llama4Processor` writes their tokens.
     """
     return _headers(
         "Llama 4 chat.", "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", trim=False, images=images

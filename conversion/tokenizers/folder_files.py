@@ -1,10 +1,10 @@
-"""From Meta's tokenizer.model to the files of a Hugging Face folder: tokenizer, chat, generation, processor; and back.
+"""Meta's tokenizer.model to the files of a Hugging Face folder (tokenizer, chat, generation, processor), and back.
 
-Everything here goes from bytes to bytes by file name; nothing is written to disk. The original tokenizer.model stays in
-the folder, so that the way back gives the same bytes.
+Functions map file names to bytes and write nothing to disk. The original tokenizer.model stays in the folder, so that
+the way back gives the same bytes.
 
-The tokenizer class in the files is transformers' general one, which uses tokenizer.json as it stands. `LlamaTokenizer`
-builds its own steps anew at load and gives other ids.
+The files name transformers' general tokenizer class, which uses tokenizer.json as it is. `LlamaTokenizer` rebuilds the
+steps when it loads and gives other ids.
 """
 
 import json
@@ -21,9 +21,9 @@ from . import chat_templates, sentencepiece_models, tiktoken_tables
 from .processors import IMAGE_TOKENS, as_json, processor_files
 
 FAMILIES = ("llama-1", "llama-2", "llama-3", "llama-4")
-# What an assembled model needs beside its text: pictures, and the borders of messages in `multimodal_chat_template`.
+# Tokens that an assembled model needs: for pictures, and the message borders in `multimodal_chat_template`.
 MULTIMODAL_TOKENS = ("<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", *IMAGE_TOKENS)
-# LLaMA 1 has no chat models, and is told from Llama 2 by its context alone.
+# The context of LLaMA 1, which alone tells it from Llama 2. LLaMA 1 has no chat models.
 _LLAMA_1_CONTEXT = 2048
 _SETTINGS = {
     "tokenizer_class": "TokenizersBackend",
@@ -34,14 +34,14 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class MetaTokenizer:
-    """What a tokenizer.model is.
+    """A parsed tokenizer.model.
 
     Attributes:
         kind: "sentencepiece" or "tiktoken".
         family: one of `FAMILIES`.
-        size: tokens, special ones included.
+        size: number of tokens, special ones included.
         parsed: SentencePiece's `ModelProto`, or the tokens in order of their ranks.
-        origin: the file, for messages.
+        origin: file named in messages.
     """
 
     kind: str
@@ -51,14 +51,14 @@ class MetaTokenizer:
     origin: str
 
     def token_ids(self) -> dict[str, int]:
-        """Give the ids of the special tokens."""
+        """Special token to id."""
         if self.kind == "tiktoken":
             return tiktoken_tables.special_token_ids(self.family, len(self.parsed))
         kinds = (sentencepiece_models.CONTROL, sentencepiece_models.UNKNOWN)
         return {piece.piece: index for index, piece in enumerate(self.parsed.pieces) if piece.type in kinds}
 
     def roles(self) -> dict[str, str]:
-        """Name the tokens that transformers asks for: bos_token, eos_token, pad_token, for SentencePiece unk_token."""
+        """Tokens by transformers' roles: bos_token, eos_token, pad_token, for SentencePiece also unk_token."""
         if self.kind == "tiktoken":
             return tiktoken_tables.ROLES[self.family]
         return sentencepiece_models.special_tokens(self.parsed)
@@ -67,18 +67,18 @@ class MetaTokenizer:
 def check_tokenizer(
     tokenizer_model: Path | bytes, config: Any = None, *, family: str | None = None, origin: str | None = None
 ) -> MetaTokenizer:
-    """Read Meta's tokenizer.model, whatever it is, and refuse one that is damaged or of another model.
+    """Read Meta's tokenizer.model of either kind, and refuse one that is damaged or another model's.
 
     Args:
         tokenizer_model: the file, or its content.
-        config: a configuration of llamoe; None compares with nothing.
-        family: one of `FAMILIES`; None tells it from the kind of the file, the number of its tokens and, LLaMA 1 from
-            Llama 2, `max_position_embeddings`.
-        origin: what messages call the file, where only the content is given.
+        config: a configuration of llamoe to compare with, or None.
+        family: one of `FAMILIES`. None infers it from the kind of file and the number of tokens, and tells LLaMA 1 from
+            Llama 2 by `max_position_embeddings`.
+        origin: file named in messages where only the content is given.
 
     Raises:
-        CheckpointError: no tokenizer, a damaged one, or one with another number of tokens than `config.vocab_size`.
-        ValueError: `family` is none of `FAMILIES`.
+        CheckpointError: there is no tokenizer, it is damaged, or its number of tokens is not `config.vocab_size`.
+        ValueError: `family` is not one of `FAMILIES`.
     """
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family is {family!r}; {', '.join(map(repr, FAMILIES))} or None was expected.")
@@ -114,28 +114,28 @@ def hf_files_from_meta(
     family: str | None = None,
     origin: str | None = None,
 ) -> dict[str, bytes]:
-    """Make every file beside weights and config.json that a Hugging Face folder needs, from Meta's tokenizer.model.
+    """All files besides weights and config.json that a Hugging Face folder needs, from Meta's tokenizer.model.
 
-    Ids are those of Meta's `encode(text, bos=True, eos=False)`. One thing differs where a chat template exists: text
-    that spells a special token (`</s>`, `<|eot|>`) is read as that token, since templates write them as text; pass
-    `split_special_tokens=True` to the tokenizer to have it read as Meta's `encode` reads it. Without a template
-    (LLaMA 1, and Llama 2 with `instruct=False`) that is the default.
+    Ids are those of Meta's `encode(text, bos=True, eos=False)`, with one difference where a chat template exists: text
+    that spells a special token (`</s>`, `<|eot|>`) becomes that token, since templates write them as text. Pass
+    `split_special_tokens=True` to the tokenizer to encode such text as Meta does. Without a template (LLaMA 1, and
+    Llama 2 with `instruct=False`) that is the default.
 
     Args:
-        tokenizer_model: the file, or its content: a SentencePiece model or a tiktoken table, told by what is in it.
+        tokenizer_model: the file, or its content: a SentencePiece model or a tiktoken table.
         config: `LlamoeDenseConfig`, `LlamoeTextConfig` or `LlamoeConfig`; the last one also gets a processor.
-        instruct: whether the model was trained to chat. None is unknown: the chat template and the tokens that end an
-            answer are written, sampling settings are not. True writes those of Meta's examples (temperature 0.6, top_p
-            0.9) too. False, a base model, ends at the end of text only and, for Llama 2, has no template.
+        instruct: whether the model was trained to chat. True writes the chat template, the tokens that end an answer,
+            and the sampling settings of Meta's examples (temperature 0.6, top_p 0.9). None, unknown, omits the sampling
+            settings. False, a base model, stops only at the end of text and, for Llama 2, has no template.
         family: as in `check_tokenizer`.
         origin: as in `check_tokenizer`.
 
     Returns:
-        file name to content: tokenizer.model as it was, tokenizer.json, tokenizer_config.json,
-        generation_config.json, and where they exist chat_template.jinja and processor_config.json.
+        file name to content: the original tokenizer.model, tokenizer.json, tokenizer_config.json,
+        generation_config.json, and where the model has them chat_template.jinja and processor_config.json.
 
     Raises:
-        CheckpointError: as `check_tokenizer`; or the configuration's image tokens are not the tokenizer's.
+        CheckpointError: as for `check_tokenizer`; or configuration and tokenizer have different image tokens.
     """
     content = tokenizer_model if isinstance(tokenizer_model, bytes) else _read(tokenizer_model)
     origin = origin or ("tokenizer.model" if isinstance(tokenizer_model, bytes) else str(tokenizer_model))
@@ -167,12 +167,12 @@ def hf_files_from_meta(
 def generation_config(
     bos_token_id: int, eos_token_id: int | Sequence[int], pad_token_id: int, *, sample: bool = False
 ) -> bytes:
-    """Write generation_config.json.
+    """The content of generation_config.json.
 
     Args:
         bos_token_id, pad_token_id: ids of the tokens.
-        eos_token_id: what ends an answer, one id or several.
-        sample: whether to sample as Meta's examples do, at temperature 0.6 and top_p 0.9, and not to be greedy.
+        eos_token_id: one or several ids that end an answer.
+        sample: whether to sample as Meta's examples do, at temperature 0.6 and top_p 0.9, instead of greedily.
     """
     eos = eos_token_id if isinstance(eos_token_id, int) else list(eos_token_id)
     content = {"bos_token_id": bos_token_id, "eos_token_id": eos, "pad_token_id": pad_token_id}
@@ -184,14 +184,14 @@ def generation_config(
 def extend_tokenizer(
     companions: Mapping[str, bytes], special_tokens: Sequence[str] = MULTIMODAL_TOKENS
 ) -> tuple[dict[str, bytes], dict[str, int]]:
-    """Add special tokens to the tokenizer of a folder; every text without them keeps its ids.
+    """Add special tokens to a folder's tokenizer; every text without them keeps its ids.
 
     Args:
-        companions: file name to content; tokenizer.json, or a tokenizer.model to make it of.
-        special_tokens: the tokens; those that exist already keep their ids.
+        companions: file name to content; tokenizer.json, or a tokenizer.model to make it from.
+        special_tokens: the tokens; existing ones keep their ids.
 
     Returns:
-        all companions, the changed ones replaced, and the ids of `special_tokens`. New ids follow the highest old one.
+        all companions with the changed ones replaced, and the ids of `special_tokens`. New ids follow all old ones.
 
     Raises:
         CheckpointError: there is no tokenizer, or it is damaged.
@@ -231,7 +231,7 @@ def extend_tokenizer(
         listed.update(
             {str(index): {key: entry[key] for key in entry if key != "id"} for index, entry in flags.items()}
         )
-    # Prompts of a model that reads pictures name tokens in their text.
+    # Prompts with pictures spell special tokens in their text.
     settings.pop("split_special_tokens", None)
     files["tokenizer.json"] = as_json(content)
     files["tokenizer_config.json"] = as_json(settings)
@@ -239,24 +239,24 @@ def extend_tokenizer(
 
 
 def multimodal_chat_template() -> bytes:
-    """Give a chat template for assembled models: Llama 4's, with pictures, whose tokens are `MULTIMODAL_TOKENS`."""
+    """A chat template for assembled models: Llama 4's with pictures, using `MULTIMODAL_TOKENS`."""
     return chat_templates.llama_4(images=True).encode()
 
 
 def meta_tokenizer_model(companions: Mapping[str, bytes], *, vocab_size: int | None = None) -> bytes | None:
-    """Give Meta's tokenizer.model for the tokenizer of a Hugging Face folder.
+    """Meta's tokenizer.model for the tokenizer of a Hugging Face folder.
 
     Args:
         companions: file name to content.
-        vocab_size: rows of the embedding; special tokens from there on are left out, as no model has them. None keeps
-            all.
+        vocab_size: rows of the embedding; special tokens with larger ids are left out, since no model has them. None
+            keeps all.
 
     Returns:
-        the folder's own tokenizer.model, byte by byte, where tokenizer.json has no token beyond it; else one made of
+        the folder's own tokenizer.model, byte by byte, if tokenizer.json adds no token to it; else one built from
         tokenizer.json that gives the same ids; None where the folder has no tokenizer.
 
     Raises:
-        CheckpointError: Meta's formats cannot say what tokenizer.json does; the message says what.
+        CheckpointError: Meta's formats cannot express tokenizer.json; the message says why.
     """
     original = companions.get("tokenizer.model")
     if "tokenizer.json" not in companions:
@@ -286,7 +286,7 @@ def meta_tokenizer_model(companions: Mapping[str, bytes], *, vocab_size: int | N
 
 
 def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:
-    """Give the id of every token in tokenizer.json, special ones included.
+    """Token to id for every token in tokenizer.json, special ones included.
 
     Args:
         companions: file name to content; tokenizer.json among them.
@@ -298,18 +298,18 @@ def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def check_companions(companions: Mapping[str, bytes], config: Any, origin: str | None = None) -> list[str]:
-    """Refuse a folder's tokenizer whose ids reach beyond the embedding; fewer tokens than rows are usual.
+    """Refuse a tokenizer with ids beyond the embedding; fewer tokens than rows are usual.
 
     Args:
         companions: file name to content.
         config: a configuration of llamoe.
-        origin: the folder, for messages.
+        origin: folder named in messages.
 
     Returns:
-        what to note: tokens that were added and have no row, such as padding that is never read.
+        notes on added tokens without a row, such as a padding token that is never read.
 
     Raises:
-        CheckpointError: tokenizer.json is damaged, or its vocabulary holds an id that is no row of the embedding.
+        CheckpointError: tokenizer.json is damaged, or its vocabulary holds an id beyond the embedding.
     """
     if "tokenizer.json" not in companions:
         return []
@@ -353,7 +353,8 @@ def _kind(content: bytes, origin: str) -> str:
         )
     if tiktoken_tables.looks_like_table(content):
         return "tiktoken"
-    if content[:1] == b"\x0a":  # the first field of a ModelProto: a piece
+    # The first byte of a ModelProto: the tag of its first piece.
+    if content[:1] == b"\x0a":
         return "sentencepiece"
     what = "is empty" if not content else f"begins with {content[:20]!r}"
     raise CheckpointError(
@@ -374,7 +375,7 @@ def _tiktoken(tokens: list[bytes], text: Any, family: str | None, origin: str) -
         if family in (None, name) and (text is None or len(tokens) + count == text.vocab_size)
     ]
     if text is None and family is None:
-        # Both releases have their own number of ranks; 128000 and 200000.
+        # The releases have 128000 and 200000 ranks.
         fitting = ["llama-3" if len(tokens) < 160_000 else "llama-4"]
     if not fitting:
         totals = " or ".join(
@@ -417,7 +418,7 @@ def _generation_config(meta: MetaTokenizer, instruct: bool | None) -> bytes:
 
 
 def _with_added(original: bytes, content: Mapping[str, Any]) -> bytes:
-    """Give the original, with the tokens that tokenizer.json has beyond it."""
+    """The original tokenizer.model with the tokens that tokenizer.json adds to it."""
     ids = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
     origin = "tokenizer.model"
     if _kind(original, origin) == "tiktoken":
@@ -456,7 +457,8 @@ def _json(companions: Mapping[str, bytes], name: str) -> dict[str, Any]:
 def _check_json(content: bytes, name: str) -> None:
     try:
         Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing more specific
+    # The library raises nothing more specific.
+    except Exception as error:
         raise CheckpointError(
             f"{name}: is JSON, but the library tokenizers cannot read it ({error}). Take it from its source again."
         ) from error
@@ -475,6 +477,7 @@ def _is_tokenizer(content: Mapping[str, Any]) -> bool:
 
 def _vocabulary(content: Mapping[str, Any]) -> dict[str, int]:
     vocab = content["model"]["vocab"]
-    if isinstance(vocab, list):  # Unigram: [token, score], by id
+    # A Unigram vocabulary is a list of [token, score], in order of ids.
+    if isinstance(vocab, list):
         vocab = {token: index for index, (token, _) in enumerate(vocab)}
     return {**vocab, **{token["content"]: token["id"] for token in content.get("added_tokens", [])}}

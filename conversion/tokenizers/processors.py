@@ -1,7 +1,7 @@
-"""The processor of a multimodal folder: transformers' `Llama4Processor`, told the sizes of the tower behind it.
+"""The processor of a multimodal folder: transformers' `Llama4Processor` with the sizes of the model's tower.
 
-It cuts pictures into tiles of the tower's size and writes one `<|patch|>` for each token that leaves the adapter. A
-folder with these files loads where only transformers is imported.
+It cuts pictures into tiles of the tower's size and writes one `<|patch|>` token for each output of the adapter. A
+folder with these files also loads where only transformers is imported.
 """
 
 import json
@@ -11,7 +11,7 @@ from ...configuration import LlamoeConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import MODULE_NAME, entries_of_others
 
-# The tokens that Llama4Processor writes for a picture; the names are in its code.
+# Tokens that Llama4Processor writes for a picture; the names are fixed in its code.
 IMAGE_TOKENS = (
     "<|image_start|>",
     "<|image_end|>",
@@ -20,7 +20,8 @@ IMAGE_TOKENS = (
     "<|image|>",
     "<|patch|>",
 )
-BILINEAR = 2  # PIL's number; bicubic is 3
+# PIL's number; bicubic is 3.
+BILINEAR = 2
 
 
 def processor_files(
@@ -32,23 +33,23 @@ def processor_files(
     max_patches: int = 16,
     tokenizer_files: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
-    """Write the processor's files for a model.
+    """The processor's files for a model.
 
     Args:
-        config: of the model; the tower's picture size, patch size and pixel shuffle decide about tiles and tokens.
-        image_mean, image_std: of pixels between 0 and 1, a number for each channel. Llama 4's by default; CLIP's for
-            a tower of MetaCLIP, unless its normalization is folded into the weights.
-        resample: how pictures are resized, by PIL's number: 2 is bilinear, 3 bicubic.
-        max_patches: most tiles that a picture is cut into, besides the one with the whole.
-        tokenizer_files: tokenizer.json and tokenizer_config.json of the folder; they are compared with the
-            configuration, and the second one is returned with the processor's name in it.
+        config: the model's configuration; the tower's sizes and pixel shuffle determine tiles and tokens.
+        image_mean, image_std: normalization of pixels between 0 and 1, a number for each channel. Llama 4's by default;
+            CLIP's for a tower of MetaCLIP, unless its normalization is folded into the weights.
+        resample: resampling filter by PIL's number: 2 is bilinear, 3 bicubic.
+        max_patches: most tiles that a picture is cut into, besides the tile of the whole picture.
+        tokenizer_files: the folder's tokenizer.json and tokenizer_config.json; they are compared with the
+            configuration, and the second is returned with the processor's name in it.
 
     Returns:
-        file name to content: processor_config.json, and tokenizer_config.json where it was given.
+        file name to content: processor_config.json, and tokenizer_config.json if it was given.
 
     Raises:
-        CheckpointError: the tokenizer lacks a token that the processor writes, or gives it another id than `config`.
-        ValueError: the parts of `config` do not fit together, or the numbers are no channels' numbers.
+        CheckpointError: the tokenizer lacks a token that the processor writes, or has another id for it than `config`.
+        ValueError: the parts of `config` do not fit together, or mean and deviation do not fit the channels.
     """
     config.check_multimodal()
     vision = config.vision_config
@@ -88,7 +89,7 @@ def processor_files(
     if tokenizer_files is not None:
         _check_tokens(config, tokenizer_files)
         settings = json.loads(tokenizer_files.get("tokenizer_config.json", b"{}"))
-        # A processor's prompts name tokens in their text, so that they have to be read there.
+        # The processor's prompts spell special tokens in their text, so the tokenizer must read them there.
         settings.pop("split_special_tokens", None)
         files["tokenizer_config.json"] = as_json(
             {**settings, "processor_class": "Llama4Processor", "padding_side": "left"}
@@ -97,12 +98,12 @@ def processor_files(
 
 
 def processor_of_layout(companions: Mapping[str, bytes], layout: str) -> dict[str, bytes]:
-    """Say in processor_config.json how a folder of this layout loads it, and leave the other files as they are.
+    """The companions with a processor_config.json that loads in a folder of this layout.
 
     Args:
         companions: file name to content.
-        layout: "llamoe" adds an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. "stock" takes it
-            away, and names `Llama4Processor`, which reads the same files.
+        layout: "llamoe" adds an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. "stock" removes
+            it and names `Llama4Processor`, which reads the same files.
     """
     if "processor_config.json" not in companions:
         return dict(companions)
@@ -121,7 +122,7 @@ def processor_of_layout(companions: Mapping[str, bytes], layout: str) -> dict[st
 
 
 def as_json(content: Mapping) -> bytes:
-    """Write JSON as Hugging Face folders have it."""
+    """JSON in the form of Hugging Face folders."""
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 

@@ -1,12 +1,12 @@
 """The tokenizer of LLaMA 1 and 2: a SentencePiece model to tokenizer.json, and back.
 
-transformers' own `LlamaTokenizer` puts the space before a text only where none stands there already, and so loses a
-piece of a text that begins with one. SentencePiece always puts it. Here it is a step of the normalizer, and nothing
-cuts the text into words, as in SentencePiece, whose pieces of a high rank may then reach over anything.
+SentencePiece always puts a space before a text. transformers' own `LlamaTokenizer` adds it only where the text does not
+begin with one, and so loses a piece. Here the normalizer adds it. Nothing splits the text into words, as in
+SentencePiece, whose high-ranked pieces may span words.
 
-SentencePiece (Kudo and Richardson, 2018, arXiv:1808.06226) joins the two neighbours whose piece has the highest score,
-the leftmost first; `tokenizers` joins the pair that stands first in a list. The list holds every way to cut a piece in
-two, pieces in order of their scores. Each conversion is tried against SentencePiece itself before its result is used.
+SentencePiece (Kudo and Richardson, 2018, arXiv:1808.06226) merges the two neighbours whose piece has the highest score,
+the leftmost first; `tokenizers` merges the pair that stands first in a list. The list holds every way to split a piece
+in two, pieces in order of their scores. Each conversion is compared with SentencePiece itself before it is used.
 """
 
 import json
@@ -19,12 +19,14 @@ from tokenizers.models import BPE
 
 from ...configuration.errors import CheckpointError
 
-SPACE = "\u2581"  # what SentencePiece writes for a space
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # of sentencepiece_model.proto
+# SentencePiece writes this for a space.
+SPACE = "\u2581"
+# Piece types of sentencepiece_model.proto.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _MODEL_TYPES = {1: "unigram", 2: "byte-pair encoding", 3: "words", 4: "characters"}
 _BPE = 2
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-# The dummy prefix where a model has symbols of its own, see _normalizer.
+# Where the dummy prefix goes if a model has symbols of its own, see _normalizer.
 _PREFIX_BUT_FOR = r"\A(?!(?:{})\z)(?=[\s\S])"
 _PROBES = (
     "", " ", "   ", " leading", "trailing ", "two  spaces", "a b", "\n", "\n\n x", "\t tab", "line\r\nline", "<s>",
@@ -37,14 +39,14 @@ def read(content: bytes, origin: str) -> Any:
     """Parse and check a SentencePiece model.
 
     Args:
-        content: of the file.
-        origin: the file, for messages.
+        content: the file's content.
+        origin: file named in messages.
 
     Returns:
         its `ModelProto`.
 
     Raises:
-        CheckpointError: it is damaged, or of a kind that no LLaMA tokenizer is; or a library is missing.
+        CheckpointError: it is damaged, of a kind that LLaMA does not use, or a library is missing.
     """
     library, messages = _libraries(origin)
     proto = messages.ModelProto()
@@ -58,12 +60,14 @@ def read(content: bytes, origin: str) -> Any:
                 f"{origin}: a SentencePiece model of {len(proto.pieces)} pieces without {missing}, as if cut short. "
                 + advice
             )
-        if not all(isinstance(piece.piece, str) for piece in proto.pieces):  # bytes, where they are no UTF-8
+        # Pieces that are not UTF-8 are bytes.
+        if not all(isinstance(piece.piece, str) for piece in proto.pieces):
             raise CheckpointError(f"{origin}: a SentencePiece model with a piece that is no text. {advice}")
         library.SentencePieceProcessor(model_proto=content)
     except CheckpointError:
         raise
-    except Exception as error:  # protobuf and sentencepiece have errors of their own for this
+    # protobuf and sentencepiece raise errors of their own.
+    except Exception as error:
         problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{origin}: a damaged SentencePiece model ({problem}). {advice}") from error
     trainer = proto.trainer_spec
@@ -99,11 +103,11 @@ def read(content: bytes, origin: str) -> Any:
 
 
 def special_tokens(proto: Any) -> dict[str, str]:
-    """Name the tokens that transformers asks for.
+    """Tokens by transformers' roles.
 
-    There is no padding token in Meta's files. `<unk>` stands in: with bytes to fall back on no text contains it, so
-    that batches can be padded without a new row in the embedding, and no loss that leaves padding out leaves out an
-    end of text with it.
+    Meta's files have no padding token; `<unk>` stands in. A model with byte fallback never produces it from text, so
+    batches can be padded without a new row in the embedding, and a loss that ignores padding does not ignore the end
+    of text.
 
     Returns:
         bos_token, eos_token, unk_token and pad_token.
@@ -120,8 +124,8 @@ def to_json(proto: Any, origin: str) -> bytes:
     """Build tokenizer.json; ids equal SentencePiece's for every text, with `<s>` in front.
 
     Args:
-        proto: what `read` gives.
-        origin: the file, for messages.
+        proto: a result of `read`.
+        origin: file named in messages.
 
     Raises:
         CheckpointError: SentencePiece itself gives other ids for one of a list of texts.
@@ -147,11 +151,8 @@ def to_json(proto: Any, origin: str) -> bytes:
     if proto.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
-    for kind in (
-        CONTROL,
-        UNKNOWN,
-        USER_DEFINED,
-    ):  # what a text may name, in the order of its ids within a kind
+    # Tokens that a text may spell, in the order of their ids within a kind.
+    for kind in (CONTROL, UNKNOWN, USER_DEFINED):
         tokenizer.add_tokens(
             [
                 AddedToken(piece.piece, normalized=kind == USER_DEFINED, special=kind != USER_DEFINED)
@@ -170,15 +171,15 @@ def to_json(proto: Any, origin: str) -> bytes:
 
 
 def from_json(content: Mapping[str, Any], roles: Mapping[str, str | None], origin: str) -> bytes:
-    """Build a SentencePiece model which gives the ids of a tokenizer.json.
+    """Build a SentencePiece model that gives the ids of a tokenizer.json.
 
     Args:
-        content: of tokenizer.json: byte-pair encoding over characters, with a space put in front of a text.
+        content: tokenizer.json: byte-pair encoding of characters, with a space put in front of a text.
         roles: bos_token, eos_token, unk_token, pad_token of tokenizer_config.json.
-        origin: the file, for messages.
+        origin: file named in messages.
 
     Raises:
-        CheckpointError: SentencePiece cannot do what the file says; the message says what.
+        CheckpointError: SentencePiece cannot express the file; the message says why.
     """
     library, messages = _libraries(origin)
     model = content["model"]
@@ -203,7 +204,8 @@ def from_json(content: Mapping[str, Any], roles: Mapping[str, str | None], origi
         elif model.get("byte_fallback") and _BYTE_PIECE.fullmatch(name):
             piece.type = BYTE
         elif len(name) == 1:
-            piece.score = -float(len(pieces))  # never joined from others; below all that are
+            # Lower than all merged pieces, since this one is never merged from others.
+            piece.score = -float(len(pieces))
     trainer = proto.trainer_spec
     trainer.model_type = _BPE
     trainer.vocab_size = len(pieces)
@@ -233,7 +235,7 @@ def from_json(content: Mapping[str, Any], roles: Mapping[str, str | None], origi
         library.SentencePieceProcessor(model_proto=result)
     except Exception as error:
         raise CheckpointError(f"{origin}: SentencePiece refuses a model of its tokens ({error}).") from error
-    # Metaspace puts no space in front of one, unlike Meta's code: texts that begin with one differ, and are not tried.
+    # Unlike Meta's code, Metaspace adds no space to a text that begins with one; such texts are not compared.
     _try(
         Tokenizer.from_str(json.dumps(dict(content))), proto, origin, leading=bool(content.get("normalizer"))
     )
@@ -244,9 +246,9 @@ def extended(content: bytes, tokens: Mapping[str, int], origin: str) -> bytes:
     """Append special tokens to a SentencePiece model, as control pieces.
 
     Args:
-        content: of the model.
-        tokens: name to id, the first of which follows the model's last.
-        origin: the file, for messages.
+        content: the model.
+        tokens: name to id; the first id follows the model's last.
+        origin: file named in messages.
     """
     proto = read(content, origin)
     for name, index in sorted(tokens.items(), key=lambda item: item[1]):
@@ -273,7 +275,7 @@ def _libraries(origin: str) -> tuple[Any, Any]:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """List the pairs that give a piece: best score first, then the longer left part, which stands further left."""
+    """Pairs that merge into a piece: best score first, then the longer left part, which begins further left."""
     normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     merges = []
     for piece in sorted(normal, key=normal.__getitem__, reverse=True):
@@ -292,7 +294,7 @@ def _normalizer(proto: Any) -> Any:
     if settings.add_dummy_prefix:
         symbols = [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED]
         if symbols:
-            # A symbol is looked for as this normalizer leaves it, so that it must not get the prefix itself.
+            # tokenizers normalizes each symbol before searching for it; the prefix must not become a part of it.
             names = "|".join(re.escape(symbol) for symbol in symbols)
             steps.append(normalizers.Replace(Regex(_PREFIX_BUT_FOR.format(names)), SPACE))
         else:
@@ -302,7 +304,7 @@ def _normalizer(proto: Any) -> Any:
 
 
 def _scores(model: Mapping[str, Any], special: Collection[str], origin: str) -> dict[str, float]:
-    """Give each joined piece a score by the place of its pairs; refuse lists that SentencePiece would not follow."""
+    """A score for each merged piece by the place of its pairs; other orders than SentencePiece's are refused."""
     vocab = model["vocab"]
     pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     places: dict[str, int] = {}
@@ -333,7 +335,7 @@ def _scores(model: Mapping[str, Any], special: Collection[str], origin: str) -> 
 
 
 def _has_dummy_prefix(content: Mapping[str, Any], origin: str) -> bool:
-    """Find out whether a text gets a space in front; refuse other changes of a text."""
+    """Whether a text gets a space in front; other changes of a text are refused."""
     steps = _steps(content.get("normalizer"), "normalizers")
     cutting = _steps(content.get("pre_tokenizer"), "pretokenizers")
     kinds = []
@@ -361,10 +363,13 @@ def _steps(part: Mapping[str, Any] | None, name: str) -> list[Any]:
 
 
 def _try(tokenizer: Tokenizer, proto: Any, origin: str, *, leading: bool = True) -> None:
-    """Compare with SentencePiece itself: fixed texts, and texts made of the model's own pieces.
+    """Compare with SentencePiece itself on fixed texts and on texts made of the model's own pieces.
 
     Args:
-        leading: whether to try texts that begin with a space.
+        tokenizer: the tokenizer to check.
+        proto: SentencePiece's model.
+        origin: file named in messages.
+        leading: whether to include texts that begin with a space.
 
     Raises:
         CheckpointError: the ids of a text differ.

@@ -1,11 +1,11 @@
 """The tokenizer of Llama 3 and 4: a tiktoken table of ranks to tokenizer.json, and back.
 
-A line of the table is a token in base64, a space, and its rank, which is its id too. Behind the ranks follow special
-tokens, whose names and number are in Meta's code, not in the file: 256 for Llama 3, 2048 for Llama 4, whatever the
-number of ranks. So is the pattern that cuts a text into words.
+A line of the table is a token in base64, a space, and its rank, which is also its id. Special tokens follow the ranks.
+Their names and number are in Meta's code, not in the file: 256 for Llama 3, 2048 for Llama 4, whatever the number of
+ranks. The pattern that splits a text into words is in Meta's code, too.
 
-tiktoken joins the two neighbours whose sum has the lowest rank, the leftmost first. `tokenizers` joins the pair that
-stands first in a list, which here holds every way to cut a token in two, tokens in order of their ranks.
+tiktoken merges the two neighbours whose concatenation has the lowest rank, the leftmost first. `tokenizers` merges the
+pair that stands first in a list. The list holds every way to split a token in two, tokens in order of their ranks.
 """
 
 import base64
@@ -23,7 +23,7 @@ _ADVICE = "Take the file from the release again."
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# How Meta cuts a text into words, by family; Llama 4's is that of OpenAI's o200k.
+# Meta's patterns that split a text into words, by family; Llama 4's is that of OpenAI's o200k.
 PATTERNS = {
     "llama-3": rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_OTHERS}",
     "llama-4": (
@@ -42,7 +42,7 @@ def _filled(named: list[str], count: int, first: int) -> list[str]:
 
 
 _TEXT, _VISION = "text_post_train_reserved_special_token", "vision_reserved_special_token"
-# The special tokens of a family in the order of their ids, which begin behind the ranks.
+# The special tokens of a family in the order of their ids, which follow the ranks.
 SPECIAL_TOKENS = {
     "llama-3": _filled(
         [
@@ -73,7 +73,7 @@ SPECIAL_TOKENS = {
         0,
     ),
 }  # fmt: skip
-# What transformers asks for, and what ends an answer beside the end of text.
+# Tokens by transformers' roles, and those that end an answer besides the end of text.
 ROLES = {
     "llama-3": {
         "bos_token": "<|begin_of_text|>",
@@ -90,7 +90,7 @@ STOPS = {"llama-3": ("<|eom_id|>", "<|eot_id|>"), "llama-4": ("<|eom|>", "<|eot|
 
 
 def special_token_ids(family: str, ranks: int) -> dict[str, int]:
-    """Give the ids of a family's special tokens.
+    """The ids of a family's special tokens.
 
     Args:
         family: "llama-3" or "llama-4".
@@ -103,14 +103,14 @@ def read(content: bytes, origin: str) -> list[bytes]:
     """Parse and check a table of ranks.
 
     Args:
-        content: of the file.
-        origin: the file, for messages.
+        content: the file's content.
+        origin: file named in messages.
 
     Returns:
         the tokens in order of their ranks.
 
     Raises:
-        CheckpointError: a line is damaged, a rank or a token is there twice or missing, or a single byte has none.
+        CheckpointError: a line is damaged, a rank or a token is missing or stands twice, or a single byte has no rank.
     """
     ranks: dict[int, bytes] = {}
     tokens: dict[bytes, int] = {}
@@ -162,7 +162,7 @@ def to_json(tokens: list[bytes], family: str) -> bytes:
     """Build tokenizer.json: ids equal tiktoken's for every text without special tokens, `<|begin_of_text|>` in front.
 
     Args:
-        tokens: what `read` gives.
+        tokens: a result of `read`.
         family: "llama-3" or "llama-4", whose pattern and special tokens are used.
     """
     symbols = _byte_symbols()
@@ -171,7 +171,8 @@ def to_json(tokens: list[bytes], family: str) -> bytes:
         BPE(
             vocab={name: rank for rank, name in enumerate(names)},
             merges=_merges(names),
-            ignore_merges=True,  # a word that is a token is not joined from parts, which may not lead there
+            # A word that is a token stays whole; merging its parts might not lead there.
+            ignore_merges=True,
         )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -195,11 +196,12 @@ def from_json(content: Mapping[str, Any], origin: str) -> bytes:
     """Build the table of a byte-level tokenizer.json.
 
     Args:
-        content: of tokenizer.json.
-        origin: the file, for messages.
+        content: tokenizer.json.
+        origin: file named in messages.
 
     Raises:
-        CheckpointError: Meta's code, which has the rest in it, could not give the same ids; the message says why.
+        CheckpointError: Meta's code, which fixes pattern and special tokens, could not give the same ids; the message
+            says why.
     """
     model = content["model"]
     added = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
@@ -254,7 +256,7 @@ def from_json(content: Mapping[str, Any], origin: str) -> bytes:
 
 
 def _family(content: Mapping[str, Any], origin: str) -> str:
-    """Find the family whose pattern cuts texts here."""
+    """The family whose pattern this tokenizer has."""
     step = content.get("pre_tokenizer") or {}
     steps = step.get("pretokenizers", [step])
     patterns = [part["pattern"].get("Regex") for part in steps if part.get("type") == "Split"]
@@ -268,7 +270,7 @@ def _family(content: Mapping[str, Any], origin: str) -> str:
 
 
 def _merges(names: list[str]) -> list[tuple[str, str]]:
-    """List the pairs that give a token: lowest rank first, then the longer left part, which stands further left."""
+    """Pairs that merge into a token: lowest rank first, then the longer left part, which begins further left."""
     known = set(names)
     return [
         (name[:cut], name[cut:])
@@ -279,10 +281,10 @@ def _merges(names: list[str]) -> list[tuple[str, str]]:
 
 
 def _byte_symbols() -> list[str]:
-    """Give the symbol that byte-level tokenizers write for each byte.
+    """The symbol that byte-level tokenizers write for each byte.
 
-    Printable characters of Latin-1 stand for themselves; the others, in order, for the characters from 256 on (GPT-2,
-    Radford et al., 2019).
+    Printable characters of Latin-1 stand for themselves; other bytes, in order, become the characters from 256 on
+    (GPT-2, Radford et al., 2019).
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -290,7 +292,7 @@ def _byte_symbols() -> list[str]:
 
 
 def looks_like_table(content: bytes) -> bool:
-    """Tell whether one of the first lines is a word and a number, as in a table, be it damaged otherwise."""
+    """Whether one of the first lines is a word and a number, as in a table; the rest may be damaged."""
     is_binary = any(byte < 9 or 13 < byte < 32 for byte in content[:64])
     return not is_binary and any(
         re.fullmatch(rb"[!-~]+ \d+\s*", line) for line in content[:4096].splitlines()[:10]

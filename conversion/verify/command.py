@@ -1,8 +1,8 @@
-"""Are two checkpoints the same function? Answered by their tensors, their configurations and what they compute.
+"""Whether two checkpoints compute the same function, from their tensors, configurations and outputs.
 
-Both are read as stock keys, whatever their format, and run by this package's own model classes in float32. So what
-is compared is the two readings: an error that our reader makes on both sides alike cannot show here. That the reader
-and the models are right is what this project's tests compare with other implementations.
+Both are read as stock keys, whatever their format, and run by this package's own model classes in float32. So the
+comparison shows differences between the two files. An error that our reader makes on both sides alike does not show;
+this project's tests compare the readers and the models with other implementations.
 """
 
 from __future__ import annotations
@@ -53,44 +53,44 @@ def verify(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> Verification:
-    """Compare two checkpoints of any formats: keys, shapes, numbers, configurations, and what they compute.
+    """Compare two checkpoints of any formats: keys, shapes, weights, configurations and outputs.
 
-    Weights are compared block by block, two blocks in memory at a time. Then both models run, one after the other, on
-    the same random tokens (and pictures), in float32. Of a multimodal model and a decoder the decoders are compared, of
-    a multimodal model and a tower the towers, without an adapter or projection that one of them lacks; of models with
-    more and fewer tokens, the common ones.
+    Weights are compared block by block, two blocks in memory at a time. Then both models run one after the other on
+    the same random tokens (and pictures), in float32. A multimodal model is compared with a decoder by its decoder, and
+    with a tower by its tower, without an adapter or projection that only one of them has. Models with different numbers
+    of tokens are compared on the common ones.
 
-    Where both come with a processor that says how pixels are normalized (preprocessor_config.json or
-    processor_config.json), pictures are random pixels that each side's own numbers normalize, so that a tower into
-    which they were folded is the same function. Otherwise both get the same numbers, as they leave a processor.
+    Where both have a processor that states the pixel normalization (preprocessor_config.json or processor_config.json),
+    the random pixels are normalized for each side. A tower into which the normalization was folded is then the same
+    function. Otherwise both get the same values, as a processor would return them.
 
-    Random tokens are taken among the rows of the embedding that differ, as many as there is room for. What no token
-    reaches, the other rows and experts that none was sent to, is compared by itself where it differs (see
-    `conversion/verify/compare_unreached.py`): the same function is only what shows no difference there either.
+    Random tokens include rows of the embedding that differ, as many as fit. Weights that no token reaches, the other
+    rows and experts without tokens, are compared separately where they differ (see
+    `conversion/verify/compare_unreached.py`). Functions count as the same only if these agree, too.
 
-    A mixture sends a token to other experts where two scores are nearly equal and rounding differs. Such a token's
-    difference is large; `top1` says how many tokens still agree.
+    Where two scores are nearly equal, rounding can make a mixture send a token to other experts. Such a token's
+    difference is large; `top1` shows how many tokens still agree.
 
     Args:
-        a: a folder or file that `open_checkpoint` reads, or what it gave.
+        a: a folder or file that `open_checkpoint` reads, or its result.
         b: another.
-        tokens: random tokens of a row; at most what both models take.
-        rows: rows.
-        seed: of the random tokens and pictures.
+        tokens: number of random tokens in a row; at most what both models accept.
+        rows: number of rows.
+        seed: random seed of tokens and pictures.
         tolerance: see `Verification.tolerance`; by default `TOLERANCE`.
-        by_layer: read one matrix at a time, and of the experts only those that are used, which takes little memory and
-            no more time; False reads a model whole before it runs.
-        logits: compute outputs; otherwise weights and configurations are compared only.
-        device: where the models run; one that this machine has.
+        by_layer: read one matrix at a time, and only the experts that are used. This needs little memory and no more
+            time. False reads a whole model before it runs.
+        logits: compute outputs; otherwise only weights and configurations are compared.
+        device: device that the models run on; this machine must have it.
         progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
 
     Returns:
-        What was found.
+        The findings.
 
     Raises:
         CheckpointError: a path is no checkpoint, or a file is damaged.
-        ValueError: a count below 1, a tolerance that is negative, a device that is not there, or checkpoints of which
-            one reads texts and one pictures only.
+        ValueError: a count below 1, a negative tolerance, an unavailable device, or one checkpoint reads texts only and
+            the other pictures only.
     """
     begin = time.perf_counter()
     for name, value in (("tokens", tokens), ("rows", rows)):
@@ -142,15 +142,16 @@ def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
         return open_checkpoint(given, companions=False)
     except CheckpointError:
         raise
-    except OSError as error:  # a device, a folder that may not be read
+    # Such as a device file, or a folder without permission.
+    except OSError as error:
         raise CheckpointError(f"{Path(given)}: cannot be read ({error.strerror}).") from error
 
 
 def _usable(device: str | torch.device) -> torch.device:
-    """Try a device before any work is done for it.
+    """The device, after a small computation on it.
 
     Raises:
-        ValueError: there is none of that name, or it does not compute here.
+        ValueError: there is no such device, or it cannot compute.
     """
     try:
         found = torch.device(device)
@@ -168,7 +169,7 @@ def _usable(device: str | torch.device) -> torch.device:
 
 
 class _Meter:
-    """Counts what was read. Of experts that no token chose nothing is, so that the sum is known as a limit only."""
+    """Counts bytes that were read. Unused experts are never read, so the total is an upper limit."""
 
     def __init__(self, progress: Progress | None, total: int):
         self.progress, self.left = progress, total
@@ -188,11 +189,12 @@ class _Meter:
 def _compare_tensors(
     first: Checkpoint, second: Checkpoint, meter: _Meter
 ) -> tuple[dict[str, Any], dict[str, set[int]], torch.Tensor | None]:
-    """Give fields of the result, the experts that differ, and how far the embeddings' rows do."""
+    """Fields of the result, the experts that differ, and the differences of the embeddings' rows."""
     sides = []
     for part in (first, second):
         aliases = {head: part.tensors[key] for head, key in tied_head(part.config).items()}
-        sides.append({**aliases, **part.tensors})  # a tied head counts as a copy of the embedding
+        # A tied head counts as a copy of the embedding.
+        sides.append({**aliases, **part.tensors})
     a, b = sides
     shapes, tensors, dtypes, not_finite = {}, {}, Counter(), set()
     unequal: dict[str, set[int]] = {}
@@ -234,7 +236,7 @@ def _compare_tensors(
 
 
 class _Runner:
-    """Runs both models on the same inputs and compares what leaves them, and each layer's hidden states."""
+    """Runs both models on the same inputs and compares their outputs and each layer's hidden states."""
 
     def __init__(
         self,
@@ -252,7 +254,7 @@ class _Runner:
     def compare(
         self, result: Verification, unequal: dict[str, set[int]], rows_differ: torch.Tensor | None
     ) -> tuple[Verification, list[str]]:
-        """Complete a result by what the models compute; give the reasons, too."""
+        """Complete a result with the comparison of outputs, and return it with the reasons."""
         configs = self.configs
         if problem := _cannot_share_inputs(*configs):
             return replace(result, same_function=False), [problem]
@@ -356,7 +358,7 @@ def _cannot_share_inputs(a: LlamoeBaseConfig, b: LlamoeBaseConfig) -> str | None
 
 
 def _longest(config: LlamoeBaseConfig) -> int:
-    """Random tokens that a row can have, besides a picture's."""
+    """Number of random tokens that a row can have, besides a picture's."""
     picture = config.vision_config.tokens_per_tile if isinstance(config, LlamoeConfig) else 0
     return max(config.get_text_config().max_position_embeddings - picture, 1)
 

@@ -1,4 +1,4 @@
-"""What two checkpoints have in common: the parts to compare, and pixels as each of them wants them."""
+"""The parts that two checkpoints have in common, and the pixel normalization that each expects."""
 
 import copy
 import json
@@ -14,20 +14,20 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _ADAPTER = ("pixel_shuffle_ratio", "projector_input_dim", "projector_output_dim", "projector_final_act")
 
 Normalization = tuple[list[float], list[float]]
-"""Mean and deviation that are taken from, and divide, pixels between 0 and 1: a number for each channel."""
+"""Mean and standard deviation that normalize pixels between 0 and 1: a number for each channel."""
 
 
 def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint], list[str]]:
-    """Take the parts that can be compared with one another.
+    """The parts that can be compared with one another.
 
-    Of a multimodal model and a decoder that is the decoder; of a multimodal model and a tower the tower, without an
-    adapter or projection that the other lacks or has in another size.
+    For a multimodal model and a decoder that is the decoder. For a multimodal model and a tower it is the tower,
+    without an adapter or projection that the other lacks or has in another size.
 
     Returns:
         both parts, and notes on what was left out.
 
     Raises:
-        ValueError: one reads texts and one pictures only.
+        ValueError: one reads texts only and the other pictures only.
     """
     parts, notes, is_part = [first, second], [], False
     for index, (mine, other) in enumerate(((first, second), (second, first))):
@@ -56,7 +56,7 @@ def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint
 
 
 def _encoders(parts: list[Checkpoint]) -> tuple[list[Checkpoint], list[str]]:
-    """Leave out of two towers what only one of them has behind the encoder."""
+    """Leave out what only one of two towers has after the encoder."""
     configs: list[Any] = [copy.deepcopy(part.config) for part in parts]
     notes, dropped = [], []
     adapters = [config.use_adapter and [getattr(config, name) for name in _ADAPTER] for config in configs]
@@ -65,7 +65,8 @@ def _encoders(parts: list[Checkpoint]) -> tuple[list[Checkpoint], list[str]]:
         dropped.append("vision_adapter.")
         for config in configs:
             config.use_adapter = False
-            config.vision_feature_select_strategy = "full"  # the class token, too
+            # Keeps the class token, too.
+            config.vision_feature_select_strategy = "full"
             config.vision_output_dim = config.hidden_size
             config.projector_input_dim = config.projector_output_dim = config.hidden_size
     if configs[0].projection_dim != configs[1].projection_dim:
@@ -91,7 +92,7 @@ def _left_out(what: str, in_a: bool, in_b: bool) -> str:
 
 
 def pixel_normalization(checkpoint: Checkpoint) -> Normalization | None:
-    """Read how a checkpoint's processor normalizes pixels; None where nothing says it.
+    """The pixel normalization of a checkpoint's processor; None if no file states it.
 
     Raises:
         CheckpointError: the processor's file is damaged.

@@ -1,8 +1,8 @@
-"""What differs between two checkpoints as they are stored: numbers of tensors, fields of configurations.
+"""Differences between two checkpoints as they are stored: elements of tensors, fields of configurations.
 
-Two configurations are compared by what they come to. Some fields only say how a function is written down (experts,
-heads, the pairing of rotated channels): with other weights it may be the same one. Others make another function of the
-same weights, and not always one that a few random tokens show: a chunk is full after thousands of tokens only.
+Configurations are compared by their effect. Some fields only change how a function is stored (experts, heads, the
+pairing of rotated channels): with other weights it may be the same function. Other fields change the function of the
+same weights, and a few random tokens may not show it: a chunk is full only after thousands of tokens.
 """
 
 import math
@@ -17,8 +17,10 @@ from ...configuration.base import LlamoeBaseConfig
 from ...modeling.layers import RotaryEmbedding
 from ..io import LazyTensor, blocks
 
-_PIECE = 1 << 24  # numbers that are compared at once
-_ROWS = 4096  # of an embedding
+# Elements that are compared at a time.
+_PIECE = 1 << 24
+# Rows of an embedding that are compared at a time.
+_ROWS = 4096
 _DECODER_STRUCTURE = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "intermediate_size", "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "moe_layers",
@@ -33,16 +35,16 @@ _TOWER_STRUCTURE = (
 def compare_tensors(
     a: LazyTensor, b: LazyTensor, on_read: Callable[[int, str], None]
 ) -> tuple[float, tuple[bool, bool], set[int]]:
-    """Compare the numbers of two tensors, block by block; of tensors with more and fewer rows, the common rows.
+    """Compare two tensors block by block; where their numbers of rows differ, the common rows.
 
     Args:
         a: any tensor.
-        b: one of the same shape but for the first axis.
-        on_read: called with the bytes and the origin of what was read.
+        b: a tensor of the same shape, the first axis excepted.
+        on_read: called with the number of bytes and the origin of what was read.
 
     Returns:
-        the largest absolute difference, nan where only one of two numbers is one; whether each is finite, which is
-        known of what differs or is nan only; and the rows of a stacked tensor (experts) that differ.
+        the largest absolute difference, nan where only one of two elements is nan; whether each tensor is finite, which
+        is checked only where they differ or hold nan; and the rows (experts of a stack) that differ.
     """
     rows = min(a.shape[0], b.shape[0]) if a.ndim else 1
     largest, finite, unequal = 0.0, [True, True], set()
@@ -62,7 +64,8 @@ def compare_tensors(
             )
             finite = [known and now for known, now in zip(finite, is_finite, strict=True)]
             if a.ndim > 2 and difference != 0:
-                unequal.update(range(start, stop))  # of a stack a block is a row
+                # A block of a stack is one row.
+                unequal.update(range(start, stop))
     return largest, (finite[0], finite[1]), unequal
 
 
@@ -72,14 +75,14 @@ def compare_rows(
     """Compare two embeddings row by row.
 
     Args:
-        a: `[V, H]`.
-        b: `[W, H]`; of more and fewer rows the common ones are compared.
-        eps: of the norm that reads them.
+        a: `[V, H]`: V rows, hidden size H.
+        b: `[W, H]`; the common rows are compared.
+        eps: epsilon of the norm that reads them.
         on_read: as for `compare_tensors`.
 
     Returns:
-        for each row the largest absolute difference, as a part of `sqrt(mean(row ** 2) + eps)` of the larger one:
-        float32 `[min(V, W)]`, infinite where one of them is not finite.
+        for each row the largest absolute difference, divided by `sqrt(mean(row ** 2) + eps)` of the larger row: float32
+        `[min(V, W)]`, infinite where one of them is not finite.
     """
     x, y = a.read(), b.read()
     on_read(x.nbytes + y.nbytes, a.origin)
@@ -108,25 +111,26 @@ def _compare_numbers(x: torch.Tensor, y: torch.Tensor) -> tuple[float, tuple[boo
     finite = (bool(x.isfinite().all()), bool(y.isfinite().all()))
     difference = (x - y).abs()
     if not all(finite):
-        difference[(x == y) | (x.isnan() & y.isnan())] = 0  # the same infinity, or nan in both
+        # The same infinity in both, or nan in both.
+        difference[(x == y) | (x.isnan() & y.isnan())] = 0
     return difference.max().item() if len(x) else 0.0, finite
 
 
 def compare_configs(
     a: LlamoeBaseConfig, b: LlamoeBaseConfig
 ) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-    """Name what differs between two configurations and may matter to what the models compute.
+    """Fields of two configurations that differ and may change what the models compute.
 
-    Lengths, scalings and layer lists are compared by what they come to: a chunk that is never full, or a rotary
-    scaling of one, is no difference.
+    Lengths, scalings and layer lists are compared by their effect: a chunk that is never full, or a rotary scaling of
+    one, is no difference.
 
     Args:
-        a: of a decoder, a tower or a multimodal model.
-        b: of the same kind.
+        a: configuration of a decoder, a tower or a multimodal model.
+        b: another of the same kind.
 
     Returns:
-        what the outputs have to decide (sizes, experts, heads), and what is another function whatever the weights are;
-        each field to both values.
+        fields whose effect the outputs must show (sizes, experts, heads), and fields that change the function whatever
+        the weights are; each field with both values.
     """
     structure, function = {}, {}
     for name, value in _structure(a).items():
@@ -152,7 +156,7 @@ def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
 
 
 def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
-    """Give each field that the function depends on as it is shown and as it is compared."""
+    """Each field that the function depends on, as it is shown and as it is compared."""
     if isinstance(config, LlamoeConfig):
         inner = {
             f"{part}.{name}": value
@@ -203,17 +207,18 @@ def _function_of_tower(config: LlamoeVisionConfig) -> dict[str, tuple[Any, Any]]
 
 
 def _rotary(config: LlamoeBaseConfig) -> tuple:
-    """Give the rotation as numbers, so that two ways to write it down are the same."""
+    """The rotation as numbers, so that two spellings of the same rotation are equal."""
     with torch.device("cpu"):
         rotary = RotaryEmbedding(config)
     told = None
-    if rotary.rope_type in ("dynamic", "longrope"):  # theirs depend on the length of the pass
+    # These depend on the length of the pass.
+    if rotary.rope_type in ("dynamic", "longrope"):
         told = (sorted(config.rope_parameters.items(), key=str), config.max_position_embeddings)
     return rotary.inv_freq.tolist(), rotary.attention_scaling, told
 
 
 def _by_layer(values: list[Any]) -> Any:
-    """Write a value for each layer in short: as one value if all are the same."""
+    """The values of all layers in short: as one value if all are equal."""
     runs = [
         (value, [at for at, _ in pairs]) for value, pairs in groupby(enumerate(values), lambda pair: pair[1])
     ]

@@ -1,16 +1,17 @@
-"""What a few random tokens cannot show: rows of the embedding that no token read, experts that no token was sent to.
+"""Compares what random tokens do not reach: embedding rows that no token read, experts that no token was sent to.
 
-Where two models' outputs agree, their weights may still differ in such places, and these are compared by themselves:
+Where two models' outputs agree, their weights may still differ in such places:
 
-* A row of the embedding by its largest difference, as a part of `sqrt(mean(row ** 2) + rms_norm_eps)`, which is what
-  the first norm divides by.
-* An expert by its outputs for a few random rows, as they leave the norm before it, as a part of the outputs' root mean
-  square; a row of the router by the length of its difference, as a part of its own length. Experts that stand in
-  another order, with their rows of the router, are the same function, and so are experts whose inner channels do.
-* Experts that only one side has, or that both have in other numbers, change nothing if their outputs are zero.
+* An embedding row is compared by its largest difference, divided by `sqrt(mean(row ** 2) + rms_norm_eps)`, the
+  divisor of the first norm.
+* An expert is compared by its outputs for a few random rows that went through the norm before it: their difference,
+  divided by the outputs' root mean square. A router row is compared by the length of the difference, divided by its
+  own length. Permuted experts with equally permuted router rows are the same function, and so are experts with
+  permuted inner channels.
+* Experts that only one side has, or that both have in different numbers, change nothing if their outputs are zero.
 
-This holds where both models' hidden states are the same numbers. Where outputs agree and hidden states do not, the
-function may be written in another basis, and rows and experts cannot be compared one by one.
+This holds where both models' hidden states are equal. Where outputs agree and hidden states differ, the function may be
+written in another basis, and rows and experts cannot be compared one by one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,14 +25,16 @@ from ...modeling.moe import Experts
 from .report import OutputDifference, listed
 from .run_streamed import ExpertsOnDemand, Weights
 
-_ROWS = 8  # random rows for each expert
-_SAME_BASIS = 0.1  # mean difference of hidden states in one basis; in another one it is about one deviation
+# Random rows for each expert.
+_ROWS = 8
+# Largest mean difference of hidden states in the same basis, in standard deviations; in another basis it is about one.
+_SAME_BASIS = 0.1
 _EXPERTS = ".experts.gate_up_proj"
 _OF_PICTURES = ("vision_model.", "multi_modal_projector")
 _EMBEDDING = "embed_tokens.weight"
 
 Answer = tuple[bool | None, str]
-"""Whether the function is the same, None where that cannot be told; and the reason."""
+"""Whether the function is the same, None if unknown; and the reason."""
 
 
 @dataclass
@@ -39,9 +42,9 @@ class Side:
     """One of the two models.
 
     Attributes:
-        config: of the model.
+        config: its configuration.
         weights: its parameters.
-        used: name of a layer's experts to those that got a token.
+        used: name of a layer's experts to the experts that got a token.
     """
 
     config: LlamoeBaseConfig
@@ -51,15 +54,15 @@ class Side:
 
 @dataclass
 class Seen:
-    """What the comparison of weights and the run of both models found.
+    """Findings of the comparison of weights and of the run of both models.
 
     Attributes:
-        tokens: ids that were run.
-        rows: the embeddings' differences, a number for each common row, or None where they have no common shape.
-        experts: key of a stack to the experts whose numbers differ.
-        others: keys of all tensors that differ, have two shapes, or are on one side only.
+        tokens: token ids of the run.
+        rows: difference of each common embedding row, or None where the embeddings' widths differ.
+        experts: key of a stack to the experts whose elements differ.
+        others: keys of all tensors that differ in elements or shape, or are on one side only.
         layers: differences of the hidden states.
-        has_pictures: whether pictures were run.
+        has_pictures: whether the run had pictures.
     """
 
     tokens: set[int]
@@ -75,15 +78,16 @@ def compare_unreached(sides: tuple[Side, Side], seen: Seen, tolerance: float, se
 
     Args:
         sides: both models; their outputs agree.
-        seen: what is known of them.
-        tolerance: largest difference that counts as the same, see the module's text.
-        seed: of the random rows.
+        seen: findings so far.
+        tolerance: largest difference that counts as the same, in the units of the module's docstring.
+        seed: random seed of the rows for experts.
 
     Returns:
-        an answer for each thing that is not the same, or of which that cannot be told.
+        an answer for each part that differs, or may differ.
     """
     if isinstance(sides[0].config, LlamoeVisionConfig):
-        return []  # a picture reaches every weight of a tower
+        # A picture reaches every weight of a tower.
+        return []
     is_one_basis = bool(seen.layers) and all(
         part.mean_abs <= _SAME_BASIS * part.std
         for part in seen.layers
@@ -106,7 +110,7 @@ def compare_unreached(sides: tuple[Side, Side], seen: Seen, tolerance: float, se
 
 
 def wanted_tokens(rows: torch.Tensor | None) -> list[int]:
-    """Give the rows of the embedding that differ, those that differ most first."""
+    """Embedding rows that differ, the largest difference first."""
     if rows is None:
         return []
     order = rows.argsort(descending=True, stable=True)
@@ -134,7 +138,7 @@ def _of_embeddings(
                 f"the embeddings have rows of two widths: other tokens than the {len(seen.tokens)} were not compared",
             )
         return
-    # A picture's features stand where its tokens do; their row is never read.
+    # Picture features replace the embedding of the image token, so its row is never read.
     known = seen.tokens | {getattr(side.config, "image_token_index", -1) for side in sides}
     beyond = [row for row in wanted_tokens(seen.rows) if row not in known and not seen.rows[row] <= tolerance]
     if not beyond:
@@ -148,7 +152,7 @@ def _of_embeddings(
 
 
 class _Layer:
-    """The experts and routers of one layer in both models; one of them may have none."""
+    """The experts and routers of one layer in both models; one of the models may have none."""
 
     def __init__(self, name: str, sides: tuple[Side, Side], seed: int):
         self.name, self.sides = name, sides
@@ -163,7 +167,7 @@ class _Layer:
             config, weights = side.config.get_text_config(), side.weights
             with torch.device("meta"):
                 self.modules.append(ExpertsOnDemand(Experts(config), name, weights))
-            # The norm's weight may have been multiplied into the matrices behind it.
+            # Scaled by the norm's weight, which may instead have been multiplied into the matrices after the norm.
             scale = weights.read(name.replace("feed_forward.experts", "post_attention_layernorm.weight"))
             generator.manual_seed(seed)
             rows = torch.randn(_ROWS, config.hidden_size, generator=generator)
@@ -177,7 +181,7 @@ class _Layer:
     def compare(
         self, differing: Mapping[str, set[int]], tolerance: float, is_one_basis: bool
     ) -> Answer | None:
-        """Give what parts the layer's experts; None if nothing does."""
+        """The difference between the layer's experts; None if there is none."""
         texts = [side.config.get_text_config() for side in self.sides]
         if not all(self.has) or self.counts[0] != self.counts[1]:
             return self._compare_numbers(f"other numbers of experts ({self.counts[0]} and {self.counts[1]})")
@@ -208,7 +212,7 @@ class _Layer:
     def _compare_experts(
         self, partners: Sequence[int], unequal: set[int], tolerance: float
     ) -> dict[int, float]:
-        """Give the experts of the first side whose outputs differ, with how much."""
+        """Experts of the first side whose outputs differ from their partners', with the difference."""
         shapes = [side.weights.tensors[f"{self.name}.down_proj"].shape for side in self.sides]
         is_all = shapes[0] != shapes[1] or not torch.equal(*self.inputs)
         used = [side.used.get(self.name, set()) for side in self.sides]
@@ -225,13 +229,14 @@ class _Layer:
         return beyond
 
     def _compare_numbers(self, what: str) -> Answer | None:
-        """Compare where experts have no partners: those that give zero change nothing."""
+        """Compare experts without partners: experts whose outputs are zero change nothing."""
         used = [side.used.get(self.name, set()) for side in self.sides]
         all_known = True
         for side, has in enumerate(self.has):
             everyone = set(range(self.counts[side]))
             if not has or (not all(self.has) and used[side] == everyone):
-                continue  # the outputs have compared them all
+                # The outputs have compared all experts of this side.
+                continue
             for expert in sorted(everyone - used[side]):
                 if self._are_zero(side, [expert]):
                     continue
@@ -256,10 +261,10 @@ class _Layer:
 
 
 def _pair(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> tuple[list[int], list[int]]:
-    """Find for each row of a router `[E, H]` the same row of another one: itself, or else a row that is left over.
+    """Match each row of a router `[E, H]` with an equal row of another router: the same index, else any row left over.
 
     Returns:
-        the partner of each row, and the rows without one.
+        the partner of each row, and the rows without a partner.
     """
     partners = list(range(len(a)))
     sizes = torch.maximum(a.norm(dim=-1), b.norm(dim=-1))

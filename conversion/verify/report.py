@@ -1,4 +1,4 @@
-"""The verdict on two checkpoints: what was compared, how far it is apart, and the words for it."""
+"""The verdict on two checkpoints: what was compared, the differences, and sentences about them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import torch
 
 TOLERANCE = 1e-4
-"""Largest difference of two outputs that counts as the same, as a part of their standard deviation.
+"""Largest difference of two outputs that counts as the same, in standard deviations of the output.
 
-Formats that hold the same numbers differ by the order in which float32 adds them up, about 1e-6; two bfloat16 files
-are computed in float32 too. Weights that were rounded to another dtype on the way differ by more: give a tolerance.
+Formats with the same weights differ only by float32's order of summation, about 1e-6; bfloat16 files are computed in
+float32, too. Weights that were rounded to another dtype differ by more and need a larger tolerance.
 """
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """How far two outputs are apart.
+    """Difference of two outputs.
 
     Attributes:
-        name: of the output: `logits`, `last_hidden_state`, `pooler_output`, or of a layer.
+        name: output `logits`, `last_hidden_state` or `pooler_output`, or a layer.
         max_abs: largest absolute difference; nan where one of the two is not finite.
         mean_abs: mean absolute difference.
-        std: standard deviation of the first one.
-        top1: part of the positions at which both have the same largest logit; None for what is no logits.
+        std: standard deviation of the first output.
+        top1: fraction of positions at which both have the same largest logit; None for other outputs.
     """
 
     name: str
@@ -42,32 +42,30 @@ class Verification:
 
     Attributes:
         a: the first path.
-        b: the second.
+        b: the second path.
         kinds: source formats of both.
-        compared: tensors compared, by number.
+        compared: number of tensors compared.
         only_in_a: keys that `b` lacks.
         only_in_b: keys that `a` lacks.
-        shapes: key to both shapes where they differ; of embedding and head the rows that both have are compared all
-            the same.
+        shapes: key to both shapes where they differ; of embedding and head the common rows are still compared.
         dtypes: both dtypes to the number of tensors, where they differ.
-        tensors: key to the largest absolute difference, for the tensors that differ; nan where only one of the two
-            numbers is one.
-        not_finite: keys of tensors with infinities or nan, with an `a: ` or `b: ` before them.
-        structure: fields of the configurations that differ, but may describe the same function (experts, heads,
-            pairing of rotated channels): whether they do is for the outputs to say.
-        function: fields that make another function of the same weights, whether or not a few tokens show it.
+        tensors: key to largest absolute difference, for tensors that differ; nan if only one of two elements is nan.
+        not_finite: keys of tensors with infinities or nan, prefixed with `a: ` or `b: `.
+        structure: configuration fields that differ but may describe the same function (experts, heads, pairing of
+            rotated channels); the outputs decide.
+        function: configuration fields that change the function of the same weights, even if few tokens show it.
         outputs: the outputs' differences; empty if they were not computed.
-        layers: the hidden states' differences, in the order in which they are computed.
-        first_layer: the first of them beyond the tolerance.
-        tokens: random tokens of a row that were run, rows, and the seed.
+        layers: the hidden states' differences, in order of computation.
+        first_layer: the first layer beyond the tolerance.
+        tokens: random tokens in a row, rows, and the seed of the run.
         by_layer: whether weights were read one matrix at a time.
         tolerance: largest `max_abs / std` that counts as the same output.
-        same_weights: the same keys and shapes, and every number equal; dtypes may differ.
-        same_function: the outputs agree within the tolerance, no field stands in `function`, and nothing that the run
-            did not reach differs (see `unreached.py`). None where that cannot be told, or outputs were not asked for
-            and the weights do not decide.
+        same_weights: whether keys, shapes and all elements are equal; dtypes may differ.
+        same_function: whether the outputs agree within the tolerance, `function` is empty, and nothing that the run did
+            not reach differs (see `compare_unreached.py`). None if unknown, or if outputs were not asked for and the
+            weights do not decide.
         reasons: the verdict in sentences.
-        seconds: it took.
+        seconds: duration.
     """
 
     a: str
@@ -94,11 +92,11 @@ class Verification:
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Give all of it for JSON, which has no word for nan and infinity: those become text."""
+        """All fields for JSON; nan and infinity, which JSON lacks, become text."""
         return _plain(asdict(self))
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Give titles with rows of a label and a text, for people."""
+        """Titles with rows of a label and a text, for printing."""
         words = {True: "yes", False: "no", None: "cannot be told" if self.outputs else "not computed"}
         sections = [
             (
@@ -130,24 +128,25 @@ class Verification:
 
 
 def difference(name: str, a: torch.Tensor, b: torch.Tensor) -> OutputDifference:
-    """Measure how far two outputs of one shape are apart."""
+    """The difference of two outputs of one shape."""
     apart = (a - b).abs()
     top1 = (a.argmax(-1) == b.argmax(-1)).float().mean().item() if name == "logits" else None
     return OutputDifference(name, apart.max().item(), apart.mean().item(), a.std(correction=0).item(), top1)
 
 
 def within(part: OutputDifference, tolerance: float) -> bool:
-    """Say whether a difference counts as none."""
-    return part.max_abs <= tolerance * part.std  # nan is not
+    """Whether a difference is within the tolerance."""
+    # False for nan.
+    return part.max_abs <= tolerance * part.std
 
 
 def agree(result: Verification) -> bool:
-    """Say whether outputs were computed and all of them agree."""
+    """Whether outputs were computed and all of them agree."""
     return bool(result.outputs) and all(within(part, result.tolerance) for part in result.outputs)
 
 
 def reasons_of_weights(result: Verification) -> list[str]:
-    """Say in sentences how the weights differ."""
+    """Sentences on how the weights differ."""
     if result.same_weights:
         return [f"every number of {result.compared:,} tensors is equal"]
     reasons = []
@@ -167,25 +166,25 @@ def reasons_of_weights(result: Verification) -> list[str]:
 
 
 def sentence(part: OutputDifference, tolerance: float) -> str:
-    """Say how far two outputs are apart, and whether that is too far."""
+    """A sentence on the difference of two outputs, and whether it is too large."""
     verdict = "within" if within(part, tolerance) else "beyond"
     return f"{described(part, part.name + ' differ by')}, {verdict} the tolerance of {tolerance:.3g}"
 
 
 def described(part: OutputDifference, begin: str = "max") -> str:
-    """Say how far two outputs are apart."""
+    """The difference of two outputs in words."""
     share = f", {part.max_abs / part.std:.2g} of the standard deviation" if part.std > 0 else ""
     top1 = "" if part.top1 is None else f"; top-1 agrees at {part.top1:.1%}"
     return f"{begin} {part.max_abs:.3g} (mean {part.mean_abs:.3g}){share}{top1}"
 
 
 def largest(tensors: dict[str, float]) -> list[tuple[str, float]]:
-    """The tensors that differ most; nan before all."""
+    """The tensors that differ most; nan first."""
     return sorted(tensors.items(), key=lambda pair: (pair[1] == pair[1], -pair[1]))[:_SHOWN]
 
 
 def listed(keys: list[str]) -> str:
-    """Join names, not more than a few."""
+    """A few of the names, joined."""
     more = f" and {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else ""
     return ", ".join(keys[:_SHOWN]) + more
 

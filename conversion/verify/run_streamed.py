@@ -1,9 +1,9 @@
 """Runs the model of a checkpoint from its lazy tensors: whole, or one matrix at a time.
 
-One matrix at a time, a weight is read just before its module computes and forgotten right after; of the stacked
-experts only those are read to which a token was sent, each by itself. The pass is the model's own `forward`, on a
-model without weights (on the meta device): hooks bring and take the parameters, so that there is no second
-implementation that could differ. A model of any size runs in a little more than its largest matrix in float32.
+One matrix at a time means: a weight is read just before its module computes and freed right after. Of stacked experts,
+only those that a token was sent to are read, one by one. The forward pass is the model's own, on a model without
+weights (on the meta device). Hooks load and free the parameters, so no second implementation could differ. A model of
+any size runs in a little more memory than its largest matrix in float32.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from ...modeling.vision import VisionEncoderLayer
 from ..checkpoint import expected_shapes, model_class
 from ..io import LazyTensor
 
-_SHOWN = 5  # names in an error
+# Number of names listed in an error.
+_SHOWN = 5
 
 Watch = Callable[[str, torch.Tensor], None]
 
 
 def build_empty(config: LlamoeBaseConfig) -> nn.Module:
-    """Build the model of a configuration without weights.
+    """The model of a configuration, without weights.
 
     Args:
-        config: any of ours; it is left as it is.
+        config: any configuration of llamoe; it is not changed.
 
     Returns:
         The model with its head, float32, on the meta device, in evaluation mode.
@@ -45,7 +46,7 @@ def build_empty(config: LlamoeBaseConfig) -> nn.Module:
 
 
 def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
-    """Give the key of the output head to that of the embedding, where the configuration ties them; else nothing."""
+    """Key of the output head to key of the embedding where the configuration ties them; else empty."""
     if isinstance(config, LlamoeVisionConfig) or not config.get_text_config().tie_word_embeddings:
         return {}
     prefix = "language_model." if isinstance(config, LlamoeConfig) else ""
@@ -53,13 +54,13 @@ def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
 
 
 class Weights:
-    """What a model's parameters are read from.
+    """Source of a model's parameters.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         tensors: stock keys to lazy tensors.
-        device: where the parameters are wanted, as float32.
-        on_read: called with the bytes and the origin of everything read.
+        device: device of the parameters, which are float32.
+        on_read: called with the number of bytes and the origin of everything that is read.
 
     Raises:
         CheckpointError: a weight of the model is missing or has another shape.
@@ -72,7 +73,7 @@ class Weights:
         device: torch.device,
         on_read: Callable[[int, str], None] = lambda nbytes, origin: None,
     ):
-        # A tied head that is in the files all the same counts as in `from_pretrained`: as its own.
+        # As in `from_pretrained`, a tied head that is stored all the same is used as its own weight.
         aliases = {head: tensors[key] for head, key in tied_head(config).items() if key in tensors}
         self.tensors = {**aliases, **tensors}
         self.device = device
@@ -89,7 +90,7 @@ class Weights:
                 )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Read rows of a weight as float32 on the device."""
+        """Rows of a weight, as float32 on the device."""
         tensor = self.tensors[name]
         value = tensor.read(start, stop)
         self.on_read(value.nbytes, tensor.origin)
@@ -97,7 +98,7 @@ class Weights:
 
 
 class ExpertsOnDemand(nn.Module):
-    """Stands in for `Experts`: reads one expert at a time, and only those that got a token.
+    """Replaces `Experts`: reads one expert at a time, and only those that got a token.
 
     The products are those of `Experts.loop_over_experts`, called with one expert.
     """
@@ -113,7 +114,7 @@ class ExpertsOnDemand(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Send each row `[N, H]` to its experts `[N, k]`, as `Experts.forward` does."""
+        """Send each of N rows `[N, H]` to its k experts `[N, k]`, as `Experts.forward` does."""
         result = torch.zeros_like(hidden_states)
         empty = dict(self.one._parameters)
         for expert in top_k_index.unique().tolist():
@@ -145,17 +146,17 @@ def run(
     """Run a model once.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         weights: its parameters.
-        inputs: of its `forward`, on any device.
-        stream: one matrix at a time; else the whole model is read into memory first.
-        watch: called with the name and the output of the embedding, of each layer and of the last norm, as they
-            come; names are those of `LlamoeForCausalLM.model`, a tower's begin with `vision_model`.
-        used: gets the experts that a token was sent to, under the name of each layer's stack.
+        inputs: arguments of its `forward`, on any device.
+        stream: read one matrix at a time; otherwise the whole model is first read into memory.
+        watch: called with name and output of the embedding, each layer and the last norm, in this order; names are
+            those of `LlamoeForCausalLM.model`, and a tower's begin with `vision_model`.
+        used: filled with the experts that a token was sent to, under the name of each layer's stack.
 
     Returns:
-        `logits` `[B, T, vocab_size]`; of a tower `last_hidden_state` and, where it has one, `pooler_output`. Float32,
-        on the CPU.
+        `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower `last_hidden_state` and, if it has one,
+        `pooler_output`. Float32, on the CPU.
     """
     model = build_empty(config)
     if stream:
@@ -183,7 +184,8 @@ def _fill(model: nn.Module, weights: Weights) -> None:
     for prefix, module in model.named_modules():
         _bring(module, prefix, weights)
     if getattr(model, "_has_experts", False):
-        model.set_experts_implementation("eager")  # the products that `ExpertsOnDemand` forms
+        # The same products as in `ExpertsOnDemand`.
+        model.set_experts_implementation("eager")
 
 
 def _stream(model: nn.Module, weights: Weights) -> None:
@@ -203,7 +205,7 @@ def _stream(model: nn.Module, weights: Weights) -> None:
 
 
 def _bring(module: nn.Module, prefix: str, weights: Weights) -> None:
-    """Read a module's own parameters, not those of its children."""
+    """Load a module's own parameters, not those of its children."""
     for key, value in module._parameters.items():
         if value is not None:
             read = weights.read(f"{prefix}.{key}" if prefix else key)
@@ -239,17 +241,17 @@ def random_inputs(
     """Draw the same inputs for two models of one family.
 
     Args:
-        configs: of both; two towers, two multimodal models, or two decoders.
-        tokens: of a row, besides those of its picture.
-        rows: of the batch.
-        seed: of the generator.
-        wanted: token ids that are to be among them, the first of them if there is no room for all.
-        normalizations: mean and deviation of both models' pixels: random pixels between 0 and 1 are normalized for
-            each. None for the same normal numbers for both.
+        configs: configurations of two towers, two multimodal models, or two decoders.
+        tokens: number of tokens in a row, besides those of its picture.
+        rows: number of rows in the batch.
+        seed: random seed.
+        wanted: token ids to include; the first of them if there is no room for all.
+        normalizations: mean and standard deviation of both models' pixels; random pixels between 0 and 1 are normalized
+            for each. None draws the same normal numbers for both.
 
     Returns:
-        keyword arguments for each. Token ids are those that both vocabularies have, none of them an image token;
-        in multimodal models every row has a picture of one tile behind its first token, if both have a token for it.
+        keyword arguments for each. Token ids are in both vocabularies, and none is an image token. In multimodal models
+        every row has a picture of one tile after its first token, if both have a token for it.
     """
     generator = torch.Generator().manual_seed(seed)
     inputs: list[dict[str, Any]] = [{}, {}]

@@ -1,4 +1,4 @@
-"""Adapters of peft: read, checked, and brought under a model's names.
+"""peft's adapters: read, checked, and renamed to a model's keys.
 
 Reading order: safetensors_headers, files.
 """

@@ -1,13 +1,15 @@
-"""Do an adapter's weights belong to a model, and which way round are the factors of its experts?
+"""Whether an adapter's weights belong to a model, and in which layout the factors of its experts are.
 
-peft keys an adapter by the names of the modules that it changes, so that adapters of stock models fit ours by their
-names. Two things remain. peft and transformers drop what fits nowhere with a warning at most; here it is an error.
-And stock Llama 4 does not say that its experts are stored input-first: peft takes `[E, in, out]` for `[E, out, in]`
-and learns A on the output and B on the input side. The change of the weight is the same matrix product, so such a
-pair becomes one for our experts, which do say it, by exchanging its factors:
+peft names an adapter's weights after the modules that it changes, so adapters of stock models fit ours by their
+names. Two things remain. peft and transformers drop what fits nowhere, with a warning at most; here it is an error.
+And stock Llama 4 does not declare that its experts are stored input-first: peft takes `[E, in, out]` for
+`[E, out, in]`, and learns A on the output side and B on the input side. The change of the weight is the same matrix
+product. Our experts declare their layout, so such a pair fits them once its factors are exchanged:
 
-* A `[E * r, in]`, where the expert runs slowest;
-* B `[out, r * E]`, where the expert runs fastest.
+* A `[E * r, in]`, where the expert is the slowest index;
+* B `[out, r * E]`, where the expert is the fastest index.
+
+Shapes: E experts, R = r rank, X and Y the sizes of the two sides.
 """
 
 import copy
@@ -30,7 +32,7 @@ from .safetensors_headers import HUB_ARGUMENTS, check_files
 logger = logging.getLogger("llamoe")
 
 _PEFT_PREFIX = "base_model.model."
-# Base weights that peft saves beside an adapter, when they were resized or trained.
+# Base weights that peft saves with an adapter if they were resized or trained.
 _EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|lm_head)\.")
 _FACTOR = re.compile(r"^(?P<module>.+?)(?P<nested>(\.base_layer)*)\.lora_A(?P<rest>\..+)$")
 
@@ -38,7 +40,7 @@ _FACTOR = re.compile(r"^(?P<module>.+?)(?P<nested>(\.base_layer)*)\.lora_A(?P<re
 def exchange_factors(
     lora_A: torch.Tensor, lora_B: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn a pair of factors round, from stock's layout to ours or back.
+    """Convert a pair of factors from stock's layout to ours or back.
 
     Args:
         lora_A: `[E * r, X]`.
@@ -46,7 +48,7 @@ def exchange_factors(
         num_experts: E.
 
     Returns:
-        `[E * r, Y]` and `[X, r * E]`, of which each expert's product is the transpose of what it was.
+        `[E * r, Y]` and `[X, r * E]`: each expert's product is the transpose of what it was.
     """
     a_ERX = lora_A.unflatten(0, (num_experts, -1))
     b_YRE = lora_B.unflatten(1, (-1, num_experts))
@@ -57,36 +59,37 @@ def exchange_factors(
 
 
 def trained_on(config: Any) -> str | None:
-    """Give the class name of the model that an adapter's config says it was trained on, if it says so."""
+    """Class name of the model on which an adapter was trained, if its config names one."""
     return (getattr(config, "auto_mapping", None) or {}).get("base_model_class")
 
 
 def mark(config: Any, model: PreTrainedModel) -> None:
-    """Note in an adapter's config, when it is injected, which class its experts' factors are laid out for.
+    """Note in an adapter's config, when it is injected, the class for whose layout its experts' factors are stored.
 
-    It is what the adapter will be saved with. peft itself writes that only for adapters without a task type.
+    The adapter is saved with this note. peft itself writes it only for adapters without a task type.
     """
     if getattr(config, "target_parameters", None):
         config.auto_mapping = {
             "base_model_class": type(model).__name__,
-            "parent_library": "transformers",  # where our classes are published, and peft imports from nowhere else
+            # Our classes are published in transformers; peft imports them from there.
+            "parent_library": "transformers",
         }
 
 
-# Of the latest adapter file that a PeftModel has read: one of its tensors, and from where.
+# The latest adapter file that a PeftModel has read: one of its tensors, and the file's place.
 _latest_file: ContextVar[tuple[weakref.ref, Any, dict[str, Any]] | None] = ContextVar(
     "_latest_file", default=None
 )
 
 
 def remember_file(tensors: Mapping[str, torch.Tensor], name_or_path: Any, **kwargs: Any) -> None:
-    """Remember from where tensors were read, for as long as they live."""
+    """Remember the place from which tensors were read, while they live."""
     if tensors:
         _latest_file.set((weakref.ref(next(iter(tensors.values()))), name_or_path, kwargs))
 
 
 def _config_in_memory_or_file(config: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Give the config that was saved with these tensors: the file's, if they come from one."""
+    """The config saved with these tensors: the file's, if they come from a file."""
     reference, name_or_path, kwargs = _latest_file.get() or (lambda: None, None, {})
     first = reference()
     if first is None or not any(tensor is first for tensor in tensors):
@@ -107,7 +110,7 @@ def read_config(name_or_path: str | os.PathLike, **download: Any) -> Any:
 
     Raises:
         OSError: there is none.
-        ValueError: of peft, or where a field is none that it knows, or of another type.
+        ValueError: from peft, or a field is unknown or of another type.
     """
     from peft import PeftConfig
 
@@ -119,36 +122,39 @@ def read_config(name_or_path: str | os.PathLike, **download: Any) -> Any:
         return config
     except OSError:
         raise
-    except Exception as error:  # peft takes the fields as they come
+    # peft does not check the types of fields.
+    except Exception as error:
         raise ValueError(
             f"{name_or_path}: adapter_config.json: peft cannot read it ({type(error).__name__}: {error})."
         ) from error
 
 
 def skeleton_with(model: PreTrainedModel, config: Any, adapter_name: str) -> PreTrainedModel:
-    """Make a model of the same shapes, without weights, that has an adapter.
+    """A model of the same shapes on the meta device, with an adapter.
 
     Args:
-        model: the model, with or without other adapters; it is not touched.
+        model: the model, with or without other adapters; it is not changed.
         config: the adapter's config; it is not changed.
         adapter_name: the adapter's name.
 
     Raises:
-        ValueError: of peft, when the config's targets are not in the model.
+        ValueError: from peft, if the config's targets are not in the model.
     """
     from peft import inject_adapter_in_model
 
     config = copy.deepcopy(config)
     for field in ("init_lora_weights", "init_weights"):
         if hasattr(config, field):
-            setattr(config, field, False)  # some ways to begin decompose the weights
+            # Some initialisations decompose the weights.
+            setattr(config, field, False)
     with torch.device("meta"):
         skeleton = type(model)(copy.deepcopy(model.config))
     try:
         inject_adapter_in_model(config, skeleton, adapter_name, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ValueError(f"adapter_config.json: {error}") from error
-    except Exception as error:  # peft takes the fields of a configuration as they come
+    # peft does not check the types of fields.
+    except Exception as error:
         raise ValueError(
             f"adapter_config.json: peft cannot make layers of it ({type(error).__name__}: {error}). A field has a "
             "value of the wrong type, or asks for a package that is not installed."
@@ -164,18 +170,18 @@ def fit(
     optional: Mapping[str, tuple[int, ...]],
     strict: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Bring an adapter's tensors under the model's names and the right way round.
+    """Rename an adapter's tensors to the model's keys, and bring its experts into the model's layout.
 
     Args:
-        model: the model; of another class than the adapter's own it may be, as a head and its base model are.
+        model: the model; its class may differ from the adapter's own, as a head and its base model do.
         config: the adapter's config.
         tensors: its weights, without peft's prefix.
-        expected: keys and shapes that the adapter has on this model, all of which must be there.
-        optional: further keys and shapes that may be there.
-        strict: raise on what does not fit; else leave it to the caller.
+        expected: keys and shapes that the adapter must have on this model.
+        optional: further keys and shapes that it may have.
+        strict: raise on what does not fit; otherwise the caller decides.
 
     Returns:
-        the tensors, all of them expected or optional ones if strict.
+        the tensors; if strict, all of them are expected or optional.
 
     Raises:
         ValueError: an adapter of another model, or experts whose layout cannot be known.
@@ -211,7 +217,7 @@ def fit(
 
 
 def _names(model: PreTrainedModel, key: str) -> list[str]:
-    """Give what a key may be called in this model: as it is, or as the key of a model around or within it."""
+    """Names that a key may have in this model: its own, or that of a model around or within it."""
     prefixes: dict[str, str] = getattr(model, "_checkpoint_prefixes", {})
     renamed = (re.sub(f"^{old}", new, key) for old, new in prefixes.items())
     base = model.base_model_prefix + "."
@@ -225,7 +231,7 @@ def _orient_experts(
     expected: Mapping[str, tuple[int, ...]],
     given: Mapping[str, torch.Tensor],
 ) -> None:
-    """Exchange the factors of the experts, in place, if they were trained on stock's; `given` is the whole adapter."""
+    """Exchange the experts' factors in place if they were trained on stock; `given` is the whole adapter."""
     experts = {
         name.replace(".base_layer", ""): module.num_experts
         for name, module in model.named_modules()
@@ -242,7 +248,8 @@ def _orient_experts(
         size_in, size_out = expected[key][1], expected[other][0]
         sizes = tensors[key].shape[-1], tensors[other].shape[0]
         as_ours, as_stock = sizes == (size_in, size_out), sizes == (size_out, size_in)
-        if as_ours or as_stock:  # any other shape, and another rank, is complained about later
+        # Other shapes and ranks are reported later.
+        if as_ours or as_stock:
             pairs[key] = (other, experts[match["module"]])
             layouts.add("either" if as_ours and as_stock else "ours" if as_ours else "stock")
     if layouts == {"either"}:
@@ -259,7 +266,7 @@ def _orient_experts(
 
 
 def _recorded_layout(config: Any) -> str:
-    """Tell, of experts whose input and output have one size, by which class they were trained."""
+    """Class that trained experts whose input and output have the same size: "ours" or "stock"."""
     name = trained_on(config) or ""
     if name.startswith("Llamoe"):
         return "ours"
@@ -309,15 +316,15 @@ def fit_folder(
     strict: bool = True,
     make_skeleton: Callable[[], PreTrainedModel] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Fit the content of an adapter's folder to a model that it has not been added to yet.
+    """Fit the content of an adapter's folder to a model that does not have the adapter yet.
 
     Args:
         model: the model; it is not changed.
         config: the adapter's config.
-        adapter_name: what the adapter will be called.
+        adapter_name: the adapter's future name.
         tensors: its weights, by keys of the file.
         strict: as in `fit`.
-        make_skeleton: gives what `skeleton_with` does, where that is kept.
+        make_skeleton: returns the same as `skeleton_with`, if that is cached.
 
     Returns:
         the tensors by names that every supported `PreTrainedModel.load_adapter` understands.
@@ -328,7 +335,7 @@ def fit_folder(
     from peft import get_peft_model_state_dict
 
     shared = [key for key in tensors if key.startswith("base_model.") and not key.startswith(_PEFT_PREFIX)]
-    # RandLora draws its own anew, from a seed in its config.
+    # RandLora draws its shared tensors anew, from a seed in its config.
     if shared and config.peft_type != "RANDLORA":
         raise ValueError(
             f"This {getattr(config.peft_type, 'value', config.peft_type)} adapter has tensors that its layers share, "
@@ -341,8 +348,8 @@ def fit_folder(
     whole = _shapes(skeleton.state_dict())
     tensors = {key.removeprefix(_PEFT_PREFIX): tensor for key, tensor in tensors.items()}
     fitted = fit(model, config, tensors, expected, whole, strict)
-    # transformers puts the adapter's name behind "lora_...", which leads to the parameter's name where peft saves
-    # that in full. DoRA's vectors are saved without their ".weight", trained base weights without their wrapper.
+    # transformers inserts the adapter's name after "lora_...": the parameter's name, if peft saves that in full.
+    # DoRA's vectors are saved without ".weight", trained base weights without their wrapper.
     names = {}
     for full in whole:
         without = _without_name(full, adapter_name)
@@ -358,12 +365,12 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def fit_state_dict(model: PreTrainedModel, state_dict: dict[str, Any], prefix: str) -> None:
-    """Fit what peft loads into a model that has the adapter already, in place.
+    """Fit what peft loads into a model that already has the adapter, in place.
 
     Args:
         model: one of our models, inside of a `PeftModel`.
-        state_dict: what is being loaded.
-        prefix: what the model's keys begin with in it.
+        state_dict: the tensors being loaded.
+        prefix: the beginning of the model's keys in it.
 
     Raises:
         ValueError: as in `fit`.
@@ -372,19 +379,21 @@ def fit_state_dict(model: PreTrainedModel, state_dict: dict[str, Any], prefix: s
 
     given = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
     own = _shapes(model.state_dict())
-    # Newer peft names the adapter only in the keys that the model has.
+    # Newer peft includes the adapter's name only in keys that the model has.
     named = [name for name in model.peft_config if any(_is_named(key, name) for key in given)]
     adapter = (named or list(model.peft_config))[-1]
     config = model.peft_config[adapter]
     tuner = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)
     if tuner is None or not any(_is_named(key, adapter) or f".{tuner}" in key for key in given):
-        return  # no adapter
+        # No adapter.
+        return
     base = [name for name, shape in own.items() if len(shape) > 1 and not _is_named(name, adapter)]
     if sum(name in given for name in base) > len(base) / 2:
-        return  # a checkpoint of the whole model; adapters come with embeddings or biases at most
+        # A checkpoint of the whole model; adapters bring at most embeddings or biases.
+        return
     full_names = {_without_name(name, adapter): name for name in own if _is_named(name, adapter)}
     added = {name: own[full] for name, full in full_names.items()}
-    # Other methods share tensors between layers, which are saved once.
+    # Methods other than LoRA share tensors between layers, which are saved once.
     expected = {name: shape for name, shape in added.items() if tuner == "lora_" and ".lora_" in name}
     tensors = {_without_name(key, adapter): state_dict[full] for key, full in given.items()}
     fitted = fit(model, config, tensors, expected, {**own, **added})
@@ -396,13 +405,13 @@ def fit_state_dict(model: PreTrainedModel, state_dict: dict[str, Any], prefix: s
 def orient_swapped(
     model: PreTrainedModel, config: Any, adapter_name: str, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Turn the experts' factors of an adapter that is about to take another's place the right way round.
+    """Bring the experts' factors of an adapter that replaces another one into our layout.
 
     Args:
         model: one of our models, inside of a `PeftModel`.
-        config: of the adapter that comes.
-        adapter_name: what the one that goes is called.
-        tensors: those that come, by keys of the `PeftModel`.
+        config: config of the new adapter.
+        adapter_name: name of the adapter that is replaced.
+        tensors: weights of the new adapter, by keys of the `PeftModel`.
 
     Returns:
         the tensors by the same keys.
@@ -440,7 +449,7 @@ def _as_object(config: Any) -> Any:
 
 
 class LoadsAdapters(PreTrainedModel):
-    """Adapters of peft's for a model class, before `PreTrainedModel` among its bases."""
+    """peft's adapters for a model class; a base class to name before `PreTrainedModel`."""
 
     def load_adapter(
         self,
@@ -450,17 +459,17 @@ class LoadsAdapters(PreTrainedModel):
         adapter_state_dict: dict[str, torch.Tensor] | None = None,
         **kwargs,
     ):
-        """Load an adapter of peft's, as `PreTrainedModel.load_adapter` does.
+        """Load one of peft's adapters, as `PreTrainedModel.load_adapter` does.
 
-        It is compared with the model first, so that one of another base is refused before anything is changed.
+        It is first compared with the model, so that an adapter of another base is refused before anything changes.
         Adapters of stock Llama and Llama 4 fit; factors of experts that were trained on stock are exchanged.
 
         Args:
             peft_model_id: a folder, or `owner/name` on the Hub.
-            adapter_name: "default" where left out.
+            adapter_name: default: "default".
             peft_config: the adapter's config, instead of the folder's.
             adapter_state_dict: its weights, instead of the folder's.
-            **kwargs: of `PreTrainedModel.load_adapter`.
+            **kwargs: further arguments of `PreTrainedModel.load_adapter`.
 
         Raises:
             ValueError: an adapter of another model, or a damaged file.
@@ -478,13 +487,13 @@ class LoadsAdapters(PreTrainedModel):
             download |= {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
             download = {name: download[name] for name in HUB_ARGUMENTS if download.get(name) is not None}
             if "revision" in download:
-                # May carry the commit that it stands for in the base model's repository.
+                # The revision may be an object that also carries the commit in the base model's repository.
                 download["revision"] = str(download["revision"])
             headers = check_files(self, peft_model_id, **download)
             config = read_config(peft_model_id, **download) if config is None else config
             config = _as_object(config)
             if tensors is None:
-                # A tensor of a wrong shape is known before it is read.
+                # Headers reveal a tensor of a wrong shape before it is read.
                 make_skeleton = cache(partial(skeleton_with, self, config, name))
                 empty = {key: torch.empty(header.shape, device="meta") for key, header in headers.items()}
                 if empty:
@@ -502,6 +511,7 @@ class LoadsAdapters(PreTrainedModel):
         )
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        if self.__dict__.get("peft_config"):  # peft's own classes load an adapter's weights in this way
+        # peft's own classes load an adapter's weights through this method.
+        if self.__dict__.get("peft_config"):
             fit_state_dict(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,6 +1,6 @@
-"""Are an adapter's files whole, and can they be an adapter of this model? Answered from their headers.
+"""Whether an adapter's files are whole and can be an adapter of this model, checked on their headers.
 
-peft makes the layers of an adapter before it opens the file of its weights, and reads that whole before it looks.
+peft creates an adapter's layers before it opens the file of weights, and reads the whole file before it checks it.
 """
 
 import math
@@ -16,29 +16,29 @@ from ...configuration.errors import CheckpointError
 from ...configuration.json_files import read_json
 from ..checkpoints import WEIGHT_DTYPES, TensorHeader, read_header
 
-# What says from where a file is read.
+# Arguments that say from where a file is read.
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
-# Where peft looks for an adapter's weights, in this order.
+# Names of an adapter's weights, in peft's order.
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Some methods save which rows they change, as whole numbers.
+# Some methods save the indices of the rows they change, as integers.
 _POSITIONS = re.compile(r"indices(\.|$)")
-# Ranks up to which a config is taken at its word, and numbers of a file.
+# Ranks up to which a config is trusted (LoRA, other methods), and a number of elements always allowed in a file.
 _COMMON_RANK, _FULL_RANK, _FEW_NUMBERS = 1 << 10, 1 << 16, 1 << 26
 
 
 def check_files(
     model: PreTrainedModel, name_or_path: str | os.PathLike, **download: Any
 ) -> dict[str, TensorHeader]:
-    """Check an adapter's files by their headers, before peft makes layers for it and reads it.
+    """Check an adapter's files by their headers, before peft creates layers for it and reads it.
 
     Args:
-        model: what the adapter is for.
+        model: the model that the adapter is for.
         name_or_path: the adapter's folder, or `owner/name` on the Hub.
-        **download: of `HUB_ARGUMENTS`; others are passed over.
+        **download: arguments in `HUB_ARGUMENTS`; others are ignored.
 
     Returns:
-        the file's tensors by their names; none where there is no file.
+        the file's tensors by their names; empty without a file.
 
     Raises:
         CheckpointError: a file is damaged or hostile, has more numbers than an adapter of this model could, or dtypes
@@ -73,13 +73,14 @@ def _find(name_or_path: str | os.PathLike, name: str, download: Mapping[str, Any
             os.fspath(name_or_path), name, _raise_exceptions_for_missing_entries=False, **where
         )
     except (OSError, ValueError):
-        return None  # no network, no such repository: peft says so
+        # No network or no such repository: peft reports it.
+        return None
 
 
 def _check_ranks(path: str, config: Mapping[str, Any], header: Mapping[str, TensorHeader]) -> None:
-    """Refuse ranks that no tensor of the file has: peft makes layers of that size before it looks."""
+    """Refuse ranks that no tensor of the file has: peft creates layers of that size before it checks."""
     longest = max((axis for tensor in header.values() for axis in tensor.shape), default=0)
-    # Of methods other than LoRA, a large rank can stand for whole matrices.
+    # In methods other than LoRA, a large rank can mean whole matrices.
     most = max(longest, _COMMON_RANK if config.get("peft_type") == "LORA" else _FULL_RANK)
     ranks = {name: config.get(name) for name in ("r", "init_r", "num_virtual_tokens")}
     if isinstance(pattern := config.get("rank_pattern"), dict):

@@ -1,7 +1,7 @@
 """Attention: which tokens see each other, and the product itself.
 
-Reading order: cache (what a KV cache says before a pass), mask_inputs (the facts of a pass: padding,
-segments, positions), varlen and chunked_sdpa (attention without a mask), forms (which of them serves), masks
+Reading order: cache (length and keys of a KV cache before a pass), mask_inputs (the facts of a pass: padding,
+segments, positions), varlen and chunked_sdpa (attention without a mask), forms (which of them a pass takes), masks
 (positions, and the mask of each attention type), layer (the module).
 """
 

@@ -1,13 +1,11 @@
-"""What a cache says before a pass is written to it, and a static cache for chunked layers.
+"""Length and keys of a KV cache before a pass, and a static cache layer for chunked attention.
 
-A pass asks how many tokens the cache holds, and which keys a layer will be given.
+transformers' static sliding layer counts its tokens in a Python integer. A compiled step is therefore compiled
+again for the second token and when the window is full, and each later step moves the whole window by one place.
+`RingLayer` makes the window a ring: a step writes one place, and the count is a tensor. Keys are returned in ring
+order; `key_index` maps each to its token.
 
-transformers' static layer for windows counts its tokens in a Python integer: a compiled step is compiled again for the
-second token and when the window is full, and from then on every step moves the whole window by one place. In
-`RingLayer` the window is a ring, written at one place a step, and the count is a tensor. Keys come back in the ring's
-order; `key_index` says which token each one is.
-
-Shapes: W tokens of the window, Q new tokens, K keys that a layer is given (cached and new).
+Shapes: B batch, D head_dim, W tokens of the window, Q new tokens, K keys that a layer returns (cached and new).
 """
 
 from typing import Any
@@ -19,7 +17,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 
 class RingLayer(StaticSlidingWindowLayer):
-    """The last `max_cache_len` tokens of a layer; token t stands at place t modulo `max_cache_len`."""
+    """The last `max_cache_len` tokens of a layer; token t is stored at place t modulo `max_cache_len`."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -29,12 +27,12 @@ class RingLayer(StaticSlidingWindowLayer):
         Args:
             key_states: `[B, heads, Q, D]`.
             value_states: likewise.
-            *args: not used.
-            **kwargs: not used.
+            *args: unused.
+            **kwargs: unused.
 
         Returns:
-            keys and values `[B, heads, K, D]` that the new tokens may see: in the first pass the new ones; of a single
-            token the ring, with the new one in it; else the ring as it was, and the new ones.
+            keys and values `[B, heads, K, D]` that the new tokens may see: in the first pass the new ones; for a single
+            token the updated ring; otherwise the ring before this pass, then the new ones.
         """
         is_first = not self.is_initialized
         if is_first:
@@ -54,13 +52,13 @@ class RingLayer(StaticSlidingWindowLayer):
         return (self.keys, self.values) if not is_first and num_new == 1 else (keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Give K for that many new tokens, and zero."""
+        """K for `query_length` new tokens, and zero, the index of the first key."""
         if not self.is_initialized:
             return query_length, 0
         return self.max_cache_len + (query_length if query_length > 1 else 0), 0
 
     def key_index(self, query_length: int, device: torch.device) -> torch.Tensor:
-        """Give `[K]`: which token each returned key is, counted along the row; below zero where there is none."""
+        """`[K]`: the index along the row of each returned key; negative where a place is empty."""
         if not self.is_initialized:
             return torch.arange(query_length, device=device)
         length = self.cumulative_length.to(device)
@@ -72,15 +70,15 @@ class RingLayer(StaticSlidingWindowLayer):
         return torch.cat([ring, torch.arange(query_length, device=device) + length])
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """Give the number of tokens written so far."""
+        """Number of tokens written so far."""
         return self.cumulative_length if self.is_initialized else 0
 
 
 def make_rings(past_key_values: Cache | None) -> None:
-    """Turn the empty static windows of a cache into rings, in place; everything else is left as it is.
+    """Turn a cache's empty static windows into rings, and its growing windows of one token into full layers, in place.
 
-    But for growing windows of one token: transformers' keep every token (`keys[-0:]`) and announce one. They become
-    layers that say what they do; our masks see to the chunks.
+    transformers' growing window of one token keeps every token (`keys[-0:]`) but announces one. A full layer announces
+    what it keeps, and the masks apply the chunk borders. All other layers stay as they are.
     """
     if is_torchdynamo_compiling():
         return
@@ -89,7 +87,8 @@ def make_rings(past_key_values: Cache | None) -> None:
         for layer in layers:
             if type(layer) is DynamicSlidingWindowLayer:
                 if layer.sliding_window != 1 or layer.is_initialized:
-                    return  # all windows of a cache are alike
+                    # All windows of a cache are alike.
+                    return
                 layer.__class__ = DynamicLayer  # pyright: ignore[reportAttributeAccessIssue]
         return
     for layer in layers:
@@ -98,16 +97,16 @@ def make_rings(past_key_values: Cache | None) -> None:
 
 
 def first_layer(past_key_values: Cache | None, is_sliding: bool | None = None) -> int:
-    """Give the index of the first layer of a cache that is written to in this process.
+    """Index of the first cache layer that is written in this process.
 
-    Under pipeline parallelism the layers of the stages before stay empty here and say nothing of the length.
+    Under pipeline parallelism the layers of earlier stages stay empty here, so their length says nothing.
 
     Args:
         past_key_values: the cache.
-        is_sliding: look only at layers that are (True) or are not (False) sliding.
+        is_sliding: consider only layers that are (True) or are not (False) sliding.
 
     Returns:
-        the index; where nothing is written yet, of the first such layer; 0 where there is none.
+        the index; if nothing is written yet, that of the first such layer; 0 if there is none.
     """
     first = None
     for i, layer in enumerate(getattr(past_key_values, "layers", ())):
@@ -120,15 +119,15 @@ def first_layer(past_key_values: Cache | None, is_sliding: bool | None = None) -
 
 
 def cached_length(past_key_values: Cache | None) -> int | torch.Tensor:
-    """Give the number of tokens in a cache, 0 without one."""
+    """Number of tokens in a cache; 0 without one."""
     return 0 if past_key_values is None else past_key_values.get_seq_length(first_layer(past_key_values))
 
 
 class FixedLength:
-    """A static cache's sizes, as transformers asks for them, that do not change while the layers write to it.
+    """Sizes of a static cache, as transformers asks for them, fixed before the layers write.
 
-    The cache counts its tokens in place, and flex attention reads the count when a layer runs: by then the layer has
-    written its keys, and every query would stand too late.
+    The cache counts its tokens in place. Flex attention reads the count when a layer runs, after the layer has written
+    its keys, so the index of every query would be too high.
     """
 
     is_compileable = True
@@ -139,29 +138,30 @@ class FixedLength:
 
     @classmethod
     def of(cls, past_key_values: Cache | None, config: PreTrainedConfig) -> Any:
-        """Wrap a cache where flex attention needs it; give others as they are."""
+        """Wrap a static cache if flex attention is used; return any other cache unchanged."""
         is_static = getattr(past_key_values, "is_compileable", False)
         return (
             cls(past_key_values) if is_static and "flex" in config._attn_implementation else past_key_values
         )
 
     def get_query_offset(self, _: int) -> int | torch.Tensor:
-        """Give the index of the first new token."""
+        """Index of the first new token."""
         return extent(1, None, self._past_key_values, self._layer_idx)[0]
 
     def get_mask_sizes(self, query_length: int, _: int) -> tuple[int, int]:
-        """Give the number of keys, and the index of the first."""
+        """Number of keys, and the index of the first."""
         return self._past_key_values.get_mask_sizes(query_length, self._layer_idx)
 
 
 def extent(
     query_length: int, padding_mask: torch.Tensor | None, past_key_values: Cache | None, layer_idx: int
 ) -> tuple[int | torch.Tensor, int, int]:
-    """Give the index of the first query, the number of keys, and the index of the first of them."""
+    """Index of the first query, number of keys, and index of the first key."""
     if past_key_values is not None:
         query_offset = past_key_values.get_query_offset(layer_idx)
         if isinstance(query_offset, torch.Tensor):
-            query_offset = query_offset.clone()  # counted in place, and flex attention reads it later
+            # The cache counts in place, and flex attention reads this later.
+            query_offset = query_offset.clone()
         return query_offset, *past_key_values.get_mask_sizes(query_length, layer_idx)
     return 0, query_length if padding_mask is None else padding_mask.shape[-1], 0
 
@@ -169,7 +169,7 @@ def extent(
 def keys_in_ring(
     past_key_values: Cache | None, layer_idx: int, query_length: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Give `[K]`, the index of each key, where they do not stand in their order."""
+    """`[K]`: the index of each key where keys are in ring order; None where they are in row order."""
     layers = getattr(past_key_values, "layers", ())
     layer = layers[layer_idx] if layer_idx < len(layers) else None
     return layer.key_index(query_length, device) if isinstance(layer, RingLayer) else None

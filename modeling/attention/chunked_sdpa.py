@@ -1,14 +1,15 @@
 """Sequences under torch's `scaled_dot_product_attention`: the chunks of a row become rows of a batch.
 
-That function knows plain causal attention of rows of one length, and masks. Where the keys of a sequence are its
-queries' own, no mask is needed: sequences are laid beside each other, the shorter ones filled up behind their end,
-where no token looks. Only what continues a sequence of which keys are cached, at most one a row, takes a mask, a
-block of queries at a time. So memory grows with the number of tokens, not with its square.
+That function takes a mask, or computes plain causal attention over rows of one length. A sequence whose keys are
+those of its own queries needs no mask: such sequences form a batch, the shorter ones padded behind their end, where
+no query looks. Only a sequence with cached keys, at most one a row, takes a mask, for one block of queries at a time.
+So memory grows with the number of tokens, not with its square.
 
-Rows without padding are cut by sizes alone (`EqualRows`) into what is left of the first chunk, the full chunks and the
-tail. Everything else is gathered (`Fold`) as the `Sequences` say that flash attention takes, too.
+`EqualRows` (no padding, known from sizes) are cut into the rest of the first chunk, the full chunks and the tail.
+All other rows are gathered into a `Fold` from the `Sequences` that flash attention takes too.
 
-Shapes: B batch, H heads, Q query tokens, K key tokens (cached and new), D head_dim, S sequences.
+Shapes: B batch, H heads, Q query tokens, K key tokens (cached and new), T tokens, D head_dim, C tokens of a chunk,
+N tokens of the batch, S sequences of q queries and k keys (t either of them), n chunks of a row.
 """
 
 from collections.abc import Callable
@@ -21,9 +22,9 @@ from transformers.utils import is_torchdynamo_compiling
 
 from .varlen import EqualRows, Sequences
 
-# Queries of one mask. Larger ones save nothing: a block of this size keeps every core of a GPU busy.
+# Queries of one mask. Larger masks are no faster: a block of this size keeps every core of a GPU busy.
 BLOCK = 1024
-# Sequences up to this length are filled up to one length; longer ones to less than twice their own.
+# Sequences up to this length are padded to one length; longer ones to less than twice their own.
 SHORT = 16
 
 
@@ -31,9 +32,9 @@ class Batch(NamedTuple):
     """Sequences of similar length, side by side.
 
     Attributes:
-        query_index: `[S, q]` int64 into `B * Q`, filled up with each sequence's last query.
+        query_index: `[S, q]` int64 into `B * Q`, padded with each sequence's last query.
         key_index: `[S, k]` likewise, into `B * K`.
-        begun: `[S, 1, 1, 1]` int64, keys before the first query; None: none in any of them.
+        begun: `[S, 1, 1, 1]` int64, keys before the first query; None: no sequence has any.
     """
 
     query_index: torch.Tensor
@@ -46,9 +47,9 @@ class Fold(NamedTuple):
 
     Attributes:
         batches: sequences by length.
-        place: `[B * Q]` int64, where each query stands among the batches' queries laid end to end; behind them all
-            the ones that take part in no sequence.
-        is_partial: whether there are any of those.
+        place: `[B * Q]` int64, each query's place among the batches' queries laid end to end; queries that are in no
+            sequence get the place behind them all.
+        is_partial: whether such queries exist.
         key_length: K.
     """
 
@@ -58,15 +59,15 @@ class Fold(NamedTuple):
     key_length: int
 
     def contiguous(self) -> "Fold":
-        """Give itself; `generate` asks this of every mask."""
+        """Return self; `generate` calls this on every mask."""
         return self
 
 
 def fold(sequences: Sequences, num_queries: int, key_length: int) -> Fold:
-    """Gather sequences into batches; their lengths are waited for.
+    """Gather sequences into batches; reading their lengths synchronises with the device.
 
     Args:
-        sequences: of a pass.
+        sequences: all sequences of a pass.
         num_queries: B * Q.
         key_length: K.
     """
@@ -75,7 +76,8 @@ def fold(sequences: Sequences, num_queries: int, key_length: int) -> Fold:
     by_size: dict[int, list[int]] = {}
     on_host = lengths_S2.tolist()
     for number, (q, k) in enumerate(on_host):
-        size = 0 if q < k else max(q - 1, SHORT - 1).bit_length()  # 0: some of the keys are cached
+        # Size 0: some of the sequence's keys are cached.
+        size = 0 if q < k else max(q - 1, SHORT - 1).bit_length()
         by_size.setdefault(size, []).append(number)
 
     def side_by_side(side: int, numbers: list[int], chosen: torch.Tensor) -> torch.Tensor:
@@ -99,7 +101,7 @@ def fold(sequences: Sequences, num_queries: int, key_length: int) -> Fold:
     place.fill_(laid)
     for batch in reversed(batches):
         laid -= batch.query_index.numel()
-        # The filling repeats a sequence's last query, whose own place is the first of them.
+        # Padding repeats a sequence's last query; the query itself is the first of these places.
         flat = batch.query_index.flatten()
         place.scatter_reduce_(0, flat, torch.arange(laid, laid + len(flat), device=device), "amin")
     return Fold(
@@ -134,7 +136,7 @@ def attend_in_fold(
         the output `[B, Q, H, D]`, zero where no query takes part, and None for the weights.
 
     Raises:
-        ValueError: another number of keys than the cache had announced.
+        ValueError: the cache returned another number of keys than it had announced.
     """
     _check_keys(key, folded.key_length)
     batch_size, num_heads, query_length, _ = query.shape
@@ -181,7 +183,7 @@ def attend_in_equal_rows(
     rows: EqualRows,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Run SDPA over the chunks of rows without padding; arguments and result are those of `attend_in_fold`."""
+    """Run SDPA over the chunks of rows without padding; arguments and result as in `attend_in_fold`."""
     _check_keys(key, rows.key_length)
     attend = partial(attend, module, **{**kwargs, "position_ids": None})
     length, chunk_size = query.shape[2], rows.chunk_size
@@ -222,7 +224,7 @@ def _attend_in_chunks(
 def _attend_in_filled_chunks(
     attend: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk_size: int
 ) -> torch.Tensor:
-    """Attend in one call whatever the length behind the last border, so that one graph serves every length."""
+    """Attend in one call, with the last chunk padded, so that one graph serves every length."""
     length = query.shape[2]
     num_chunks = (length + chunk_size - 1) // chunk_size
     filling = num_chunks * chunk_size - length
@@ -237,9 +239,9 @@ def _attend_causally(
     value: torch.Tensor,
     begun: int | torch.Tensor | None = 0,
 ) -> torch.Tensor:
-    """Attend where that many keys of each row stand before its first query; give `[B, Q, H, D]`.
+    """Causal attention `[B, Q, H, D]` where `begun` keys of each row stand before its first query.
 
-    Queries that only fill a row up see at least one key, so that nothing becomes NaN.
+    Queries that are padding see at least one key, so that nothing becomes NaN.
     """
     query_length, key_length = query.shape[2], key.shape[2]
     is_number = not isinstance(begun, torch.Tensor)

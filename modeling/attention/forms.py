@@ -1,8 +1,9 @@
-"""What takes the place of masks where an attention implementation takes sequences.
+"""Forms of attention that replace a mask, and which of them a pass takes.
 
-Flash attention gets `Sequences` in all layers. Under torch's `scaled_dot_product_attention` (`sdpa`) layers get
-the same sequences folded into batches as soon as a mask would be larger than a chunk's, in full layers than a constant,
-and rows without padding get what sizes alone tell: no mask grows with the square of the tokens.
+Flash attention takes `Sequences` in all layers. Under torch's `scaled_dot_product_attention` (`sdpa`) the same
+sequences are folded into batches once a mask would be larger than a chunk's (chunked layers) or than a constant
+(full layers). Rows without padding become `EqualRows`, known from sizes alone. So no mask grows with the square of
+the tokens.
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new).
 """
@@ -30,7 +31,7 @@ def flash_sequences(
     position_ids: torch.Tensor | None,
     has_lengths: bool,
 ) -> dict[str, Sequences | None]:
-    """Build what flash attention takes; the arguments are those of `masks.attention_masks`.
+    """Sequences of each attention type for flash attention; arguments as in `masks.attention_masks`.
 
     Raises:
         ValueError: a 4-D mask.
@@ -63,7 +64,7 @@ def sequences_of_type(
     position_ids: torch.Tensor | None,
     segments: torch.Tensor | None,
 ) -> Sequences | None:
-    """Cut a pass into sequences.
+    """Sequences of one attention type.
 
     Args:
         chunk_size: tokens of a chunk; None for full layers.
@@ -71,10 +72,10 @@ def sequences_of_type(
         attention_mask: None, or `[B, K]` with zeros on padding.
         past_key_values: the cache.
         position_ids: `[B or 1, Q]` as the caller gave them, or None.
-        segments: `[B or 1, Q]`, which packed segment each token is in, or None.
+        segments: `[B or 1, Q]`, each token's packed segment, or None.
 
     Returns:
-        None where each row's queries see each row's keys, or where nothing is real.
+        None where each row's queries see all keys of the row, or where every token is padding.
     """
     batch_size, query_length = inputs_embeds.shape[:2]
     device = inputs_embeds.device
@@ -123,13 +124,13 @@ def first_position_of_equal_rows(
     past_key_values: Cache | None,
     position_ids: torch.Tensor | None,
 ) -> int | None:
-    """Give the position of the first new token where SDPA needs no mask but for chunk borders, the same in all rows.
+    """Position of the first new token, if it is the same in all rows and `sdpa` needs masks for chunk borders only.
 
-    The values of mask and positions are read, unless a graph is traced: then only what sizes tell is known.
+    Reads the values of mask and positions, but not while a graph is traced: then sizes alone decide.
 
     Returns:
-        None for other implementations, for rows with padding or packed ones, and for a cache of fixed length that is
-        written already: its steps want masks, the same shape in each.
+        None for other implementations, for padded or packed rows, and for a static cache that already holds tokens:
+        its decode steps need masks of one shape.
     """
     if config._attn_implementation != "sdpa" or not getattr(config, "is_causal", True):
         return None
@@ -140,8 +141,9 @@ def first_position_of_equal_rows(
         return None
     if attention_mask is None and position_ids is None:
         if torch.jit.is_tracing() or is_torchdynamo_exporting():
-            return None  # an exported program is one for all lengths
-        # Compiled, only a first pass: behind cached tokens the cut would be another in each.
+            # An exported program serves all lengths.
+            return None
+        # Compiled: only the first pass. Behind cached tokens every length would be cut differently.
         return past_length if past_length == 0 or not is_torchdynamo_compiling() else None
     if is_tracing(inputs_embeds):
         return None
@@ -151,13 +153,13 @@ def first_position_of_equal_rows(
 def equal_rows_of_type(
     chunk_size: int | None, query_length: int, past_key_values: Cache | None, first_position: int
 ) -> EqualRows | None:
-    """Cut rows without padding for SDPA, whose causal attention has the first query at the first key.
+    """Rows without padding for `sdpa`, whose causal attention aligns the first query with the first key.
 
     Args:
         chunk_size: tokens of a chunk; None for full layers.
         query_length: Q.
         past_key_values: the cache.
-        first_position: of the first new token, in all rows.
+        first_position: position of the first new token, the same in all rows.
 
     Returns:
         None where plain causal attention is right.
@@ -178,7 +180,7 @@ def folded(
     position_ids: torch.Tensor | None,
     segments: torch.Tensor | None,
 ) -> Fold | EqualRows | None:
-    """Fold what sizes alone do not tell; the arguments are those of `sequences_of_type`.
+    """Folded sequences, for rows that sizes alone do not describe; arguments as in `sequences_of_type`.
 
     Returns:
         None where plain causal attention is right.

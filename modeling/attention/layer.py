@@ -1,12 +1,14 @@
 """Grouped-query attention with rotary or no position embedding, q/k norm and temperature tuning.
 
-LLaMA 1 is the point with as many key/value heads as query heads, multi-query attention the one with a single
-key/value head (Shazeer 2019; Ainslie et al. 2023, arXiv 2305.13245). Llama 4 adds, per layer: rotation followed
-by a weightless norm of every query and key head, or (each fourth layer) neither, but queries scaled by a
-temperature that grows with position (Nakanishi 2025, arXiv 2501.19399).
+LLaMA 1 has as many key/value heads as query heads; multi-query attention has a single key/value head (Shazeer
+2019; Ainslie et al. 2023, arXiv 2305.13245). A Llama 4 layer normalizes each query and key head without a weight
+after rotation. Every fourth layer has neither rotation nor norm: it scales queries by a temperature that grows
+with position (Nakanishi 2025, arXiv 2501.19399).
 
-Which keys a query sees is decided by the mask alone (see `masks`), or by the sequences that stand in its place (see
-`cutting`); the product itself is transformers' attention interface.
+The mask, or the variable-length sequences that replace it, decides which keys a query sees (see `masks` and
+`forms`). The product itself is transformers' attention interface.
+
+Shapes: B batch, H heads, T or Q new tokens, K keys (cached and new), D head_dim.
 """
 
 import torch
@@ -21,7 +23,7 @@ from ..layers import L2Norm, rotary_tables, rotate
 from .chunked_sdpa import Fold, attend_in_equal_rows, attend_in_fold
 from .varlen import EqualRows, Sequences, attend_in_sequences
 
-# What can stand in the place of a mask, and what then runs the attention implementation.
+# Forms that replace a mask, and the function that attends with each.
 IN_SEQUENCES = {Sequences: attend_in_sequences, EqualRows: attend_in_equal_rows, Fold: attend_in_fold}
 
 
@@ -45,17 +47,17 @@ def eager_attention_forward(
         attention_mask: None or additive, broadcastable to `[B, H, Q, K]`.
         scaling: what the scores are multiplied by.
         dropout: probability of dropping a weight.
-        **kwargs: of other implementations, not used.
+        **kwargs: arguments of other implementations, unused.
 
     Returns:
-        the output `[B, Q, H, D]` and the weights `[B, H, Q, K]`.
+        the output `[B, Q, H, D]` and the attention weights `[B, H, Q, K]`.
     """
     groups = module.num_key_value_groups
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    # Narrowed to float32, a mask's lowest float64 would be -inf, and a row of nothing else NaN.
+    # Float32 would turn the lowest float64 of a mask into -inf, and a fully masked row into NaN.
     dtype = torch.promote_types(scores.dtype, torch.float32)
     weights = nn.functional.softmax(scores, dim=-1, dtype=dtype).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
@@ -63,7 +65,7 @@ def eager_attention_forward(
 
 
 class Attention(nn.Module):
-    """Causal self-attention of one decoder layer, as `config.layer_plan(layer_idx)` describes it."""
+    """Causal self-attention of one decoder layer, described by `config.layer_plan(layer_idx)`."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
@@ -97,20 +99,19 @@ class Attention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend.
+        """Attend to the cached and new tokens.
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
             position_embeddings: the tables of `rotary_tables`, which a decoder prepares once a pass; or cos and sin
-                as `RotaryEmbedding` gives them.
-            attention_mask: as the attention implementation wants it, what `cutting` puts in its place, or None for
-                plain causal.
+                from `RotaryEmbedding`.
+            attention_mask: what `masks.attention_masks` returned for this layer's type; None for plain causal.
             position_ids: `[B or 1, T]`.
-            past_key_values: cache that keys (rotated) and values are added to.
-            **kwargs: passed untouched to the attention implementation.
+            past_key_values: KV cache that rotated keys and values are appended to.
+            **kwargs: passed unchanged to the attention implementation.
 
         Returns:
-            `[B, T, hidden_size]`, and the weights where the implementation gives them.
+            `[B, T, hidden_size]`, and the attention weights where the implementation returns them, else None.
         """
         input_shape = hidden_states.shape[:-1]
         heads_shape = (*input_shape, -1, self.head_dim)
@@ -119,10 +120,11 @@ class Attention(nn.Module):
         value = apply_linear(self.v_proj, hidden_states).view(heads_shape).transpose(1, 2)
 
         if self.use_rope or self.qk_norm is not None:
-            # Both at once: half as many calls.
+            # Rotate and normalize queries and keys together: half as many calls.
             both = torch.cat((query, key), dim=2)
             if self.use_rope:
-                if position_embeddings[0].ndim == 3:  # who runs single layers knows of cos and sin only
+                # Callers of a single layer pass cos and sin instead of the tables.
+                if position_embeddings[0].ndim == 3:
                     position_embeddings = rotary_tables(*position_embeddings, self.rope_interleave)
                 both = rotate(both, position_embeddings, self.rope_interleave)
             if self.qk_norm is not None:
@@ -147,16 +149,18 @@ class Attention(nn.Module):
             weights = None
         else:
             if is_flash_attention_requested(requested_attention_implementation=implementation):
-                position_ids = None  # read for packed rows again, in every layer; `masks` has done that
+                # flash attention would look for packed rows in every layer; `masks` has found them already.
+                position_ids = None
             output, weights = attend(
                 self, query, key, value, attention_mask, position_ids=position_ids, **kwargs
             )
             if implementation == "flex_attention":
-                weights = None  # on a GPU it gives the logarithms of the sums of the weights in their place
+                # On a GPU flex attention returns log-sum-exp values here, not weights.
+                weights = None
         return apply_linear(self.o_proj, output.reshape(*input_shape, -1).contiguous()), weights
 
     def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:
         # log1p(floor((position + 1) / floor_scale)) * attn_scale + 1: no effect below position floor_scale - 1.
-        # Padding may have positions below zero, whose logarithm would be NaN, and NaN is not masked: 0 * NaN is NaN.
+        # Padding may have negative positions. Their logarithm would be NaN, which a mask cannot remove.
         steps = torch.floor((position_ids.float() + 1.0) / self.config.floor_scale).clamp(min=0)
         return (torch.log1p(steps) * self.config.attn_scale + 1.0)[..., None, None]  # [B or 1, T, 1, 1]

@@ -1,6 +1,6 @@
-"""Where the tokens of each row stand: which are real, at which position, in which packed segment.
+"""Facts of a pass: which tokens are real, their positions, and their packed segments.
 
-Shapes: B batch, Q query tokens, K key tokens (cached and new), T either.
+Shapes: B batch, Q query tokens, K key tokens (cached and new), T either of them.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from .cache import cached_length
 
 
 def left_padding(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Give `[B]`, the number of zeros before the first one of each row."""
+    """`[B]`: the number of zeros before the first one of each row."""
     return (attention_mask.cumsum(-1) == 0).sum(-1)
 
 
 def packed_segments(
     attention_mask: Any, past_key_values: Cache | None, position_ids: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Give `[B or 1, Q]`, the number of the packed segment that each token is in; None where rows are not packed."""
+    """`[B or 1, Q]`: the number of each token's packed segment; None where rows are not packed."""
     if attention_mask is not None or position_ids is None:
         return None
     if past_key_values is not None and (
@@ -36,10 +36,10 @@ def packed_segments(
 def check_not_packed(
     attention_mask: Any, past_key_values: Cache | None, position_ids: torch.Tensor | None
 ) -> None:
-    """Refuse packed rows for a cache of fixed length, which cannot tell its segments apart; on the CPU only.
+    """Refuse packed rows with a static cache, which cannot tell segments apart; checked on the CPU only.
 
     Raises:
-        ValueError: positions that restart.
+        ValueError: positions restart within a row.
     """
     if attention_mask is not None or position_ids is None or position_ids.shape[1] < 2:
         return
@@ -53,7 +53,7 @@ def check_not_packed(
 
 
 def is_real(index: torch.Tensor, padding_mask: torch.Tensor | None, batch_size: int) -> torch.Tensor:
-    """Give `[B, T]` bool for indices `[T]` along the rows; behind the mask and below zero nothing is written."""
+    """`[B, T]` bool: which indices `[T]` along the rows are real tokens; negative and past the mask are not."""
     if padding_mask is None:
         return (index >= 0).expand(batch_size, -1)
     width = padding_mask.shape[1]
@@ -63,7 +63,7 @@ def is_real(index: torch.Tensor, padding_mask: torch.Tensor | None, batch_size: 
 def without_padding_positions(
     position_ids: torch.Tensor, attention_mask: Any, past_length: int | torch.Tensor
 ) -> torch.Tensor:
-    """Give `[B or 1, Q]`, the positions with zeros where a mask `[B, K]` hides the token; other masks tell nothing.
+    """`[B or 1, Q]`: the positions, with zeros where a 2-D mask marks padding; other masks change nothing.
 
     Args:
         position_ids: `[B or 1, Q]`.
@@ -86,13 +86,13 @@ def positions_along(
     device: torch.device,
     chunk_size: int,
 ) -> Callable[[Any, Any], torch.Tensor]:
-    """Give a function from row and index along the keys, tensors that broadcast, to the token's position.
+    """Function from row and key index (tensors that broadcast) to the token's position.
 
-    Of cached tokens no positions are known, only which are padding: they are counted back from the first new token.
+    For cached tokens only the padding is known: their positions are counted back from the first new token.
 
     Raises:
-        ValueError: padding behind cached tokens, and a first new position that fits two ways of counting, of which each
-            gives it other tokens in its chunk; on the CPU only.
+        ValueError: padding follows cached tokens, the first new position fits both ways of counting, and the two
+            ways put cached tokens into different chunks; checked on the CPU only.
     """
     if position_ids is None:
         offset_B = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -125,16 +125,15 @@ def _counted_back(
     query_offset: int | torch.Tensor,
     chunk_size: int,
 ) -> torch.Tensor:
-    """Give `[B, K]`, positions of the tokens before each row's first new one, which has that index and position.
+    """`[B, K]`: positions of the cached tokens, counted back from the index and position of each row's first new token.
 
-    Padding in the middle of a row may count, as in `arange`, or not, as in `attention_mask.cumsum(-1) - 1`. The
-    position tells: counted back to the row's first real token it gives a number at which people begin in one way, and
-    a strange one in the other.
+    Padding in the middle of a row may be counted (`arange`) or not (`attention_mask.cumsum(-1) - 1`). To tell which,
+    the row's first real token is given a position both ways: the right way yields a usual start, such as 0.
     """
     by_index_BK = torch.arange(padding_mask.shape[1], device=padding_mask.device) - index_B1 + position_B1
     counts_BK = padding_mask.cumsum(-1)
     by_count_BK = counts_BK - counts_BK.gather(1, index_B1) + position_B1
-    # Both ways give the row's first real token a position; that of indices is lower by the padding behind it.
+    # Both ways give the row's first real token a position; counting indices gives the lower one.
     begin_B1 = left_padding(padding_mask)[:, None]
     first_by_index = position_B1 - index_B1 + begin_B1
     first_by_count = position_B1 - counts_BK.gather(1, index_B1) + 1
@@ -174,12 +173,12 @@ def check_window(
     query_offset: int | torch.Tensor,
     chunk_size: int,
 ) -> None:
-    """Refuse a window, counted in indices, from which padding in the middle of a row has pushed a chunk's tokens.
+    """Refuse a sliding cache in which padding in the middle of a row has displaced tokens of the current chunk.
 
-    On the CPU only: elsewhere one would have to wait for the values.
+    Checked on the CPU only: elsewhere the check would synchronise with the device.
 
     Raises:
-        ValueError: a token that is in no window any more belongs to the chunk of the first new one.
+        ValueError: a token that the cache has dropped belongs to the chunk of the first new one.
     """
     if is_torchdynamo_compiling() or is_tracing(padding_mask) or not padding_mask.is_cpu:
         return
@@ -204,7 +203,7 @@ def check_window(
 def starts_late(
     position_at: Callable, query_offset: int | torch.Tensor, batch_size: int, device: torch.device
 ) -> bool:
-    """Whether a row's first new token stands at a higher position than its index: borders are met early."""
+    """Whether a row's first new token has a higher position than index, so that it meets chunk borders early."""
     rows = torch.arange(batch_size, device=device)
     index = torch.zeros_like(rows) + query_offset
     return bool((position_at(rows, index) > index).any())
@@ -213,13 +212,13 @@ def starts_late(
 def position_of_first_query(
     attention_mask: Any, position_ids: torch.Tensor | None, query_length: int, past_length: int
 ) -> int | None:
-    """Give the position of the first new token where no row has padding and all are numbered on from the same one.
+    """Position of the first new token, if no row has padding and all rows count on from the same position.
 
-    The values are read.
+    Reads the values of mask and positions.
 
     Args:
-        attention_mask: None, or `[B, K]` with zeros on padding; a 4-D one says too much.
-        position_ids: `[B or 1, Q]`, or None: the index.
+        attention_mask: None, or `[B, K]` with zeros on padding; for a 4-D mask the result is None.
+        position_ids: `[B or 1, Q]`, or None: positions are indices.
         query_length: Q.
         past_length: tokens already in the cache.
 
@@ -241,7 +240,7 @@ def position_of_first_query(
 def positions_fall(
     padding_mask: torch.Tensor | None, position_ids: torch.Tensor | None, query_offset: int | torch.Tensor
 ) -> bool:
-    """Whether positions fall from one new token to the next, neither of them padding; the values are read.
+    """Whether positions fall between two neighbouring new tokens that are real; reads their values.
 
     Args:
         padding_mask: `[B, K]` bool, false on padding.

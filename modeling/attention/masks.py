@@ -1,12 +1,12 @@
 """Positions and attention masks of a decoder, all of them derived from `position_ids`.
 
-Left-padded, packed and single runs of the same tokens must give the same logits. Two things stand in the way
-in transformers' own helpers: chunk borders are counted along the cache's index, and packing is not seen when
-an (empty) cache is passed or, in older releases, inside chunked layers. Hence the chunked mask is built here,
-on transformers' mask interface, and the full one by transformers with the packed case pointed out to it. Flash
-attention takes no masks, and `sdpa` none that would be large: for them the same facts become sequences (see `cutting`).
+Left-padded, packed and single runs of the same tokens must give the same logits. transformers' own helpers fail
+this in two ways: they count chunk borders along the cache's index, and they miss packing when an (empty) cache is
+passed or, in older releases, inside chunked layers. Hence the chunked mask is built here, on transformers' mask
+interface, and the full one by transformers, which is told of packing. Flash attention takes no masks, and `sdpa` no
+large ones: both take variable-length sequences instead (see `forms`).
 
-Shapes: B batch, Q query tokens, K key tokens (cached and new).
+Shapes: B batch, Q query tokens, K key tokens (cached and new), T tokens, S sequences.
 """
 
 from collections.abc import Callable
@@ -40,8 +40,8 @@ __all__ = [
     "positions_from_padding",
 ]
 
-# Elements a row of the largest mask that full layers take under `sdpa`; above it rows are gathered. Gathering is
-# faster from some 300 tokens on, padded or packed; smaller passes are not worth waiting for lengths on a GPU.
+# Elements per row of the largest mask that full layers take under `sdpa`; above it, tokens are gathered into sequences.
+# Gathering is faster from some 300 tokens on, but waits for lengths on a GPU, which small passes do not repay.
 LARGEST_FULL_MASK = 2**18
 
 
@@ -51,14 +51,14 @@ def positions_from_padding(
     """Number the new tokens of each row from its first real token.
 
     Args:
-        attention_mask: `[B, K]` with zeros on padding, or anything else (None, a prepared mask): then the rows
-            are taken to start at index 0.
+        attention_mask: `[B, K]` with zeros on padding, or anything else (None, a prepared mask): then rows start at
+            index 0.
         query_length: Q.
         past_length: tokens already in the cache.
         device: where the positions are wanted.
 
     Returns:
-        `[B or 1, Q]` int64. Left padding gets position 0, right padding goes on counting.
+        `[B or 1, Q]` int64. Left padding gets position 0; right padding continues the count.
     """
     positions = (torch.arange(query_length, device=device) + past_length)[None]
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
@@ -70,7 +70,7 @@ def positions_from_lengths(cu_seq_lens: torch.Tensor, num_tokens: int) -> torch.
     """Number the tokens of packed sequences, each from zero.
 
     Args:
-        cu_seq_lens: `[S + 1]` integers: where each sequence begins, and the number of all tokens.
+        cu_seq_lens: `[S + 1]` integers: where each sequence begins, then the number of all tokens.
         num_tokens: T.
 
     Returns:
@@ -82,7 +82,7 @@ def positions_from_lengths(cu_seq_lens: torch.Tensor, num_tokens: int) -> torch.
 
 
 def mask_of_new_tokens(attention_mask: object, num_tokens: int) -> torch.Tensor | None:
-    """Give `[B, T]` with zeros on padding for the last T tokens; None where nothing tells."""
+    """`[B, T]` with zeros on padding for the last T tokens; None where `attention_mask` is not 2-D."""
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         return attention_mask[:, -num_tokens:]
     return None
@@ -101,17 +101,17 @@ def attention_masks(
     Args:
         config: a decoder's config, with `_attn_implementation` set.
         inputs_embeds: `[B, Q, ...]`; only sizes, dtype and device are read.
-        attention_mask: None, `[B, K]` with zeros on padding, a ready 4-D mask, or a dict that an earlier call
-            made (`generate` prepares it for compiled decoding).
+        attention_mask: None, `[B, K]` with zeros on padding, a ready 4-D mask, or a dict that an earlier call made
+            (`generate` prepares it for compiled decoding).
         past_key_values: the cache, before this pass is written to it.
-        position_ids: `[B or 1, Q]` as the caller gave them, None where they follow from the padding. Rows in
-            which they restart are packed rows if there is neither padding mask nor cached token.
-        has_lengths: the attention implementation is told the lengths of packed sequences (`cu_seq_lens_q`) besides;
-            under flash attention full layers then need nothing else.
+        position_ids: `[B or 1, Q]` as the caller gave them; None where they follow from the padding. Rows in which
+            they restart are packed if there is neither a padding mask nor a cached token.
+        has_lengths: whether the attention implementation also gets the lengths of packed sequences (`cu_seq_lens_q`);
+            then full layers need nothing else under flash attention.
 
     Returns:
-        attention type to mask, or to what `cutting` puts in its place, in the form that the attention implementation
-        wants (None: plain causal).
+        for each attention type, a mask or one of the `forms`, as the attention implementation takes it; None is plain
+        causal attention.
 
     Raises:
         ValueError: a 4-D mask for flash attention.
@@ -129,7 +129,8 @@ def attention_masks(
     check_not_packed(attention_mask, past_key_values, position_ids)
     query_length = inputs_embeds.shape[1]
     first_position = segments = None
-    if is_chunked or query_length > 1:  # full layers' single queries need no mask, or a short one
+    # Full layers need no mask, or a short one, for a single query.
+    if is_chunked or query_length > 1:
         first_position = first_position_of_equal_rows(
             config, inputs_embeds, attention_mask, past_key_values, position_ids
         )
@@ -195,9 +196,10 @@ def _chunked_mask(
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
         return attention_mask
     implementation = config._attn_implementation
-    # The underlying mapping: dynamo cannot trace the interface object's own `in`.
+    # The underlying mapping: dynamo cannot trace `in` on the interface object.
     if implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
-        return None  # vLLM and others bring masks of their own
+        # vLLM and others build masks of their own.
+        return None
 
     batch_size, query_length = inputs_embeds.shape[:2]
     device = inputs_embeds.device
@@ -213,7 +215,7 @@ def _chunked_mask(
         and not is_tracing(inputs_embeds)
         and query_length * key_length > chunk_size**2
     ):
-        # Chunks that go on behind others are no sequences.
+        # A chunk that continues after another began is not a contiguous sequence.
         if segments is not None or not positions_fall(padding_mask, position_ids, query_offset):
             return folded(chunk_size, inputs_embeds, attention_mask, past_key_values, position_ids, segments)
 
@@ -238,9 +240,10 @@ def _chunked_mask(
             padding_mask = is_real(ring_index, padding_mask, batch_size)
             can_be_plain_causal &= key_length == query_length
         if is_sdpa and not is_torchdynamo_compiling():
-            can_be_plain_causal = False  # `cutting` has looked
+            # `first_position_of_equal_rows` has already excluded this case.
+            can_be_plain_causal = False
         if position_ids is not None and can_be_plain_causal:
-            # Rows that start past position 0 reach their first chunk border early.
+            # Rows that start after position 0 reach their first chunk border early.
             can_be_plain_causal &= not is_torchdynamo_compiling() and not starts_late(
                 position_at, query_offset, batch_size, device
             )

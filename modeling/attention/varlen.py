@@ -1,13 +1,14 @@
-"""Attention over many sequences of differing lengths at once: what flash attention takes in place of a mask.
+"""Variable-length sequences for FlashAttention, which takes no mask.
 
-A flash kernel knows one pattern, plain causal attention, but runs it over any number of sequences laid end to end.
-So whatever must not see each other becomes a sequence of its own: each row, each packed segment of a row and, in
-chunked layers, each chunk. Padding is left out. The queries of a sequence are the last of its keys, in a cache too,
-and the kernel aligns the last query with the last key: that is all the masking there is.
+A flash kernel computes plain causal attention over any number of sequences laid end to end. So tokens that must not
+see each other go to different sequences: each row, each packed segment of a row and, in chunked layers, each chunk.
+Padding is left out. The queries of a sequence are the last of its keys, with a cache too, and the kernel aligns the
+last query with the last key: no other masking is needed.
 
-Everything is worked out once a forward pass, by `masks`, and shared by the layers.
+`masks` builds the sequences once a forward pass; all layers share them.
 
-Shapes: B batch, H heads, Q query tokens, K key tokens (cached and new), D head_dim, S sequences.
+Shapes: B batch, H heads, Q query tokens, K key tokens (cached and new), T either of them, D head_dim, S sequences,
+N tokens of all sequences.
 """
 
 from collections.abc import Callable
@@ -22,11 +23,11 @@ class Sequences(NamedTuple):
 
     Attributes:
         query_index: int64, the queries that take part, as indices into `B * Q`, sequence by sequence; None: all, in
-            their order.
+            order.
         key_index: likewise for the keys, into `B * K`.
-        cu_seq_lens_q: `[S + 1]` int32, where each sequence's queries begin, and their number.
+        cu_seq_lens_q: `[S + 1]` int32, where each sequence's queries begin, then the number of queries.
         cu_seq_lens_k: likewise for the keys.
-        max_length_q: at least the longest sequence's number of queries.
+        max_length_q: upper bound of a sequence's number of queries.
         max_length_k: likewise for the keys.
     """
 
@@ -38,18 +39,18 @@ class Sequences(NamedTuple):
     max_length_k: int
 
     def contiguous(self) -> "Sequences":
-        """Give itself; `generate` asks this of every mask."""
+        """Return self; `generate` calls this on every mask."""
         return self
 
 
 class EqualRows(NamedTuple):
-    """How rows without padding fall into chunks, all rows alike: what sizes alone tell.
+    """Chunks of rows without padding, the same in every row: known from sizes alone.
 
     Attributes:
         chunk_size: C; None: no borders.
-        rest: queries of each row until the first border; all of them, or more, where there is none.
-        begun: keys before the first query that it sees: its chunk's.
-        first_key: index of the first of those, or of the first query's own, among the row's keys.
+        rest: queries of a row before the first border; Q or more where there is no border.
+        begun: keys of the first query's chunk that precede it.
+        first_key: index, among the row's keys, of the first key that the first query sees.
         key_length: K.
     """
 
@@ -60,11 +61,11 @@ class EqualRows(NamedTuple):
     key_length: int
 
     def contiguous(self) -> "EqualRows":
-        """Give itself; `generate` asks this of every mask."""
+        """Return self; `generate` calls this on every mask."""
         return self
 
     def is_plain(self, query_length: int) -> bool:
-        """Whether each row's queries see all of the row's keys: causal attention, the last query at the last key."""
+        """Whether this is causal attention over all keys of the row, with the last query at the last key."""
         return query_length <= self.rest and self.begun + query_length == self.key_length
 
 
@@ -77,7 +78,7 @@ def cut_equal_rows(
         query_offset: position of the first query.
         query_length: Q.
         key_offset: position of the first key.
-        key_length: K, or more: what follows the last query is not looked at.
+        key_length: K, or more: keys after the last query are ignored.
         chunk_size: tokens of a chunk; None: no chunks.
     """
     num_cached = query_offset - key_offset
@@ -97,7 +98,7 @@ def sequences_of_equal_rows(
     chunk_size: int | None,
     device: torch.device,
 ) -> Sequences | None:
-    """Make a sequence of each chunk of rows without padding: no value on the device is waited for.
+    """Make a sequence of each chunk of rows without padding, without synchronising with the device.
 
     Args:
         batch_size: B.
@@ -106,10 +107,10 @@ def sequences_of_equal_rows(
         key_offset: position of the first key.
         key_length: K.
         chunk_size: tokens of a chunk; None: no chunks.
-        device: where the result is wanted.
+        device: device of the result.
 
     Returns:
-        None where each row's queries see each row's keys: plain causal attention.
+        None where each row's queries see all keys of the row: plain causal attention.
     """
     cut = cut_equal_rows(query_offset, query_length, key_offset, key_length, chunk_size)
     if cut.is_plain(query_length):
@@ -141,15 +142,15 @@ def sequences_of_groups(
 
     Args:
         real_queries: `[B, Q]` bool, false on padding. A row's last queries are its last keys.
-        real_keys: `[B, K]` bool, false on padding and on what is not written yet.
+        real_keys: `[B, K]` bool, false on padding and on places not written yet.
         query_groups: `[B, Q]` integers that do not fall along a row.
         key_groups: `[B, K]`, likewise.
 
     Returns:
-        None where each row's queries see each row's keys, or where nothing is real.
+        None where each row's queries see all keys of the row, or where every token is padding.
     """
     last = torch.iinfo(query_groups.dtype).max
-    # Keys of groups that no query is in any more: a chunk that is over.
+    # Drop the keys of groups without queries: chunks that have ended.
     first_group = query_groups.masked_fill(~real_queries, last).amin(1, keepdim=True)
     query_index, cu_seq_lens_q = _lay_end_to_end(real_queries, query_groups)
     key_index, cu_seq_lens_k = _lay_end_to_end(real_keys & (key_groups >= first_group), key_groups)
@@ -191,7 +192,7 @@ def attend_in_sequences(
     """Run an attention implementation that takes sequences laid end to end.
 
     Args:
-        attend: from transformers' attention interface; it must know `cu_seq_lens_q` and the like.
+        attend: from transformers' attention interface; it must take `cu_seq_lens_q` and its kin.
         module: the attention module.
         query: `[B, H, Q, D]`.
         key: `[B, H / groups, K, D]`.
@@ -200,7 +201,7 @@ def attend_in_sequences(
         **kwargs: for the implementation.
 
     Returns:
-        the output `[B, Q, H, D]`, zero where no query takes part, and what the implementation gives beside it.
+        the output `[B, Q, H, D]`, zero for queries that take no part, and the implementation's second result.
     """
     batch_size, num_heads, query_length, _ = query.shape
     lengths = sequences._asdict()
@@ -215,7 +216,7 @@ def attend_in_sequences(
     )
     output = output[0]  # [N, H, D]
     if query_index is not None:
-        # A flash kernel may have chosen another dtype than the query's.
+        # A flash kernel may return another dtype than the query's.
         everywhere = output.new_zeros(batch_size * query_length, *output.shape[1:])
         output = everywhere.index_copy(0, query_index, output)
     return output.view(batch_size, query_length, num_heads, -1), weights

@@ -1,7 +1,7 @@
 """Checkpoint folders: what is checked before they are read, how they are read, and how they are written.
 
 Reading order: safetensors_files, pickles, torch_files (headers, without the numbers), checkpoint_files (does a folder
-hold this model), split_experts (experts that lie one by one), device_map (on which device a module goes), quantization,
+hold this model), split_experts (experts stored one by one), device_map (on which device a module goes), quantization,
 saving (a folder is written whole or not at all).
 """
 

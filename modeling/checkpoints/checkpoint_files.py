@@ -1,4 +1,4 @@
-"""Is a checkpoint whole, and does it fit the model? Answered from file headers, before a tensor is read."""
+"""Whether a checkpoint is whole and fits the model, checked on file headers before a tensor is read."""
 
 import os
 import re
@@ -17,24 +17,24 @@ from .torch_files import read_torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Lies in a folder that a conversion has not finished.
+# A conversion's folder holds this file until it is finished.
 UNFINISHED = ".llamoe-unfinished.json"
 
 WEIGHT_DTYPES = {"F16", "BF16", "F32", "F64"}
 _FORMATS = ("safetensors", "bin")
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
-# By what changes when a file does.
+# Headers by file identity, size and time: what changes when a file does.
 _headers_read: ContextVar[dict[tuple[int, int, int, int], dict[str, TensorHeader]] | None] = ContextVar(
     "headers_read", default=None
 )
-# How many tensors the files hold that are being loaded.
+# Number of tensors in the files that are being loaded.
 _tensors_found: ContextVar[int | None] = ContextVar("tensors_found", default=None)
 
 
 @contextmanager
 def each_header_once() -> Iterator[None]:
-    """Inside, read each file's header only once: loading asks first whether the folder is whole, then if it fits."""
+    """Context that reads each file's header once: loading checks it twice, for completeness and for fit."""
     token = _headers_read.set({})
     try:
         yield
@@ -44,7 +44,7 @@ def each_header_once() -> Iterator[None]:
 
 @contextmanager
 def loading(tensors: int | None) -> Iterator[None]:
-    """Inside, `check_layers` refuses models of more layers than there are tensors to load; None if nobody knows."""
+    """Context in which `check_layers` knows the number of tensors to load; None: unknown, every model passes."""
     token = _tensors_found.set(tensors)
     try:
         yield
@@ -53,7 +53,7 @@ def loading(tensors: int | None) -> Iterator[None]:
 
 
 def check_layers(config: LlamoeBaseConfig) -> None:
-    """Refuse a model of more layers than what is being loaded has tensors, before its layers are made.
+    """Refuse a model that has more layers than the checkpoint has tensors, before the layers are made.
 
     Raises:
         CheckpointError: each layer would have several tensors.
@@ -67,18 +67,18 @@ def check_layers(config: LlamoeBaseConfig) -> None:
 
 
 def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, TensorHeader]:
-    """Read and check what a file of weights says of its tensors: a safetensors file, or one of torch.save.
+    """Read and check the header of a file of weights: of safetensors or of torch.save.
 
     Args:
         path: the file.
         kind: "safetensors" or "bin"; None goes by the name, as transformers does.
 
     Returns:
-        tensor name to dtype, shape and place; not to be changed inside `each_header_once`.
+        tensor name to header; not to be changed inside `each_header_once`.
 
     Raises:
-        CheckpointError: the file is missing, cut short, or contradicts itself or its size; or it is a pickle that holds
-            something else than a dictionary of tensors, or wants to run code.
+        CheckpointError: the file is missing, cut short, or contradicts itself or its size; or it is a pickle that
+            holds something else than a dictionary of tensors, or wants to run code.
     """
     try:
         status = check_regular(path)
@@ -95,7 +95,8 @@ def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, T
         raise CheckpointError(f"{path}: no such file, though the checkpoint's index names it.") from error
     except IsADirectoryError as error:
         raise CheckpointError(f"{path}: is a folder, where the checkpoint should have a file.") from error
-    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+    # A name with a zero byte is a ValueError.
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({getattr(error, 'strerror', error)}).") from error
 
 
@@ -131,11 +132,11 @@ def check_finished(folder: str | os.PathLike) -> None:
 
 
 def check_place(name_or_path: str | os.PathLike, subfolder: str = "") -> None:
-    """Check that what is meant as a local folder is one, and of a checkpoint; names on a hub pass.
+    """Check that a local path is a folder with a checkpoint; names on the Hub pass.
 
     Args:
         name_or_path: a folder, or `owner/name`.
-        subfolder: where in the folder the checkpoint is.
+        subfolder: the checkpoint's place in the folder.
 
     Raises:
         CheckpointError: no such folder, a file in its place, or a folder that is unfinished or without config.json.
@@ -158,10 +159,10 @@ class WeightFiles(NamedTuple):
     """The files of weights in a folder.
 
     Attributes:
-        files: in the order of their names.
-        index: what says which tensor is in which file; None for a single file.
-        weight_map: its content, tensor to name of the file.
-        metadata: what else it says; None if that is missing.
+        files: sorted by name.
+        index: the file that says which tensor is in which file; None for a single file.
+        weight_map: its content, tensor to file name.
+        metadata: its other content; None if missing.
     """
 
     files: list[Path]
@@ -176,23 +177,23 @@ def find_weights(
     """Find the files of weights that transformers reads in a folder: one or many, safetensors before .bin.
 
     Args:
-        folder: it holds the weights.
+        folder: folder of the weights.
         variant: as in `from_pretrained`: part of the file names.
         formats: "safetensors" and "bin", or one of them.
 
     Returns:
-        the files, or None if the folder holds neither a file nor an index under the names that are looked for.
+        the files, or None if the folder has neither a file nor an index under the expected names.
 
     Raises:
-        CheckpointError: the index cannot be read, names a file outside of the folder or of another format, or there are
-            both a single file and an index with its files, of which either may be the older one.
+        CheckpointError: the index cannot be read, names a file outside of the folder or of another format, or there
+            are both a single file and an index with its files, of which either may be the older one.
     """
     infix = f".{variant}" if variant else ""
     for suffix in formats:
         single = Path(folder, f"{_STEMS[suffix]}{infix}.{suffix}")
         index = Path(folder, f"{_STEMS[suffix]}.{suffix}.index{infix}.json")
         if single.is_file():
-            # Saved over shards, a single file leaves the index of shards that are gone.
+            # A single file saved over shards leaves their index, but not their files.
             if index.is_file() and all(path.exists() for path in _read_index(index, suffix).files):
                 raise CheckpointError(
                     f"{folder}: holds both {single.name} and {index.name} with its files, and nothing says which are "
@@ -228,16 +229,16 @@ def _read_index(index: Path, suffix: str) -> WeightFiles:
 
 
 def _is_inside(name: str) -> bool:
-    """Tell whether a name stays in its folder. Links there may lead out of it: the Hub's cache is made of links."""
+    """Whether a name stays in its folder. Links in the folder may lead out of it, as in the Hub's cache."""
     parts = re.split(r"[/\\]", name)
     return ".." not in parts and bool(parts[0]) and ":" not in parts[0] and "\0" not in name
 
 
 def check_inside(folder: str | os.PathLike | None, files: Iterable[str | os.PathLike]) -> None:
-    """Check that files which transformers has found for a local folder lie in it.
+    """Check that the files that transformers has found for a local folder are in it.
 
     Raises:
-        CheckpointError: one does not.
+        CheckpointError: one is not.
     """
     if folder is None or not os.path.isdir(folder):
         return
@@ -247,14 +248,14 @@ def check_inside(folder: str | os.PathLike | None, files: Iterable[str | os.Path
 
 
 def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
-    """Compare what an index says with what the files hold.
+    """Compare an index with the content of the files.
 
     Args:
         found: the files and the index.
         held: tensor to the file that holds it.
 
     Raises:
-        CheckpointError: a tensor is not in the file that the index names, or in none that it names.
+        CheckpointError: a tensor is not in the file that the index names, or the index does not name it.
     """
     if found.index is None:
         return
@@ -277,7 +278,8 @@ def check_files(files: Iterable[str | os.PathLike]) -> dict[str, Path]:
         tensor to the file that holds it.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or a tensor is in two of them, of which readers may take either.
+        CheckpointError: a file is missing or damaged, or a tensor is in two of them, of which readers may take
+        either.
     """
     held: dict[str, Path] = {}
     for file in map(Path, files):
@@ -299,13 +301,13 @@ def check_folder(
 
     Args:
         folder: a checkpoint's folder.
-        subfolder: where in it the weights are.
+        subfolder: the place of the weights in it.
         variant: as in `from_pretrained`: part of the file names.
         use_safetensors: likewise; None takes either format, safetensors first.
-        quantized: leave pickles for later: they may hold objects of a quantizer that is not imported yet.
+        quantized: skip pickles: they may hold objects of a quantizer that is not imported yet.
 
     Returns:
-        how many tensors there are; None where that is not known, or there are no weights.
+        number of tensors; None if it is unknown, or there are no weights.
 
     Raises:
         CheckpointError: the folder is unfinished, a file is missing or damaged, the index cannot be read, leaves the
@@ -317,7 +319,7 @@ def check_folder(
         if (place / name).is_file():
             read_json(place / name)
     if any(place.glob("shard-*-model-*.safetensors")):
-        # What the processes of a distributed run saved: each file has its parts of the tensors, and all are read.
+        # Saved by the processes of a distributed run: each file has shards of the tensors, and all files are read.
         for path in place.glob("*.safetensors"):
             read_header(path)
         return None
@@ -343,8 +345,8 @@ def check_fit(
     Args:
         files: safetensors files, and those of torch.save.
         expected: the model's keys and shapes.
-        prefixes: beginnings (patterns) of keys in the files, and what they are in the model.
-        quantized: the checkpoint is quantized, so that shapes and dtypes are the quantizer's business.
+        prefixes: patterns of the beginning of keys in the files, and their replacement in the model.
+        quantized: whether the checkpoint is quantized: the quantizer then checks shapes and dtypes.
 
     Raises:
         CheckpointError: a tensor has another shape than the model, or a dtype that no weight has.
@@ -373,28 +375,31 @@ def check_fit(
 
 
 def check_complete(model: "PreTrainedModel", missing: Iterable[str], load_config: Any) -> None:
-    """Check that a checkpoint of a model's own class gave all of its weights.
+    """Check that a checkpoint of the model's own class had all of its weights.
 
-    A class may be loaded from a checkpoint of another one, as a classifier is from a language model. What such a
-    checkpoint cannot have begins fresh, and transformers reports it.
+    A class may load a checkpoint of another class, as a classifier loads a language model's. Weights that such a
+    checkpoint cannot have start fresh, and transformers reports them.
 
     Args:
-        model: the model, loaded.
-        missing: names of what the checkpoint did not have and nothing is tied to.
-        load_config: what transformers notes of a loading: from where, and by which quantizer.
+        model: the loaded model.
+        missing: names of weights that the checkpoint lacks and that are not tied to others.
+        load_config: transformers' record of the loading: its source and quantizer.
 
     Raises:
         CheckpointError: config.json names the model's class, and weights of it are missing.
     """
     place = load_config.pretrained_model_name_or_path
     lost = [name for name in sorted(missing) if _is_plain_weight(model, name, load_config.hf_quantizer)]
-    if not lost or place is None:  # a state dict has no config.json
+    # A state dict has no config.json.
+    if not lost or place is None:
         return
     architectures = model.config.architectures
-    with suppress(OSError):  # the model may have been given another configuration than the checkpoint's
+    # The checkpoint's own config.json; the model may have been given another configuration.
+    with suppress(OSError):
         content, _ = model.config.get_config_dict(place, **(load_config.download_kwargs or {}))
         architectures = content.get("architectures")
-    name = type(model).__name__.removeprefix("FSDP")  # FSDP2 makes classes of its own
+    # FSDP2 derives classes of its own.
+    name = type(model).__name__.removeprefix("FSDP")
     if name in (architectures or ()):
         shown = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
         raise CheckpointError(

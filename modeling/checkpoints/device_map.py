@@ -1,10 +1,10 @@
-"""Is a device map whole, and can it be followed? Answered before a weight is read.
+"""Whether a device map is complete and can be followed, checked before a weight is read.
 
-A device map says where each module is kept: an accelerator's index or name, "cpu", or "disk", from where each pass
-reads it again. transformers loads by it and accelerate hangs hooks on the modules that it names. Between the two,
-some maps end in a wrong model without a word: a forgotten module goes to the CPU, a name that is none is passed over,
-a parameter kept on disk by its own name is never read, and a map that names both a module and a part of it is read in
-two ways. Such maps are refused here, or rewritten so that every module is named once.
+A device map names the place of each module: an accelerator's index or name, "cpu", or "disk", from where each pass
+reads it again. transformers loads by it, and accelerate adds hooks to the modules that it names. Some maps would give
+a wrong model in silence: a forgotten module goes to the CPU, an unknown name is ignored, a parameter on disk under
+its own name is never read, and transformers and accelerate disagree on a map that names both a module and a part of
+it. Such maps are refused here, or rewritten so that every module is named once.
 """
 
 import difflib
@@ -21,15 +21,15 @@ _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_devices(device_map: Any, max_memory: Any = None, offload_folder: Any = None) -> None:
-    """Check the arguments of `from_pretrained` that place a model, as far as that needs no model.
+    """Check the arguments of `from_pretrained` that place a model, as far as possible without the model.
 
     Args:
         device_map: None, a strategy, one device for everything, or names of modules to devices.
         max_memory: None, or device to bytes or a text like "10GB".
-        offload_folder: None, or where weights on disk are written.
+        offload_folder: None, or the folder for weights on disk.
 
     Raises:
-        ValueError: no such device on this machine, a negative size, or a file in the folder's place.
+        ValueError: no such device on this machine, a negative size, or a file at the folder's path.
     """
     if isinstance(device_map, Mapping):
         for name, device in device_map.items():
@@ -71,7 +71,7 @@ def _exists(device: Any) -> bool:
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if here is not None and kind in (None, here.type):
         return 0 <= (index or 0) < torch.accelerator.device_count()
-    # Kinds that torch does not count here come with packages of their own, which know what there is.
+    # Other kinds of devices come with packages of their own, which know what exists.
     return kind not in (None, "cuda", "mps", "xpu")
 
 
@@ -99,22 +99,22 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
 
     Args:
         model: the model, on the meta device or any other.
-        device_map: names of modules, parameters or buffers to devices; a name holds for everything below it that is
-            not named itself, "" for the rest of the model.
+        device_map: names of modules, parameters or buffers to devices; a name applies to everything below it that is
+            not named itself, "" to the rest of the model.
 
     Returns:
-        the same places, without a name below another. Parameters that stand beside submodules (a tower's class
-        token) are no module that could be read from disk: where the map has them there they stay on the CPU. So
-        do, with an accelerate that cannot read them from disk, tied weights, and of a model that is on disk as a
-        whole one module without weights.
+        the same places, without a name below another. Some tensors that the map puts on disk stay on the CPU:
+        parameters beside submodules (a tower's class token), which no module reads from disk; tied weights, if
+        accelerate cannot read these from disk; one small module, if accelerate cannot keep a whole model there.
 
     Raises:
-        ValueError: a name that the model does not have, a module without a device, tensors of one module in
-            different places, or tied weights of which only one is on disk.
+        ValueError: a name that the model does not have, a module without a device, tensors of one module in different
+            places, or tied weights of which only one is on disk.
     """
     names = dict.fromkeys(["", *(name for name, _ in model.named_modules())])
     names |= dict.fromkeys(name for name, _ in [*model.named_parameters(), *model.named_buffers()])
-    names |= dict.fromkeys(model.state_dict())  # tied parameters are named once above
+    # `named_parameters` lists tied parameters once; the state dict has all their names.
+    names |= dict.fromkeys(model.state_dict())
     if unknown := [name for name in device_map if name not in names]:
         close = difflib.get_close_matches(unknown[0], names, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"Its parts are {_enumerate(_children(model))}."
@@ -146,7 +146,7 @@ def _tied_modules(model: nn.Module) -> list[str]:
 
 
 def _least(model: nn.Module) -> str:
-    """Name what costs next to nothing in memory: a parameter of the model's own, or else the rotary embedding."""
+    """Name of what needs least memory: a parameter of the model's own, or else the rotary embedding."""
     own = [name for name, _ in model.named_parameters(recurse=False)]
     modules = model.named_modules()
     return (own + [name for name, part in modules if _has_tensors(part) and not part.state_dict()])[0]
@@ -171,7 +171,8 @@ def _settle(
     if not any(key != name and key.startswith(prefix) for key in given):
         if device is not None:
             settled[name] = device
-        elif module.state_dict() or name == "":  # rotary embeddings follow the states that they are asked for
+        # Rotary embeddings have no tensors in the state dict; they follow the hidden states' device.
+        elif module.state_dict() or name == "":
             missing.append(name)
         return
     children = [(own, child) for own, child in module.named_children() if _has_tensors(child)]
@@ -228,16 +229,16 @@ def _place(name: str, settled: Mapping[str, Any]) -> Any:
 def check_offload(
     device_map: Mapping[str, Any], files: Iterable[str] | None, offload_folder: Any, fused: Iterable[str] = ()
 ) -> None:
-    """Check that what goes to disk can be read from there.
+    """Check that weights kept on disk can be read from there.
 
     Args:
-        device_map: as `settle_device_map` gives it.
-        files: the checkpoint's files, None for a state dict in memory.
-        offload_folder: where to write what cannot be read from the checkpoint itself.
-        fused: the model's keys that the files have in several tensors.
+        device_map: a result of `settle_device_map`.
+        files: the checkpoint's files; None for a state dict in memory.
+        offload_folder: folder for weights that cannot be read from the checkpoint itself.
+        fused: the model's keys that the files store as several tensors.
 
     Raises:
-        ValueError: weights on disk that are in no safetensors file, and no folder to write them to.
+        ValueError: weights on disk that are in no safetensors file, without a folder to write them to.
     """
     on_disk = [name for name in fused if _place(name, device_map) == "disk"]
     if on_disk and offload_folder is None:
@@ -260,15 +261,15 @@ def check_offload(
 def check_on_disk(
     device_map: Mapping[str, Any], missing_keys: Iterable[str], offload_index: Mapping[str, Any] | None
 ) -> None:
-    """Check that nothing on disk is in no file: a new head, say.
+    """Check that every weight kept on disk is in a file; that of a new head, for one, is not.
 
     Args:
-        device_map: as `settle_device_map` gives it.
+        device_map: a result of `settle_device_map`.
         missing_keys: the model's keys that the checkpoint does not have.
         offload_index: the keys that will be read from disk.
 
     Raises:
-        ValueError: a weight that would be drawn at random has its place on disk.
+        ValueError: a weight that would be initialised at random is kept on disk.
     """
     lost = [
         name

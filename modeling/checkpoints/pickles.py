@@ -1,11 +1,11 @@
-"""Where a pickle of torch.save says that its tensors stand, without torch, and without calling what it names.
+"""Where a pickle of torch.save places its tensors, read without torch and without calling what the pickle names.
 
-A pickle is a program for a machine with a stack and a memory. torch runs it with a list of functions that it may call,
-among them some that take all memory (`bytearray(10**12)`, a text encoded a hundred times over). Here the same program
-runs with nothing to call: the names that a file of plain tensors needs stand for themselves, any other name ends the
-reading, and nothing grows beyond a small multiple of the pickle. A program that passes does in torch what it did here.
+A pickle is a program for a machine with a stack and a memory. torch runs it with a list of functions that it may
+call, some of which can take all memory (`bytearray(10**12)`, a text encoded a hundred times over). Here the program
+runs with nothing to call: names that a file of plain tensors needs stay names, any other name ends the reading, and
+nothing grows beyond a small multiple of the pickle. A program that passes does the same in torch.
 
-The instructions are those that torch's `weights_only=True` takes, which `torch.save` writes.
+The instructions are those that torch's `weights_only=True` accepts, which `torch.save` writes.
 """
 
 import pickle
@@ -21,7 +21,7 @@ import torch
 from ...configuration.errors import CheckpointError
 from .safetensors_files import DTYPE_BITS, MOST_AXES, MOST_INDICES, TensorHeader
 
-# Of the largest checkpoints a file's pickle takes a few megabytes: 200 bytes and 42 instructions a tensor.
+# Pickles of the largest checkpoints have a few megabytes: 200 bytes and 42 instructions a tensor.
 MOST_BYTES = 1 << 24
 _FEW_INSTRUCTIONS = 100_000
 _STORAGES = {
@@ -29,7 +29,7 @@ _STORAGES = {
     "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
     "BoolStorage": "BOOL", "ComplexFloatStorage": "C64", "ComplexDoubleStorage": "C128", "UntypedStorage": "U8",
 }  # fmt: skip
-# Newer dtypes have no storages of their own.
+# Newer dtypes have no storage classes of their own.
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64", "complex128": "C128",
@@ -38,7 +38,7 @@ _DTYPES = {
 }  # fmt: skip
 _BITS = {**DTYPE_BITS, "C128": 128}
 _REBUILD = "torch._utils._rebuild_"
-# What torch would make of a file that holds no plain tensors.
+# Functions by which torch rebuilds tensors that are not plain.
 _OTHER_TENSORS = ("torch._utils._rebuild_", "torch._tensor.", "torch.serialization._get_layout", "torch.per_")
 _NAMES = {
     "collections.OrderedDict",
@@ -53,7 +53,8 @@ _NAMES = {
     ),
     *(f"torch.{module}{name}" for module in ("", "cuda.", "storage.") for name in _STORAGES),
     *(f"torch.{name}" for name in _DTYPES),
-    "_codecs.encode",  # of bytes
+    # For bytes.
+    "_codecs.encode",
     "builtins.bytes",
     "builtins.set",
 }
@@ -63,9 +64,9 @@ class Storage(NamedTuple):
     """The bytes behind tensors.
 
     Attributes:
-        dtype: of its elements.
-        begin: byte of the file at which it stands.
-        nbytes: how many bytes it has.
+        dtype: dtype of its elements.
+        begin: offset in the file.
+        nbytes: number of bytes.
     """
 
     dtype: str
@@ -73,15 +74,16 @@ class Storage(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)  # no tuple, which a pickle can make
+# No tuple: a pickle could make one of those.
+@dataclass(frozen=True)
 class Named:
-    """A class or function that a pickle names, or what would have been made by one."""
+    """A class or function that a pickle names, or the instance or result that it would have made."""
 
     name: str
 
 
 def bits_of(dtype: str) -> int:
-    """Count the bits of an element of a dtype."""
+    """Number of bits of an element of a dtype."""
     return _BITS[dtype]
 
 
@@ -90,11 +92,11 @@ class Machine:
 
     Args:
         data: the bytes.
-        position: where in them the pickle begins.
-        find: gives the `Storage` for the dtype, key and number of elements that the pickle asks for, and for a part of
-            it that older files name.
-        origin: file, for messages.
-        allowed: names of further classes and functions, of what is neither a tensor nor holds one.
+        position: the pickle's offset in them.
+        find: returns the `Storage` for the dtype, key and number of elements that the pickle asks for, and for a view
+            into it that older files name.
+        origin: the file, for messages.
+        allowed: names of further classes and functions, neither tensors nor containers of tensors.
     """
 
     def __init__(
@@ -108,15 +110,15 @@ class Machine:
         self.copied: int
 
     def run(self) -> Any:
-        """Run the pickle that begins at `position`.
+        """Run the pickle at `position`.
 
         Returns:
-            what it describes: dictionaries, lists, tuples, numbers and texts as they are, tensors as `TensorHeader`,
-            and what is neither as `Named`. `position` is then that of the first byte behind the pickle.
+            its content: dictionaries, lists, tuples, numbers and texts as they are, tensors as `TensorHeader`,
+            anything else as `Named`. `position` is then the offset after the pickle.
 
         Raises:
-            CheckpointError: the pickle is damaged, wants to call what is not known here, or is made to take memory or
-                time beyond its size.
+            CheckpointError: the pickle is damaged, wants to call an unknown name, or is made to take memory or time
+                beyond its size.
         """
         data, instructions = self.data, _INSTRUCTIONS
         most = _FEW_INSTRUCTIONS + (len(data) - self.position) // 3
@@ -133,7 +135,8 @@ class Machine:
                 instruction(self)
         except CheckpointError:
             raise
-        except Exception as error:  # of a damaged pickle: an empty stack, a number where a tuple was expected
+        # A damaged pickle raises many types: an empty stack, a number instead of a tuple.
+        except Exception as error:
             raise CheckpointError(
                 f"{self.origin}: is cut short or damaged ({type(error).__name__} in its pickle). Download or copy it "
                 "again."
@@ -141,13 +144,13 @@ class Machine:
         self.fail(f"has more than {most} instructions in a pickle of {len(data)} bytes")
 
     def fail(self, problem: str) -> NoReturn:
-        """Raise the error of this file."""
+        """Raise this file's error."""
         raise CheckpointError(f"{self.origin}: {problem}. Download or copy it again.")
 
-    # What instructions have in common.
+    # Helpers of the instructions.
 
     def take(self, count: int) -> bytes:
-        """Give the next bytes."""
+        """The next `count` bytes."""
         begin, end = self.position, self.position + count
         if end > len(self.data):
             self.fail("is cut short in its pickle")
@@ -155,35 +158,35 @@ class Machine:
         return self.data[begin:end]
 
     def number(self, form: str, size: int) -> Any:
-        """Give the next number."""
+        """The next number, in a format of `struct`."""
         (value,) = unpack_from(form, self.data, self.position)
         self.position += size
         return value
 
     def line(self) -> str:
-        """Give the text up to the end of the line."""
+        """The text up to the end of the line."""
         end = self.data.index(b"\n", self.position)
         text = self.data[self.position : end].decode()
         self.position = end + 1
         return text
 
     def since_mark(self) -> list[Any]:
-        """Give what was pushed since the last mark."""
+        """What was pushed since the last mark, taken off the stack."""
         items, self.stack = self.stack, self.marks.pop()
         return items
 
     def count_copies(self, copied: int) -> None:
-        """Refuse a pickle that copies more than it holds: one that was written holds each list once."""
+        """Refuse a pickle that copies more than it holds: torch.save writes each list once."""
         self.copied += copied
         if self.copied > len(self.data):
             self.fail("copies its own content over and over")
 
     def put(self, target: Any, pairs: list[Any]) -> None:
-        """Enter keys and values, one behind the other, into a dictionary."""
+        """Add alternating keys and values to a dictionary."""
         if type(target) is not dict or len(pairs) % 2:
             self.fail("enters pairs into what is no dictionary")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            # Tuples within tuples take for ever to hash, and numbers can be chosen to collide.
+            # Nested tuples can take forever to hash, and chosen numbers can collide.
             if not (type(key) is str or type(key) is int and -(2**31) <= key < 2**31):
                 self.fail(f"has a key that is a {type(key).__name__}, where names of tensors were expected")
             if key in target:
@@ -191,7 +194,7 @@ class Machine:
             target[key] = value
 
     def name(self, module: str, name: str) -> Named:
-        """Give what stands for a class or function."""
+        """The stand-in for a class or function."""
         whole = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if whole in _NAMES or whole in self.allowed:
             return Named(whole)
@@ -206,7 +209,7 @@ class Machine:
         )
 
     def call(self, function: Any, arguments: Any) -> Any:
-        """Give what a function would return, of those whose result is known without calling it."""
+        """Result of a function, if it is known without calling it."""
         if type(function) is not Named or type(arguments) is not tuple:
             self.fail("calls what is no function")
         match function.name, arguments:
@@ -258,7 +261,7 @@ class Machine:
         self.fail(f"calls {function.name} in a way that torch.save does not write")
 
     def tensor(self, storage: Storage, dtype: str, begin: Any, shape: Any, strides: Any) -> TensorHeader:
-        """Give a tensor's header, checked against the bytes behind it."""
+        """A tensor's header, checked against the bytes behind it."""
         if (
             type(shape) is not tuple
             or type(strides) is not tuple
@@ -278,7 +281,7 @@ class Machine:
                 f"has a tensor of shape {list(shape)} and dtype {dtype} that reaches past the {storage.nbytes} bytes "
                 "behind it"
             )
-        # An axis of stride 0 repeats what is there; any other one that steps into the axes below it is damage.
+        # An axis of stride 0 repeats elements; any other axis that overlaps the axes below it is damage.
         below = 0
         for step, size in sorted(zip(strides, shape, strict=True)):
             if size > 1 and 0 < step <= below:
@@ -295,12 +298,12 @@ class Machine:
         )
 
     def check_plain(self, extras: list[Any]) -> None:
-        """Refuse a tensor with hooks, or whose numbers torch is to negate or conjugate when they are read."""
+        """Refuse a tensor with hooks, or one that torch would negate or conjugate when reading."""
         if any(extras):
             self.fail("has a tensor that is more than its numbers (with hooks, negated or conjugated)")
 
     def check_state(self, state: Any, owner: type) -> None:
-        """Refuse attributes that would take the place of the object's own."""
+        """Refuse attributes that would replace the object's own."""
         for part in state if type(state) is tuple and len(state) == 2 else [state]:
             if part is None:
                 continue
@@ -326,7 +329,8 @@ def _build(machine: Machine) -> None:
 
 
 def _new(machine: Machine) -> None:
-    machine.stack.pop()  # the arguments
+    # Remove the arguments.
+    machine.stack.pop()
     made = machine.stack.pop()
     if type(made) is not Named or made.name not in machine.allowed:
         machine.fail("makes an object that is no tensor")

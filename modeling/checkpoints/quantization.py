@@ -1,7 +1,7 @@
-"""What a quantizer made of a model: bytes before and after by part, and what it left as it was.
+"""Effect of a quantizer on a model: bytes before and after by part, and parts that it left unquantized.
 
-transformers' quantizers replace linear layers. Routed experts are stacks of three axes, which they pass over without a
-word, and in a mixture these are most of the weights.
+transformers' quantizers replace linear layers. They skip routed experts, stacks of three axes, in silence, although
+these are most of a mixture's weights.
 """
 
 import logging
@@ -15,7 +15,7 @@ from ..moe import Experts
 
 logger = logging.getLogger("llamoe")
 
-# Parts of a model by the keys of their tensors; the first that fits.
+# Parts of a model, by patterns of their tensors' keys; the first match counts.
 PARTS = (
     ("vision tower", r"(^|\.)vision_model\."),
     ("projector", r"^multi_modal_projector\."),
@@ -32,12 +32,12 @@ _SAID = {"experts": "routed experts", "feed-forwards": "dense feed-forwards"}
 
 
 def part_of(key: str) -> str:
-    """The part of a model that a tensor belongs to, "other" where none fits."""
+    """Part of the model that a tensor belongs to; "other" if none matches."""
     return next((label for label, pattern in PARTS if re.search(pattern, key)), "other")
 
 
 def in_units(size: int) -> str:
-    """A number of bytes for people, in GB, MB or kB of 10^9, 10^6 or 10^3 bytes."""
+    """A number of bytes as text, in GB, MB or kB of 10^9, 10^6 or 10^3 bytes."""
     for unit, name in ((10**9, "GB"), (10**6, "MB")):
         if size >= unit / 10:
             return f"{size / unit:,.2f} {name}"
@@ -45,12 +45,11 @@ def in_units(size: int) -> str:
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """The bytes that a tensor takes, with the scales and codes that belong to a quantized one."""
-    if flatten := getattr(
-        tensor, "__tensor_flatten__", None
-    ):  # torchao, quanto: tensors that are made of others
+    """Bytes of a tensor, with the scales and codes of a quantized one."""
+    # torchao, quanto: tensors made of other tensors.
+    if flatten := getattr(tensor, "__tensor_flatten__", None):
         return sum(stored_bytes(getattr(tensor, name)) for name in flatten()[0])
-    # bitsandbytes, 4 and 8 bit
+    # bitsandbytes, 4 and 8 bit.
     state, scales = getattr(tensor, "quant_state", None), getattr(tensor, "SCB", None)
     parts = [] if state is None else list(state.as_dict(packed=True).values())
     parts += [] if scales is None else [scales]
@@ -58,11 +57,11 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def bytes_by_part(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
-    """Count the bytes of each part of a model before and after it was quantized, from the largest.
+    """Bytes of each part of a model before and after quantization, largest first.
 
     Args:
         model: a loaded model; shared weights count once.
-        dtype: of the weights before they were quantized.
+        dtype: dtype of the weights before quantization.
     """
     found: dict[str, tuple[int, int]] = {}
     for name, parameter in model.named_parameters():
@@ -76,14 +75,14 @@ def bytes_by_part(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, 
 
 
 def tell_of_experts(model: nn.Module, method: str) -> None:
-    """Warn, in one sentence with bytes by part, where a quantizer has left routed experts as they were.
+    """Warn, in one sentence with bytes by part, if a quantizer has left routed experts unquantized.
 
     Args:
-        model: as `from_pretrained` has loaded it.
+        model: the model that `from_pretrained` has loaded.
         method: the quantizer's name.
 
     Raises:
-        CheckpointError: a linear layer that is not quantized was given the numbers of a quantized one.
+        CheckpointError: a linear layer that is not quantized was loaded with a quantized one's numbers.
     """
     for name, module in model.named_modules():
         if type(module) is nn.Linear and not module.weight.is_floating_point():

@@ -1,7 +1,7 @@
-"""What a safetensors file holds, read off its header and checked, before a tensor is read.
+"""Content of a safetensors file, read from its header and checked before a tensor is read.
 
-The format: 8 bytes, little endian, the length of a JSON header; the header, name to dtype, shape and byte offsets; then
-the bytes of all tensors without gaps (https://github.com/huggingface/safetensors).
+The format: 8 bytes, little endian, the length of a JSON header; the header, name to dtype, shape and byte offsets;
+then the bytes of all tensors without gaps (https://github.com/huggingface/safetensors).
 """
 
 import json
@@ -15,26 +15,27 @@ from safetensors import SafetensorError, safe_open
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import check_regular, without_duplicates
 
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-# Above this, a header is looked at before it is parsed, which can take sixty times its size.
+# The format's own limit.
+_MAX_HEADER_BYTES = 100_000_000
+# A larger header is checked before it is parsed, since parsing can take sixty times its size.
 _LARGE_HEADER_BYTES = 10_000_000
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-# No tensor has more axes, nor more indices along one. Without a limit, the product of a shape could take hours.
+# Limits of axes, and of indices along one. Without them, the product of a shape could take hours.
 MOST_AXES, MOST_INDICES = 64, 1 << 62
 
 
 class TensorHeader(NamedTuple):
-    """What a file says of one tensor.
+    """A file's description of one tensor.
 
     Attributes:
-        dtype: as safetensors calls it: "F32", "BF16", "BOOL", …
+        dtype: in safetensors' spelling: "F32", "BF16", "BOOL", …
         shape: as a tuple.
         begin: byte of the file at which the first element stands.
-        strides: in elements; None where the elements stand one after the other, the last axis fastest.
+        strides: in elements; None for contiguous tensors, the last axis fastest.
     """
 
     dtype: str
@@ -68,7 +69,7 @@ def read_safetensors(path: str | os.PathLike) -> dict[str, TensorHeader]:
             "cut short or no safetensors file. Download or copy it again."
         )
     if length > _LARGE_HEADER_BYTES:
-        # An entry is one object with two lists; few files have anything else in so large a header.
+        # Each entry is one object with two lists; few files have anything else in so large a header.
         entries = header.count(b'"data_offsets"')
         limits = {b"{": entries + 2, b"[": 2 * entries, b",": (MOST_AXES + 4) * entries}
         if any(header.count(sign) > most for sign, most in limits.items()):
@@ -99,15 +100,16 @@ def read_safetensors(path: str | os.PathLike) -> dict[str, TensorHeader]:
 
 
 def _ask_the_library(path: str | os.PathLike) -> None:
-    """Let the library that will read the file have its word.
+    """Let the library that will read the file check it too.
 
-    For torch it would map the whole file as its own memory, which a machine with less than that refuses.
+    Opened for torch it would reserve memory for the whole file, which a machine with less memory refuses.
     """
     try:
         with safe_open(path, framework="np"):
             pass
     except MemoryError:
-        return  # it maps the whole file, for which this process has no room; who only reads a part needs none
+        # Mapping the whole file needs more memory than this process has; reading parts of it does not.
+        return
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {error}. Download or copy it again.") from error
 
@@ -115,10 +117,11 @@ def _ask_the_library(path: str | os.PathLike) -> None:
 def _parse(path: str | os.PathLike, header: bytes) -> dict[str, dict]:
     try:
         raw = json.loads(header)
-        # The second reading is slow, and so only made where the first may have dropped an entry.
+        # Slow, so only done where the first parsing may have dropped a duplicate entry.
         if isinstance(raw, dict) and header.count(b'"data_offsets"') > len(raw) - ("__metadata__" in raw):
             json.loads(header, object_pairs_hook=without_duplicates)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or numbers and nesting without end
+    # Not UTF-8, not JSON, or numbers or nesting without end.
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: the header is not JSON ({str(error)[:200]}). Download or copy it again."
         ) from error
@@ -133,7 +136,8 @@ def _parse(path: str | os.PathLike, header: bytes) -> dict[str, dict]:
 
 
 def _check_entry(path: str | os.PathLike, name: str, entry: object) -> tuple[int, int, str]:
-    # A checkpoint has thousands of entries, and nearly all of them pass here. What does not is looked at closely.
+    # A checkpoint has thousands of entries, nearly all valid: this quick check passes them, a slower one explains
+    # errors.
     try:
         shape, (begin, end) = entry["shape"], entry["data_offsets"]
         if (

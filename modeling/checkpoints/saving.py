@@ -1,17 +1,17 @@
-"""A folder is saved whole or not at all.
+"""`save_pretrained` that writes a folder whole or not at all.
 
-transformers writes file by file into the folder. Cut off half-way, it leaves shards of the older model and of the new
-one, which load together in silence. Here everything is written to a hidden folder inside of the target, so on the same
-file system. Then the older files are exchanged for the new ones by renaming alone:
+transformers writes file by file into the folder. Cut off half-way, it leaves shards of the older and the newer model,
+which load together in silence. Here everything is written to a hidden folder inside the target, so on the same file
+system. Then renamings alone exchange the older files for the new ones:
 
-1. what loaders open first goes out first: the index or the only file of the weights, then config.json; and then the
-   rest of what is replaced;
-2. the new files come in, those that went out first last.
+1. the replaced older files leave; first those that loaders open first: the weights' index or only file, then
+   config.json;
+2. the new files come in, in the opposite order.
 
-Whatever fails before leaves the older model as it was, what fails in between is undone, and a kill in between leaves a
-folder without weights that a loader could find. (Without config.json alone, stock classes go on with their default
-configuration.) The name of the hidden folder says which it was. The next save removes what a killed one has left, and
-puts the older files back first if need be.
+A failure before the exchange leaves the older model as it was, a failure during it is undone, and a kill during it
+leaves a folder in which a loader finds no weights. (If only config.json is missing, stock classes use their default
+configuration.) The hidden folder's name says how far the save got. The next save removes what a killed one has left,
+and first restores the older files if need be.
 """
 
 import copy
@@ -43,32 +43,32 @@ from ..parallel import (
     sharing_processes,
 )
 
-# What the hidden folder is called while it is written to, while the files are exchanged, and afterwards.
+# Prefixes of the hidden folder: while files are written, while they are exchanged, and afterwards.
 _WRITING, _EXCHANGING, _DONE = (f".llamoe-{state}-" for state in ("saving", "exchanging", "replaced"))
-# Files that loaders look for by name: of these later ones leave a folder earlier, and come back later.
+# Files that loaders look for by name. A file of a later pattern leaves a folder earlier, and comes back later.
 _ENTRIES = [
     re.compile(pattern)
     for pattern in (
         r"adapter_config\.json",
         r"config\.json",
-        # In parts that the processes of a job have written; these are complete or not.
+        # Single files, indexes, and the shards that a job's processes have written.
         r"model\.safetensors\.index(\..+)?\.json|(?!.*-\d{5}-of-)model(\..+)?\.safetensors|shard-.*\.safetensors",
-        # Read where there are none of those.
+        # Read only without safetensors files.
         r"pytorch_model\.bin\.index(\..+)?\.json|(?!.*-\d{5}-of-)pytorch_model(\..+)?\.bin",
     )
 ]
-# Where there are weights in the shards of a job's processes, transformers reads no others.
+# If shards of a job's processes exist, transformers reads no other weights.
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|sharded|consolidated")
 
-# What the `save_pretrained` in progress writes.
+# The save in progress.
 _current: ContextVar["_Save | None"] = ContextVar("llamoe_save", default=None)
 
 
 def check_whole(folder: str | os.PathLike, subfolder: str = "") -> None:
-    """Check that no save into a local folder was cut off while it exchanged the files; names on a hub pass.
+    """Check that no save into a local folder was cut off during the exchange; names on the Hub pass.
 
     Raises:
-        CheckpointError: the folder is not whole.
+        CheckpointError: a save was cut off.
     """
     place = Path(folder, subfolder)
     if place.is_dir() and any(place.glob(f"{_EXCHANGING}*")):
@@ -80,7 +80,7 @@ def check_whole(folder: str | os.PathLike, subfolder: str = "") -> None:
 
 
 def put_back(folder: str | os.PathLike) -> None:
-    """Remove what killed saves have left in a folder, with the older files back in their places."""
+    """Remove what killed saves have left in a folder, and restore the older files."""
     target = Path(folder)
     for hidden in [hidden for state in (_WRITING, _EXCHANGING, _DONE) for hidden in target.glob(f"{state}*")]:
         if (lock := _lock(hidden)) is not None:
@@ -91,7 +91,7 @@ def put_back(folder: str | os.PathLike) -> None:
 
 
 class _Save:
-    """The files of one save, between being written and standing in their folder."""
+    """The files of one save, from writing to their place in the folder."""
 
     def __init__(self, target: str | os.PathLike, variant: str | None):
         self.target = Path(target)
@@ -105,7 +105,7 @@ class _Save:
         self._suffix = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._hidden = self.target / f"{_WRITING}{self._suffix}"
         self._hidden.mkdir()
-        # Held while this process lives: by that the next save knows a folder that nobody writes any more.
+        # Held while this process lives: an unlocked folder tells the next save that its writer is gone.
         self._lock = _lock(self._hidden)
         self.new = self._hidden / "new"
         self.new.mkdir()
@@ -136,15 +136,16 @@ class _Save:
         self._remove()
 
     def discard(self) -> None:
-        """Remove what was written and not published."""
+        """Remove what was written but not published."""
         self._remove()
         if self._is_new_folder:
             with suppress(OSError):
                 self.target.rmdir()
 
     def _outdated(self, names: set[str]) -> set[str]:
-        """Name what stands in the target and would be read with, or instead of, the new files."""
-        if "config.json" not in names:  # an adapter
+        """Names in the target that would be read together with, or instead of, the new files."""
+        # An adapter replaces no weights.
+        if "config.json" not in names:
             return set()
         there = os.listdir(self.target)
         outdated = {name for name in there if self._weights.fullmatch(name) or _DISTRIBUTED.fullmatch(name)}
@@ -162,10 +163,10 @@ class _Save:
         self._lock = None
 
     def place_in_target(self, folder: str | os.PathLike) -> tuple[Path, dict[str, float]]:
-        """Name the place that a folder of new files has after publishing, and what else stands there.
+        """Where a folder of new files will be after publishing, and which other files are there.
 
         Returns:
-            the place, and the times of change of the files in it that are older than this save.
+            the path, and the modification times of its files that are older than this save.
         """
         place = self.target / Path(folder).relative_to(self.new)
         others = set(os.listdir(place)) - self.published if place == self.target else set()
@@ -181,9 +182,9 @@ def _saving(
     ranks: list[int],
     is_distributed: bool,
 ) -> Iterator[str | os.PathLike]:
-    """Give the folder that this process is to write into; what is in it stands in `target` afterwards.
+    """Context with the folder that this process writes into; its content is in `target` afterwards.
 
-    `ranks` are the processes that save the model together, of which each writes a part where `is_distributed`.
+    `ranks` are the processes that save the model together; if `is_distributed`, each writes a part.
     """
     is_writer = model.should_save_on_this_rank(is_main_process)
     save = _Save(target, variant) if is_writer else None
@@ -201,14 +202,14 @@ def _saving(
         raise
     finally:
         _current.reset(token)
-    # Where transformers waits for the one that writes, it does so before the files have come to their place.
+    # transformers waits for the writing process too, but before the files are in their place.
     meet_after_saving(ranks)
 
 
 def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Give the weights of a model by its own names where peft's layers are still around its own; else None.
+    """Weights under the model's own names if wrappers of peft remain around its layers; else None.
 
-    Deleting an adapter leaves them there.
+    Deleting an adapter leaves its wrappers.
     """
     wrapped = r"\.(base_layer|original_module)(?=\.|$)"
     if not any(re.search(wrapped, name) for name, _ in model.named_modules()):
@@ -225,7 +226,7 @@ def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:
 
 
 class SavesWhole(PreTrainedModel):
-    """`save_pretrained` for a model class, before `PreTrainedModel` among its bases."""
+    """`save_pretrained` for a model class; a base class to name before `PreTrainedModel`."""
 
     def save_pretrained(
         self,
@@ -247,22 +248,23 @@ class SavesWhole(PreTrainedModel):
         tensors, as Trainer does under accelerate's FSDP2. A model that transformers has sharded is saved by all.
 
         Raises:
-            ValueError: a model in pipeline stages, of which no process has all weights, or one inside of a `PeftModel`,
-                whose weights have other names.
-            RuntimeError: a process that shares the weights did not call this in the time of the process group.
+            ValueError: a model in pipeline stages, of which no process has all weights, or one inside of a
+                `PeftModel`, whose weights have other names.
+            RuntimeError: a process that shares the weights did not call this within the process group's timeout.
         """
         refuse_stages(self)
         if state_dict is None:
             adapted = self._hf_peft_config_loaded
             state_dict = sharded_adapter(self) if adapted else _without_wrappers(self)
-        # Where each process writes its own shards, transformers takes them from the model.
+        # If each process writes its own shards, transformers takes them from the model.
         ranks = sharing_processes(self, None if distributed_checkpoint else state_dict)
         meet_before_saving(self, ranks)
         if state_dict is not None:
-            # transformers joins the shards of a model, but not those of a state dict that it is given, of which it
-            # takes out one tensor after the other while it writes: the caller keeps theirs.
+            # transformers gathers a model's shards, but not those of a given state dict. While it writes, it removes
+            # tensors from the state dict, so the caller's is copied.
             state_dict = joined(state_dict) if is_sharded(state_dict.values()) else dict(state_dict)
-        if self._hf_peft_config_loaded:  # an adapter is read from one file
+        # An adapter is read from one file.
+        if self._hf_peft_config_loaded:
             max_shard_size = sys.maxsize
         if push_to_hub:
             kwargs.setdefault("repo_id", os.fspath(save_directory).split(os.path.sep)[-1])
@@ -277,15 +279,15 @@ class SavesWhole(PreTrainedModel):
                 variant=variant,
                 token=token,
                 save_peft_format=save_peft_format,
-                # Our keys are stock keys. transformers would undo the renamings by which our classes read folders of
-                # other classes, in models, too, that never went through them.
+                # Our keys are stock keys. transformers would undo the renamings that let our classes read other
+                # classes' folders, even in models that were not loaded through them.
                 save_original_format=False,
                 distributed_checkpoint=distributed_checkpoint,
                 **kwargs,
             )
 
     def _upload_modified_files(self, working_dir, repo_id, files_timestamps, **kwargs):
-        # What cannot be uploaded is saved nevertheless.
+        # A failed upload does not undo the save.
         if (save := _current.get()) is not None:
             save.publish()
             working_dir, files_timestamps = save.place_in_target(working_dir)
@@ -293,7 +295,7 @@ class SavesWhole(PreTrainedModel):
 
 
 def _plan(hidden: Path, target: Path, outdated: set[str]) -> None:
-    """Write down in which order files go from the target to `hidden / "old"`, and come from there or from "new"."""
+    """Write the order in which files go from the target to `hidden / "old"`, and come from "old" or "new"."""
     present, arriving = set(os.listdir(target)), set(os.listdir(hidden / "new"))
     entries = {name for name in present if _rank(name)}
     leaving = present & (arriving | outdated | entries)
@@ -307,7 +309,7 @@ def _plan(hidden: Path, target: Path, outdated: set[str]) -> None:
 
 
 def _moves(hidden: Path, target: Path) -> list[tuple[Path, Path]]:
-    """Give the renamings of a plan, each from and to where."""
+    """Renamings of a plan, as pairs of source and destination."""
     plan = json.loads((hidden / "plan.json").read_text(encoding="utf-8"))
     return [(target / name, hidden / "old" / name) for name in plan["leaving"]] + [
         (hidden / part / name, target / name) for name, part in plan["coming"]
@@ -315,19 +317,19 @@ def _moves(hidden: Path, target: Path) -> list[tuple[Path, Path]]:
 
 
 def _undo(hidden: Path, target: Path) -> None:
-    """Undo the renamings that were done, be it all, some or none."""
+    """Undo the renamings that were made: all, some or none."""
     for source, destination in reversed(_moves(hidden, target)):
         if os.path.lexists(destination) and not os.path.lexists(source):
             destination.rename(source)
 
 
 def _rank(name: str) -> int:
-    """Say how early a file leaves a folder, and how late it comes into it."""
+    """How early a file leaves a folder, and how late it comes in."""
     return next((rank for rank, pattern in enumerate(_ENTRIES, 1) if pattern.fullmatch(name)), 0)
 
 
 def _lock(folder: Path, wait: bool = False) -> int | None:
-    """Lock a folder; None where another process has done so, or where the file system knows no locks."""
+    """Lock a folder; None if another process holds the lock, or the file system has none."""
     try:
         import fcntl
     except ImportError:
@@ -348,7 +350,7 @@ def _unlock(descriptor: int | None) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Have all files below a folder on the disk: a power failure must not find names without content."""
+    """Write all files below a folder to disk: a power failure must not leave names without content."""
     for place, _, names in os.walk(folder):
         for name in names:
             _sync(Path(place, name))

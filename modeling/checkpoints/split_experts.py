@@ -1,14 +1,16 @@
-"""Experts that a checkpoint keeps as one linear layer each: their names, and how loading fuses them.
+"""Experts that a checkpoint stores as one linear layer each: their names, and how loading fuses them.
 
-Quantizers and trainers take the stacks of Llama 4 apart. Two spellings are known, for an expert N:
+Quantizers and trainers split the stacks of Llama 4. Two spellings are known, for an expert N:
 
 * `experts.N.gate_proj.weight`, `up_proj`, `down_proj`: transformers, llm-compressor, GPTQModel, `llamoe convert`;
 * `experts.gate_projs.N.weight`, `up_projs`, `down_projs`: Axolotl.
 
-Each is `[out, in]`, as a linear layer's weight is; the model's stacks are `[E, H, 2I]` (gate first) and `[E, I, H]`.
-Loading fuses them by rules of transformers' own kind. transformers cuts a device's part out of a tensor before a rule
-sees it, and along the axes of the stack, so that a rule that transposes would get a wrong part under tensor
-parallelism. The tensors are therefore turned to `[in, out]` first, which copies nothing, and the rules only stack.
+Each is `[out, in]`, like a linear layer's weight; the model's stacks are `[E, H, 2I]` (gate first) and `[E, I, H]`.
+Loading fuses them by rules of transformers' own kind. Under tensor parallelism transformers cuts out a device's shard
+before a rule sees the tensor, along the stack's axes: a rule that transposes would get a wrong shard. So the tensors
+are transposed to `[in, out]` first, as views, and the rules only stack.
+
+Shapes: E experts, H hidden_size, I intermediate_size.
 """
 
 import dataclasses
@@ -35,21 +37,21 @@ from .checkpoint_files import read_header
 
 _EXPERTS = "feed_forward.experts"
 _NUMBER = r"(?:0|[1-9]\d*)"
-# What stands behind `experts.` and before `.weight`.
+# Spellings between `experts.` and `.weight`.
 _SPELLINGS = (rf"{_NUMBER}\.{{}}_proj", rf"{{}}_projs\.{_NUMBER}")
 _NAME = re.compile(
     rf"(.*{re.escape(_EXPERTS)})\.(?:({_NUMBER})\.(gate|up|down)_proj|(gate|up|down)_projs\.({_NUMBER}))\.weight"
 )
-# Names of a layer and an expert have two numbers, whatever a `key_mapping` makes of them.
+# Such a name has two numbers, of the layer and the expert, whatever a `key_mapping` changes.
 _TWO_NUMBERS = re.compile(r"\d\D+\d")
-# Of an expert by itself, also in a spelling that is not known, or from a quantizer.
+# Any name of a single expert's tensor, also in an unknown spelling or from a quantizer.
 _OF_ONE = re.compile(rf"{re.escape(_EXPERTS)}\.(\w+\.)?\d+\.")
 _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _PLAIN_DTYPES = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
 
 
 class ExpertName(NamedTuple):
-    """What the name of an expert's weight says.
+    """The parts of the name of an expert's weight.
 
     Attributes:
         experts: the beginning, up to `feed_forward.experts`.
@@ -62,21 +64,21 @@ class ExpertName(NamedTuple):
     part: str
 
     def __str__(self) -> str:
-        """Spell it with the expert's number first."""
+        """The name with the expert's number first."""
         return f"{self.experts}.{self.number}.{self.part}_proj.weight"
 
 
 def expert_of(name: str) -> ExpertName | None:
-    """Tell which expert's weight a name in a checkpoint stands for; None for all other names."""
+    """The expert's weight that a checkpoint's name means; None for other names."""
     match = _NAME.fullmatch(name)
     return match and ExpertName(match[1], int(match[2] or match[5]), match[3] or match[4])
 
 
 class StackExperts(MergeModulelist):
-    """Writes the experts that a device holds into its part of a stack, gate and up side by side.
+    """Writes the experts that a device holds into its shard of a stack, gate and up side by side.
 
-    transformers' `MergeModulelist` and `Concatenate` would make three copies of a layer on the way, and fail on a
-    device that holds no expert. Releases before 5.23 count the tensors of a rule only for operations of this class.
+    transformers' `MergeModulelist` and `Concatenate` would copy a layer three times, and fail on a device without
+    experts. Releases before 5.23 count a rule's tensors only for operations of this class.
     """
 
     @torch.no_grad()
@@ -89,18 +91,18 @@ class StackExperts(MergeModulelist):
         model: nn.Module | None = None,
         **kwargs,
     ) -> dict[str, torch.Tensor]:
-        """Stack.
+        """Stack the experts.
 
         Args:
             input_dict: source patterns to tensors `[in, out]` in the order of the experts; emptied.
             source_patterns: gate before up.
-            target_patterns: one.
-            full_layer_name: of the stack.
-            model: whose parameter the stack is.
-            **kwargs: not used.
+            target_patterns: one pattern.
+            full_layer_name: name of the stack.
+            model: the model that has the stack as a parameter.
+            **kwargs: unused.
 
         Returns:
-            the target pattern to `[experts, in, out]`, in which the outs of several sources are joined.
+            the target pattern to `[experts, in, out]`; the outs of several sources are joined.
         """
         parts = [input_dict.pop(pattern) for pattern in source_patterns]
         if not parts[0]:
@@ -109,14 +111,16 @@ class StackExperts(MergeModulelist):
         stack = parts[0][0].new_empty(len(parts[0]), size_in, len(parts) * size_out)
         for part, columns in zip(parts, stack.split(size_out, dim=-1), strict=True):
             for expert in range(len(part)):
-                # Turning into rows with gaps is four times as slow as turning first, into one expert's memory.
+                # Copying a transposed view into a strided target is four times as slow as transposing first, expert
+                # by expert.
                 columns[expert].copy_(part[expert].contiguous() if len(parts) > 1 else part[expert])
-                part[expert] = None  # frees what was cast, or brought to another device
+                # Frees a tensor that was cast, or moved to another device.
+                part[expert] = None
         return {target_patterns[0]: stack}
 
 
 def _nothing_of(parameter: DTensor) -> torch.Tensor:
-    """Make the part `[0, ...]` of a device that holds no expert; the parameter is still on the meta device."""
+    """The shard `[0, ...]` of a device without experts; the parameter is still on the meta device."""
     return torch.empty_like(parameter.to_local(), device=parameter.device_mesh.device_type)
 
 
@@ -133,7 +137,7 @@ def _rules() -> list[WeightConverter]:
 
 
 class _Tensor(NamedTuple):
-    """What is known of a tensor before it is read."""
+    """A tensor's facts that are known before it is read."""
 
     origin: str
     name: str
@@ -162,20 +166,20 @@ def find_split_experts(
     load_config: Any,
     expected: Mapping[str, tuple[int, ...]],
 ) -> dict[str, set[str]]:
-    """Find the stacks that a checkpoint has as one linear layer an expert, and check that every expert is there.
+    """Find the stacks that a checkpoint stores as one linear layer an expert, and check that all experts exist.
 
     Args:
         model: the empty model.
         state_dict: the weights, if they are in memory.
-        files: else the files that hold them.
+        files: otherwise the files that hold them.
         load_config: transformers' `LoadStateDictConfig`.
         expected: the model's keys and shapes.
 
     Returns:
-        the model's keys of these stacks, to the names of their experts in the checkpoint; mostly nothing.
+        the model's keys of these stacks, to the names of their experts in the checkpoint; usually empty.
 
     Raises:
-        CheckpointError: an expert that is missing, there twice, of another shape, or packed by a quantizer.
+        CheckpointError: an expert is missing, stored twice, of another shape, or packed by a quantizer.
         ValueError: such experts under DeepSpeed's ZeRO-3.
     """
     renamings = [rule for rule in load_config.weight_mapping or () if isinstance(rule, WeightRenaming)]
@@ -199,7 +203,8 @@ def find_split_experts(
             )
         if expert is None:
             whole[key] = tensor
-        elif key in expected:  # else of a layer that another pipeline stage has
+        # Keys of another pipeline stage are not expected.
+        elif key in expected:
             found = stacks.setdefault(key, {})
             if other := found.get((expert.part, expert.number)):
                 raise CheckpointError(f"{tensor} is there a second time: {other}.")
@@ -248,7 +253,7 @@ def _check_stack(
                 f"{tensor} has shape {list(tensor.shape)}, but {source}. Weights and config.json do not belong "
                 "together."
             )
-    # A number in a name may be any: no list is made of those below it.
+    # Names may contain any number: the numbers below it are not put into a list.
     if missing := count * len(parts) - len(found):
         wanted_parts = ((number, part) for number in range(count) for part in parts)
         number, part = next((number, part) for number, part in wanted_parts if (part, number) not in found)
@@ -266,22 +271,22 @@ def fuse_while_loading(
     files: Iterable[str] | None,
     load_config: Any,
 ) -> tuple[Any, Any]:
-    """Load as `PreTrainedModel._load_pretrained_model` does, with what `find_split_experts` found fused.
+    """`PreTrainedModel._load_pretrained_model`, which also fuses the experts that `find_split_experts` found.
 
-    The rules are forgotten afterwards, lest saving runs them backwards.
+    The rules are removed afterwards: saving would run them in reverse.
 
     Args:
-        stacks: what was found.
+        stacks: result of `find_split_experts`.
         model: the empty model.
         state_dict: the weights, if they are in memory.
-        files: else the files that hold them.
+        files: otherwise the files that hold them.
         load_config: transformers' `LoadStateDictConfig`.
 
     Returns:
         transformers' information on the loading, and its index of weights on disk.
 
     Raises:
-        CheckpointError: a stack that could not be made.
+        CheckpointError: a stack could not be made.
     """
     if state_dict is None:
         state_dict = {}

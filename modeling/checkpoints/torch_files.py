@@ -1,9 +1,9 @@
-"""What a file of torch.save holds (.bin, .pth, .pt), read without its numbers, and checked against the file's size.
+"""Content of a file of torch.save (.bin, .pth, .pt), read without its numbers and checked against the file's size.
 
-Since 1.6 torch writes a zip archive of records that are stored as they are: `data.pkl`, a pickle that says what the
-tensors are, and the numbers of each storage in a record of its own. Before, it wrote pickles one behind the other, and
-the storages behind them. A zip archive can also be made to unpack into any size, to hold two records of one name or
-records that overlap; none of that is what torch writes, and none of it is read.
+Since 1.6 torch writes a zip archive of uncompressed records: `data.pkl`, a pickle that describes the tensors, and the
+numbers of each storage in a record of its own. Earlier it wrote several pickles, then the storages. A zip archive
+could also unpack to any size, or have overlapping records or two of one name. torch writes none of that, and it is
+refused.
 """
 
 import os
@@ -35,9 +35,9 @@ class Record(NamedTuple):
     """A record of a torch file.
 
     Attributes:
-        begin: byte of the file at which its content stands.
-        nbytes: how many bytes that is.
-        crc: their CRC-32; 0 where torch was told not to compute it.
+        begin: offset of its content in the file.
+        nbytes: length of its content.
+        crc: CRC-32 of its content; 0 where torch was told not to compute it.
     """
 
     begin: int
@@ -46,15 +46,15 @@ class Record(NamedTuple):
 
 
 def read_torch(path: str | os.PathLike, allowed: Iterable[str] = ()) -> Any:
-    """Read what a file of `torch.save` holds, without the numbers of its tensors.
+    """Content of a file of `torch.save`, without the numbers of its tensors.
 
     Args:
         path: the file.
-        allowed: names of classes that the file may hold besides, those that torch was told of among them anyway
-            (`torch.serialization.add_safe_globals`). They are not made.
+        allowed: names of further classes that the file may hold, beside those that torch was told of
+            (`torch.serialization.add_safe_globals`). No instances are made.
 
     Returns:
-        dictionaries, lists, tuples, numbers and texts as they are, tensors as `TensorHeader`, and what is neither as
+        dictionaries, lists, tuples, numbers and texts as they are, tensors as `TensorHeader`, anything else as
         `Named`.
 
     Raises:
@@ -70,7 +70,8 @@ def read_torch(path: str | os.PathLike, allowed: Iterable[str] = ()) -> Any:
             raise CheckpointError(f"{path}: is empty. {_AGAIN}")
         if begin == _LOCAL:
             return _read_archive(path, file, names)
-        if begin[0] != 0x80:  # what every other pickle begins with
+        # Pickles of protocol 2 and later begin with this byte.
+        if begin[0] != 0x80:
             raise CheckpointError(f"{path}: is neither a safetensors file nor one of torch.save.")
         return _read_legacy(path, file, names)
 
@@ -112,17 +113,17 @@ def _read_archive(path: str | os.PathLike, file: BinaryIO, allowed: set[str]) ->
 def read_records(path: str | os.PathLike, file: BinaryIO) -> dict[str, Record]:
     """Read the directory of a torch file.
 
-    The small records, which say what the numbers mean, are compared with their checksums: torch itself does not look.
+    The small records, which describe the numbers, are compared with their checksums, which torch does not check.
 
     Args:
         path: the file, for messages.
-        file: the same, open.
+        file: the same file, open.
 
     Returns:
         name to record, in the directory's order; at least one.
 
     Raises:
-        CheckpointError: the archive is damaged, or is not as torch writes it.
+        CheckpointError: the archive is damaged, or differs from what torch writes.
     """
 
     def fail(problem: str) -> NoReturn:
@@ -140,7 +141,8 @@ def read_records(path: str | os.PathLike, file: BinaryIO) -> dict[str, Record]:
                 f"{path}: is a TorchScript program, as OpenAI's files of CLIP are, and is not run. Get the weights "
                 "as safetensors, or save the state_dict() of what torch.jit.load gives."
             )
-        if name.lower() in seen:  # torch itself looks names up without regard to case
+        # torch looks names up without regard to case.
+        if name.lower() in seen:
             fail(f"{shown} is twice there")
         seen.add(name.lower())
         if begin + 30 > close:
@@ -162,14 +164,14 @@ def read_records(path: str | os.PathLike, file: BinaryIO) -> dict[str, Record]:
     for (_, end, has_descriptor), (start, *_) in pairwise([*spans, (close, close, False)]):
         if end > start:
             fail("has records that overlap")
-        # A record that is said to begin elsewhere has other numbers.
+        # A wrong offset in the directory would read other numbers.
         if start - end not in (_DESCRIPTOR_SIZES if has_descriptor else (0,)):
             fail(f"has {start - end} bytes between two records")
     return records
 
 
 def _entries(directory: bytes, fail: Callable[[str], NoReturn]) -> Iterator[tuple[bytes, int, int, int]]:
-    """Give each entry's name, where its record begins, and how many bytes the content has with which checksum."""
+    """For each entry: name, offset of its record, length of its content, and checksum."""
     position = 0
     while position < len(directory):
         if directory[position : position + 4] != _ENTRY or position + 46 > len(directory):
@@ -181,7 +183,7 @@ def _entries(directory: bytes, fail: Callable[[str], NoReturn]) -> Iterator[tupl
         name, extra = directory[position + 46 : middle], directory[middle : middle + lengths[1]]
         position += 46 + sum(lengths)
         packed, nbytes, begin = _widen(packed, nbytes, begin, extra)
-        # A program's code is compressed; that it is a program is said first.
+        # A program's code is compressed; a later check reports that it is a program.
         if b"/code/" not in name and (method or flags & _ENCRYPTED or packed != nbytes):
             fail(
                 f"record {name[:99].decode(errors='replace')} is compressed or encrypted, which torch never does"
@@ -190,7 +192,7 @@ def _entries(directory: bytes, fail: Callable[[str], NoReturn]) -> Iterator[tupl
 
 
 def _check_small(record: Record, shown: str, file: BinaryIO, fail: Callable[[str], NoReturn]) -> None:
-    """Check one of the records that hold no numbers."""
+    """Check a record that holds no numbers."""
     if record.nbytes > MOST_BYTES:
         fail(f"{shown} has {record.nbytes} bytes, where at most {MOST_BYTES} were expected")
     file.seek(record.begin)
@@ -199,15 +201,15 @@ def _check_small(record: Record, shown: str, file: BinaryIO, fail: Callable[[str
         fail(f"{shown} is damaged (CRC-32 differs)")
     if shown.endswith("/byteorder") and content != b"little":
         fail("was written on a big-endian machine; save it again on a usual one")
-    # torch divides by it.
+    # torch divides by this number.
     if shown.endswith("/.storage_alignment") and not (content.isdigit() and 0 < int(content) <= 1 << 20):
         fail(f"{shown} is no alignment")
 
 
 def _read_directory(file: BinaryIO, size: int, fail: Callable[[str], NoReturn]) -> tuple[int, int, bytes]:
-    """Give where the directory begins, how many entries it should have, and its bytes.
+    """Offset of the directory, its number of entries, and its bytes.
 
-    It must end where the file does: of several, readers that search find different ones.
+    It must end where the file does: if there were several, readers that search would find different ones.
     """
     tail = min(size, 98)
     file.seek(size - tail)
@@ -230,7 +232,7 @@ def _read_directory(file: BinaryIO, size: int, fail: Callable[[str], NoReturn]) 
 
 
 def _widen(packed: int, nbytes: int, begin: int, extra: bytes) -> tuple[int, int, int]:
-    """Give the sizes and the place of a record of 4 GiB or more, which stand in an extra field (4.5.3)."""
+    """Sizes and offset of a record of 4 GiB or more, which an extra field holds (4.5.3)."""
     full = 0xFFFFFFFF
     while full in (packed, nbytes, begin) and len(extra) >= 4:
         kind, length = unpack_from("<HH", extra)
@@ -248,7 +250,8 @@ def _read_legacy(path: str | os.PathLike, file: BinaryIO, allowed: set[str]) -> 
     """Read torch's format before 1.6: magic number, protocol, system, content, keys of the storages, the storages."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
-    sizes: dict[str, tuple[int, int]] = {}  # of a storage, in elements and bytes
+    # Size of each storage, in elements and bytes.
+    sizes: dict[str, tuple[int, int]] = {}
     places: dict[str, int] = {}
 
     def find(dtype: str, key: str, numel: int, part: object) -> Storage:
@@ -280,5 +283,6 @@ def _read_legacy(path: str | os.PathLike, file: BinaryIO, allowed: set[str]) -> 
         position += 8 + nbytes
     if position != size:
         raise CheckpointError(f"{path}: needs {position} bytes, but has {size}. {_AGAIN}")
-    machine.position = content  # once more, now that all places are known
+    # Run the pickle again, now that all offsets are known.
+    machine.position = content
     return machine.run()

@@ -1,9 +1,9 @@
 """Faster ways to the same numbers, each beside a plain version of the same function.
 
-Reading order: tracing (does a compiler or tracer read along), cpu (shortcuts of a CPU, and the one question when they
-may be taken), few_rows_triton, few_rows (a kernel for few rows of experts), trial, trust (that kernel's test at first
+Reading order: tracing (whether a compiler or tracer records the pass), cpu (CPU shortcuts and the one guard for them),
+few_rows_triton, few_rows (a GPU kernel for few rows of experts), trial, trust (that kernel's test before its first
 use). Files named `…_triton` import Triton, which is not installed everywhere and takes long to import; the others
-import it when a kernel is about to run, never before.
+import it only when a kernel is about to run.
 """
 
 from .cpu import (

@@ -1,12 +1,11 @@
 """Faster float32 paths for decoding on a CPU: the same numbers up to the order of summation.
 
-They are used only in inference, without hooks, autocast, tracing or compilation: `can_use_shortcut` asks for all of
-that. A step of decoding on a CPU is bound by reading weights and by the number of calls, and both can be had cheaper
-than by the general call. Hooks of single modules are for the caller to ask about.
+They are used only in inference, without hooks, autocast, tracing or compilation: `can_use_shortcut` checks all of
+that, but for hooks of single modules, which the caller checks.
 
-The next token of a few rows is a product of a matrix and hardly more than a vector: all of its time goes into reading
-the matrix. torch calls MKL's plain product, which on a CPU comes to a half or a third of that speed, and reads weights
-that lie input first on one thread only. Other calls do better, each on its own kind of weight
+A decode step on a CPU is bound by the number of calls and by reading weights: for a few rows, a product reads a matrix
+and little else. torch calls MKL's plain product, which reaches a third to a half of the memory's speed on a CPU and
+reads input-first weights on one thread only. Other calls are faster, each for its own kind of weight
 (`python -m benchmarks.cpu --cases parts` compares them, on weights that are in no cache):
 
 * output first (`nn.Linear`): MKL's batched product, with the weight's rows cut into a batch;
@@ -14,6 +13,9 @@ that lie input first on one thread only. Other calls do better, each on its own 
 * input first, wide, and several threads: the batched product again, with the input cut into a batch.
 
 In 16 bits the plain product is as good. The layers stay `nn.Linear`, which adapters, quantizers and tracers know.
+
+Shapes: R rows, I columns in, O columns out, P parts; in attention B batch, H query heads, G key/value heads, K keys,
+D head_dim.
 """
 
 import functools
@@ -27,24 +29,24 @@ from torch.nn.modules.module import _has_any_global_hook
 from .._compat import is_under_functorch
 
 CPU_SHORTCUT_MAX_ROWS = 3
-"""Tokens up to which norms and products take other calls. With more, norms keep every bit, and products gain little."""
+"""Up to this many tokens norms and products use shortcuts. Above, norms keep every bit and products gain little."""
 
-# With fewer weights the calls cost what is gained.
+# Smaller weights gain less than the extra calls cost.
 _MIN_WEIGHTS = 1 << 15
-# Parts that a weight can be cut into, the best first; and where there are more threads than `_MANY_THREADS`.
+# Numbers of parts that a weight is cut into, best first; and those for more than `_MANY_THREADS` threads.
 _PARTS = (16, 8, 4, 2)
 _PARTS_FOR_MANY_THREADS = (64, *_PARTS)
 _MANY_THREADS = 8
-# Columns up to which FBGEMM, which has its kernels on x86 only, sums rows in one go; above, in several.
+# Up to this many columns FBGEMM (kernels on x86 only) sums rows in one pass; above it in several.
 _MAX_SUMMED = 576 if "fbgemm" in torch.backends.quantized.supported_engines else 0
 
 
 def can_use_shortcut(x: torch.Tensor) -> bool:
-    """Whether this is float32 on the CPU, and nothing but its numbers is asked for."""
+    """Whether `x` is float32 on the CPU in inference, without autocast, tracing, compilation or global hooks."""
     return (
         not torch.is_grad_enabled()
         and type(x) is torch.Tensor
-        # Asked before anything of the tensor, which would be guards, or parts of the trace.
+        # Checked before the tensor is read: reading it would add guards, or enter the trace.
         and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         and x.is_cpu
         and x.dtype == torch.float32
@@ -57,10 +59,10 @@ def can_use_shortcut(x: torch.Tensor) -> bool:
 
 
 def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Call a linear layer; the numbers are its own, up to the order of summation.
+    """Call a linear layer; the result is its own, up to the order of summation.
 
     Args:
-        linear: `nn.Linear` or what an adapter or quantizer has put in its place.
+        linear: `nn.Linear`, or the module of an adapter or quantizer that replaces it.
         x: `[..., in_features]`.
 
     Returns:
@@ -83,7 +85,7 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def multiply_row(x_1I: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
-    """Multiply a single row by a weight that lies input first, as an expert's does.
+    """Multiply a single row by an input-first weight, such as an expert's.
 
     Args:
         x_1I: `[1, I]`.
@@ -109,7 +111,7 @@ def multiply_row(x_1I: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
 
 
 def multiply_few(x_RI: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
-    """Multiply a few rows by a weight that lies input first, or, as the transpose of such a one, output first.
+    """Multiply a few rows by an input-first weight, or by the transpose of an output-first one.
 
     Args:
         x_RI: `[R, I]`.
@@ -143,7 +145,7 @@ def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.T
     if parts == 1 or not x.numel():
         return nn.functional.linear(x, weight_OI, bias_O)
     num_rows = x.numel() // num_in
-    # Strides as of a transposed matrix, also for one row: by them torch chooses how to call MKL.
+    # Strides of a transposed matrix, also for one row: torch chooses the MKL call by them.
     x_PIR = x.contiguous().as_strided((parts, num_in, num_rows), (0, 1, num_in))
     out_POR = torch.bmm(weight_OI.view(parts, -1, num_in), x_PIR)
     shape = (*x.shape[:-1], num_out)
@@ -159,7 +161,7 @@ def _divisor(size: int, num_threads: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _consecutive(size: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give 0 to size - 1, and where each of as many equal parts of them begins."""
+    """Integers 0 to size - 1, and where each of `parts` equal parts of them begins."""
     indices = torch.arange(size, device="cpu")
     return indices, torch.arange(0, size, size // parts, device="cpu")
 
@@ -167,7 +169,7 @@ def _consecutive(size: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
 def are_single_queries(
     query: torch.Tensor, attention_mask: Any, dropout: float = 0.0, cache: Any = None, **_
 ) -> bool:
-    """Whether `attend_to_single_queries` may stand for transformers' own function, whose arguments these are."""
+    """Whether `attend_to_single_queries` can replace transformers' function, which takes these arguments."""
     return (
         can_use_shortcut(query)
         and query.shape[2] == 1
@@ -187,14 +189,14 @@ def attend_to_single_queries(
     attention_mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Attend with one token a row, each key read once: heads that share keys become queries of one head.
+    """Attention for one query a row that reads each key once: heads that share keys become queries of one head.
 
     Args:
         query: `[B, H, 1, D]`.
-        key: `[B, G, K, D]`, of G groups of heads.
+        key: `[B, G, K, D]`, of G key/value heads.
         value: likewise.
         attention_mask: None or `[B, 1, 1, K]`.
-        scaling: what the scores are multiplied by.
+        scaling: factor of the scores.
 
     Returns:
         `[B, 1, H, D]`.

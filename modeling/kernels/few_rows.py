@@ -1,9 +1,9 @@
-"""The experts' SwiGLU for few rows on a GPU: each expert that is hit is read once, without asking the host which.
+"""The experts' SwiGLU for few rows on a GPU: each hit expert is read once, and the host never asks which are hit.
 
-Decoding is bound by reading weights. Gathering a copy of the weights for each row reads and writes them again, and
-a loop over the experts that are hit has to ask the device for them first. These kernels find out on the device.
+Decoding is bound by reading weights. Gathering a copy of the weights for each row reads and writes them again, and a
+loop over the hit experts must first ask the device for them. These kernels find the hit experts on the device.
 Launches and grids depend on shapes only, so that a CUDA graph may hold them. An expert with more than 64 rows is read
-once for each 64 of them, any other once.
+once for every 64 of them.
 
 Shapes: N rows, E experts, H hidden size, I intermediate size, F = 2 I, gate in its first half; S splits.
 """
@@ -17,49 +17,49 @@ import torch
 from torch.nn import functional as F
 
 TRITON_MAX_ROWS = 128
-"""Above this the comparison of all rows with each other is no longer small beside the products."""
+"""Above this, comparing all rows with each other is no longer cheap beside the products."""
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Triton asks for this itself, when it is imported: kernels then run in Python, on the CPU too.
+# Triton reads this variable when it is imported; its interpreter runs kernels in Python, on the CPU too.
 _INTERPRETED = _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
-# The rows of a tile for an expert with up to that many, which is nearly every one: what one matrix instruction takes.
-# Up to as many rows of all experts together share one compiled kernel.
+# Rows of a tile for an expert with at most that many rows, which is nearly every expert: the size of one matrix
+# instruction. All totals of rows up to this number share one compiled kernel.
 _SMALL_M = 16
-# The rows of a tile for one with more; with more than these its weights are read once for each tile.
+# Rows of a tile for an expert with more rows; beyond this its weights are read once for each tile.
 _LARGE_M = 64
-# The loop that adds them up is unrolled.
+# The loop that sums the splits is unrolled.
 _MAX_SPLITS = 16
-# The beginning of a pipeline is unrolled.
+# The beginning of the load pipeline is unrolled.
 _MAX_STAGES = 8
 
 
 class Tile(NamedTuple):
-    """How one of the products is cut up."""
+    """How one of the two products is tiled."""
 
     columns: int
     """Output columns of a program; in the first product as many of gate and of up."""
     depth: int
-    """Inner extent of the blocks that are loaded at a time."""
+    """Inner extent of the blocks that are loaded at once."""
     warps: int
 
 
 class Plan(NamedTuple):
-    """How both products are cut up, for a size of the elements."""
+    """How both products are tiled, for one element size."""
 
     gate_up: Tile
     down: Tile
     shared_bytes: int
-    """What a program's pipeline may take of shared memory; it decides the number of stages."""
+    """Shared memory that a program's pipeline may use; it decides the number of stages."""
     programs: int
-    """About how many programs are worth a launch. Where there could be more, a program takes several experts."""
+    """About how many programs a launch should have. Above it, one program takes several experts."""
     concurrent: int
     """Up to how many programs the second product is split along its inner extent."""
 
 
-# Reasoned for an H200, and to be measured with `benchmarks/tune_few_rows.py`: 132 multiprocessors with 228 KB of shared
-# memory each, room for two programs. Rows of a block are 128 bytes, and a program has about 90 KB on the way, so that
-# one for each multiprocessor should cover the memory's latency, and the last programs of a launch leave no gap.
+# Estimated for an H200 (132 multiprocessors, each with 228 KB of shared memory and room for two programs); measure with
+# `benchmarks/tune_few_rows.py`. Rows of a block are 128 bytes, and a program has about 90 KB in flight: one program per
+# multiprocessor should then hide the memory's latency, and the last programs of a launch leave no gap.
 PLANS = {
     2: Plan(Tile(64, 64, 4), Tile(64, 128, 4), shared_bytes=110 * 1024, programs=2048, concurrent=264),
     4: Plan(Tile(32, 32, 4), Tile(32, 64, 4), shared_bytes=110 * 1024, programs=2048, concurrent=264),
@@ -74,7 +74,7 @@ def few_rows_fits(
     device: torch.device,
     hidden_act: str,
 ) -> bool:
-    """Whether `few_rows_experts` runs as kernels here. They take no gradient: that is the caller's to know.
+    """Whether `few_rows_experts` runs as kernels here. They have no gradient, which the caller must check.
 
     Args:
         num_rows: N, of all experts together.
@@ -90,29 +90,29 @@ def few_rows_fits(
     return device.type == "cpu" and _INTERPRETED
 
 
-# Opaque to the compiler, not a `triton_op`: what runs in a graph is then exactly what runs outside one, on each
-# release of torch. Inductor could fuse nothing into these kernels, and a CUDA graph holds an opaque operator as well.
-# Strides of the weights reach the kernels as they are, since arguments of such an operator keep their layout.
+# An opaque operator, not a `triton_op`: the same code then runs inside and outside of a graph, on every torch release.
+# Inductor could fuse nothing into these kernels, and a CUDA graph can hold an opaque operator too. The operator's
+# arguments keep their layout, so the weights' strides reach the kernels unchanged.
 @torch.library.custom_op("llamoe::few_rows_experts", mutates_args=())
 def few_rows_experts(
     x_NH: torch.Tensor, gate_up_EHF: torch.Tensor, down_EIH: torch.Tensor, expert_ids_N: torch.Tensor
 ) -> torch.Tensor:
     """Send each row through its expert: `(silu(x gate) * (x up)) down`.
 
-    Kernels where `few_rows_fits`, the plain version elsewhere. Sums are float32, and float32 is never rounded to
-    TF32. Rounding happens where it does in the plain version, so that results differ by the order of sums alone.
+    Runs kernels where `few_rows_fits`, the plain version elsewhere. Sums are float32, and float32 is never rounded to
+    TF32. Rounding happens at the same places as in the plain version: results differ by the order of sums alone.
 
     Args:
         x_NH: `[N, H]`.
-        gate_up_EHF: `[E, H, F]` in the dtype of `x_NH`, with any strides; those with a last one of 1 are fast.
-        down_EIH: `[E, I, H]`, the same.
-        expert_ids_N: `[N]` integers; rows with an id outside of `0 … E - 1` are passed over.
+        gate_up_EHF: `[E, H, F]` in the dtype of `x_NH`, with any strides; a last stride of 1 is fast.
+        down_EIH: `[E, I, H]`, likewise.
+        expert_ids_N: `[N]` integers; rows with an id outside of `0 … E - 1` are skipped.
 
     Returns:
-        `[N, H]`; rows that are passed over are zero.
+        `[N, H]`; skipped rows are zero.
 
     Raises:
-        RuntimeError: a gradient is asked of the result.
+        RuntimeError: a gradient of the result is requested.
     """
     num_experts, hidden_size, intermediate_size = *gate_up_EHF.shape[:2], down_EIH.shape[1]
     assert x_NH.ndim == 2, x_NH.shape
@@ -133,7 +133,7 @@ def _(x_NH, gate_up_EHF, down_EIH, expert_ids_N):
 def few_rows_experts_reference(
     x_NH: torch.Tensor, gate_up_EHF: torch.Tensor, down_EIH: torch.Tensor, expert_ids_N: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the same as `few_rows_experts` with PyTorch's own operations, in a loop that the host runs."""
+    """`few_rows_experts` in PyTorch's own operations, in a loop on the host."""
     out_NH = x_NH.new_zeros(x_NH.shape)
     for expert in expert_ids_N.unique().tolist():
         if 0 <= expert < len(down_EIH):
@@ -150,8 +150,8 @@ def run_kernels(
     expert_ids_N: torch.Tensor,
     plan: Plan,
 ) -> torch.Tensor:
-    """Launch the kernels, cut up by a plan; `few_rows_experts` has the plan for it."""
-    # Here and not above: importing Triton takes long, and it is not installed everywhere.
+    """Launch the kernels, tiled by a plan; `few_rows_experts` picks the plan."""
+    # Imported late: importing Triton takes long, and it is not installed everywhere.
     from . import few_rows_triton as kernels
 
     (num_rows, hidden_size), (num_experts, intermediate_size) = x_NH.shape, down_EIH.shape[:2]
@@ -218,12 +218,12 @@ def run_kernels(
 def constants(
     tile: Tile, matrices: int, num_rows: int, element_size: int, shared_bytes: int
 ) -> dict[str, int]:
-    """Give what the kernels are compiled for.
+    """Compile-time constants of the kernels.
 
     Args:
-        matrices: how many weights a program streams side by side.
+        matrices: number of weights that a program streams side by side.
         element_size: bytes.
-        shared_bytes: what the blocks that are on the way may take together.
+        shared_bytes: shared memory for the blocks in flight.
     """
     padded_rows = _padded(num_rows)
     small_m, large_m = _SMALL_M, min(_LARGE_M, padded_rows)
@@ -236,8 +236,8 @@ def constants(
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
         SMALL_M=small_m,
-        # A stage more than blocks: the last one computes. The instructions for large tiles read a block while the
-        # next one arrives in its place, and so need one more.
+        # One stage more than blocks: the last one computes. Instructions for large tiles read a block while the
+        # next one arrives in its place, and so need one stage more.
         SMALL_STAGES=max(2, min(_MAX_STAGES, blocks[0] + 1)),
         LARGE_M=large_m,
         LARGE_STAGES=max(2, min(_MAX_STAGES, blocks[1])),
@@ -249,8 +249,8 @@ def row_counts_of_launches(
 ) -> list[int]:
     """Numbers of rows that together launch every kernel which any number of rows up to `TRITON_MAX_ROWS` launches.
 
-    They are the first and the last of those that share what is compiled and how the second product is split, so that
-    every border of both is among them.
+    They are the first and last of each range of row counts that shares compiled code and the split of the second
+    product.
 
     Args:
         num_experts: E.
@@ -270,18 +270,18 @@ def _padded(num_rows: int) -> int:
 
 
 def _split_size(slots: int, hidden_size: int, intermediate_size: int, plan: Plan) -> int:
-    """How much of its inner extent the second product takes at a time."""
-    # One expert alone has too few column blocks to keep the whole device busy.
+    """Inner extent of one split of the second product."""
+    # A single expert has too few column blocks to keep the whole device busy.
     programs = _ceil_div(hidden_size, plan.down.columns) * slots
     splits = min(_MAX_SPLITS, max(1, plan.concurrent // programs))
     return plan.down.depth * _ceil_div(intermediate_size, plan.down.depth * splits)
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have for its pipeline, on devices with less than the one that the plans are for."""
+    """Bytes of shared memory for a program's pipeline, on devices with less than the plans assume."""
     if device.type != "cuda":
         return PLANS[2].shared_bytes
-    # Reductions before the pipeline starts take little, and that room is used again.
+    # Reductions before the pipeline starts need little, and their room is reused.
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 2048
 
 

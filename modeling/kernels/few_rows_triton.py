@@ -1,21 +1,21 @@
-"""Triton kernels of `few_rows`: the experts' two products, each hit expert's weights read once.
+"""Triton kernels of `few_rows`: the experts' two products, reading each hit expert's weights once.
 
-Nothing is sorted. A program is given a range of columns and a slot. It loads all expert ids, takes the slot-th
-distinct one, gathers that expert's rows into one tile and streams the expert's weights past it, once. Which experts
-are hit is known to the device only; grid and launches depend on nothing but shapes.
+Nothing is sorted. A program gets a range of columns and a slot. It loads all expert ids, takes the slot-th distinct
+one, gathers that expert's rows into one tile and streams the expert's weights past it, once. Only the device knows
+which experts are hit; grid and launches depend on shapes alone.
 
-Shapes: N rows, E experts, H hidden size, I intermediate size, S splits; R is N up to a power of two.
+Shapes: N rows, E experts, H hidden size, I intermediate size, S splits; R is N rounded up to a power of two.
 """
 
 import triton
 import triton.language as tl
 from triton import knobs
 
-# What the interpreter lacks: it keeps bfloat16 as integers, multiplies these, and cuts numbers off to get them.
+# The interpreter keeps bfloat16 as integers: it multiplies those integers, and truncates when converting to bfloat16.
 _INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
-# Arguments of which Triton shall not compile other kernels for 1 and for multiples of 16: one kernel then serves all
-# numbers of rows that share its constants, and what was tried for one of them was tried for all.
+# Triton must not specialise these arguments for 1 and for multiples of 16: one kernel then serves all numbers of rows
+# that share its constants, so a trial with one of them holds for all.
 _COUNTS = ("num_rows", "num_experts", "num_elements")
 
 
@@ -30,7 +30,7 @@ def _dot(a, b, total):
 
 @triton.jit
 def _round(x, dtype: tl.constexpr):
-    """Give a float32 in another dtype, the nearest there is, of two the even one."""
+    """A float32 rounded to another dtype: to nearest, ties to even."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.uint32).to(tl.float32, bitcast=True)
@@ -39,11 +39,11 @@ def _round(x, dtype: tl.constexpr):
 
 @triton.jit
 def _hit_experts(ids_ptr, stride_ids, num_rows, num_experts, R: tl.constexpr):
-    """Load the ids; number the experts that are hit, in the order in which they first come.
+    """Load the ids, and number the hit experts in the order of their first rows.
 
     Returns:
-        the ids `[R]`, those of no expert set to `num_experts`; for the first row of each expert the expert's number,
-        for other rows -1 `[R]`; how many experts there are.
+        the ids `[R]`, invalid ones set to `num_experts`; `[R]`, for the first row of each expert its number, else -1;
+        the number of hit experts.
     """
     rows = tl.arange(0, R)
     ids = tl.load(ids_ptr + rows * stride_ids, mask=rows < num_rows, other=num_experts)
@@ -56,18 +56,19 @@ def _hit_experts(ids_ptr, stride_ids, num_rows, num_experts, R: tl.constexpr):
 
 @triton.jit
 def _expert_of(slot, ids, number):
-    """Give the slot-th expert, and how many rows it has."""
+    """The slot-th hit expert, and its number of rows."""
     expert = tl.sum(tl.where(number == slot, ids, 0), axis=0)
     return expert, tl.sum((ids == expert).to(tl.int32), axis=0)
 
 
 @triton.jit
 def _rows_of(expert, ids, start, R: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Which rows are an expert's, from its `start`-th on: their indices `[BLOCK_M]`, and whether there is one."""
+    """Indices `[BLOCK_M]` of an expert's rows from its `start`-th on, and whether each row exists."""
     mine = ids == expert
     place = tl.cumsum(mine.to(tl.int32), axis=0) - 1
     wanted = start + tl.arange(0, BLOCK_M)
-    found = mine[None, :] & (place[None, :] == wanted[:, None])  # [BLOCK_M, R]
+    # [BLOCK_M, R]
+    found = mine[None, :] & (place[None, :] == wanted[:, None])
     rows = tl.sum(tl.where(found, tl.arange(0, R)[None, :], 0), axis=1)
     return rows, wanted < tl.sum(mine.to(tl.int32), axis=0)
 
@@ -145,7 +146,7 @@ def gate_up_kernel(
     LARGE_M: tl.constexpr,
     LARGE_STAGES: tl.constexpr,
 ):
-    """Write silu(x gate) * (x up); rows of no expert stay as they are. Grid: column blocks, slots."""
+    """Write silu(x gate) * (x up); rows without an expert stay unwritten. Grid: column blocks, slots."""
     column_block = tl.program_id(0)
     ids, number, num_hit = _hit_experts(ids_ptr, stride_ids, num_rows, num_experts, R)
     for slot in range(tl.program_id(1), num_hit, tl.num_programs(1)):
@@ -255,7 +256,7 @@ def down_kernel(
     LARGE_M: tl.constexpr,
     LARGE_STAGES: tl.constexpr,
 ):
-    """Write hidden @ down, or a split's part of it; rows of no expert become zero. Grid: column blocks, slots, S."""
+    """Write hidden @ down, or a split's part of it; zeros for rows without an expert. Grid: column blocks, slots, S."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
     begin = split * split_size

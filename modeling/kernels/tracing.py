@@ -1,6 +1,6 @@
-"""Whether somebody writes down what is computed, for other numbers: a compiler, an exporter or a tracer.
+"""Whether a compiler, exporter or tracer records the computation, to repeat it with other values.
 
-What depends on values must then happen inside of an operator, and values must not be read.
+Code that depends on values must then be inside an operator, and must not read values outside of it.
 """
 
 import torch
@@ -9,15 +9,15 @@ from transformers.utils import is_tracing as transformers_is_tracing
 
 
 def is_recorded(x: torch.Tensor) -> bool:
-    """Whether a compiler or tracer writes down what is computed, for other numbers, or there are shapes only.
+    """Whether a compiler or tracer records this computation, or the tensor has a shape only.
 
-    What depends on the values then, such as how many rows an expert gets, has to happen inside of an operator: a loop
-    over them would be written down as it went for these.
+    What depends on values, such as how many rows an expert gets, must then happen inside an operator: a loop over them
+    would be recorded for these values alone.
     """
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
-        # Tensors that stand for others (fake ones, those of a tracer) are of a class of their own.
+        # Stand-ins (fake tensors, those of a tracer) have classes of their own.
         or type(x) is not torch.Tensor
         or x.is_meta
         or get_proxy_mode() is not None
@@ -25,5 +25,5 @@ def is_recorded(x: torch.Tensor) -> bool:
 
 
 def is_tracing(x: torch.Tensor) -> bool:
-    """Whether values must not be read: what transformers knows of, CUDA graphs among them, and `make_fx`."""
+    """Whether values must not be read: transformers reports tracing (CUDA graphs included), or `make_fx` runs."""
     return transformers_is_tracing(x) or get_proxy_mode() is not None

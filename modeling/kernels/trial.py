@@ -1,17 +1,17 @@
-"""Are the kernels for few rows right on this device, and up to how many rows are they the faster way?
+"""Trial of the kernels for few rows: whether they are right on this device, and up to how many rows they are faster.
 
 They are launched with every number of rows at which something else is compiled or launched, and compared with the same
-mathematics in torch. A kernel may fail worse than by wrong numbers: a compiler that aborts ends the process, and an
-illegal access takes everything that the process has on the device along. So a process of its own goes first, with
-experts that are made up in the sizes, strides and dtype of the real ones. It costs a few seconds, a second context on
-the device, and the memory of one expert. Where no second process can be had (no memory for its context, a device in
-exclusive mode) the made-up experts are tried in this one.
+mathematics in torch. A kernel may do worse than return wrong numbers: an aborting compiler ends the process, and an
+illegal access destroys all of the process's data on the device. So a separate process goes first, with made-up experts
+in the sizes, strides and dtype of the real ones. It costs a few seconds, a second context on the device, and the memory
+of one expert. Where no second process is possible (no memory for its context, a device in exclusive mode) this process
+tries the made-up experts.
 
-Made-up experts show what real ones may hide: weights that are zero, or not finite, make every kernel look right. Real
-ones show what made-up ones cannot: addresses far inside of large stacks. So both are tried. What that allocates on
-the device, beside the made-up expert: `TRITON_MAX_ROWS` rows a few times over, and two pieces of a weight of 32 MiB.
+Both made-up and real experts are tried. Real weights that are zero or not finite make every kernel look right; only
+real ones have addresses far inside large stacks. The trial allocates on the device, beside the made-up expert:
+`TRITON_MAX_ROWS` rows a few times over, and two pieces of a weight of 32 MiB.
 
-Shapes: N rows, E experts, H hidden size, I intermediate size, F = 2 I.
+Shapes: N rows, E experts, H hidden size, I intermediate size, F = 2 I; of a single product I columns in, O out.
 """
 
 import ctypes
@@ -32,11 +32,11 @@ from .few_rows import TRITON_MAX_ROWS, few_rows_experts, row_counts_of_launches
 Way = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Computes experts: rows `[N, H]` and expert ids `[N, 1]` to `[N, H]`."""
 
-# Elements of a weight that are cast to a wider dtype at a time.
+# Elements of a weight that are cast to a wider dtype at once.
 _PIECE = 1 << 22
-# Seconds after which a process that launches kernels is taken to hang.
+# Seconds after which a process that launches kernels counts as hung.
 _PATIENCE = 600.0
-# What that process says before the first launch, and before its answer.
+# What that process prints before the first launch, and before its answer.
 _READY, _ANSWER = "llamoe: ready", "llamoe: answer "
 _MAIN = """
 import json, sys
@@ -48,7 +48,7 @@ run_task(task)
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
-    """Say what compiles and runs kernels: the device and its driver."""
+    """What compiles and runs kernels: the device and its driver."""
     if device.type != "cuda":
         return {"device": "Triton's interpreter", "capability": "", "shared_memory": "", "driver": ""}
     properties = torch.cuda.get_device_properties(device)
@@ -61,7 +61,7 @@ def device_facts(device: torch.device) -> dict[str, str]:
 
 
 def _driver() -> str:
-    """Name the driver's release where its module says it, else (under WSL) its version of CUDA."""
+    """The driver's release from its module, else (under WSL) its CUDA version."""
     try:
         with open("/proc/driver/nvidia/version") as file:
             return file.readline().strip()
@@ -76,9 +76,9 @@ def _driver() -> str:
 
 
 def describe(gate_up_EHF: torch.Tensor, down_EIH: torch.Tensor) -> str:
-    """Say of experts what decides how kernels are compiled and launched for them: dtype, sizes and strides.
+    """What decides how kernels are compiled and launched for these experts, as text: dtype, sizes and strides.
 
-    A text, because making one turns sizes that a compiler leaves open into numbers.
+    Making a text turns sizes that a compiler leaves open into numbers.
     """
     num_experts, intermediate_size, hidden_size = down_EIH.shape
     e, h, f = gate_up_EHF.stride()
@@ -88,12 +88,12 @@ def describe(gate_up_EHF: torch.Tensor, down_EIH: torch.Tensor) -> str:
 
 
 def made_up_experts(description: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw experts for a description, in little more memory than one of them takes.
+    """Random experts for a description, in little more memory than one expert.
 
-    Each begins a few elements behind the one before and shares the others with it. No two of them are equal.
+    Each begins a few elements after the previous one and shares the rest with it. No two are equal.
 
     Returns:
-        `[E, H, F]` and `[E, I, H]`, with results of a deviation of about one for rows of a deviation of one.
+        `[E, H, F]` and `[E, I, H]`, scaled so that rows of deviation one have results of deviation about one.
     """
     name, *numbers = description.split()
     dtype = getattr(torch, name.removeprefix("torch."))
@@ -101,7 +101,7 @@ def made_up_experts(description: str, device: torch.device) -> tuple[torch.Tenso
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(rows: int, columns: int, stride: list[int]) -> torch.Tensor:
-        # A multiple of 16 where the real one is: kernels are compiled for that.
+        # A multiple of 16 where the real stride is: kernels are compiled for that.
         step = 17 if stride[0] % 16 else 16
         size = 1 + (num_experts - 1) * step + (rows - 1) * stride[1] + (columns - 1) * stride[2]
         values = torch.randn(size, dtype=dtype, device=device, generator=generator)
@@ -109,7 +109,7 @@ def made_up_experts(description: str, device: torch.device) -> tuple[torch.Tenso
 
     gate_up_EHF = draw(hidden, 2 * intermediate, strides[:3])
     down_EIH = draw(intermediate, hidden, strides[3:])
-    # In place, and of what the experts share only once.
+    # In place, and only once for each element that experts share.
     gate_up_EHF.as_strided(_flat(gate_up_EHF), (1,)).mul_(2 / hidden**0.5)
     down_EIH.as_strided(_flat(down_EIH), (1,)).mul_(intermediate**-0.5)
     return gate_up_EHF, down_EIH
@@ -123,19 +123,19 @@ def _flat(tensor: torch.Tensor) -> tuple[int]:
 def find_difference(
     gate_up_EHF: torch.Tensor, down_EIH: torch.Tensor, before_launch: Callable[[], None] = lambda: None
 ) -> str | None:
-    """Say in what the kernels differ from their plain twin, or how they fail; None if they are right.
+    """Description of how the kernels differ from their plain twin, or fail; None if they are right.
 
-    Rows are random, the same each time, and large enough for gates of about one; the caller's random numbers stay as
-    they are. Three kinds of ids are tried: spread over all experts (as far as `TRITON_MAX_ROWS` rows reach, the first
-    and the last among them) with every seventh row of no expert, all the last expert's, and all of no expert.
+    Rows are random, the same each time, and large enough for gates of about one; the caller's random state is kept.
+    Three kinds of ids are tried: spread over all experts (as far as `TRITON_MAX_ROWS` rows reach, the first and the
+    last among them) with every seventh row without an expert; all the last expert's; all without an expert.
 
     Args:
         gate_up_EHF: 16 or 32 bits, in any strides, on a device where `few_rows_fits`.
         down_EIH: likewise.
-        before_launch: is called when everything else is done.
+        before_launch: called just before the first launch.
 
     Raises:
-        torch.OutOfMemoryError: there is no room for the comparison.
+        torch.OutOfMemoryError: no memory for the comparison.
     """
     device, dtype = down_EIH.device, down_EIH.dtype
     num_experts, intermediate, hidden = down_EIH.shape
@@ -170,7 +170,7 @@ def find_difference(
 
 
 def is_lack_of_memory(error: Exception) -> bool:
-    """Whether an error says nothing but that the device is full: of torch's allocator, Triton's loader or cuBLAS."""
+    """Whether an error only says that the device is full: from torch's allocator, Triton's loader or cuBLAS."""
     text = str(error).lower()
     return (
         isinstance(error, torch.OutOfMemoryError)
@@ -182,17 +182,17 @@ def is_lack_of_memory(error: Exception) -> bool:
 def _plain_twin(
     x_NH: torch.Tensor, gate_up_EHF: torch.Tensor, down_EIH: torch.Tensor, expert_ids_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what `few_rows_experts` does in wider numbers, and how far from it a right kernel may be.
+    """The result of `few_rows_experts` in wider numbers, and the difference that a right kernel may have from it.
 
-    Sums are float32 for 16 bits and float64 for float32; values are rounded where the kernels round them. What is left
-    are sums in another order. With e the spacing of the dtype's numbers at one, an intermediate value that comes to
-    lie on the other side of a border of rounding differs by e of itself. It is rounded four times (gate, up, activated,
-    product), and the result once. The I such values of an element of the result differ independently, so that the
-    root of the sum of their squares, s, bounds what they do to it: e (|y| + 4 s). The order of float32 sums of n
-    numbers accounts for e32 sqrt(n) of s, four times that is allowed.
+    Sums are float32 for 16 bits and float64 for float32; values are rounded where the kernels round them, so only the
+    order of sums remains. With e the spacing of the dtype's numbers at one, an intermediate value that falls on the
+    other side of a rounding border differs by e of itself. It is rounded four times (gate, up, activated, product),
+    and the result once. The I such values behind an element of the result differ independently, so the root of the
+    sum of their squares, s, bounds their effect: e (|y| + 4 s). The order of float32 sums of n numbers adds e32 sqrt(n)
+    of s; four times that is allowed.
 
     Returns:
-        `[N, H]` and the differences that are allowed, `[N, H]`; zeros for rows of no expert.
+        `[N, H]` and the allowed differences `[N, H]`; zeros for rows without an expert.
     """
     dtype = x_NH.dtype
     wide = torch.float64 if dtype == torch.float32 else torch.float32
@@ -221,7 +221,7 @@ def _multiply(
     weight_IO: torch.Tensor,
     function: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Multiply by a weight, or a function of it, that is cast to the dtype of `x_NI` piece by piece."""
+    """Multiply by a weight, or a function of it, cast to the dtype of `x_NI` piece by piece."""
     pieces = []
     for piece in weight_IO.split(max(1, _PIECE // len(weight_IO)), dim=1):
         piece = piece.to(x_NI.dtype)
@@ -230,14 +230,14 @@ def _multiply(
 
 
 def _difference(given_NH: torch.Tensor, y_NH: torch.Tensor, allowed_NH: torch.Tensor) -> str | None:
-    # Where weights overflow nothing is right or wrong.
+    # Where weights overflow, no result is right or wrong.
     comparable_NH = y_NH.abs() < torch.finfo(given_NH.dtype).max / 2
     error_NH = (given_NH.to(y_NH.dtype) - y_NH).abs()
     wrong_NH = ~(error_NH <= allowed_NH) & comparable_NH
     num_wrong = int(wrong_NH.sum())
     if num_wrong == 0:
         return None
-    # What is not finite is the worst.
+    # A value that is not finite counts as the largest difference.
     excess_NH = torch.where(wrong_NH, (error_NH - allowed_NH).nan_to_num(torch.inf), -1)
     row, column = divmod(int(excess_NH.argmax()), y_NH.shape[1])
     given, right, allowed = (float(t[row, column]) for t in (given_NH, y_NH, allowed_NH))
@@ -248,19 +248,19 @@ def _difference(given_NH: torch.Tensor, y_NH: torch.Tensor, allowed_NH: torch.Te
 
 
 def first_line(error: Exception) -> str:
-    """Name an error, and give the beginning of what it says."""
+    """Type of an error, and the beginning of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
 def find_difference_apart(description: str, device: torch.device) -> str | None:
-    """Do as `find_difference`, with made-up experts, in a process of its own; in this one if there can be none.
+    """`find_difference` with made-up experts, in a separate process; in this one if none can be started.
 
     Raises:
-        torch.OutOfMemoryError: neither process has room for it.
+        torch.OutOfMemoryError: neither process has enough memory.
     """
     task = {"path": sys.path, "device": str(device), "facts": device_facts(device), "experts": description}
-    # A program that is frozen, or embeds Python, would be started once more by this name.
+    # In a frozen program, or one that embeds Python, `sys.executable` would start that program again.
     is_python = "python" in Path(sys.executable or "").name.lower() and not getattr(sys, "frozen", False)
     answer = _run_apart(task) if is_python else None
     if answer is not None:
@@ -269,7 +269,7 @@ def find_difference_apart(description: str, device: torch.device) -> str | None:
 
 
 def _run_apart(task: dict) -> str | None:
-    """Run a task in a process of its own: what it found, empty if nothing; None if that is not known."""
+    """Run a task in a separate process: what it found, empty if nothing; None if the outcome is unknown."""
     try:
         with tempfile.TemporaryFile("w+", errors="replace") as file:
             try:
@@ -298,7 +298,7 @@ def _run_apart(task: dict) -> str | None:
 
 
 def run_task(task: dict) -> None:
-    """Compare as the process of its own, and print the answer."""
+    """Entry of the separate process: compare, and print the answer."""
     device = torch.device(task["device"])
     if device_facts(device) != task["facts"]:
         sys.exit(f"{device} is another device here.")
@@ -312,18 +312,18 @@ def run_task(task: dict) -> None:
 
 @torch.no_grad()
 def find_fastest_rows(kernel: Way, other: Way, down_EIH: torch.Tensor) -> tuple[int, str]:
-    """Measure up to how many rows the kernel is no slower than the other way.
+    """Up to how many rows the kernel is no slower than the other way.
 
     Rows and ids are random, the same each time. Powers of two are tried up to `TRITON_MAX_ROWS`, until the kernel is
     slower.
 
     Args:
         kernel: the kernels' way through the experts.
-        other: what would be taken in its place.
+        other: the way that it would replace.
         down_EIH: the experts' second weights.
 
     Returns:
-        the number of rows, 0 if the kernel is slower for one; the times in words.
+        the number of rows, 0 if the kernel is slower for one row; the times in words.
     """
     num_experts, _, hidden = down_EIH.shape
     generator = torch.Generator(down_EIH.device).manual_seed(2)
@@ -344,7 +344,7 @@ def find_fastest_rows(kernel: Way, other: Way, down_EIH: torch.Tensor) -> tuple[
 def _milliseconds(
     run: Callable[[], object], device: torch.device, rounds: int = 5, repeats: int = 10
 ) -> float:
-    """Time a call: the best of some rounds, the first of which only warms up."""
+    """Time of a call in milliseconds: the best of some rounds, the first of which only warms up."""
     times = []
     for _ in range(rounds):
         if device.type == "cuda":

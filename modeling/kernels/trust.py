@@ -1,15 +1,17 @@
-"""For how many rows may the kernels for few rows be used? Tried on the device before the first use, and remembered.
+"""Up to how many rows the kernels for few rows may be used, tried on the device before first use and remembered.
 
-Nobody can say of a kernel that it is right on a device on which it never ran. So the first pass without gradients has
-it tried there (`trial`), once for a device, driver, Triton, torch, source of the kernels, and dtype, sizes and strides
-of the experts. If it fails, or gives a wrong number, it is not used there. If it is right, it is timed against what
-would be taken in its place, for up to how many rows it is no slower. The answer is a small file in
-`$LLAMOE_CACHE`, else `$XDG_CACHE_HOME/llamoe`, else `~/.cache/llamoe`; other processes read it, and ranks that start
-together wait for the one that is trying. Without a folder that can be written, every process tries for itself.
+A kernel cannot be known to be right on a device on which it never ran. So the first pass without gradients tries it
+(`trial`), once for each device, driver, Triton, torch, kernel source, and dtype, sizes and strides of the experts. A
+kernel that fails or is wrong is not used there. A right one is timed against the path it would replace, to find up to
+how many rows it is no slower. The answer is a small file in `$LLAMOE_CACHE`, else `$XDG_CACHE_HOME/llamoe`, else
+`~/.cache/llamoe`. Other processes read it, and ranks that start together wait for the one that tries. Without a
+writable folder every process tries for itself.
 
-Trying takes some tens of seconds and waits for the device. That can be in no compiled graph, trace, or capture of a
-CUDA graph: there an answer is looked up, and without one the kernel is not used. `try_kernels` in `expert_paths` asks
-beforehand.
+A trial takes some tens of seconds and synchronises with the device, so it cannot run in a compiled graph, a trace, or a
+CUDA graph's capture: there the answer is only looked up, and without one the kernel is not used. `try_kernels` in
+`moe.dispatch` runs the trial beforehand.
+
+Shapes: E experts, H hidden size, I intermediate size, F = 2 I.
 """
 
 import contextlib
@@ -40,26 +42,26 @@ from .trial import (
 logger = logging.getLogger("llamoe")
 
 KNOWN_ROWS: dict[str, int] = {}
-"""Up to how many rows the kernel is the faster way, by the device's name, where that has been measured for all."""
+"""Up to how many rows the kernel is faster, by device name, for devices measured in advance."""
 
 
 class Answer(NamedTuple):
-    """What is known of the kernels for some experts on a device."""
+    """Result of the kernels' trial for one kind of experts on one device."""
 
     rows: int
-    """Up to this number of rows they are used."""
+    """Up to this number of rows the kernels are used."""
     failure: str = ""
-    """What is wrong with them."""
+    """What is wrong with them; empty if nothing is."""
     times: str = ""
-    """What was measured."""
+    """The measured times, in words."""
 
 
-# What this process knows, by device and description, and by question.
+# Answers of this process: by device and description, and by question.
 _ANSWERS: dict[tuple[torch.device, str], Answer] = {}
 _ANSWERS_TO: dict[str, Answer] = {}
 _ASKED_IN_VAIN: set[tuple[torch.device, str]] = set()
 _TRYING = threading.Lock()
-# What an answer is worth nothing without.
+# An answer is void once one of these files changes.
 _SOURCES = ("few_rows.py", "few_rows_triton.py", "trial.py", "trust.py")
 # Seconds for which a process waits while another one is trying.
 _PATIENCE = 900
@@ -71,13 +73,13 @@ def rows_to_trust(
     stacks: tuple[torch.Tensor, torch.Tensor],
     ways: Callable[[], tuple[Way, Way]],
 ) -> int:
-    """The number of rows up to which to use the kernels, 0 for never; they are tried if nobody has done it yet.
+    """Number of rows up to which to use the kernels, 0 for never; tries them if no answer is stored.
 
     Args:
-        device: where the experts are.
-        experts: what `describe` says of them.
+        device: the experts' device.
+        experts: their description by `describe`.
         stacks: `[E, H, F]` and `[E, I, H]`.
-        ways: gives the kernels' way through these experts, and what would be taken in its place.
+        ways: returns the kernels' way through these experts, and the way it would replace.
     """
     answer = _ANSWERS.get((device, experts))
     if answer is not None:
@@ -93,19 +95,19 @@ def rows_to_trust(
                 answer = _read(path, question)
                 if answer is None and (answer := _try(device, experts, stacks, ways)) is not None:
                     _write(path, question, answer)
-            # Without room to try them the kernels are left alone, in this process.
+            # Without memory for a trial, this process does not use the kernels.
             _keep(device, experts, question, answer or Answer(0, times="there was no memory to try it"))
     return _ANSWERS[device, experts].rows
 
 
-# A compiler calls this while it reads along, and takes the number as it is.
+# A compiler runs this function while it traces, and takes its result as a constant.
 @torch.compiler.assume_constant_result
 def rows_known(device: torch.device, experts: str) -> int:
-    """The number of rows of `rows_to_trust`, or 0 if nobody has tried; nothing runs on the device.
+    """Number of rows as in `rows_to_trust`, or 0 without a stored answer; nothing runs on the device.
 
     Args:
-        device: where the experts are.
-        experts: what `describe` says of them.
+        device: the experts' device.
+        experts: their description by `describe`.
     """
     key = device, experts
     answer = _ANSWERS.get(key) or _recall(*key)
@@ -138,7 +140,7 @@ def _recall(device: torch.device, experts: str) -> Answer | None:
 
 
 def _keep(device: torch.device, experts: str, question: dict[str, str], answer: Answer) -> None:
-    """Enter an answer, and say what it means for the user the first time."""
+    """Store an answer, and tell the user what it means the first time."""
     is_new = _name(question) not in _ANSWERS_TO
     _ANSWERS[device, experts] = _ANSWERS_TO[_name(question)] = answer
     if not is_new:
@@ -162,7 +164,7 @@ def _try(
     stacks: tuple[torch.Tensor, torch.Tensor],
     ways: Callable[[], tuple[Way, Way]],
 ) -> Answer | None:
-    """Try the kernels; None if there is no memory for it."""
+    """Try the kernels; None if memory is too short."""
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device, torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
@@ -179,7 +181,7 @@ def _try(
 
 
 def _question(device: torch.device, experts: str) -> dict[str, str]:
-    """All that an answer depends on."""
+    """Everything that an answer depends on."""
     import triton
 
     versions = {"torch": torch.__version__, "triton": triton.__version__, "source": _source()}
@@ -197,7 +199,7 @@ def _name(question: dict[str, str]) -> str:
 
 
 def _file_for(question: dict[str, str]) -> Path | None:
-    """Where the answer to a question is kept; None for a user without a home."""
+    """File of a question's answer; None for a user without a home folder."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(os.environ.get("LLAMOE_CACHE") or Path(base) / "llamoe").expanduser()
@@ -211,7 +213,7 @@ def _seal(question: dict[str, str], answer: Answer) -> str:
 
 
 def _read(path: Path | None, question: dict[str, str]) -> Answer | None:
-    """Read an answer; None where there is none, or one that is not whole, not to this question, or was changed."""
+    """Read an answer; None if it is missing, incomplete, changed, or for another question."""
     try:
         content = json.loads(path.read_text()) if path is not None else {}
         answer = Answer(**content["answer"])
@@ -222,7 +224,7 @@ def _read(path: Path | None, question: dict[str, str]) -> Answer | None:
 
 
 def _write(path: Path | None, question: dict[str, str], answer: Answer) -> None:
-    """Write an answer, whole or not at all; a folder that takes no file is no error."""
+    """Write an answer, whole or not at all; a folder that cannot be written is no error."""
     if path is None:
         return
     content = {"question": question, "answer": answer._asdict(), "seal": _seal(question, answer)}
@@ -242,7 +244,7 @@ def _write(path: Path | None, question: dict[str, str], answer: Answer) -> None:
 
 @contextlib.contextmanager
 def _the_only_one(path: Path | None) -> Iterator[None]:
-    """Let one process at a time try: the others wait, as long as that takes. Best effort, for it saves only time."""
+    """Let one process at a time try, while the others wait. Best effort: it only saves time."""
     with contextlib.ExitStack() as stack:
         try:
             import fcntl

@@ -10,7 +10,7 @@ _SILU = type(ACT2FN["silu"])
 
 
 def activation(name: str) -> nn.Module:
-    """Give the activation function that transformers knows by a name.
+    """The activation function that transformers has under this name.
 
     Raises:
         ValueError: no such name.
@@ -21,9 +21,9 @@ def activation(name: str) -> nn.Module:
 
 
 def apply_gate(act_fn: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Give `act_fn(gate) * up`; new memory on a CPU costs more than the product, so there it is taken once."""
+    """`act_fn(gate) * up`; on a CPU in the memory of `act_fn(gate)`, since allocating costs more than the product."""
     hidden = act_fn(gate)
-    # Of SiLU it is known that it gives new memory and keeps none of it.
+    # SiLU returns new memory and does not keep it for backward.
     if type(act_fn) is _SILU and not act_fn._forward_hooks and can_use_shortcut(hidden):
         return hidden.mul_(up)
     return hidden * up

@@ -1,10 +1,12 @@
-"""RMSNorm and L2Norm, both with fp32 statistics whatever the dtype of the activations.
+"""RMSNorm and L2Norm, both with float32 statistics for every dtype of activations.
 
-Zhang & Sennrich 2019 (arXiv 1910.07467). `eps` stands inside the root, and the result is cast back to the
-input's dtype *before* it is multiplied by the weight: Meta's order, which decides the last bit in bfloat16.
-torch's `rms_norm` does the first half in one call, which is one kernel on a GPU; the weight is given to it in float32
-only, since it would multiply before the cast. On a CPU it is the written-out formula behind a dozen calls and twice the
-memory: there the same is done in place, to the bit, and a few rows, as in a step of decoding, in four calls.
+Zhang & Sennrich 2019 (arXiv 1910.07467). `eps` stands inside the root, and the result is cast back to the input's
+dtype *before* it is multiplied by the weight: Meta's order, which decides the last bit in bfloat16. torch's `rms_norm`
+normalizes in one call, which is one kernel on a GPU. It gets the weight only in float32, since it multiplies before the
+cast. On a CPU it makes a dozen calls and takes twice the memory: there the same formula runs in place with equal bits,
+and for a few rows, as in a decode step, in four calls.
+
+Shapes: B batch, T tokens, H heads, D head_dim.
 """
 
 import functools
@@ -29,12 +31,13 @@ def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
     if can_use_shortcut(x):
         return _normalize_plainly(x, eps)
     normalized = F.rms_norm(x, x.shape[-1:], None, eps)
-    # Autocast may give float32.
+    # Autocast may return float32.
     return normalized if normalized.dtype == x.dtype else normalized.to(x.dtype)
 
 
 def _normalize_plainly(x: torch.Tensor, eps: float) -> torch.Tensor:
-    if x.shape[:-1][:2].numel() <= CPU_SHORTCUT_MAX_ROWS:  # [B, T, hidden_size], or [B, T, H, D]
+    # x is [B, T, hidden_size] or [B, T, H, D]; the first two axes count the rows.
+    if x.shape[:-1][:2].numel() <= CPU_SHORTCUT_MAX_ROWS:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     squares = x.square()
@@ -61,7 +64,8 @@ class RMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., hidden_size]`; the dtype is kept unless the weight's is wider."""
         weight = self.weight
-        if hidden_states.dtype == weight.dtype == torch.float32:  # no cast that the weight could be before
+        # All float32: no cast that must precede the multiplication by the weight.
+        if hidden_states.dtype == weight.dtype == torch.float32:
             if can_use_shortcut(hidden_states):
                 return _normalize_plainly(hidden_states, self.eps).mul_(weight)
             return F.rms_norm(hidden_states, weight.shape, weight, self.eps)

@@ -1,23 +1,22 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864) in real arithmetic and float32.
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), computed in float32.
 
-Two pairings of channels exist and no weight is ever permuted for them; the config's `rope_interleave` says
-which one the checkpoint was written for:
+A checkpoint is written for one of two pairings of channels, which the config's `rope_interleave` names; weights are
+never permuted:
 
-* interleaved: channels (2j, 2j+1) turn together (Meta's reference, Llama 4);
-* half-split: channels (j, j + D/2) turn together (Hugging Face's permuted LLaMA 1 and 2 weights).
+* interleaved: channels (2j, 2j+1) rotate together (Meta's reference, Llama 4);
+* half-split: channels (j, j + D/2) rotate together (Hugging Face's permuted LLaMA 1 and 2 weights).
 
 Frequencies and their scaling (linear, dynamic, yarn, longrope, llama3, proportional) are transformers' own
-functions. `dynamic` and `longrope` choose their frequencies by the length of the pass, so a prefill in pieces
-can differ from a single full pass: there llamoe matches transformers on single full passes.
+functions. `dynamic` and `longrope` choose frequencies by the length of the pass, so a prefill in pieces can differ
+from one full pass: llamoe then matches transformers on full passes only.
 
-`apply_rotary` is the definition. The decoder uses `rotary_tables`, worked out once a pass, and `rotate`, which turns
-queries and keys together: a step of decoding is bound by the number of calls, not by their work.
+`apply_rotary` is the definition. The decoder computes `rotary_tables` once a pass; `rotate` applies them to queries and
+keys together, since a decode step is bound by the number of calls.
 
-The vision tower's grid has two axes (`rotary_2d_cos_sin`). Llama 4 splits the R rotated pairs of each head in two: the
-first half turns with the patch's column x, the second half with its row y. Column before row is the checkpoint's order
-(Pixtral's is the other way round, and with it Llama 4 sees noise). Coordinates start at one, so that the class token,
-which is not turned at all, is not mistaken for the first patch. Source: Meta's llama-models,
-`models/llama4/vision/encoder.py`.
+The vision tower's grid has two axes (`rotary_2d_cos_sin`). Llama 4 splits the R rotated pairs of each head: the first
+half rotates with the patch's column x, the second with its row y. The checkpoint requires this order (Pixtral's is the
+opposite). Coordinates start at one, to tell the first patch from the class token, which is not rotated. Source: Meta's
+llama-models, `models/llama4/vision/encoder.py`.
 
 Shapes: B batch, H heads, T tokens, D head_dim, R = D/2 rotated pairs.
 """
@@ -53,13 +52,14 @@ class RotaryEmbedding(nn.Module):
 
     @staticmethod
     def compute_default_rope_parameters(config: PreTrainedConfig, **_) -> tuple[torch.Tensor, float]:
-        """Give `theta ** (-2j / D)` for j < D/2, float32 `[R]`, and an attention factor of one."""
+        """`theta ** (-2j / D)` for j < D/2, float32 `[R]`, and an attention factor of one."""
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
 
     def _initial_frequencies(self) -> tuple[torch.Tensor, float]:
         if self.rope_type == "default":
-            if torch.get_default_device().type == "meta":  # as loaders begin, once a model: values come later
+            # Loaders construct on the meta device once a model; the values come later.
+            if torch.get_default_device().type == "meta":
                 return torch.empty(-(-self.config.head_dim // 2), dtype=torch.float32), 1.0
             return self.compute_default_rope_parameters(self.config)
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
@@ -71,8 +71,9 @@ class RotaryEmbedding(nn.Module):
         except NotImplementedError:
             if not was_meta:
                 raise
-            return self  # `to` has nothing to copy; the first pass fills them, where it is wanted
-        # A cast would round the frequencies; `to_empty` on a model made on the meta device leaves them to chance.
+            # `to` has nothing to copy; the first pass computes the frequencies on its device.
+            return self
+        # A cast would round the frequencies; `to_empty` after construction on the meta device leaves them undefined.
         if self.inv_freq.dtype != torch.float32 or (was_meta and not self.inv_freq.is_meta):
             self._reset(self.inv_freq.device)
         return self
@@ -86,14 +87,14 @@ class RotaryEmbedding(nn.Module):
         """Compute the angles' cosines and sines.
 
         Args:
-            x: any tensor on the device where the angles are wanted.
+            x: any tensor on the device of the result.
             position_ids: `[B or 1, T]` integers.
 
         Returns:
             cos and sin, each `[B or 1, T, R]` float32, times the scaling type's attention factor.
         """
         if self.inv_freq.is_meta and not x.is_meta:
-            # Made on the meta device, then filled by a loader that knows of checkpoints only.
+            # Made on the meta device; a loader fills only what checkpoints contain.
             self._reset(x.device)
         return self._cos_sin(x, position_ids)
 
@@ -117,13 +118,13 @@ def apply_rotary(
     """Rotate each pair of channels by its position's angle.
 
     Args:
-        x_BHTD: queries or keys.
+        x_BHTD: `[B, H, T, D]`, queries or keys.
         cos: `[B or 1, T, R]` float32, from `RotaryEmbedding`.
         sin: likewise.
         interleave: pair channels (2j, 2j+1); else (j, j + D/2).
 
     Returns:
-        `[B, H, T, D]` in the dtype of the input; rotated in float32, float64 in itself by the angles of float32.
+        `[B, H, T, D]` in the dtype of the input; computed in float32, or float64 for float64 input.
     """
     x = _in_float32(x_BHTD)
     first, second = (x[..., 0::2], x[..., 1::2]) if interleave else x.chunk(2, dim=-1)
@@ -138,7 +139,7 @@ def _in_float32(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotary_tables(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple[torch.Tensor, ...]:
-    """Prepare the angles of a pass for `rotate` in every layer.
+    """Tables of a pass's angles, which `rotate` applies in every layer.
 
     Args:
         cos: `[B or 1, T, R]` float32, from `RotaryEmbedding`.
@@ -146,10 +147,10 @@ def rotary_tables(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tup
         interleave: as in `apply_rotary`.
 
     Returns:
-        half-split: what each channel and what its partner is multiplied by, two tensors `[B or 1, T, 1, D]` float32.
-        Interleaved: cos and sin, `[B or 1, T, 1, R]` float32, for compilers, which fuse real arithmetic and leave
-        complex numbers to a kernel of their own; and one tensor of that shape, complex64, elsewhere: a pair is a
-        complex number in memory, and one product turns it, where real arithmetic has to move the channels first.
+        half-split: the factors of each channel and of its partner, two tensors `[B or 1, T, 1, D]` float32.
+        Interleaved, for compilers, tracers and devices other than CPU and CUDA: cos and sin, `[B or 1, T, 1, R]`
+        float32, since compilers fuse real but not complex arithmetic. Interleaved otherwise: one tensor of that
+        shape, complex64. A pair is a complex number in memory, so one product rotates it without moving channels.
     """
     if not interleave:
         own, other = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -164,16 +165,15 @@ def _is_traced() -> bool:
 
 
 def rotate(x_BTHD: torch.Tensor, tables: tuple[torch.Tensor, ...], interleave: bool) -> torch.Tensor:
-    """Rotate each pair of channels, as `apply_rotary` does, by the tables of `rotary_tables`.
+    """Rotate each pair of channels with the tables of `rotary_tables`; the same as `apply_rotary`.
 
     Args:
-        x_BTHD: queries, keys or both, one behind the other along H; not as `apply_rotary` wants them, but as the
-            projections give them.
-        tables: of `rotary_tables`, for the same `interleave`.
+        x_BTHD: `[B, T, H, D]`, the order of the projections: queries, keys or both joined along H.
+        tables: from `rotary_tables`, for the same `interleave`.
         interleave: as in `apply_rotary`.
 
     Returns:
-        `[B, T, H, D]` in the dtype of the input; rotated in float32, float64 in itself by the angles of float32.
+        `[B, T, H, D]` in the dtype of the input; computed in float32, or float64 for float64 input.
     """
     if len(tables) == 1:
         pairs_BTHR = torch.view_as_complex(_in_float32(x_BTHD).reshape(*x_BTHD.shape[:-1], -1, 2))
@@ -185,28 +185,27 @@ def rotate(x_BTHD: torch.Tensor, tables: tuple[torch.Tensor, ...], interleave: b
         return rotated.flatten(-2).to(x_BTHD.dtype)
     own, other = tables
     partners = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
-    # The tables are float32, and so are the products with all but float64.
+    # The tables are float32, so the products are float32, or float64 for float64 input.
     return (partners * other).add_(x_BTHD * own).to(x_BTHD.dtype)
 
 
 def rotary_2d_cos_sin(
     grid_size: int, head_dim: int, theta: float, device: torch.device | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the cosines and sines of every patch's angles.
+    """Cosines and sines of every patch's angles.
 
-    Nothing is stored: a forward pass computes them again, since a buffer could be rounded by a change of the
-    model's dtype or left empty by construction on the meta device, and the table is small (577 x 44 for
-    Llama 4) beside one layer's work.
+    A forward pass computes them each time: a buffer could be rounded by a change of the model's dtype, or left empty by
+    construction on the meta device. The table is small (577 x 44 for Llama 4) beside one layer's work.
 
     Args:
         grid_size: patches along one side of the image.
         head_dim: channels of an attention head, a multiple of 4.
         theta: base of the frequencies `theta ** (-4j / head_dim)`, j < head_dim / 4, shared by both axes.
-        device: where the result is wanted.
+        device: device of the result.
 
     Returns:
-        cos and sin, each `[1, T, R]` float32, of T = grid_size**2 + 1 patches row by row and the class token, whose
-        row is (1, 0).
+        cos and sin, each `[1, T, R]` float32, for T = grid_size**2 + 1: patches row by row, then the class token,
+        with cos 1 and sin 0.
 
     Raises:
         ValueError: head_dim is not a multiple of 4.

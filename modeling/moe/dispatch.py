@@ -1,21 +1,22 @@
-"""The experts implementation `llamoe`: how the chosen experts are computed, decided by the number of rows alone.
+"""The experts implementation `llamoe`: which of three paths computes the chosen experts, decided without the routing.
 
-Three ways lead to the same result:
+The three paths have the same result:
 
-* `loop`: sort the rows by expert, then one product for each expert that was hit. The rows are counted on the host,
-  which costs nothing on the CPU; there it is the way without gradients, where a few rows go straight to their experts,
-  and with them for large stacks of experts that see few rows each.
-* `kernel`: few rows on a GPU, without gradients. Each hit expert is read once, by a kernel that finds out on the
-  device which they are: nothing waits for the host, and a step fits into a CUDA graph. Whether it is right on this
-  device, and up to how many rows it is the faster way, is tried before its first use (`kernels.trust`).
+* `loop`: sort the rows by expert, then one product for each hit expert. The host counts the rows, which costs nothing
+  on the CPU. The CPU takes it without gradients (a few rows go to their experts unsorted), and with gradients for large
+  stacks of experts that see few rows each.
+* `kernel`: few rows on a GPU, without gradients. A kernel finds the hit experts on the device and reads each once:
+  nothing waits for the host, and a step fits into a CUDA graph. A trial before its first use checks its results on this
+  device, and up to how many rows it is faster (`kernels.trust`).
 * `grouped`: many rows on a GPU, and all other training. Sort once, then torch's grouped product.
 
-The number of rows, the sizes, the dtype, the device and whether gradients are wanted are all that is looked at: the
-choice is the same for every routing, and a compiler makes it once. As `llamoe_loop`, `llamoe_kernel` and
-`llamoe_grouped` each can be forced. The names stand in transformers' registry of experts implementations. `generate`
-leaves them alone; it changes `grouped_mm` into `batched_mm`, which copies an expert for each token.
+Only the number of rows, sizes, dtype, device and need for gradients decide: the choice is the same for every routing,
+and a compiler makes it once. `llamoe_loop`, `llamoe_kernel` and `llamoe_grouped` force a path. The names stand in
+transformers' registry of experts implementations. `generate` keeps them; `grouped_mm` it replaces by `batched_mm`,
+which copies an expert for each token.
 
-Shapes: T tokens, k experts a token, N = T * k rows, E experts, H hidden_size, I intermediate_size.
+Shapes: T tokens, k experts a token, N = T * k rows, E experts, H hidden_size, I intermediate_size, F = 2 * I.
+Of a single grouped product I columns in, O columns out.
 """
 
 import math
@@ -46,7 +47,7 @@ Path = Literal["loop", "kernel", "grouped"]
 PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
 
 IMPLEMENTATION = "llamoe"
-"""The name in transformers' registry; `llamoe_` and a path forces that path."""
+"""The name in transformers' registry; `llamoe_` before a path's name forces that path."""
 
 # Up to this many rows the CPU skips sorting: reading an expert twice is cheaper.
 CPU_UNSORTED_MAX_ROWS = 4
@@ -59,20 +60,20 @@ def compute_experts(
     top_k_weights: torch.Tensor,
     path: Path | None = None,
 ) -> torch.Tensor:
-    """Send each token to its experts: what `Experts.forward` does under the name `llamoe`.
+    """Send each token to its experts: `Experts.forward` under the name `llamoe`.
 
     Args:
         experts: llamoe's `Experts`.
         hidden_states: `[T, H]`.
-        top_k_index: `[T, k]` experts of each token; ids of `num_experts` and above are passed over.
-        top_k_weights: `[T, k]` what each expert's output is multiplied by.
-        path: one of `PATHS` to force it; None: by the number of rows.
+        top_k_index: `[T, k]` experts of each token; ids of `num_experts` and above are skipped.
+        top_k_weights: `[T, k]` factors of the experts' outputs.
+        path: one of `PATHS` to force it; None: `choose_path` decides.
 
     Returns:
         `[T, H]` in the dtype of `hidden_states`, summed over the k experts.
 
     Raises:
-        ValueError: experts of another library, or a forced path that cannot be taken.
+        ValueError: experts of another library, or a forced path that does not support these inputs.
     """
     if not getattr(experts, "takes_llamoe_paths", False):
         raise ValueError(
@@ -107,7 +108,8 @@ def compute_experts(
     elif needs_gradient or is_recorded(x_TH):
         product = grouped_product
     else:
-        product = multiply_groups  # casts what it reads, and no more
+        # Casts only the matrices that it reads.
+        product = multiply_groups
         if top_k_index.shape[1] == 1 and 0 < num_rows <= CPU_UNSORTED_MAX_ROWS:
             y_TH = _compute_one_by_one(experts, x_TH, gate_up_EHF, down_EIH, top_k_index, top_k_weights)
             return y_TH.to(hidden_states.dtype)
@@ -126,16 +128,16 @@ def _compute_sorted(
     top_k_weights: torch.Tensor,
     product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Sort the rows by expert, multiply each expert's rows at once, and put the outputs back into their order."""
+    """Sort the rows by expert, multiply each expert's rows in one product, and restore the rows' order."""
     num_tokens, top_k = top_k_index.shape
-    # Ids of `num_experts` and above come last, behind every end.
+    # Ids of `num_experts` and above sort last, past every expert's end.
     ids_N, order_N = top_k_index.reshape(-1).sort(stable=True)
     expert_E = torch.arange(experts.num_experts, device=ids_N.device)
     ends_E = torch.searchsorted(ids_N, expert_E, right=True, out_int32=True)
     x_NH = x_TH.index_select(0, order_N // top_k)
     passed_over_N1 = None
     if product is _grouped_mm and experts._is_expert_parallel:
-        # It leaves rows behind the last end to chance, in forward and in backward.
+        # The grouped product leaves rows past the last end undefined, in forward and in backward.
         passed_over_N1 = (ids_N >= experts.num_experts)[:, None]
         x_NH = x_NH.masked_fill(passed_over_N1, 0)
     hidden_NI = experts._apply_gate(product(x_NH, gate_up_EHF, ends_E))
@@ -155,7 +157,7 @@ def _compute_one_by_one(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Send each row straight to its expert, on the host, without sorting."""
+    """Send each row to its expert without sorting; the host reads the ids."""
     y_TH = []
     rows = x_TH.split(1) if len(x_TH) > 1 else (x_TH,)
     for x_1H, (expert,) in zip(rows, top_k_index.tolist(), strict=True):
@@ -178,7 +180,7 @@ def _compute_few_rows(
 ) -> torch.Tensor:
     num_tokens, top_k = top_k_index.shape
     x_NH = x_TH.contiguous() if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
-    # Laid out as in the trial: kernels are compiled for strides and for the dtype of the ids.
+    # Same layout as in the trial: kernels are compiled for strides and for the dtype of the ids.
     ids_N = top_k_index.reshape(-1).long().contiguous()
     y_NH = few_rows_experts(x_NH, gate_up_EHF, down_EIH, ids_N)
     return _sum_of_each_token(y_NH * top_k_weights.reshape(-1, 1), num_tokens, top_k)
@@ -191,14 +193,14 @@ def _sum_of_each_token(y_NH: torch.Tensor, num_tokens: int, top_k: int) -> torch
 def choose_path(
     experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool, is_traced: bool = False
 ) -> Path:
-    """Choose how experts are computed.
+    """The path that computes experts.
 
     Args:
-        experts: llamoe's `Experts`; sizes, dtype and device are looked at.
+        experts: llamoe's `Experts`; sizes, dtype and device are read.
         num_rows: N.
-        dtype: of the products.
+        dtype: dtype of the products.
         needs_gradient: whether there will be a backward pass.
-        is_traced: whether a compiler or tracer reads along, so that nothing can be tried.
+        is_traced: whether a compiler or tracer records the pass, so that no trial can run.
     """
     if _is_on_host(experts.down_proj) and not _is_transformed():
         if not needs_gradient or _has_few_rows_each(experts, num_rows, dtype):
@@ -213,11 +215,11 @@ def _is_on_host(weight: torch.Tensor) -> bool:
 
 
 def _rows_of_kernel(experts: Any, dtype: torch.dtype, needs_gradient: bool, is_traced: bool) -> int:
-    """Up to how many rows to take the kernel; -1 for none.
+    """Largest number of rows for which the kernel is taken; -1 for none.
 
-    The number of rows is not asked for: the first pass without gradients, with however many, has the kernel tried.
+    Independent of the current number of rows: the first pass without gradients, of any size, runs the kernel's trial.
     """
-    # A program that is exported or traced is one for all numbers of rows. Transforms of torch.func know no kernel.
+    # An exported or traced program serves all numbers of rows. torch.func's transforms do not support the kernel.
     if is_exporting() or torch.jit.is_tracing() or _is_transformed():
         return -1
     if why_not("kernel", experts, 1, dtype, needs_gradient):
@@ -244,14 +246,14 @@ def _kernel_and_other_way(experts: Any) -> tuple[Way, Way]:
 
 
 def try_kernels(model: torch.nn.Module) -> None:
-    """Have the kernel tried for all experts of a model that may take it, before a compiler or CUDA graph needs to know.
+    """Run the kernel's trial for all experts of a model that may take it, before a compiler or CUDA graph starts.
 
-    Costs a look at each module where there is nothing to try, or it has been done.
+    Where nothing is left to try, this only visits each module.
     """
     for module in model.modules():
         if getattr(module, "takes_llamoe_paths", False) and _chosen_by_rows(module):
             weight: Any = module.down_proj
-            # Of parameters that are sharded, or wait elsewhere for their turn, the first pass knows more.
+            # Sharded or offloaded parameters are tried in the first pass, when their data is here.
             if type(weight) is torch.nn.Parameter and not _is_on_host(weight):
                 _rows_of_kernel(module, compute_dtype(weight), needs_gradient=False, is_traced=False)
 
@@ -261,14 +263,14 @@ def _chosen_by_rows(experts: Any) -> bool:
 
 
 def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
-    """Whether experts are large and see so few rows that mapping memory and reading weights is what costs."""
+    """Whether experts are large and see so few rows that mapping memory and reading weights dominate the cost."""
     num_experts, *sizes = experts.down_proj.shape
     is_large = num_experts * math.prod(sizes) * dtype.itemsize >= LARGE
     return is_large and not is_exporting() and num_rows <= CPU_SHORTCUT_MAX_ROWS * num_experts
 
 
 def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> str | None:
-    """Say why a path cannot be taken; None if it can. The arguments are those of `choose_path`."""
+    """Reason why a path cannot be taken; None if it can. Arguments as in `choose_path`."""
     weight = experts.down_proj
     _, intermediate_size, hidden_size = weight.shape
     if path == "kernel":
@@ -293,7 +295,7 @@ def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_g
 
 
 def compute_dtype(weight: torch.Tensor) -> torch.dtype:
-    """Give the dtype that experts with this weight are computed in: autocast's, or their own."""
+    """Dtype in which experts with this weight are computed: autocast's, or the weight's own."""
     device_type = weight.device.type
     # Autocast leaves float64 alone.
     if device_type != "meta" and weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
@@ -314,7 +316,7 @@ def _name(path: Path | None) -> str:
 
 
 def register_paths() -> dict[str, Callable]:
-    """Enter `llamoe`, and each path as `llamoe_...`, into transformers' registry of experts implementations."""
+    """Add `llamoe`, and each path as `llamoe_...`, to transformers' registry of experts implementations."""
     functions = {_name(path): partial(compute_experts, path=path) for path in (None, *PATHS)}
     for name, function in functions.items():
         ExpertsInterface.register(name, function)

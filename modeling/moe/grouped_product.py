@@ -1,10 +1,10 @@
-"""One product a group of rows: each expert's rows times its matrix, and nothing else.
+"""Grouped product: each expert's rows times its matrix.
 
-How many rows each expert gets is known only when the data is. On the CPU that is no obstacle: the rows are counted
-and one product is formed for each expert that was hit, in `multiply_groups`. A compiler cannot follow such a loop, and
-autograd would follow it at a price: every slice of a stack of matrices gets a gradient as large as the stack. As an
-operator, `grouped_product`, the loop stays outside of the graph; both see its shapes, and gradients, also of gradients,
-that are operators too. torch's own `grouped_mm` does the same where it exists, for multiples of 16 bytes.
+Only the data tells how many rows each expert gets. On the CPU `multiply_groups` counts them and forms one product for
+each hit expert. A compiler cannot follow such a loop, and autograd would give every slice of a stack a gradient as
+large as the stack. The operator `grouped_product` keeps the loop out of the graph: compiler and autograd see its shapes
+and its gradients (also second ones), which are operators too. torch's `grouped_mm` does the same where it exists, for
+rows of a multiple of 16 bytes.
 
 Shapes: N rows, E groups, I columns in, O columns out.
 """
@@ -17,19 +17,19 @@ import torch
 from ..kernels import multiply_few
 
 LARGE = 32 << 20
-"""Bytes from which a gradient has memory of its own; smaller pieces the system's allocator keeps for the next step."""
+"""Bytes from which a gradient gets memory of its own; the allocator keeps smaller pieces for the next step."""
 
 
 def multiply_groups(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Multiply each group of rows by its own matrix; without gradients, and not for compilers.
+    """Multiply each group of rows by its own matrix; for neither gradients nor compilers.
 
     Args:
         x_NI: `[N, I]`, sorted by group.
-        weight_EIO: `[E, I, O]`; only the matrices of groups with rows are read. They are cast to the dtype of `x_NI`.
-        ends_E: `[E]` integers, for each group the index behind its last row.
+        weight_EIO: `[E, I, O]`; only matrices of groups with rows are read. They are cast to the dtype of `x_NI`.
+        ends_E: `[E]` integers, the index after each group's last row.
 
     Returns:
-        `[N, O]`; rows behind the last group are zero.
+        `[N, O]`; rows after the last group are zero.
     """
     out_NO = x_NI.new_empty(x_NI.shape[0], weight_EIO.shape[2])
     end = 0
@@ -46,7 +46,7 @@ def _groups_with_rows(ends_E: torch.Tensor) -> list[tuple[int, int, int]]:
 
 
 def _multiply_outer(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Give `[E, I, O]`, each group's rows of one factor, transposed, times those of the other."""
+    """`[E, I, O]`: for each group, its rows of `x_NI`, transposed, times its rows of `grad_NO`."""
     shape = len(ends_E), x_NI.shape[1], grad_NO.shape[1]
     groups = _groups_with_rows(ends_E)
     if x_NI.is_cpu and math.prod(shape) * x_NI.itemsize >= LARGE and hasattr(mmap, "MAP_ANONYMOUS"):
@@ -61,34 +61,34 @@ def _multiply_outer(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Ten
 
 
 def _unmapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Give zeros on the host, of which the system maps only what is written to: none for experts without tokens.
+    """Zeros on the host whose pages the system maps only when written: no memory for experts without tokens.
 
-    Mapping a gradient as large as all experts, new in each step, takes longer than computing it for a few tokens each.
-    The memory is not of torch's allocator: the storage cannot be resized.
+    Mapping a new gradient as large as all experts in each step takes longer than computing it for a few tokens each.
+    The memory is not from torch's allocator: the storage cannot be resized.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-# The rows are counted on the host, for which a captured stream could not wait.
+# The host counts the rows; a captured CUDA stream cannot wait for it.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 @torch.library.custom_op("llamoe::grouped_product", mutates_args=(), tags=_TAGS)
 def grouped_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Do as `multiply_groups`, for autograd and compilers; `x_NI` and `weight_EIO` have one dtype."""
+    """`multiply_groups` for autograd and compilers; `x_NI` and `weight_EIO` have one dtype."""
     with torch.no_grad():
         return multiply_groups(x_NI, weight_EIO, ends_E)
 
 
 @torch.library.custom_op("llamoe::grouped_outer_product", mutates_args=(), tags=_TAGS)
 def grouped_outer_product(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Give the gradient of `grouped_product` with respect to the weight, `[E, I, O]`.
+    """Gradient of `grouped_product` with respect to the weight, `[E, I, O]`.
 
     Args:
         x_NI: `[N, I]`, sorted by group.
-        grad_NO: `[N, O]`, of the result.
+        grad_NO: `[N, O]`, gradient of the result.
         ends_E: as in `grouped_product`.
     """
     return _multiply_outer(x_NI, grad_NO, ends_E)
@@ -107,7 +107,7 @@ def _(x_NI, grad_NO, ends_E):
 def _save_product(ctx, inputs, output):
     x_NI, weight_EIO, ends_E = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    # Frozen experts, as under LoRA, do without the rows.
+    # The weight's gradient needs the rows; frozen experts, as under LoRA, need not save them.
     ctx.save_for_backward(x_NI if needs_weight else None, weight_EIO if needs_x else None, ends_E)
 
 

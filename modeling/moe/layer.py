@@ -5,10 +5,10 @@ expert's *input* (not its output) is x * score; the result is the sum of the rou
 that sees the unscaled x (Meta's llama-models reference, models/llama4/moe.py). SwiGLU is not homogeneous, so
 scaling the output instead would be another function.
 
-Differences from transformers' `Llama4TextMoe`, which multiplies every token by every expert: only the products of
-chosen experts are formed, through transformers' experts interface. The implementation `llamoe` (see `expert_paths`)
-is the default; `eager`, `grouped_mm`, `batched_mm` and what else is registered there can be set
-(`set_experts_implementation`). Pre-scaled rows go in, with routing weights of one.
+transformers' `Llama4TextMoe` multiplies every token by every expert. Here only the products of chosen experts are
+formed, through transformers' experts interface. The default implementation is `llamoe` (see `dispatch`);
+`set_experts_implementation` selects `eager`, `grouped_mm`, `batched_mm` or another registered one. The rows passed
+to it are scaled already, so its routing weights are one.
 
 Shapes: T tokens, H hidden_size, E experts, K experts a token, N = T * K rows, I intermediate_size.
 """
@@ -37,9 +37,9 @@ from .dispatch import compute_dtype, compute_experts, register_paths
 class Router(nn.Module):
     """Chooses experts for each token.
 
-    Not an `nn.Linear`, although it holds the same weight: quantizers and LoRA's `all-linear` must pass it by.
-    The choice is `topk` on logits in the model's dtype, as in transformers: in bfloat16 ties are frequent, and
-    any other order of operations sends some tokens elsewhere.
+    Not an `nn.Linear`, although it holds the same weight: quantizers and LoRA's `all-linear` must skip it.
+    The choice is `topk` on logits in the model's dtype, as in transformers: ties are frequent in bfloat16, and
+    another order of operations would send some tokens to other experts.
     """
 
     def __init__(self, config: PreTrainedConfig):
@@ -51,14 +51,14 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_local_experts, config.hidden_size))
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Route.
+        """Logits, scores and indices of the chosen experts.
 
         Args:
             hidden_states: `[T, H]`.
 
         Returns:
-            the logits `[T, E]`, and of the chosen experts the scores `[T, K]` (in the dtype of the logits) and
-            the indices `[T, K]` (int64), best first.
+            the logits `[T, E]`, then for the chosen experts the scores `[T, K]` (in the dtype of the logits) and the
+            indices `[T, K]` (int64), best first.
         """
         if self.training and self.jitter_noise > 0:
             noise = torch.empty_like(hidden_states).uniform_(1 - self.jitter_noise, 1 + self.jitter_noise)
@@ -77,7 +77,7 @@ class Router(nn.Module):
 def _grouped_or_eager(
     experts: "Experts", hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Run `grouped_mm` where its kernels take these sizes and dtypes, else the loop over experts."""
+    """Run `grouped_mm` where it supports these sizes and dtypes, else the loop over experts."""
     dtype = compute_dtype(experts.down_proj)
     seen = experts if dtype == experts.down_proj.dtype else cast("Experts", _ExpertsInDtype(experts, dtype))
     if Experts.fits_grouped_mm(seen):
@@ -86,7 +86,7 @@ def _grouped_or_eager(
 
 
 class _ExpertsInDtype:
-    """Experts with their weights in another dtype: autocast casts those of other products, not of `grouped_mm`."""
+    """Experts with their weights cast to another dtype: autocast does not cast the weights of `grouped_mm`."""
 
     def __init__(self, experts: "Experts", dtype: torch.dtype):
         self.experts = experts
@@ -99,7 +99,7 @@ class _ExpertsInDtype:
 
 register_paths()
 EXPERTS_INTERFACE = ExpertsInterface()
-"""transformers' registry of experts implementations, with `grouped_mm` guarded for sizes it cannot take."""
+"""transformers' registry of experts implementations, with `grouped_mm` guarded against unsupported sizes."""
 EXPERTS_INTERFACE["grouped_mm"] = _grouped_or_eager
 
 
@@ -107,12 +107,12 @@ EXPERTS_INTERFACE["grouped_mm"] = _grouped_or_eager
 class Experts(nn.Module):
     """The routed experts' weights, stacked and input-first (`x @ W`), as in stock checkpoints."""
 
-    # Named, shaped and declared in this order because quantizers, peft and transformers' backends rely on it.
+    # Quantizers, peft and transformers' backends rely on these names, shapes and their order.
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
-    # What `expert_paths` asks of experts that are handed to it.
+    # `dispatch` accepts only experts with this mark.
     takes_llamoe_paths = True
-    # Set by transformers where the experts are on several devices, but not before 5.18.
+    # Set by transformers where experts are on several devices, but not before 5.18.
     _is_expert_parallel = False
 
     def __init__(self, config: PreTrainedConfig):
@@ -129,8 +129,8 @@ class Experts(nn.Module):
         """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.
 
         Args:
-            device: by default where the weights are.
-            dtype: of the product; by default that of the weights.
+            device: default: the weights' device.
+            dtype: dtype of the product; default: that of the weights.
         """
         weight = self.down_proj
         device = weight.device if device is None else device
@@ -138,13 +138,16 @@ class Experts(nn.Module):
         if not grouped_mm_exists(device) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return False
         if device.type == "cpu" and dtype == torch.float16:
-            return False  # falls into a scalar loop for input-first weights
+            # The CPU multiplies input-first float16 weights in a scalar loop.
+            return False
         has_shapes_only = is_torchdynamo_compiling() or device.type == "meta" or is_fake_tensor(weight)
         if has_shapes_only and dtype != torch.bfloat16:
-            return False  # of others torch 2.11 does not know the result's shape
+            # torch 2.11 does not know the result's shape for other dtypes.
+            return False
         if is_torchdynamo_compiling() and grouped_mm_waits(device):
-            return False  # a compiler may put it into a CUDA graph
-        # Rows must be multiples of 16 bytes, and so far apart; a cast makes new ones.
+            # A compiler may put the product into a CUDA graph, which cannot wait for the host.
+            return False
+        # Rows and their strides must be multiples of 16 bytes; a cast makes new, contiguous rows.
         if any(size * dtype.itemsize % 16 for size in weight.shape[1:]):
             return False
         stacks = (self.gate_up_proj, weight) if dtype == weight.dtype else ()
@@ -157,14 +160,16 @@ class Experts(nn.Module):
 
         Args:
             hidden_states: `[N, H]`.
-            top_k_index: `[N, k]` experts of each row; ids of `num_experts` and above are passed over.
-            top_k_weights: `[N, k]` what each expert's output is multiplied by.
+            top_k_index: `[N, k]` experts of each row; ids of `num_experts` and above are skipped.
+            top_k_weights: `[N, k]` factors of the experts' outputs.
 
         Returns:
             `[N, H]`, summed over the k experts.
         """
-        config = cast(PreTrainedConfig, self.config)  # set by the decorator
-        if config._experts_implementation is None:  # a block that is in no model
+        # The decorator has set `config`.
+        config = cast(PreTrainedConfig, self.config)
+        # Outside of a model nothing has chosen an implementation.
+        if config._experts_implementation is None:
             return compute_experts(self, hidden_states, top_k_index, top_k_weights)
         return self.loop_over_experts(hidden_states, top_k_index, top_k_weights)
 
@@ -174,8 +179,9 @@ class Experts(nn.Module):
     def loop_over_experts(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Sort the rows by expert, then one product for each expert that was hit: the `eager` implementation."""
-        if is_recorded(hidden_states):  # the same with shapes that do not depend on the routing
+        """Sort the rows by expert, then one product for each hit expert: the `eager` implementation."""
+        # The same, with shapes that do not depend on the routing.
+        if is_recorded(hidden_states):
             return compute_experts(self, hidden_states, top_k_index, top_k_weights, path="loop")
         num_rows, top_k = top_k_index.shape
         expert_ids = top_k_index.reshape(-1)
@@ -188,7 +194,7 @@ class Experts(nn.Module):
         # `unbind` once: indexing the stack per expert would write a full-size gradient for each of them.
         weights = zip(self.gate_up_proj.unbind(0), self.down_proj.unbind(0), strict=True)
         pieces = list(zip(hidden_states[rows].split(counts), weights, strict=True))
-        # With no row at all the first expert runs on nothing, which keeps the weights in the autograd graph.
+        # Without any row the first expert runs on zero rows, which keeps the weights in the autograd graph.
         hit = [piece for piece in pieces if len(piece[0])] or pieces[:1]
         outputs = [self._apply_gate(x @ gate_up) @ down for x, (gate_up, down) in hit]
         weighted = torch.cat(outputs) * top_k_weights.reshape(-1)[order, None]
@@ -207,7 +213,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         factor = config.expert_capacity_factor
-        # With this one an expert may take every token; a larger one would change nothing until it overflows.
+        # At E an expert may take every token. A larger factor would change nothing, and might overflow.
         self.capacity_factor = None if factor is None else min(factor, config.num_local_experts)
         self.experts = Experts(config)
         self.router = Router(config)
@@ -232,7 +238,7 @@ class MixtureOfExperts(nn.Module):
         return (self.shared_expert(x_TH) + routed_NH).view(hidden_states.shape)
 
     def _drop_over_capacity(self, scores_TK: torch.Tensor, indices_TK: torch.Tensor) -> torch.Tensor:
-        """Set to zero the scores of the tokens that come too late in their expert's list, best score first.
+        """Zero the scores of tokens beyond their expert's capacity; the best scores are kept first.
 
         An expert's input of zero gives an output, and gradients, of exactly zero, without a data-dependent shape.
         """
@@ -240,7 +246,8 @@ class MixtureOfExperts(nn.Module):
         capacity = math.ceil(self.capacity_factor * indices_TK.numel() / num_experts)
         scores_N, indices_N = scores_TK.reshape(-1), indices_TK.reshape(-1)
         by_score = scores_N.argsort(descending=True, stable=True)
-        order = by_score[indices_N[by_score].argsort(stable=True)]  # by expert, within an expert by score
+        # Sorted by expert, and by score within an expert.
+        order = by_score[indices_N[by_score].argsort(stable=True)]
         counts_E = F.one_hot(indices_N, num_experts).sum(0)
         starts_E = counts_E.cumsum(0) - counts_E
         ranks = torch.arange(len(order), device=order.device) - starts_E[indices_N[order]]

@@ -1,8 +1,10 @@
-"""What a router is trained with besides the language modelling loss, and how its load is counted.
+"""Router losses, and how many tokens chose each expert.
 
-Every function takes the router logits as the model returns them (`output_router_logits=True`): one tensor
-`[B * T, E]` a mixture layer. Layers are treated one by one and averaged: pooling the layers first would let
+Every function takes the router logits that the model returns (`output_router_logits=True`): one tensor
+`[B * T, E]` a mixture layer. Losses are computed for each layer and averaged: pooling the layers first would let
 the overload of one layer hide that of another.
+
+Shapes: B batch, T tokens, N = B * T, E experts, K experts a token.
 """
 
 from collections.abc import Sequence
@@ -91,7 +93,7 @@ def _choices(logits_NE: torch.Tensor, num_experts_per_tok: int) -> torch.Tensor:
 
 
 def _token_weights(logits_NE: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Give `[N]` float32: one over the number of real tokens on those, zero on padding."""
+    """`[N]` float32: one over the number of real tokens on real tokens, zero on padding."""
     num_tokens = logits_NE.shape[0]
     if attention_mask is None:
         return logits_NE.new_full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float32)
@@ -100,12 +102,13 @@ def _token_weights(logits_NE: torch.Tensor, attention_mask: torch.Tensor | None)
 
 
 def _mean_over_layers(losses: list[torch.Tensor]) -> torch.Tensor:
-    device = losses[0].device  # layers may stand on different devices
+    # Layers may be on different devices.
+    device = losses[0].device
     return torch.stack([loss.to(device) for loss in losses]).mean()
 
 
 class TrainsRouters(PreTrainedModel):
-    """What a head adds to its loss for the routers below it, as the config asks."""
+    """Mixin of heads that add router losses to their own, as the config asks."""
 
     def _option(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name, False) if given is None else given)
@@ -122,14 +125,14 @@ class TrainsRouters(PreTrainedModel):
         token_mask: torch.Tensor | None,
         share: torch.Tensor | float = 1.0,
     ) -> torch.Tensor:
-        """Give the loss with the load-balancing loss, if there is one, and the z-loss, times their coefficients.
+        """The loss plus z-loss and, if given, load-balancing loss, each times its coefficient.
 
         Args:
             loss: the head's own.
-            aux_loss: the load-balancing loss; None where it is not wanted.
+            aux_loss: the load-balancing loss; None: not added.
             router_logits: one `[B * T, E]` a mixture layer.
             token_mask: `[B, T]`, zeros on padding.
-            share: what both are multiplied by besides.
+            share: further factor of both router losses.
         """
         if self._has_router_losses(aux_loss is not None):
             self._check_router_gradient(router_logits)
@@ -141,9 +144,9 @@ class TrainsRouters(PreTrainedModel):
         return loss
 
     def _check_router_gradient(self, router_logits: tuple[torch.Tensor, ...]) -> None:
-        """Refuse to train on router losses that would reach no router.
+        """Refuse to train on router losses whose gradient would reach no router.
 
-        Reentrant checkpointing runs the layers without a graph first; what is recorded then leads nowhere.
+        Reentrant checkpointing first runs the layers without a graph, so these logits have no gradient.
         """
         if not (self.training and torch.is_grad_enabled()) or router_logits[0].requires_grad:
             return

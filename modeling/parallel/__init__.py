@@ -1,4 +1,4 @@
-"""Several devices: plans for tensor, expert, pipeline and FSDP2 parallelism, and joining shards again.
+"""Several devices: plans for tensor, expert, pipeline and FSDP2 parallelism, and gathering shards for a save.
 
 Reading order: gathering, expert_parallel, distribution.
 """

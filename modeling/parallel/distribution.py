@@ -1,7 +1,7 @@
-"""A model over several devices: what transformers asks of a model class when it loads and saves shards.
+"""A model over several devices: the methods that transformers calls to load and save shards.
 
-The plans themselves are data (`configuration.parallel`); here they are joined for a model, checked against the number
-of devices, and undone when a checkpoint is written.
+The plans are data (`configuration.parallel`). Here they are joined for a model, checked against the number of
+devices, and undone when a checkpoint is written.
 """
 
 import torch
@@ -24,13 +24,13 @@ register_parallel_style("ep_dispatch_experts", DispatchExperts())
 
 
 class Distributed(PreTrainedModel):
-    """Tensor, expert, pipeline and FSDP2 parallelism for a model class, before `PreTrainedModel` among its bases."""
+    """Tensor, expert, pipeline and FSDP2 parallelism; a base class to name before `PreTrainedModel`."""
 
     def init_parallel_plans(self) -> None:
-        """Join the plans of configuration, heads and parts, without rules for what this model does not have."""
+        """Join the plans of configuration, heads and parts, without rules for parts that this model lacks."""
         super().init_parallel_plans()
         plans = [plan for plan in (self._tp_plan, self._ep_plan, self._fsdp_plan) if plan]
-        # Each rule is followed into the model, mostly to its first layer: of a deep model, all names together take
+        # Each rule is followed into the model, mostly to its first layer. Listing all names of a deep model would take
         # as long as reading the headers of its files.
         for rule in set().union(*plans):
             if not has_part(self, rule):
@@ -39,11 +39,11 @@ class Distributed(PreTrainedModel):
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, mesh):
-        """Spread the empty model over the devices; `from_pretrained` calls this before it reads a weight.
+        """Distribute the empty model over the devices; `from_pretrained` calls this before it reads a weight.
 
         Raises:
-            ValueError: the devices do not divide the attention heads, or the experts; or pipeline stages of a model
-                whose layers do not stand in one line.
+            ValueError: the number of devices does not divide the attention heads or the experts, or pipeline stages of
+                a model whose layers are not one sequence.
         """
         if mesh is not None:
             stages = getattr(distributed_config, "pp_size", None) or 1
@@ -58,7 +58,7 @@ class Distributed(PreTrainedModel):
         return super().maybe_distribute_model(model, distributed_config, mesh)
 
     def _drop_uneven_rules(self, tp_size: int) -> None:
-        """Keep whole on each device what the release cannot split: an odd vocabulary, for one."""
+        """Drop rules for tensors that this release cannot split, such as an odd vocabulary: they stay whole."""
         plan = self._tp_plan or {}
         for name, module in self.named_modules():
             rule = wildcard(name)
@@ -79,7 +79,7 @@ class Distributed(PreTrainedModel):
         """Add a new adapter, as `PreTrainedModel.add_adapter` does.
 
         Raises:
-            ValueError: the model is sharded, which this release of peft does not know.
+            ValueError: the model is sharded, which this release of peft does not support.
         """
         self._check_takes_adapter()
         return super().add_adapter(*args, **kwargs)
@@ -88,7 +88,7 @@ class Distributed(PreTrainedModel):
         """Load an adapter, as `PreTrainedModel.load_adapter` does.
 
         Raises:
-            ValueError: the model is sharded, which this release of peft does not know.
+            ValueError: the model is sharded, which this release of peft does not support.
         """
         self._check_takes_adapter()
         return super().load_adapter(*args, **kwargs)
@@ -103,8 +103,9 @@ class Distributed(PreTrainedModel):
             )
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
-        """Join the shards; `save_pretrained` calls this in every process."""
-        if not is_sharded(state_dict.values()):  # joined already, or there was nothing to join
+        """Gather the shards; `save_pretrained` calls this in every process."""
+        # Nothing is sharded, or the shards have been gathered already.
+        if not is_sharded(state_dict.values()):
             return state_dict if kwargs.get("save_on_this_rank", True) else {}
         if distributed_config is None or is_tensor_parallel_only(distributed_config):
             state_dict = joined(state_dict)

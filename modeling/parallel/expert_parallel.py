@@ -1,12 +1,14 @@
-"""Expert parallelism for transformers before 5.19: whole experts on each device, every device with the same tokens.
+"""Expert parallelism for transformers before 5.19: whole experts on each device, all tokens on every device.
 
-Later releases reach the experts through a style called `ep_dispatch_experts`, which is what our configurations ask
-for. The earlier ones edit what the router returns (`ep_router`): scores of other devices' experts become zero. That
-suits routing that scales an expert's output. Here the score scales the expert's input, and the zeros would also cut
-off the token's own gradient, so the rows are sorted out where they enter the experts instead.
+Later releases reach the experts through a style called `ep_dispatch_experts`, which our configurations ask for. The
+earlier ones edit what the router returns (`ep_router`): scores of other devices' experts become zero. That suits
+routing that scales an expert's output. Here the score scales the expert's input, and the zeros would also remove the
+token's own gradient. So the rows are selected at the entry of the experts instead.
 
-Each device runs its experts on the rows that chose them and passes over the others; one sum over the devices joins
-the outputs, and in backward one joins the gradients of the rows, which each device knows in part.
+Each device runs its experts on the rows that chose them and skips the others. One sum over the devices joins the
+outputs; in backward one sum joins the gradients of the rows, of which each device has a part.
+
+Shapes: N rows, H hidden_size, k experts a row.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _SumForward(torch.autograd.Function):
-    """Sum over the group; the gradient, the same everywhere, passes."""
+    """Sum over the group; the gradient, the same on every device, passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:
@@ -34,7 +36,7 @@ class _SumForward(torch.autograd.Function):
 
 
 class _SumBackward(torch.autograd.Function):
-    """Pass; sum the gradient over the group."""
+    """Pass unchanged; sum the gradient over the group."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:
@@ -51,27 +53,27 @@ class _SumBackward(torch.autograd.Function):
 class DispatchExperts:
     """The parallel style, with the methods that transformers' `apply_tensor_parallelism` calls.
 
-    The expert parameters are split by their own style, `grouped_gemm`, before; it also sets the module's
-    `num_experts` to the number of experts on this device.
+    The style `grouped_gemm` splits the expert parameters first; it also sets the module's `num_experts` to the number
+    of experts on this device.
     """
 
     def validate_param(self, *args: Any, **kwargs: Any) -> None:
         """Accept every parameter."""
 
     def shard_param(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the parameters alone."""
+        """Leave the parameters as they are."""
 
     def install_forward(self, module: nn.Module, mesh: "DeviceMesh") -> nn.Module:
-        """Put the exchange around the forward of an experts module.
+        """Add dispatch and sum around the forward of an experts module.
 
         Args:
-            module: takes rows `[N, H]`, expert ids `[N, k]` and weights `[N, k]`; passes over ids of `num_experts`
-                and above.
+            module: takes rows `[N, H]`, expert ids `[N, k]` and weights `[N, k]`; skips ids of `num_experts` and above.
             mesh: the devices that share the experts, one-dimensional.
         """
         group, rank = mesh.get_group(), mesh.get_local_rank()
         run_experts = module.forward
-        module._is_expert_parallel = True  # 5.18's backends look for ids to pass over only then
+        # The backends of transformers 5.18 skip ids only with this mark.
+        module._is_expert_parallel = True
 
         def forward(
             hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -1,9 +1,9 @@
-"""Joining the shards of a model that several processes share, so that one of them can write it.
+"""Gathers the shards of a model from all processes, so that one of them can write it.
 
-Each tensor is gathered by all processes together. A process that does so alone waits for the others until the process
-group's time is over, if its backend has one, and is then ended without a word of the reason. So the processes meet
-first, at the store through which they found each other. They do so only where there is something to gather: accelerate
-and Trainer gather the weights of an FSDP2 model themselves, and have one process save them.
+All processes must gather each tensor together. A process that gathers alone waits until the process group's timeout,
+if its backend has one, and then ends without a reason. So the processes first meet at the process group's store. They
+do so only where shards must be gathered: accelerate and Trainer gather the weights of an FSDP2 model themselves, and
+have one process save them.
 """
 
 import logging
@@ -20,33 +20,34 @@ from .._compat import default_store, gather
 
 logger = logging.getLogger("llamoe")
 
-_PATIENCE = 15.0  # seconds after which it is said for whom a process waits
+# Seconds of waiting after which the missing processes are named.
+_PATIENCE = 15.0
 
 
 def is_sharded(tensors: Iterable[Any]) -> bool:
-    """Whether any of these is a part of a tensor that several processes hold, or is made to be."""
+    """Whether any of these is a `DTensor`, whose shards several processes hold."""
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
 def broadcast(value: Any) -> Any:
-    """Give the first process's value in all of them."""
+    """The first process's value, in every process."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
 def sharing_processes(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> list[int]:
-    """Name the processes that have to save a model together; none where one can do it alone.
+    """Ranks of the processes that must save a model together; empty if one process can save it alone.
 
     Args:
         model: the model.
-        state_dict: what is to be written of it; None for all of it.
+        state_dict: the part of it to be written; None for all of it.
     """
     config = getattr(model.config, "distributed_config", None)
     sizes = [getattr(config, f"{name}_size", None) or 1 for name in ("tp", "fsdp", "dp_replicate", "ep")]
     if not dist.is_available() or not dist.is_initialized():
         return []
-    # A model that transformers has sharded: it waits for all processes even where nothing is left to gather.
+    # transformers has sharded the model: it waits for all processes even where nothing is left to gather.
     if max(sizes) > 1:
         return list(range(dist.get_world_size()))
     tensors = model.parameters() if state_dict is None else state_dict.values()
@@ -56,10 +57,10 @@ def sharing_processes(model: PreTrainedModel, state_dict: dict[str, Any] | None)
 
 
 def refuse_stages(model: PreTrainedModel) -> None:
-    """Refuse to save a model in pipeline stages, of which each process has other layers.
+    """Refuse to save a model in pipeline stages: each process has other layers.
 
     Raises:
-        ValueError: it is one.
+        ValueError: the model is in pipeline stages.
     """
     stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
     if stages > 1:
@@ -70,10 +71,10 @@ def refuse_stages(model: PreTrainedModel) -> None:
 
 
 def meet_before_saving(model: PreTrainedModel, ranks: list[int]) -> None:
-    """Wait until these processes, which share a model, have called `save_pretrained`.
+    """Wait until all processes that share a model have called `save_pretrained`.
 
     Raises:
-        RuntimeError: not all of them have, in the time that the process group allows.
+        RuntimeError: some have not within the process group's timeout.
     """
     _meet(
         ranks,
@@ -85,22 +86,22 @@ def meet_before_saving(model: PreTrainedModel, ranks: list[int]) -> None:
 
 
 def meet_after_saving(ranks: list[int]) -> None:
-    """Wait until the one of these processes that writes has written.
+    """Wait until the process that writes has written.
 
     Raises:
-        RuntimeError: it has not, in the time that the process group allows.
+        RuntimeError: it has not within the process group's timeout.
     """
     _meet(ranks, "the files are not written yet, or writing them failed")
 
 
 def _meet(ranks: list[int], reason: str, patience: float = float("inf")) -> None:
-    """Wait for other processes; say after `patience` seconds, and in the end raise, who is missing and the reason."""
+    """Wait for other processes; after `patience` seconds report, and at the timeout raise, who is missing and why."""
     if not ranks:
         return
     store = default_store()
     name = f"llamoe/save/{ranks[0]}-{ranks[-1]}-{len(ranks)}"
     mine = f"{name}/{dist.get_rank()}"
-    # How often this process has come here, and how often all of them have, taken together.
+    # Number of calls by this process, and by all of them together.
     count = store.add(mine, 1)
     arrivals = store.add(name, 1)
     begin, pause = time.monotonic(), 0.001
@@ -127,20 +128,20 @@ def _listed(ranks: list[int]) -> str:
 
 
 def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Give what `save_pretrained` writes of a sharded model with an adapter; None where transformers may choose.
+    """What `save_pretrained` writes of a sharded model with an adapter; None where transformers may select it.
 
-    It does so in the first process alone, where shards cannot be joined any more.
+    transformers selects in the first process alone, where shards can no longer be gathered.
     """
     whole = model.state_dict()
     if not is_sharded(whole.values()):
         return None
-    # peft chooses by name. Given tensors, it may join them besides, in the first process alone.
+    # peft selects by name. Given tensors, it might also gather them, in the first process alone.
     wanted = set(model.get_adapter_state_dict(state_dict={name: name for name in whole}).values())
     return {name: tensor for name, tensor in whole.items() if name in wanted}
 
 
 def joined(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Join the shards of each tensor; all processes that have a shard call this, in the same order."""
+    """Gather the shards of each tensor; all processes that have a shard call this, in the same order."""
     return {
         name: gather(value).detach().cpu() if isinstance(value, torch.Tensor) else value
         for name, value in state_dict.items()

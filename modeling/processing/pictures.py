@@ -1,8 +1,9 @@
-"""Pictures from files, for the processor, the examples and whoever is handed a file by somebody else.
+"""Reads pictures from files, for the processor, the examples and programs that receive files from others.
 
-Pillow opens whatever it knows, by content and not by name: an EPS starts Ghostscript, and dozens of rare formats bring
-decoders that nobody looks at. transformers opens paths through Pillow or through torchvision, whose answers differ by
-release, and leaves photos of some kinds lying on their side. Here are the formats that browsers show, read one way.
+Pillow opens every format it knows, by content and not by name: an EPS starts Ghostscript, and dozens of rare formats
+use decoders that are hardly reviewed. transformers opens paths through Pillow or through torchvision, with results
+that differ by release, and ignores the orientation of some photos. This file reads the formats that browsers show, in
+one way.
 """
 
 import base64
@@ -18,29 +19,30 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _EXPECTED = "expected a JPEG, PNG, WebP, GIF or BMP"
-# A quarter of a gigabyte in three bytes each. More is what a decompression bomb is made of.
+# 256 MiB at three bytes a pixel. A larger picture may be a decompression bomb.
 MAX_PIXELS = 2**28 // 3
-_MAX_BYTES = 2**28  # that are fetched
+# Most bytes that are downloaded.
+_MAX_BYTES = 2**28
 
 
 class PictureError(OSError, ValueError):
-    """A picture is missing, broken, too large, or of a format that is not read here."""
+    """A picture is missing, broken, too large, or of a format that is not read."""
 
 
 def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: int = MAX_PIXELS) -> "Image":
-    """Read a picture as people see it, upright; of an animation, the first frame.
+    """Read a picture upright, as people see it; of an animation, the first frame.
 
     Args:
         source: a path, the bytes of a file, or a binary file that can seek.
-        max_pixels: most pixels, width times height, that are decoded; at most twice `PIL.Image.MAX_IMAGE_PIXELS`.
+        max_pixels: most pixels (width times height) to decode; at most twice `PIL.Image.MAX_IMAGE_PIXELS`.
 
     Returns:
-        a `PIL.Image.Image` in RGB, with every pixel read, turned as its EXIF orientation says. Transparency is dropped
-        and CMYK converted as transformers' `load_image` does. Grey of 16 bits keeps its upper 8, as Pillow reads
-        colours of 16 bits.
+        a `PIL.Image.Image` in RGB, with every pixel read, turned by its EXIF orientation. Transparency is dropped and
+        CMYK converted as in transformers' `load_image`. 16-bit grey keeps its upper 8 bits, as Pillow does for 16-bit
+        colours.
 
     Raises:
-        PictureError: no such file, not one of the formats JPEG, PNG, WebP, GIF and BMP, a damaged file, or more than
+        PictureError: no such file, another format than JPEG, PNG, WebP, GIF and BMP, a damaged file, or more than
             `max_pixels`. It is an `OSError` and a `ValueError`.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
@@ -61,16 +63,17 @@ def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: in
         raise PictureError(f"{name}: is no picture, or of another format; {_EXPECTED}.") from error
     except PictureError:
         raise
-    except Exception as error:  # a damaged file makes Pillow raise nearly anything
+    # A damaged file makes Pillow raise nearly anything.
+    except Exception as error:
         raise PictureError(f"{name}: is damaged and cannot be read as a picture ({error}).") from error
 
 
 def read_pictures_in(images: Any) -> Any:
-    """Read what a chat or a call of the processor names by text; leave pictures, arrays and tensors as they are.
+    """Read the pictures that a chat or a processor call names by text; keep pictures, arrays and tensors unchanged.
 
     Args:
-        images: a path, an address (http, https), a `data:` address, base64, anything else that a processor takes, or
-            lists of these.
+        images: a path, a URL (http, https), a `data:` URL, base64, anything else that a processor takes, or lists of
+            these.
 
     Raises:
         PictureError: see `read_picture`; or a text that is none of these.
@@ -86,7 +89,7 @@ def read_pictures_in(images: Any) -> Any:
         return read_picture(text)
     encoded = text.partition("base64,")[2] if text.startswith("data:") else text
     try:
-        # Line breaks are usual in base64 and no mistake.
+        # Line breaks are usual in base64.
         content = base64.b64decode("".join(encoded.split()), validate=True)
     except ValueError as error:
         shown = text if len(text) < 200 else f"{text[:99]}..."
@@ -104,7 +107,8 @@ def _file_of(source: str | os.PathLike | bytes | BinaryIO) -> tuple[str, Path | 
     path = Path(source)
     try:
         is_there, is_file = path.exists(), path.is_file()
-    except (OSError, ValueError) as error:  # a name that is too long, or holds a zero
+    # A name that is too long or contains a zero byte.
+    except (OSError, ValueError) as error:
         raise PictureError(f"{str(source)[:99]}: cannot be a file's name ({error}).") from error
     if not is_there:
         raise PictureError(f"{source}: no such picture.")
@@ -124,7 +128,7 @@ def _grey_of_8_bits(picture: "Image") -> "Image":
 
 def _fetch(address: str) -> bytes:
     try:
-        # Some sites answer nobody who says no name.
+        # Some sites refuse requests without a user agent.
         request = urllib.request.Request(address, headers={"User-Agent": "llamoe"})
         with urllib.request.urlopen(request, timeout=60) as response:
             content = response.read(_MAX_BYTES + 1)

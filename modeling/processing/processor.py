@@ -1,8 +1,8 @@
-"""The processor: transformers' `Llama4Processor`, and what servers, trainers and early mistakes ask for besides.
+"""transformers' `Llama4Processor`, extended for servers, trainers and early errors.
 
-Cutting pictures into tiles and writing their tokens into the prompt is stock's work. Here pictures are read from files
-in one way, pixels come in a dtype that NumPy has, servers learn how many tokens a picture will take before they see
-one, and the processor answers for its tokenizer where trainers ask a processor as they would ask a tokenizer.
+The stock class cuts pictures into tiles and writes their tokens into the prompt. This one also reads pictures from
+files in one way, returns pixels in a dtype that NumPy has, tells servers how many tokens a picture will take, and
+forwards the tokenizer's attributes that trainers ask of a processor.
 """
 
 import os
@@ -22,12 +22,12 @@ from ...configuration.hub import MODULE_NAME, write_module
 from .._compat import shifts_assistant_masks
 from .pictures import read_pictures_in
 
-# Whether the call in progress is made to find what the assistant wrote, by a release that looks in the wrong place.
+# True during a call that computes the mask of the assistant's tokens, on releases that place it wrongly.
 _finds_assistant: ContextVar[bool] = ContextVar("llamoe_finds_assistant", default=False)
 
 
 class _OfTokenizer:
-    """An attribute that the processor has from its tokenizer, to read and to set."""
+    """Attribute that forwards reading and setting to the processor's tokenizer."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -40,20 +40,20 @@ class _OfTokenizer:
 
 
 class LlamoeProcessor(Llama4Processor):
-    """Pictures and prompts to model inputs; reads folders of `Llama4Processor` and takes the same arguments.
+    """Turns pictures and prompts into model inputs; reads folders of `Llama4Processor` and takes the same arguments.
 
-    Pictures that are named by text (a path, an address, base64) are read as `llamoe.read_picture` does. `pixel_values`
-    are float32; their numbers are those of bfloat16, in which stock computes them.
+    Pictures given as text (a path, a URL, base64) are read as by `llamoe.read_picture`. `pixel_values` are float32 with
+    the values of bfloat16, in which the stock class computes them.
     """
 
-    # Trainers (TRL's) take a processor in the place of a tokenizer, and ask for tokens that end and pad.
+    # Trainers (TRL's) take a processor in place of a tokenizer, and read its end and padding tokens.
     bos_token = _OfTokenizer()
     bos_token_id = _OfTokenizer()
     eos_token = _OfTokenizer()
     eos_token_id = _OfTokenizer()
     pad_token = _OfTokenizer()
     pad_token_id = _OfTokenizer()
-    # Servers and constrained decoding look through the vocabulary, for tokens that may complete a stop string, say.
+    # Servers and constrained decoding search the vocabulary, for example for tokens that may complete a stop string.
     get_vocab = _OfTokenizer()
     vocab_size = _OfTokenizer()
     backend_tokenizer = _OfTokenizer()
@@ -62,14 +62,14 @@ class LlamoeProcessor(Llama4Processor):
     convert_tokens_to_string = _OfTokenizer()
 
     def __call__(self, images=None, text=None, **kwargs):
-        """Make inputs of texts and pictures; the arguments are those of `Llama4Processor`.
+        """Model inputs of texts and pictures; arguments as in `Llama4Processor`.
 
         Returns:
-            `BatchFeature`: `input_ids`, `attention_mask`, and where there are pictures `pixel_values`, the tiles of all
-            of them, `[tiles, C, height, width]`; without `return_tensors` a list of tiles.
+            `BatchFeature` with `input_ids`, `attention_mask` and, if there are pictures, `pixel_values`: the tiles of
+            all pictures, `[tiles, C, height, width]`; a list of tiles without `return_tensors`.
 
         Raises:
-            ValueError: as many markers as pictures were expected, or a picture cannot be read.
+            ValueError: the numbers of markers and pictures differ, or a picture cannot be read.
         """
         if not _finds_assistant.get():
             return super().__call__(images=images, text=text, **kwargs)
@@ -89,7 +89,7 @@ class LlamoeProcessor(Llama4Processor):
         return_assistant_tokens_mask=False,
         **kwargs,
     ):
-        """Write a conversation as one text, or as its tokens; the arguments are those of `Llama4Processor`."""
+        """A conversation as one text or as its tokens; arguments as in `Llama4Processor`."""
         token = _finds_assistant.set(return_assistant_tokens_mask and not shifts_assistant_masks())
         try:
             return super().apply_chat_template(
@@ -106,14 +106,14 @@ class LlamoeProcessor(Llama4Processor):
             _finds_assistant.reset(token)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Save as `ProcessorMixin.save_pretrained` does, with what loads the folder where llamoe is not imported."""
+        """Save as `ProcessorMixin.save_pretrained`, and in a form that loads without llamoe imported."""
         if self._is_ours() and not os.path.isfile(save_directory):
             os.makedirs(save_directory, exist_ok=True)
             write_module(Path(save_directory))
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_dict(self, *args, **kwargs) -> dict[str, Any]:
-        """Give the content of processor_config.json."""
+        """Content of processor_config.json."""
         content = super().to_dict(*args, **kwargs)
         if self._is_ours():
             content["auto_map"] = {"AutoProcessor": f"{MODULE_NAME}.{type(self).__name__}"}
@@ -121,7 +121,7 @@ class LlamoeProcessor(Llama4Processor):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoProcessor"):
-        """Do nothing for llamoe's own class, whose folders say already how they are loaded."""
+        """Do nothing for llamoe's own class: its folders name how they are loaded already."""
         if not cls._is_ours():
             super().register_for_auto_class(auto_class)
 
@@ -131,16 +131,16 @@ class LlamoeProcessor(Llama4Processor):
 
     @property
     def image_token_ids(self) -> list[int]:
-        """The token that features replace; stock names the marker here."""
+        """The token that image features replace; stock returns the marker here."""
         return [self.tokenizer.convert_tokens_to_ids(self.img_patch_token)]
 
     def prepare_inputs_layout(self, images=None, text=None, **kwargs):
-        """Read pictures that are named by text, each in the same way, before stock arranges them."""
+        """Read pictures that are given as text, then let stock arrange them."""
         return super().prepare_inputs_layout(images=read_pictures_in(images), text=text, **kwargs)
 
     def _process_images(self, images, return_tensors=None, **kwargs):
-        # Stock's pixels are bfloat16, which NumPy has not, and without `return_tensors` a tensor for each picture: no
-        # array can be made of pictures with unlike numbers of tiles. TRL's GRPO fails on both.
+        # Stock returns bfloat16, which NumPy lacks, and without `return_tensors` one tensor a picture: pictures with
+        # different numbers of tiles cannot become one array. TRL's GRPO fails on both.
         processed, replacements = super()._process_images(images, return_tensors="pt", **kwargs)
         tiles = processed["pixel_values"]
         tiles = tiles.float() if tiles.dtype is torch.bfloat16 else tiles
@@ -148,10 +148,10 @@ class LlamoeProcessor(Llama4Processor):
         return processed.convert_to_tensors(return_tensors), replacements
 
     def validate_inputs(self, images=None, text=None, **kwargs) -> None:
-        """Refuse prompts whose markers are not as many as the pictures.
+        """Refuse prompts whose number of markers differs from the number of pictures.
 
         Raises:
-            ValueError: both numbers are named; stock of some releases takes markers without any picture.
+            ValueError: the numbers differ; some stock releases accept markers without any picture.
         """
         prompts = [text] if isinstance(text, str) else text
         if isinstance(prompts, (list, tuple)) and all(isinstance(prompt, str) for prompt in prompts):
@@ -166,15 +166,15 @@ class LlamoeProcessor(Llama4Processor):
     def _get_num_multimodal_tokens(
         self, image_sizes: Sequence[Sequence[int]] | None = None, **kwargs
     ) -> MultiModalData:
-        """Count what pictures of these sizes become; vLLM's backend for transformers models plans with it.
+        """Numbers of tokens and tiles for pictures of these sizes; vLLM's transformers backend plans with them.
 
         Args:
             image_sizes: (height, width) of each picture, in pixels.
-            **kwargs: `size`, `max_patches`, `resize_to_max_canvas` of the image processor, where a call changes them.
+            **kwargs: `size`, `max_patches`, `resize_to_max_canvas` of the image processor, to override its own.
 
         Returns:
             for each picture `num_image_tokens`, the tokens that features replace, and `num_image_patches`, its tiles:
-            rows times columns, and one more with the whole picture where there are several.
+            rows times columns, plus one with the whole picture if that is more than one.
         """
         if image_sizes is None:
             return MultiModalData()
@@ -197,7 +197,7 @@ class LlamoeProcessor(Llama4Processor):
 
 
 def _as_written(offsets: Sequence[Sequence[int]], expansions: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Give where tokens stood in a text before pictures were written out in it; a picture's are all at its marker."""
+    """Token offsets in the text before pictures were expanded in it; a picture's tokens are all at its marker."""
     starts = [expansion["new_span"][0] for expansion in expansions]
 
     def before(place: int) -> int:

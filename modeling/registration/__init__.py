@@ -1,4 +1,4 @@
-"""What other libraries must know of the model classes.
+"""Our model classes in the registries of transformers and peft.
 
 Reading order: peft_targets, auto_classes, adoption.
 """

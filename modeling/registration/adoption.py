@@ -1,9 +1,9 @@
-"""Let the Auto classes give our models for stock checkpoints, so that unchanged scripts use them.
+"""Makes the Auto classes return our models for stock checkpoints, so that unchanged scripts use them.
 
 `AutoModelForCausalLM.from_pretrained(stock_folder)` and pipelines choose a class by the type of the config. Adoption
 changes these choices, in this process and for all threads. Configs and tokenizers stay stock's; models turn a stock
-config into ours, and the processor of Llama 4 is ours. What is built from a config inside of other models (the language
-model of a LLaVA, say) is chosen in the same place, and is ours too while `llama` is adopted.
+config into ours, and the processor of Llama 4 is ours. Models inside of other models (the language model of a LLaVA,
+say) are chosen in the same place: they are ours too while `llama` is adopted.
 """
 
 import threading
@@ -17,20 +17,20 @@ from ...configuration.hub import AUTO_CLASSES
 from .._compat import point_at
 from .auto_classes import CONFIGS, MODELS, PROCESSED
 
-# Which of our model types stands in for a stock one.
+# Stock model type to the one of ours that replaces it.
 _STAND_INS = {config_class.stock_model_type: model_type for model_type, config_class in CONFIGS.items()}
-# What a name stands for: Llama 4 as a whole includes its parts.
+# Accepted name to stock model types: Llama 4 as a whole includes its parts.
 _NAMES = {name: (name,) for name in _STAND_INS} | {"llama4": ("llama4", "llama4_text", "llama4_vision_model")}
 
 _lock = threading.RLock()
 _undo: dict[str, list[Callable[[], None]]] = {}
 _holders: Counter[str] = Counter()
-# Grows with each release of a type, which lets go for all who held it before.
+# Number of releases of each type. A release ends the adoptions of all earlier holders.
 _releases: Counter[str] = Counter()
 
 
 class Adoption:
-    """What `adopt` returns: as a context manager it ends with its block, otherwise it stays until `release`.
+    """Result of `adopt`: as a context manager it ends with its block, otherwise it stays until `release`.
 
     Attributes:
         model_types: the stock model types that it adopts.
@@ -45,7 +45,8 @@ class Adoption:
         self._held = self._held or {}
         for model_type in self.model_types:
             if self._held.get(model_type) == _releases[model_type]:
-                continue  # held since, and not released
+                # Held already, and not released since.
+                continue
             self._held[model_type] = _releases[model_type]
             _holders[model_type] += 1
             if model_type not in _undo:
@@ -55,7 +56,8 @@ class Adoption:
         held, self._held = self._held or {}, None
         for model_type, release_count in held.items():
             if release_count != _releases[model_type]:
-                continue  # released meanwhile, for all
+                # `release` has ended it for all holders.
+                continue
             _holders[model_type] -= 1
             if not _holders[model_type]:
                 _restore(model_type)
@@ -78,18 +80,18 @@ class Adoption:
 
 
 def adopt(*model_types: str) -> Adoption:
-    """Make the Auto classes give llamoe's models for stock checkpoints.
+    """Make the Auto classes return llamoe's models for stock checkpoints.
 
-    It holds in this process, for all threads, from the next load on; loads that have begun keep their class. Calls
-    add up to one adoption, which `release` ends. In a `with` statement it ends with the block, unless it was in force
-    before or another block still needs it.
+    This holds in this process, for all threads, from the next load on; a load that has begun keeps its class. Several
+    calls add up to one adoption, which `release` ends. A `with` statement ends it with the block, unless it was in
+    force before or another block still needs it.
 
     Args:
         *model_types: "llama" (LLaMA 1, 2, 3 and all their heads) and "llama4" (the multimodal model, its text model
             and its tower; "llama4_text" and "llama4_vision_model" name these alone). None: all of them.
 
     Returns:
-        a context manager; there is no need to use it.
+        a context manager, whose use is optional.
 
     Raises:
         ValueError: a model type that llamoe has no models for; nothing is adopted then.
@@ -101,10 +103,10 @@ def adopt(*model_types: str) -> Adoption:
 
 
 def release(*model_types: str) -> None:
-    """Give stock checkpoints back to transformers' own classes; models that were loaded stay as they are.
+    """Return stock checkpoints to transformers' own classes; loaded models stay as they are.
 
     Args:
-        *model_types: as in `adopt`. None: all of them. Those that are not adopted are passed over.
+        *model_types: as in `adopt`. None: all of them. Types that are not adopted are ignored.
 
     Raises:
         ValueError: a model type that llamoe has no models for; nothing is released then.

@@ -1,4 +1,4 @@
-"""Tell transformers' Auto classes of our model types. Stock types are left as they are."""
+"""Registers our model types with transformers' Auto classes. Stock types stay as they are."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ MODELS: dict[str, type[LlamoePreTrainedModel]] = {
     for name in served.values()
     if hasattr(module, name)
 }
-# Model types in whose folders AutoProcessor gives ours, also where they name `Llama4Processor`; `adopt` adds stock's.
+# Model types for whose folders AutoProcessor returns ours, even if they name `Llama4Processor`; `adopt` adds stock's.
 PROCESSED = {LlamoeConfig.model_type}
 
 
@@ -36,12 +36,13 @@ def _processor_of(name_or_path: Any, **kwargs) -> type[LlamoeProcessor] | None:
     try:
         content, _ = PreTrainedConfig.get_config_dict(name_or_path, **where)
     except (OSError, ValueError):
-        return None  # a processor without a model beside it
+        # A processor without a model beside it.
+        return None
     return LlamoeProcessor if content.get("model_type") in PROCESSED else None
 
 
 def register() -> None:
-    """Register configs, models, the processor and the renamings; called once, when llamoe is imported."""
+    """Register configs, models, the processor and renamings; called once, when llamoe is imported."""
     for model_type, config_class in CONFIGS.items():
         AutoConfig.register(model_type, config_class)
     for model_type, served in AUTO_CLASSES.items():
@@ -54,7 +55,7 @@ def register() -> None:
     publish(MODELS.values())
     for name, model_class in MODELS.items():
         if model_class._checkpoint_prefixes and model_class._registers_prefixes:
-            # By class name, so that no other class and no adapter is touched.
+            # By class name, so that no other class or adapter is affected.
             renamings = [
                 WeightRenaming("^" + old, new) for old, new in model_class._checkpoint_prefixes.items()
             ]

@@ -1,6 +1,6 @@
-"""What peft must know of our model types: which layers an adapter changes when its config does not say.
+"""Our model types in peft's tables: which layers an adapter changes if its config names none.
 
-Registered when peft is imported, before or after llamoe; llamoe does not import it.
+They are registered when peft is imported, before or after llamoe; llamoe does not import it.
 """
 
 from types import ModuleType
@@ -21,19 +21,19 @@ from ..base import LlamoePreTrainedModel
 from ..moe import Experts
 from ..vision import LlamoeVisionModel
 
-# The tower's names for the parts of a feed-forward.
+# The vision tower's names for the parts of a feed-forward.
 _IN_THE_TOWER = {"up_proj": "fc1", "down_proj": "fc2", "norm": "layernorm_post"}
 
 
 def default_targets(model_type: str, stock: dict[str, Any]) -> Any:
-    """Give the targets of one of our model types in one of peft's tables.
+    """Default targets of one of our model types in one of peft's tables.
 
     Args:
         model_type: ours.
         stock: a table of peft's, by stock model types.
 
     Returns:
-        the entry of the same architecture: of `llama`, or of `llama4` where the table has it.
+        the entry of the same architecture: `llama`'s, or `llama4`'s where the table has it.
     """
     name = "llama" if model_type == LlamoeDenseConfig.model_type or "llama4" not in stock else "llama4"
     targets = list(stock[name])
@@ -52,7 +52,7 @@ def _fill_tables(peft: ModuleType) -> None:
 
 
 def tower_layers(model: nn.Module) -> set[str]:
-    """Give the names of all modules of the vision tower that is a part of a model; none for a tower by itself."""
+    """Names of all modules of a multimodal model's vision tower; empty for a tower by itself."""
     return {
         f"{tower}.{name}"
         for tower, module in model.named_modules()
@@ -63,7 +63,7 @@ def tower_layers(model: nn.Module) -> set[str]:
 
 
 def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
-    """Expand `target_modules="all-linear"`, and leave the tower alone unless `exclude_modules=[]` asks for it."""
+    """Expand `target_modules="all-linear"`; leave the tower out unless `exclude_modules=[]` asks for it."""
     targets = getattr(config, "target_modules", None)
     config = original(config, model)
     if not isinstance(model, LlamoePreTrainedModel):
@@ -77,7 +77,7 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
 
 
 def _orient_before_hotswap(model: nn.Module, tensors: dict[str, Any], adapter_name: str, config: Any) -> Any:
-    # Only under peft's own classes: `PreTrainedModel.load_adapter(hotswap=True)` has brought them in order before.
+    # Only under peft's own classes: `PreTrainedModel.load_adapter(hotswap=True)` has oriented the factors already.
     base = model.get_base_model() if hasattr(model, "get_base_model") else None
     if not isinstance(base, LlamoePreTrainedModel):
         return tensors
@@ -99,5 +99,5 @@ def _register(peft: ModuleType) -> None:
 
 
 def register_with_peft() -> None:
-    """Enter our model types into peft's tables as soon as peft is imported."""
+    """Add our model types to peft's tables as soon as peft is imported."""
     when_imported("peft", _register)

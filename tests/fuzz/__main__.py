@@ -1,8 +1,8 @@
-"""More cases than the tests run: `python -m fuzz --cases 6000`, from the folder `tests`.
+"""Runs more fuzz cases than the tests do: `python -m fuzz --cases 6000`, from the folder `tests`.
 
-Random models and random damage, each drawn from one number, and judges that nobody of the package wrote. Reading order:
-draw, reference, tower_reference, judge, batch, kinds (a folder: one file a kind of case), differential; damage,
-originals, reading, corruption; runner.
+Models and damage are random, each drawn from one seed. References that are independent of the package judge the
+results. Reading order: draw, reference, tower_reference, judge, batch, kinds (a folder: one file for each kind of
+case), differential; damage, originals, reading, corruption; runner.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import warnings
 
 
 def main() -> int:
-    """Run the cases that the command line asks for; 1 where one failed."""
+    """Run the cases that the command line names; return 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument(
         "--only", choices=["differential", "corruption"], help="one of the two (default: both)"

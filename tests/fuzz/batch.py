@@ -1,4 +1,4 @@
-"""Batches as users make them: padded, packed, fed in pieces. What each of their tokens must give is the reference's."""
+"""Batches as users make them: padded, packed, fed in pieces. Each token's output must equal the reference's."""
 
 import random
 from dataclasses import dataclass, replace
@@ -15,16 +15,16 @@ MASK_DTYPES = [torch.int64, torch.int64, torch.bool, torch.int32, torch.float32]
 
 @dataclass
 class Batch:
-    """Rows of tokens, and what is known of each: all `[B, T]`.
+    """Rows of tokens with what is known of each. B rows, T tokens, H hidden size; tensors are `[B, T]`.
 
     Attributes:
-        ids: what is given to the model.
-        real: which tokens are no padding.
-        positions: where the real ones stand.
-        segments: in a packed row, which of its sequences a token belongs to.
-        attention_mask, position_ids: what is given to the model; None: left out.
-        embeds: `[B, T, H]` float64, where tokens are not looked up in the table.
-        visible: `[B, T, T]`, what each token sees, where a mask of four axes says so.
+        ids: input of the model.
+        real: which tokens are not padding.
+        positions: positions of the real tokens.
+        segments: number of the sequence that a token of a packed row belongs to.
+        attention_mask, position_ids: inputs of the model; None leaves them out.
+        embeds: `[B, T, H]` float64, where embeddings are given instead of ids.
+        visible: `[B, T, T]`, what each token attends to, where a 4-D mask states it.
     """
 
     ids: torch.Tensor
@@ -42,7 +42,7 @@ class Batch:
         return self.ids.shape[0], self.ids.shape[1]
 
     def columns(self, begin: int, end: int) -> "Batch":
-        """Some columns; the mask, as models want it, from the first one on."""
+        """Some columns; the attention mask keeps all columns up to `end`, as models expect."""
         cut = lambda x: None if x is None else x[:, begin:end]  # noqa: E731
         mask = None if self.attention_mask is None else self.attention_mask[:, :end]
         return replace(
@@ -53,7 +53,7 @@ class Batch:
         )
 
     def inputs(self) -> dict[str, Any]:
-        """What a model is called with."""
+        """The model's keyword arguments."""
         given = {
             "input_ids": self.ids,
             "attention_mask": self.attention_mask,
@@ -71,7 +71,7 @@ class Batch:
         return result
 
     def reach(self) -> int:
-        """How long the pass is to rotary embeddings that go by it: padding does not count."""
+        """Length of the pass for rotary embeddings that depend on it: padding does not count."""
         return int(self.positions[self.real].max()) + 1 if self.real.any() else 1
 
 
@@ -89,9 +89,9 @@ def draw_batch(
     """Draw rows.
 
     Args:
-        kinds: of `KINDS`.
-        longest: tokens a row.
-        pad_token_id: what stands where padding is; None: anything.
+        kinds: some of `KINDS`.
+        longest: most tokens in a row.
+        pad_token_id: id of the padding; None for random ids.
     """
     kind = rng.choice(kinds or KINDS)
     rows, length = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 7, 16, 17, 23, longest])
@@ -114,7 +114,7 @@ def draw_batch(
             batch.positions = index + begin[:, None]
             batch.position_ids = batch.positions.clone()
         case "mask4d":
-            # Everybody sees itself, and of the tokens before it some.
+            # Each token attends to itself and to some of the tokens before it.
             share = torch.rand(rows, length, length, generator=generator) < rng.choice([0.3, 0.7])
             batch.visible = (share | torch.eye(length, dtype=torch.bool)).tril()
     if kind in ("plain", "ones") and chance(rng, 0.3):
@@ -148,7 +148,8 @@ def _pad(rng: random.Random, batch: Batch, kind: str, pad_token_id: int | None) 
     batch.positions = (index - left[:, None]).clamp(min=0)
     way = rng.choice(["derived", "derived", "generate", "below zero", "counted", "index", "garbage"])
     match way:
-        case "generate":  # as `generate` makes them
+        # As `generate` computes them.
+        case "generate":
             positions = (batch.real.long().cumsum(-1) - 1).masked_fill(~batch.real, rng.choice([0, 1]))
         case "below zero":
             positions = index - left[:, None]
@@ -156,7 +157,8 @@ def _pad(rng: random.Random, batch: Batch, kind: str, pad_token_id: int | None) 
             positions = batch.real.long().cumsum(-1)
         case "index":
             positions = index.expand(rows, -1).clone()
-        case "garbage":  # where nobody looks
+        # Arbitrary positions for padding, which nothing depends on.
+        case "garbage":
             positions = (batch.real.long().cumsum(-1) - 1).masked_fill(~batch.real, rng.choice([-7, 77, 3]))
         case _:
             return
@@ -171,7 +173,7 @@ def _pack(rng: random.Random, batch: Batch) -> None:
         while begin < length:
             end = min(length, begin + rng.randint(1, 20))
             first = 0 if chance(rng, 0.8) else rng.randint(1, 9)
-            # A sequence that happens to go on where the last one ended would be one with it.
+            # A sequence that starts where the last one ended would be one with it.
             if begin and first == int(batch.positions[row, begin - 1]) + 1:
                 first = 0
             batch.positions[row, begin:end] = torch.arange(first, first + end - begin)
@@ -182,12 +184,15 @@ def _pack(rng: random.Random, batch: Batch) -> None:
 
 @dataclass
 class Fed:
-    """Rows as far as a model has read them, with what it said of each token."""
+    """The part of the rows that a model has read, with its outputs. V vocabulary size, k experts a token."""
 
     batch: Batch
-    logits: torch.Tensor  # [B, T, vocabulary]
-    choices: list[torch.Tensor]  # by mixture layer [B, T, k]
-    reach: torch.Tensor  # [B, T]
+    # [B, T, V]
+    logits: torch.Tensor
+    # [B, T, k] for each mixture layer
+    choices: list[torch.Tensor]
+    # [B, T]
+    reach: torch.Tensor
 
     @staticmethod
     def of(batch: Batch, logits: torch.Tensor, calls: list[torch.Tensor], reach: int) -> "Fed":
@@ -199,7 +204,7 @@ class Fed:
 def check(
     fed: Fed, judge: Judge, what: str, error: type[Exception] = Wrong
 ) -> list[tuple[int, torch.Tensor, Result]]:
-    """Compare every real token with the reference; all others must be finite at least.
+    """Compare every real token with the reference; outputs for padding must be finite.
 
     Returns:
         row, columns and reference of every sequence.
@@ -230,7 +235,7 @@ def check(
 
 
 def forward(model: Any, batch: Batch, **options: Any) -> tuple[Any, Fed]:
-    """Run a model on all rows at once; what it gives, and what `check` takes."""
+    """Run a model on all rows at once; return its output, and the input of `check`."""
     inputs = {**batch.inputs(), **options}
     with LOG.recording() as calls:
         output = model(**inputs)

@@ -1,4 +1,4 @@
-"""A seed's damage: to which folder, of which kind, and read by what."""
+"""The corruption case of a seed: which folder is damaged, how, and what reads it."""
 
 import json
 import random
@@ -27,7 +27,7 @@ def kind_of(seed: int) -> str:
 
 
 def draw(rng: random.Random, kind: str) -> tuple[Original, Damage, str]:
-    """A folder, what is done to it, and what reads it."""
+    """Draw a folder, its damage and its reader."""
     match kind:
         case "weights":
             original = draw_original(rng, *FOLDERS)
@@ -62,7 +62,7 @@ def draw(rng: random.Random, kind: str) -> tuple[Original, Damage, str]:
 
 
 def fields_of(original: Original) -> list[str]:
-    """Fields of the configuration, of its parts too, and of those that transformers gives a meaning."""
+    """Fields of the configuration and its parts, and fields that transformers gives a meaning."""
     config = original.model_class.config_class
     classes = [config, *getattr(config, "sub_configs", {}).values()]
     names = {name for each in classes for name in each.__dataclass_fields__}
@@ -79,7 +79,7 @@ def fields_of(original: Original) -> list[str]:
 
 
 def damage_index(rng: random.Random, original: Original) -> Damage:
-    """One thing in an index: another shard, a file outside, a key more or less, something that is none."""
+    """One change of an index: another shard, a file outside the folder, an extra or missing key, or a wrong type."""
     name = next(name for name in original.files if name.endswith(".index.json"))
     if rng.random() < 0.3:
         how, content = damage.change_json(rng, original.files[name], ["metadata", "weight_map"])
@@ -114,13 +114,14 @@ def damage_index(rng: random.Random, original: Original) -> Damage:
 
 
 def run(seed: int) -> Outcome:
-    """Run the case that a seed stands for."""
+    """Run the case of a seed."""
     outcome = Outcome(kind_of(seed))
     rng = random.Random(seed)
     torch.manual_seed(seed)
     original, made, reader = draw(rng, outcome.kind)
     if reader == "AutoModel" and original.name in ("stock", "split"):
-        reader = "from_pretrained"  # there the Auto classes give stock's
+        # The Auto classes would load stock's models from these folders.
+        reader = "from_pretrained"
     outcome.notes = {"folder": original.name, "damage": made.how, "reader": reader}
     with tempfile.TemporaryDirectory() as place:
         folder = original.write(Path(place) / "folder", made.changes)
@@ -134,7 +135,7 @@ def run(seed: int) -> Outcome:
             text = describe(cause) if isinstance(cause, Exception) else ""
             frames = our_frames(cause)
             outcome.text = f"{error}: {text} (through {frames[-1]})" if frames else f"{error}: {text}"
-            # What an Auto class of transformers does before it reaches ours is not ours to repair.
+            # Errors of a transformers Auto class before it calls ours are not our faults.
             is_theirs = not frames and reader in ("AutoModel", "AutoConfig", "PeftModel")
             is_theirs |= made.how.startswith("generation_config.json") and all(
                 frame.startswith("base.py") for frame in frames
@@ -146,7 +147,7 @@ def run(seed: int) -> Outcome:
 
 
 def our_frames(error: BaseException | None) -> list[str]:
-    """The places of the package that an error went through, but for those that only hand on what peft says."""
+    """Places in the package that an error passed, without those that only forward peft's errors."""
     roots = [
         Path(sys.modules[name].__path__[0])
         for name in ("llamoe.modeling", "llamoe.conversion", "llamoe.configuration")
@@ -173,9 +174,8 @@ def judge(original: Original, made: Damage, reader: str, folder: Path) -> str:
         return "passed"
     is_config = made.is_config
     if is_config and reader in ("from_pretrained", "AutoModel", "convert"):
-        given = {
-            name: value for name, value in given.items() if name != "lm_head.weight"
-        }  # a head may be tied now
+        # The damaged configuration may tie the head.
+        given = {name: value for name, value in given.items() if name != "lm_head.weight"}
     payload, others = check_tensors(given, original, made.numbers, is_config)
     if others > made.tensors_changed:
         raise Wrong(f"{others} tensors hold other numbers")

@@ -1,4 +1,4 @@
-"""Ways to damage files: bits, lengths, headers, archives, indexes, configurations; each drawn at random."""
+"""Ways to damage files: bits, lengths, headers, archives, indexes, configurations; each is drawn at random."""
 
 import io
 import json
@@ -19,15 +19,15 @@ Files = dict[str, bytes | None]
 
 @dataclass
 class Damage:
-    """What was done.
+    """One damage.
 
     Attributes:
-        how: in words.
-        changes: files that are other now; None: missing.
-        numbers: tensors that the changed bytes make, where numbers of tensors were changed: no reader without checksums
-            can see that, but what it gives must be these, bit for bit.
-        tensors_changed: of how many tensors the numbers may be others, where `numbers` does not say which.
-        is_config: whether the changed file says what the model is, so that another model is no surprise.
+        how: description in words.
+        changes: file name to its new content; None for a missing file.
+        numbers: tensors of the changed bytes, where elements were changed: a reader without checksums cannot notice,
+            but must return exactly these, bit for bit.
+        tensors_changed: number of tensors whose elements may differ, where `numbers` does not name them.
+        is_config: whether the changed file describes the model, so that another model may result.
     """
 
     how: str
@@ -46,14 +46,14 @@ def header_of(content: bytes) -> dict[str, Any]:
 
 
 def with_header(content: bytes, header: dict[str, Any] | bytes) -> bytes:
-    """A safetensors file with another header before its numbers."""
+    """A safetensors file with another header before its data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + content[header_length(content) :]
 
 
 def with_numbers(original: Original, name: str, content: bytes) -> dict[str, torch.Tensor]:
-    """The tensors of a file whose bytes are others, by where the undamaged file has their bytes."""
+    """The tensors of a file with changed bytes, at the offsets of the undamaged file."""
     result = {}
     for key, tensor in original.tensors.items():
         raw = tensor.contiguous().numpy().tobytes()
@@ -65,7 +65,7 @@ def with_numbers(original: Original, name: str, content: bytes) -> dict[str, tor
 
 
 def stacks_of_changed_experts(original: Original, name: str, content: bytes) -> set[str]:
-    """The stacks that get other numbers by a file in which the experts lie one by one."""
+    """The stacks that change with a file that holds their experts one by one."""
     before, begin = original.files[name], header_length(original.files[name])
     stacks = set()
     for key, entry in header_of(before).items():
@@ -81,9 +81,8 @@ def flip(rng: random.Random, original: Original) -> Damage:
     name = rng.choice(original.weight_files)
     content = bytearray(original.files[name])
     count = rng.choice([1, 1, 1, 2, 5, 40])
-    if rng.random() < 0.6 and name.endswith(
-        ".safetensors"
-    ):  # where structure is, which is a small part of the file
+    # Mostly the header, which is a small part of the file.
+    if rng.random() < 0.6 and name.endswith(".safetensors"):
         limit = header_length(original.files[name])
     elif rng.random() < 0.5:
         limit = min(len(content), 4096)
@@ -93,7 +92,8 @@ def flip(rng: random.Random, original: Original) -> Damage:
     for position in positions:
         content[position] ^= 1 << rng.randrange(8)
     how = f"{len(positions)} bits of {name} from {positions[0]}"
-    if original.name == "legacy":  # without checksums: what torch itself reads is what the file says
+    # Without checksums, the content is what torch itself reads.
+    if original.name == "legacy":
         with suppress(Exception):
             return Damage(how, {name: bytes(content)}, torch.load(io.BytesIO(content), weights_only=True))
     stacks = len(stacks_of_changed_experts(original, name, bytes(content))) if original.name == "split" else 0
@@ -145,7 +145,7 @@ def swap_headers(rng: random.Random, original: Original) -> Damage:
 
 
 def header(rng: random.Random, original: Original) -> Damage:
-    """One thing in a safetensors header."""
+    """One change of a safetensors header."""
     names = [name for name in original.weight_files if name.endswith(".safetensors")]
     if not names:
         return archive(rng, original)
@@ -205,7 +205,7 @@ def header(rng: random.Random, original: Original) -> Damage:
 
 
 def archive(rng: random.Random, original: Original) -> Damage:
-    """One record of a zip archive of torch's, or its directory."""
+    """One change of a record of torch's zip archive, or of its directory."""
     names = [name for name in original.weight_files if original.files[name].startswith(b"PK")]
     if not names:
         return flip(rng, original)
@@ -249,7 +249,7 @@ def archive(rng: random.Random, original: Original) -> Damage:
                     case "swapped":
                         data = infos[partner]
             new.writestr(file, data, method)
-    # Numbers that are others, behind a sum that is right: nobody can see that.
+    # Changed elements behind a correct checksum cannot be noticed.
     changed = int(way in ("op", "swapped", "twice") and "/data/" in record)
     return Damage(f"{name}: {way} of {record}", {name: result.getvalue()}, tensors_changed=changed)
 
@@ -273,7 +273,7 @@ def _changed(rng: random.Random, data: bytes) -> bytes:
 
 
 def _directory(rng: random.Random, name: str, content: bytes) -> Damage:
-    """Bytes of the central directory or the end record: sizes, offsets, sums, counts."""
+    """Changed bytes of the central directory or the end record: sizes, offsets, checksums, counts."""
     begin = (
         content.rindex(b"PK\x01\x02", 0, len(content)) if rng.random() < 0.5 else content.index(b"PK\x01\x02")
     )
@@ -284,7 +284,7 @@ def _directory(rng: random.Random, name: str, content: bytes) -> Damage:
 
 
 def duplicate(rng: random.Random, original: Original) -> Damage:
-    """A tensor in two shards, with other numbers in one of them."""
+    """A tensor in two shards, with other elements in one of them."""
     names = [name for name in original.weight_files if name.endswith(".safetensors")]
     if len(names) < 2:
         return header(rng, original)
@@ -333,7 +333,7 @@ ODD += [
 
 
 def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
-    """The path of every value inside of a JSON value."""
+    """The path of every value inside a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
@@ -341,7 +341,7 @@ def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
 
 
 def change_json(rng: random.Random, content: bytes, fields: list[str]) -> tuple[str, bytes]:
-    """One thing in a JSON file; `fields` are further ones that its reader knows."""
+    """One change of a JSON file; `fields` are further fields that its reader knows."""
     whole = json.loads(content)
     way = rng.choice(["exchange"] * 5 + ["add"] * 3 + ["remove", "remove", "rename", "twice", "raw"])
     if way == "raw":

@@ -1,4 +1,4 @@
-"""A seed's case: which kind it is, and whether it went well."""
+"""The differential case of a seed: its kind, and its outcome."""
 
 import gc
 import importlib
@@ -12,7 +12,7 @@ import torch
 
 from .judge import JudgeIsWrong, Refused, TooClose, Wrong
 
-# How often each kind of case is drawn, by the name of its file.
+# Weight of each kind of case in the draw, by the name of its file.
 KINDS = {
     "forward": 22,
     "cached": 18,
@@ -28,7 +28,7 @@ KINDS = {
     "kernels": 0.3,
 }
 
-# Refusals that say what is not supported and why; every other error where stock has none is a fault.
+# Refusals that state what is not supported and why. Any other error that stock does not raise is a fault.
 DOCUMENTED = [
     r'experts_implementation="llamoe_grouped": torch\'s grouped product does not take experts of',
     r"past_key_values has forgotten tokens that are still needed",
@@ -39,13 +39,13 @@ DOCUMENTED = [
 
 @dataclass
 class Outcome:
-    """What became of a case.
+    """The outcome of a case.
 
     Attributes:
-        kind: of case.
+        kind: kind of case.
         verdict: "passed", "refused", "too close", "failed" or "judge".
-        text: of the error, if there was one.
-        notes: what the case was.
+        text: text of the error, if there was one.
+        notes: what was drawn.
     """
 
     kind: str
@@ -59,7 +59,7 @@ def kind_of(seed: int) -> str:
 
 
 def run(seed: int) -> Outcome:
-    """Run the case that a seed stands for."""
+    """Run the case of a seed."""
     outcome = Outcome(kind_of(seed))
     case = importlib.import_module(f"fuzz.kinds.{outcome.kind}").case
     torch.manual_seed(seed)

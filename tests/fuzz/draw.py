@@ -1,4 +1,4 @@
-"""What a seed stands for: configurations of every kind, weights without symmetry."""
+"""Random configurations of every kind, and weights without symmetry, drawn from a seed."""
 
 import random
 from typing import Any
@@ -19,7 +19,7 @@ def chance(rng: random.Random, share: float) -> bool:
 
 
 def draw_heads(rng: random.Random, step: int = 2) -> dict[str, int]:
-    """Heads in groups of any size, of any size that is a multiple of `step`."""
+    """Head counts with groups of any size, and a head size that is a multiple of `step`."""
     kv_heads = rng.choice([1, 1, 2, 3])
     return dict(
         num_key_value_heads=kv_heads,
@@ -29,7 +29,7 @@ def draw_heads(rng: random.Random, step: int = 2) -> dict[str, int]:
 
 
 def draw_rope(rng: random.Random, head_dim: int, by_length: bool) -> dict[str, Any]:
-    """Fields of a rotary embedding; with `by_length` also of the types that go by the length of a pass."""
+    """Fields of a rotary embedding; `by_length` adds the types that depend on the length of a pass."""
     pairs = head_dim // 2
     theta = rng.choice([10000.0, 500000.0, 100.0, 7.5, 1000000.0])
     kinds = ["linear", "yarn", "llama3", "proportional"] + ["dynamic", "longrope"] * by_length
@@ -45,7 +45,8 @@ def draw_rope(rng: random.Random, head_dim: int, by_length: bool) -> dict[str, A
             rope |= dict(factor=factor)
             longest = rng.choice([16, 32, 128])
             if head_dim == 2:
-                rope["rope_type"] = "default"  # its exponent divides by the head size less two
+                # Its exponent divides by the head size minus two.
+                rope["rope_type"] = "default"
         case "yarn":
             rope |= dict(factor=factor, original_max_position_embeddings=original)
             if chance(rng, 0.5):
@@ -90,12 +91,13 @@ def _common(rng: random.Random, heads: dict[str, int], by_length: bool) -> dict[
 
 
 def draw_dense(rng: random.Random, by_length: bool = False, for_stock: bool = False) -> dict[str, Any]:
-    """Fields of transformers' `LlamaConfig`, as a dictionary; `for_stock`: such that stock takes them."""
+    """Fields of transformers' `LlamaConfig` as a dictionary; `for_stock` keeps to values that stock accepts."""
     heads = draw_heads(rng)
     fields = {"model_type": "llama", **_common(rng, heads, by_length)}
     fields["intermediate_size"] = rng.choice([1, 7, 16, 30, 92])
     fields["mlp_bias"] = chance(rng, 0.3)
-    if for_stock or chance(rng, 0.7):  # stock demands a multiple even where a head's size is given
+    # Stock requires a multiple even where the head size is given.
+    if for_stock or chance(rng, 0.7):
         fields["hidden_size"] = heads["num_attention_heads"] * rng.choice([2, 4, 7, 8])
     if not for_stock and chance(rng, 0.15):
         fields["rope_interleave"] = True
@@ -103,7 +105,7 @@ def draw_dense(rng: random.Random, by_length: bool = False, for_stock: bool = Fa
 
 
 def draw_text(rng: random.Random, by_length: bool = False, for_stock: bool = False) -> dict[str, Any]:
-    """Fields of transformers' `Llama4TextConfig`, as a dictionary; `for_stock`: such that stock takes them."""
+    """Fields of transformers' `Llama4TextConfig` as a dictionary; `for_stock` keeps to values that stock accepts."""
     never_rotates = chance(rng, 0.05)
     heads = draw_heads(rng, 1 if never_rotates and not for_stock else 2)
     fields = {"model_type": "llama4_text", **_common(rng, heads, by_length and not never_rotates)}
@@ -145,7 +147,7 @@ def draw_text(rng: random.Random, by_length: bool = False, for_stock: bool = Fal
 
 
 def draw_vision(rng: random.Random, for_stock: bool = False) -> dict[str, Any]:
-    """Fields of transformers' `Llama4VisionConfig`, as a dictionary."""
+    """Fields of transformers' `Llama4VisionConfig` as a dictionary."""
     heads, block = rng.choice([1, 2, 3]), rng.choice([1, 2, 2, 3])
     width = heads * 4 * rng.choice([1, 2, 3, 5])
     patch = rng.choice([1, 2, 4, 7])
@@ -168,9 +170,9 @@ def draw_vision(rng: random.Random, for_stock: bool = False) -> dict[str, Any]:
 
 
 def draw_weights(model: nn.Module, seed: int, scale: float = 1.0) -> nn.Module:
-    """Draw weights that a wrong split, order or transpose cannot leave unchanged.
+    """Draw weights that any wrong split, order or transpose changes.
 
-    Columns grow in scale from left to right; norms and biases are no ones and zeros.
+    Columns grow in scale from left to right; norms are not ones, and biases are not zeros.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

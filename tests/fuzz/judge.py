@@ -1,7 +1,7 @@
-"""Whether numbers are right: against float64, by what rounding in the model's dtype may change, and near-ties apart.
+"""Compares outputs with float64, allowing what rounding in the model's dtype may change, and setting near-ties apart.
 
-A router in a short dtype may send a token to another expert than float64 does where two are almost equal. So the
-model's own choices are noted; the reference follows them, and each must be one that rounding can explain.
+In a short dtype, a router may send a token to another expert than in float64 where two logits are almost equal. So the
+model's choices are recorded. The reference follows them, and rounding must explain each choice.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ from .reference import Blur, Decoder, Result
 
 
 class Wrong(AssertionError):
-    """What a case has found: numbers that differ, something lost, an error where there should be none."""
+    """A fault that a case found: numbers that differ, something lost, an unexpected error."""
 
 
 class JudgeIsWrong(AssertionError):
@@ -24,18 +24,18 @@ class JudgeIsWrong(AssertionError):
 
 
 class Refused(Exception):
-    """A documented refusal of what is not supported: no fault, but no comparison either."""
+    """A documented refusal of something unsupported: no fault, and no comparison."""
 
 
 class TooClose(Exception):
-    """Two experts are so near to each other that nothing can be said, and the model's choice is not known."""
+    """Two experts' logits are too close to decide, and the model's choice is unknown."""
 
 
-# Absolute error of logits of a deviation of about one that always passes: a few roundings of the largest. Beyond it
-# the reference is run with random roundings of this size, and the error may be at most MARGIN times what they change.
+# Absolute error that always passes, for logits with a standard deviation of about one: a few roundings of the largest.
+# A larger error may be at most MARGIN times the change that random roundings cause in the reference.
 PASSES = {torch.float64: 2e-6, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-# Half of it up, half of it down. Rotary angles, cosines and sines are float32 in every model; sums in float32 are taken
-# in any order.
+# Relative size of the random roundings, half of it up and half down. float32's entry covers rotary angles, cosines and
+# sines, which are float32 in every model, and sums in any order.
 ROUNDING = {
     torch.float64: 2.0**-24,
     torch.float32: 2.0**-22,
@@ -48,14 +48,14 @@ RUNS = 3
 
 @dataclass
 class Tally:
-    """What a case has compared, for the summary."""
+    """Counts of a case's comparisons, for the summary."""
 
     tokens: int = 0
     near_ties: int = 0
 
 
 class RouterLog:
-    """The experts that routers have chosen, in order of the calls. A hook would make models take another way."""
+    """Records the experts that routers choose, in order of the calls. A hook would make models take another path."""
 
     def __init__(self):
         self.calls: list[torch.Tensor] = []
@@ -87,7 +87,7 @@ def largest(x: torch.Tensor) -> float:
 
 
 class Judge:
-    """Compares what a model of a dtype gives with the reference."""
+    """Compares the outputs of a model in some dtype with the reference."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, seed: int):
         self.decoder, self.dtype = decoder, dtype
@@ -106,15 +106,15 @@ class Judge:
         read: Callable[[Result], torch.Tensor] = lambda result: result.logits,
         error: type[Exception] = Wrong,
     ) -> Result:
-        """Compare one sequence's numbers.
+        """Compare one sequence's outputs.
 
         Args:
-            given: of the model.
-            run: the reference, which takes `choices` and `blur`.
-            choices: the experts that the model chose, by mixture layer; None: not known.
-            what: for the message.
-            read: which of the reference's results they are.
-            error: what to raise.
+            given: the model's output.
+            run: the reference; takes `choices` and `blur`.
+            choices: experts that the model chose, for each mixture layer; None if unknown.
+            what: name for the message.
+            read: selects the reference's result to compare.
+            error: error to raise.
 
         Returns:
             the reference's result.
@@ -142,7 +142,7 @@ class Judge:
     def check_values(
         self, given, expected, blurred: Callable, what: str, error: type[Exception] = Wrong
     ) -> None:
-        """Compare tensors; `blurred` gives the expected one with random roundings, which it takes."""
+        """Compare tensors; `blurred` computes the expected tensor with the random roundings that it is given."""
         if given.shape != expected.shape:
             raise error(f"{what}: shape {list(given.shape)} instead of {list(expected.shape)}")
         given = given.detach().double()
@@ -158,7 +158,7 @@ class Judge:
             )
 
     def check_choices(self, exact: Result, choices: Iterable[torch.Tensor], run: Callable, what: str) -> None:
-        """Raise where a token went to an expert that rounding cannot explain."""
+        """Raise if a token went to an expert that rounding cannot explain."""
         noise = None
         for layer, (logits, chosen) in enumerate(zip(exact.router_logits, choices, strict=True)):
             logits = logits.detach()
@@ -191,7 +191,7 @@ class Judge:
         return [run(choices=choices, blur=self.blur()).router_logits for _ in range(RUNS)]
 
     def check_no_tie(self, exact: Result) -> None:
-        """Raise `TooClose` where the choice of experts cannot be told from float64."""
+        """Raise `TooClose` where float64 cannot predict the choice of experts."""
         k = self.decoder.config.get("num_experts_per_tok")
         for logits in exact.router_logits:
             if logits.shape[1] > k and len(logits):

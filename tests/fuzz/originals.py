@@ -1,4 +1,4 @@
-"""Small whole folders of every kind that is damaged, as bytes, with the tensors that they hold."""
+"""Small complete folders of every kind that is damaged, as bytes, with their tensors."""
 
 import copy
 import functools
@@ -58,11 +58,11 @@ class Original:
     """A folder.
 
     Attributes:
-        name: of its kind.
-        files: by name.
-        tensors: what it holds, by key of the file.
-        model_class: what loads it; of an adapter, what its base model is.
-        base: the model that an adapter is for.
+        name: name of its kind.
+        files: file name to content.
+        tensors: key in the file to tensor.
+        model_class: class that loads it; for an adapter, the class of its base model.
+        base: base model of an adapter.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Original:
         return [name for name in self.files if name.endswith(".json")]
 
     def write(self, folder: Path, changes: dict[str, bytes | None]) -> Path:
-        """Write the folder with some files changed; None: missing."""
+        """Write the folder with some files changed; None for a missing file."""
         folder.mkdir(parents=True)
         for name, content in (self.files | changes).items():
             if content is not None:
@@ -93,7 +93,7 @@ def read(folder: Path) -> dict[str, bytes]:
 
 
 def save_bin(model: Any, folder: Path, shards: int, legacy: bool = False) -> None:
-    """Write pickles as torch does, and for several of them the index that transformers reads."""
+    """Write pickles as torch does; for several, also the index that transformers reads."""
     model.config.save_pretrained(folder)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     names = list(state)
@@ -112,7 +112,7 @@ def save_bin(model: Any, folder: Path, shards: int, legacy: bool = False) -> Non
 
 @functools.cache
 def originals() -> dict[str, Original]:
-    """All of them, by name."""
+    """All originals, by name."""
     torch.manual_seed(0)
     dense = draw_weights(llamoe.LlamoeDenseForCausalLM(llamoe.LlamoeDenseConfig(**DENSE)), 1)
     text = draw_weights(llamoe.LlamoeForCausalLM(llamoe.LlamoeTextConfig(**TEXT)), 2)

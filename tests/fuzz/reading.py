@@ -1,4 +1,4 @@
-"""What reads a folder; of a damaged one each must give the same numbers, or an error that names it."""
+"""Readers of a folder; each must read a damaged folder correctly, or raise an error that names it."""
 
 import copy
 import re
@@ -19,10 +19,10 @@ from llamoe.conversion import convert, inspect, verify
 from .judge import Wrong
 from .originals import Original
 
-# What reading a folder of some hundred kilobytes may take, many times what it takes.
+# Most memory for reading a folder of some hundred kilobytes, many times what is needed.
 MOST_BYTES = 256 * 2**20
 MOST_SECONDS = 20.0
-# Types of errors that a user can be told of. CheckpointError is a ValueError and an OSError.
+# Error types that users may see. CheckpointError is a ValueError and an OSError.
 CLEAN = (ValueError, OSError, RuntimeError)
 NOT_CLEAN = (RecursionError, NotImplementedError, UnicodeError)
 NAMED = re.compile(
@@ -32,7 +32,7 @@ NAMED = re.compile(
 
 
 class Unclean(Exception):
-    """An error that says nothing to a user, or that comes too late."""
+    """An error that tells a user nothing, or that comes too late."""
 
 
 def load(original: Original, folder: Path) -> dict[str, torch.Tensor]:
@@ -110,12 +110,14 @@ def _memory(name: str) -> int:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Raise `Unclean` where more time or memory is taken than a small folder can need."""
+    """Raise `Unclean` if more time or memory is used than a small folder can need."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        # Resets the recorded peak.
+        Path("/proc/self/clear_refs").write_text("5")
         before = _memory("VmRSS")
         resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + 4 * 2**30, resource.RLIM_INFINITY))
-    except (OSError, ValueError):  # no Linux: time only
+    # Not Linux: measure the time only.
+    except (OSError, ValueError):
         before = None
     begun = time.process_time()
     try:
@@ -133,7 +135,7 @@ def bounded() -> Iterator[None]:
 
 
 def check_error(error: Exception, original: Original, folder: Path) -> None:
-    """Raise `Unclean` where an error is a programming error's or does not say what it is about."""
+    """Raise `Unclean` for a programming error, or for an error that does not name its subject."""
     text = str(error)
     if not isinstance(error, CLEAN) or isinstance(error, NOT_CLEAN):
         raise Unclean("no error for users")
@@ -149,16 +151,16 @@ def check_error(error: Exception, original: Original, folder: Path) -> None:
 def check_tensors(
     given: dict[str, torch.Tensor], original: Original, numbers: dict[str, torch.Tensor], is_config: bool
 ) -> tuple[int, int]:
-    """Raise where a tensor is lost, or another's shape, or comes from nowhere.
+    """Raise if a tensor is lost, has another shape, or is unknown.
 
     Args:
         given: what was read.
         original: the undamaged folder.
-        numbers: the tensors whose numbers were changed in the file.
-        is_config: whether the damaged file may say that the model has fewer tensors.
+        numbers: the tensors whose elements were changed in the file.
+        is_config: whether the damaged file may describe a model with fewer tensors.
 
     Returns:
-        how many tensors are those of `numbers`, and how many are neither these nor the original's.
+        how many tensors equal those of `numbers`, and how many equal neither these nor the original's.
     """
     expected = original.tensors
     if not is_config and given.keys() != expected.keys():
@@ -179,5 +181,5 @@ def check_tensors(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the bit, also where they hold no numbers."""
+    """Whether two tensors are equal bit by bit, NaN included."""
     return a.dtype == b.dtype and a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()

@@ -1,9 +1,10 @@
-"""The decoder written out in float64, one sequence at a time: no batch, no padding, no cache, no mask tricks.
+"""The decoder in float64, one sequence at a time: no batch, no padding, no cache, no mask shortcuts.
 
-What must hold of padded, packed and cached passes is that each sequence in them gives what it gives here, by itself,
-at its positions. Nothing of the package is used. Frequencies of scaled rotary embeddings are transformers'.
+Each sequence of a padded, packed or cached pass must give the same results as it gives here, alone, at its positions.
+Nothing of the package is used. Frequencies of scaled rotary embeddings are transformers'.
 
-A weight has its name in a checkpoint of a causal language model. n tokens, H hidden size, h heads, d head size.
+Weights have their names in a causal language model's checkpoint. n tokens, H hidden size, h heads, d head size, k
+experts a token.
 """
 
 import math
@@ -26,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass
 class Result:
-    """What a sequence gives: logits `[n, vocabulary]`, the layers' inputs and the last norm's output `[n, H]`.
+    """Results of a sequence: logits `[n, vocabulary]`, the layers' inputs and the last norm's output `[n, H]`.
 
     `router_logits` holds `[n, experts]` for each mixture layer, in order.
     """
@@ -38,7 +39,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Blur:
-    """Rounds as a dtype would, but at random, wherever a model rounds: shows what rounding alone may change."""
+    """Random rounding errors of a dtype's size, wherever a model rounds: they show what rounding alone may change."""
 
     epsilon: float
     generator: torch.Generator
@@ -78,20 +79,22 @@ def frequencies(
     """Angles `[d / 2]` of one position, and the factor of cosine and sine.
 
     Args:
-        reach: the length that the pass has; some types of scaling go by it.
-        stock_config: a configuration of transformers' with the same fields.
+        config: stock's fields.
+        reach: length of the pass; some types of scaling depend on it.
+        stock_config: a configuration of transformers with the same fields.
     """
     rope, dim = config["rope_parameters"], config["head_dim"]
     if rope["rope_type"] == "default":
         return rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), 1.0
     angles, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](stock_config, "cpu", seq_len=reach)
-    if rope["rope_type"] == "longrope":  # which transformers sets when it is built, whatever the length
+    # transformers sets this factor when the model is built, whatever the length.
+    if rope["rope_type"] == "longrope":
         factor = ROPE_INIT_FUNCTIONS["longrope"](stock_config, "cpu")[1]
     return angles.double(), factor
 
 
 def rotate(x: torch.Tensor, angles: torch.Tensor, factor: float, interleaved: bool) -> torch.Tensor:
-    """Turn the pairs of channels of `x` `[n, h, d]` by `angles` `[n, d / 2]`."""
+    """Rotate the pairs of channels of `x` `[n, h, d]` by `angles` `[n, d / 2]`."""
     cos, sin = angles.cos()[:, None] * factor, angles.sin()[:, None] * factor
     half = x.shape[-1] // 2
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
@@ -104,7 +107,7 @@ def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class Decoder:
-    """A decoder of given weights (float64) and stock fields."""
+    """A decoder with given weights (float64) and stock's fields."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], stock_config: Any):
         self.weights, self.config, self.stock_config = weights, config, stock_config
@@ -124,7 +127,8 @@ class Decoder:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         table = self.weights["model.embed_tokens.weight"]
         rows = table[ids]
-        if self.config.get("pad_token_id") is not None:  # torch gives the padding's row no gradient
+        # torch gives the padding token's row no gradient.
+        if self.config.get("pad_token_id") is not None:
             is_padding = (ids == self.config["pad_token_id"])[:, None]
             rows = torch.where(is_padding, rows.detach(), rows)
         return rows
@@ -144,9 +148,9 @@ class Decoder:
             x: embeddings `[n, H]`.
             positions: `[n]`.
             reach: as in `frequencies`.
-            visible: `[n, n]` bool in place of causal and chunked attention.
-            choices: for each mixture layer the experts `[n, k]` that tokens are sent to; None: the best.
-            blur: of what a model rounds.
+            visible: `[n, n]` bool, instead of causal and chunked attention.
+            choices: for each mixture layer the experts `[n, k]` of the tokens; None for the best.
+            blur: applied wherever a model rounds.
         """
         config, result = self.config, Result(x)
         causal = torch.ones(len(x), len(x), dtype=torch.bool).tril()
@@ -182,7 +186,7 @@ class Decoder:
         )
         if rotates:
             angles, factor = frequencies(config, reach, self.stock_config)
-            # Angles are rounded in float32 whatever the model's dtype.
+            # Angles are rounded to float32, whatever the model's dtype.
             angles = blur(positions[:, None] * angles, 2.0**-22)
             q, k = (blur(rotate(y, angles, factor, self.interleaved)) for y in (q, k))
             if config.get("use_qk_norm"):

@@ -1,4 +1,4 @@
-"""Runs cases in processes of their own, each of which may crash, hang or eat memory without ending the others."""
+"""Runs cases in separate processes; a case may crash, hang or use too much memory without ending the others."""
 
 import multiprocessing
 import os
@@ -14,13 +14,13 @@ from multiprocessing.connection import Connection, wait
 
 from .differential import Outcome
 
-# Seconds that a case may take: many times what the slowest one, which compiles, takes on a busy machine.
+# Seconds that a case may take; the slowest, which compiles, needs a small part of it even on a busy machine.
 LONGEST = 900
 
 
 @dataclass
 class Summary:
-    """What many cases came to."""
+    """Results of many cases."""
 
     counts: Counter = field(default_factory=Counter)
     by_kind: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
@@ -35,7 +35,7 @@ class Summary:
             self.failures.append((seed, outcome))
 
     def causes(self) -> Iterator[str]:
-        """Failures that look alike, the most frequent first."""
+        """Similar failures, the most frequent first."""
         alike = defaultdict(list)
         for seed, outcome in self.failures:
             text = re.sub(r"/tmp/\S+", "…", outcome.text)
@@ -44,7 +44,7 @@ class Summary:
             yield f"  {len(seeds)} x {kind}: {text}; seeds {', '.join(map(str, seeds[:6]))}"
 
     def lines(self, name: str, first: int, last: int, seconds: float) -> Iterator[str]:
-        """The summary: one line for each kind, and one for all."""
+        """The summary: a line for each kind, and one for all."""
         for kind in sorted(self.by_kind):
             counts, total = self.by_kind[kind], self.by_kind[kind].total()
             yield f"  {kind:14} {_words(counts)}; {1000 * self.seconds[kind] / total:.0f} ms each"
@@ -70,12 +70,12 @@ def run_cases(
     """Run a case for each seed.
 
     Args:
-        name: of the fuzzer, as it stands in the line that repeats a case.
-        run: gives a case's outcome; must be importable.
-        seeds: which.
-        workers: processes; 0 runs all in this one.
-        seconds: begin none after so many.
-        say: takes a line.
+        name: the fuzzer's name in the command that repeats a case.
+        run: returns a seed's outcome; must be importable.
+        seeds: the seeds.
+        workers: number of processes; 0 runs all cases in this one.
+        seconds: no case begins after this time.
+        say: called with each line of output.
     """
     begun, summary = time.monotonic(), Summary()
     last = seeds[0]
@@ -94,7 +94,7 @@ def run_cases(
 
 
 def repeat(name: str, seed: int) -> str:
-    """The line that runs one case again."""
+    """The command that runs one case again."""
     return f"make fuzz ONLY={name} SEED={seed}"
 
 
@@ -126,7 +126,7 @@ def _outcomes(run, seeds, workers, begun, seconds) -> Iterator[tuple[int, Outcom
 
 
 class Worker:
-    """A process that runs one case after another, and another process in its place when it dies."""
+    """A process that runs one case after another, and is replaced when it dies."""
 
     def __init__(self, run: Callable[[int], Outcome]):
         self.run, self.process, self.seed = run, None, None
@@ -185,7 +185,8 @@ def _serve(run: Callable[[int], Outcome], connection: Connection) -> None:
             os._exit(0)
         try:
             outcome = run(seed)
-        except BaseException:  # what the fuzzer itself did wrong
+        # A fault of the fuzzer itself.
+        except BaseException:
             outcome = Outcome("fuzzer", "failed", traceback.format_exc(limit=-4))
         connection.send(outcome)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A drawn model with what judges it: the reference on the same weights, and stock's class where it can be one."""
+"""A random model with its judges: the reference on the same weights, and stock's class where it has the model."""
 
 import random
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ OURS_ONLY = ("rope_interleave",)
 
 
 def exact_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's weights as float64, by the names that a causal language model has for them."""
+    """A model's weights as float64, under a causal language model's names."""
     return {name: value.detach().double() for name, value in model.state_dict().items()}
 
 
 def rope_config(fields: dict[str, Any]) -> Llama4TextConfig | None:
-    """Stock's configuration with a decoder's rotary embedding; None where nothing rotates."""
+    """Stock's configuration with a decoder's rotary embedding; None where no layer rotates."""
     if fields["head_dim"] % 2:
         return None
     names = ("head_dim", "rope_parameters", "max_position_embeddings", "num_attention_heads", "hidden_size")
@@ -48,7 +48,7 @@ class Subject:
 
     Attributes:
         fields: stock's fields.
-        stock_can: whether stock's class takes them.
+        stock_can: whether stock's class accepts them.
     """
 
     fields: dict[str, Any]
@@ -87,7 +87,7 @@ class Subject:
         return self.stock_of(self.model)
 
     def stock_of(self, model: Any) -> Any:
-        """Stock's model with the weights of a copy of ours."""
+        """Stock's model with copies of our weights."""
         _, _, config_name, model_name = CLASSES[self.fields["model_type"]]
         fields = {name: value for name, value in self.fields.items() if name != "model_type"}
         config = getattr(transformers, config_name)(**fields)
@@ -98,12 +98,12 @@ class Subject:
         stock.load_state_dict(model.state_dict())
         if self.fields["tie_word_embeddings"]:
             stock.tie_weights()
-        # What no checkpoint holds, `to_empty` leaves to chance.
+        # `to_empty` leaves buffers that are not in checkpoints undefined.
         stock.model.rotary_emb = type(stock.model.rotary_emb)(config=config)
         return stock.train(model.training)
 
     def is_stock_right(self, batch: Any) -> bool:
-        """Whether stock's class computes what this batch means."""
+        """Whether stock's class computes this batch correctly."""
         if not self.stock_can or batch.kind.partition(",")[0] not in ("plain", "ones"):
             return False
         return True
@@ -124,9 +124,9 @@ def draw_subject(
 
     Args:
         family: "llama" or "llama4_text".
-        by_length: also rotary embeddings that go by the length of the pass.
-        dtypes: of `DTYPES`.
-        for_stock: only what stock takes.
+        by_length: also draw rotary embeddings that depend on the length of the pass.
+        dtypes: some of `DTYPES`.
+        for_stock: keep to what stock accepts.
         attention, experts: implementations to choose from.
         **overrides: fields.
     """

@@ -27,17 +27,18 @@ def run_suite(
     """Run the cases of some seeds.
 
     Args:
-        name: of `SUITES`.
-        seeds: which.
+        name: a key of `SUITES`.
+        seeds: the seeds.
         workers: as in `run_cases`, like `seconds` and `say`.
-        kinds: pass over the seeds of all other kinds.
+        kinds: only run the seeds of these kinds.
     """
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if name == "corruption":
-        originals()  # once, for all processes
+        # Built once, for all processes.
+        originals()
     run, kind_of = SUITES[name]
     chosen = [seed for seed in seeds if kinds is None or kind_of(seed) in kinds]
     return run_cases(name, run, chosen, workers, seconds, say) if chosen else Summary()

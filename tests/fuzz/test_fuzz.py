@@ -1,9 +1,9 @@
-"""A few of the cases of each fuzzer, the same every time; `make fuzz N=6000` runs more of them."""
+"""Some cases of each fuzzer, the same in every run; `make fuzz N=6000` runs more of them."""
 
 import pytest
 from fuzz.suites import run_suite
 
-# Compiling takes seconds a case; it has tests of its own, and its part in `make fuzz`.
+# Without compiling, which takes seconds a case; it has tests of its own, and `make fuzz` includes it.
 KINDS = {
     "differential": {
         "forward",
@@ -19,7 +19,7 @@ KINDS = {
     },
     "corruption": None,
 }
-# Groups, so that several processes share the work; each begins no case after its part of a minute.
+# Several processes share the groups. A group begins no case after its time.
 GROUPS, CASES, SECONDS = 2, 60, 15
 
 

@@ -1,6 +1,6 @@
-"""The vision tower written out in float64: Llama 4's encoder and, by its switches, MetaCLIP's.
+"""The vision tower in float64: Llama 4's encoder and, by its switches, MetaCLIP's.
 
-A weight has its name in stock's `Llama4VisionModel`. N tiles, G patches along a side, D hidden size.
+Weights have their names in stock's `Llama4VisionModel`. N tiles, G patches a side, D hidden size.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ SWITCHES = {
 
 
 class Tower:
-    """A tower of given weights (float64) and fields; those that stock does not have default to what stock computes."""
+    """A tower with given weights (float64) and fields; missing fields default to stock's function."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]):
         self.weights, self.config = weights, SWITCHES | dict(config)
@@ -45,7 +45,7 @@ class Tower:
     def __call__(
         self, tiles: torch.Tensor, blur: Callable = no_blur
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-        """What leaves the tower, its class token, and the states before and behind each layer."""
+        """The tower's output, its class token, and the states before and after each layer."""
         config, size = self.config, self.config["patch_size"]
         count, channels, side, _ = tiles.shape
         grid = side // size
@@ -90,7 +90,7 @@ class Tower:
             theta = self.config["rope_parameters"]["rope_theta"]
             steps = theta ** (-2 * torch.arange(dim // 4, dtype=torch.float64) / (dim // 2))
             place = torch.arange(grid * grid)
-            # The column turns the first half of the pairs, the row the rest. The class token, the last, is not turned.
+            # The column rotates the first half of the pairs, the row the rest. The class token (last) is not rotated.
             angles = torch.cat([(place[:, None] % grid + 1) * steps, (place[:, None] // grid + 1) * steps], 1)
             angles = blur(torch.cat([angles, torch.zeros(1, dim // 2, dtype=torch.float64)]), 2.0**-22)
             turns = torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -109,7 +109,7 @@ class Tower:
     def _adapt(self, x: torch.Tensor, grid: int, blur: Callable) -> torch.Tensor:
         block = round(1 / self.config["pixel_shuffle_ratio"])
         x = x.unflatten(1, (grid, grid))
-        # Of each square of patches the channels by row, column, channel.
+        # Joins the channels of each square of patches, ordered by row, column, channel.
         x = torch.cat(
             [x[:, row::block, column::block] for row in range(block) for column in range(block)], -1
         )

@@ -1,4 +1,7 @@
-"""LoRA of peft's: the reference with merged weights is what it computes; saved, loaded, moved to stock and back."""
+"""LoRA adapters of peft equal the reference with merged weights; saved, loaded, moved to stock and back.
+
+Shapes and suffixes: E experts, r rank.
+"""
 
 import copy
 import random
@@ -37,7 +40,7 @@ def draw_lora(rng: random.Random, subject: Subject) -> LoraConfig:
 
 
 def draw_factors(model: nn.Module, seed: int) -> nn.Module:
-    """Draw all factors, of which fresh adapters have one at zero."""
+    """Draw all factors, since new adapters have one factor at zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -54,11 +57,11 @@ def scaling(config: LoraConfig) -> float:
 def merged(
     weights: dict[str, torch.Tensor], adapted: nn.Module, config: LoraConfig, is_ours: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Weights with the adapter's product added; of stacked experts each one's own.
+    """Weights with the adapter's product added; of a stack each expert's own.
 
-    Of stacks `[E, in, out]` ours has A on the input side, `[E * r, in]`, where the expert runs slowest, and B on the
-    output side, `[out, r * E]`, where it runs fastest. peft does not know that stock's are
-    input-first, and exchanges the two.
+    For stacks `[E, in, out]`, our A `[E * r, in]` is on the input side, with the expert as the slower index. Our B
+    `[out, r * E]` is on the output side, with the expert as the faster index. peft does not know that stock's stacks
+    are input-first, and swaps the two.
     """
     result, state = (
         dict(weights),
@@ -73,7 +76,7 @@ def merged(
         if not name.endswith("experts"):
             result[f"{name}.weight"] = result[f"{name}.weight"] + scaling(config) * b @ a
             continue
-        # Nested wrappers: the innermost parameter is the one that was named last.
+        # Of nested wrappers, the innermost holds the parameter that was named last.
         targets = sorted(config.target_parameters or [])
         sizes = a.shape[1], b.shape[0]
         for target in targets:
@@ -89,7 +92,7 @@ def merged(
 
 def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # Sizes by which the two stacks and their sides are told apart; equal ones are a matter of tests.
+    # Sizes that tell the two stacks and their sides apart; other tests cover equal sizes.
     width = rng.choice([4, 7, 12])
     subject = draw_subject(
         rng,
@@ -150,7 +153,7 @@ def compare(
 
 
 def across(rng, subject, config, batch, plain, stock, place, weights, seed) -> None:
-    """Trained on ours and read by stock, which can read no experts of ours; trained on stock and read by ours."""
+    """Train on ours and read with stock, which cannot read our experts' adapters; train on stock and read with ours."""
     if not config.target_parameters and chance(rng, 0.5):
         compare(
             subject,
@@ -165,7 +168,8 @@ def across(rng, subject, config, batch, plain, stock, place, weights, seed) -> N
     }
     options["task_type"] = "CAUSAL_LM"
     if options["target_modules"] == "all-linear" or isinstance(options["target_modules"], str):
-        options["target_modules"] = LINEAR  # stock's router is a linear layer that peft cannot wrap
+        # Stock's router is a linear layer that peft cannot wrap.
+        options["target_modules"] = LINEAR
     trained = LoraConfig(**copy.deepcopy(options))
     other = draw_factors(get_peft_model(stock, trained), seed + 1)
     subject.judge.decoder.weights = merged(weights, other, trained, is_ours=False)

@@ -1,4 +1,4 @@
-"""Prompts in pieces, then steps, through every cache; caches cut back, re-ordered, repeated and chosen from."""
+"""Prompts in pieces, then single steps, through every cache; caches cropped, reordered, repeated and selected from."""
 
 import random
 from dataclasses import replace
@@ -26,7 +26,7 @@ def join(fed: Fed | None, new: Fed) -> Fed:
 
 
 def rows_of(fed: Fed, index: torch.Tensor, length: int | None = None) -> Fed:
-    """Some rows, in another order or repeatedly, and their first tokens."""
+    """Some rows, reordered or repeated, with their first tokens."""
     pick = lambda x: None if x is None else x[index][:, :length]  # noqa: E731
     names = ("ids", "real", "positions", "segments", "attention_mask", "position_ids")
     batch = replace(fed.batch, **{name: pick(getattr(fed.batch, name)) for name in names})
@@ -46,7 +46,7 @@ def draw_cache(rng: random.Random, subject: Subject, length: int) -> tuple[str, 
 
 
 def borders(rng: random.Random, length: int) -> list[int]:
-    """Where pieces end: a few at random, single tokens towards the end."""
+    """Ends of the pieces: a few at random, single tokens towards the end."""
     steps = min(rng.choice([0, 2, 5]), length - 1)
     prompt = length - steps
     count = rng.randint(0, min(4, prompt - 1))
@@ -82,7 +82,7 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
 
 
 def extend(rng: random.Random, generator: torch.Generator, batch: Batch, vocabulary: int) -> Batch:
-    """Add tokens to the ends of all rows, as decoding does: behind right padding, too."""
+    """Append tokens to all rows, as decoding does, even after right padding."""
     count = rng.choice([0, 1, 3])
     if not count:
         return batch
@@ -95,7 +95,7 @@ def extend(rng: random.Random, generator: torch.Generator, batch: Batch, vocabul
     }
     last = batch.positions.masked_fill(~batch.real, -1).max(1, keepdim=True).values
     if batch.position_ids is None:
-        # Numbered from the first real token, padding behind it included. A row of nothing else begins here.
+        # Counted from the first real token, later padding included. A row of padding alone begins at its new token.
         first = torch.cat([batch.real, ones[:, :1].bool()], 1).int().argmax(1, keepdim=True)
         more = torch.arange(length, length + count) - first
     else:
@@ -108,7 +108,7 @@ def extend(rng: random.Random, generator: torch.Generator, batch: Batch, vocabul
 
 
 def change(rng, whole: Batch, fed: Fed, cache: Any, kind: str, subject: Subject) -> tuple[Batch, Fed]:
-    """Cut a cache back, or exchange its rows, and the rows that are known with it."""
+    """Crop a cache or reorder its rows, and do the same with the known rows."""
     rows, length = fed.batch.shape
     ways = ["reorder"] if kind == "static" else ["reorder", "repeat", "select"]
     if kind == "dynamic" or not subject.has_chunks:

@@ -1,4 +1,4 @@
-"""`torch.compile`, `torch.export` and `torch.jit.trace`: one program, other inputs, the same numbers."""
+"""`torch.compile`, `torch.export` and `torch.jit.trace`: one program gives the right numbers for several inputs."""
 
 import random
 import warnings
@@ -30,7 +30,7 @@ def draw_small(rng: random.Random, seed: int) -> Subject:
 
 
 def compare(subject: Subject, call: Any, batch: Batch, what: str, **options: Any) -> None:
-    """The reference chooses experts itself: what a program has chosen, nobody sees."""
+    """Compare with the reference, which chooses its own experts: a program's choices are not recorded."""
     output = call(**batch.inputs(), **options)
     logits = output if isinstance(output, torch.Tensor) else output.logits
     check(Fed(batch, logits, None, torch.full(batch.shape, batch.reach())), subject.judge, what)
@@ -88,7 +88,8 @@ def train(rng: random.Random, subject: Subject, batch: Batch, notes: dict[str, A
     notes |= {"backend": backend, "batch": batch.kind}
     if not (labels[:, 1:] != -100).any():
         return
-    _, fed = forward(model, batch)  # whose choices are those of the compiled pass, in float32
+    # Its choices are those of the compiled pass, in float32.
+    _, fed = forward(model, batch)
     subject.judge.check_no_tie_of(fed)
     output = torch.compile(model, fullgraph=True, backend=backend)(
         **batch.inputs(), labels=labels, use_cache=False
@@ -100,7 +101,7 @@ def train(rng: random.Random, subject: Subject, batch: Batch, notes: dict[str, A
 
 @torch.no_grad()
 def steps(rng: random.Random, subject: Subject, batch: Batch, notes: dict[str, Any]) -> None:
-    """A prompt, then tokens one by one into a static cache, by a compiled model."""
+    """Run a prompt, then single tokens with a static cache, on a compiled model."""
     backend = rng.choice(["eager", "aot_eager"])
     notes |= {"backend": backend}
     model = torch.compile(subject.model, fullgraph=True, backend=backend)
@@ -135,7 +136,8 @@ class Logits(nn.Module):
 def export(rng: random.Random, subject: Subject, draw: Any, notes: dict[str, Any]) -> None:
     kind = rng.choice(["plain", "left", "packed"])
     first = draw(kind)
-    while min(first.shape) < 2:  # sizes of one are baked in
+    # Export would make sizes of one constant.
+    while min(first.shape) < 2:
         first = draw(kind)
     first.position_ids = first.position_ids if kind == "packed" else None
     inputs = first.inputs()
@@ -169,7 +171,7 @@ def export(rng: random.Random, subject: Subject, draw: Any, notes: dict[str, Any
 
 @torch.no_grad()
 def trace(rng: random.Random, subject: Subject, draw: Any, notes: dict[str, Any]) -> None:
-    """Traced on one batch, run on others of its shape."""
+    """Trace on one batch, run on others of the same shape."""
     first = draw("plain")
     first.position_ids = None
     notes |= {"batch": "plain"}

@@ -1,4 +1,4 @@
-"""Folders converted, split, cast, upcycled and back: bit for bit where nothing is cast, the same function elsewhere."""
+"""Folders converted, split, cast, upcycled and back: bit for bit unless cast, otherwise the same function."""
 
 import random
 import tempfile
@@ -22,7 +22,8 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     way = rng.choice(["split", "split", "cast", "meta", "upcycle", "heads", "verify"])
     family = {"split": "llama4_text", "upcycle": "llama"}.get(way)
     overrides: dict[str, Any] = {}
-    if way == "meta":  # what Meta's params.json can say, mostly
+    # Mostly values that Meta's params.json can express.
+    if way == "meta":
         overrides = dict(attention_bias=False, mlp_bias=False, hidden_act="silu", tie_word_embeddings=False)
     subject = draw_subject(
         rng,
@@ -49,7 +50,7 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
 
 
 def reads(subject: Subject, folder: Path) -> Any:
-    """The class of the model loads the folder, whole."""
+    """The model, loaded from a folder by its class; nothing may be missing."""
     model = load(
         type(subject.model), folder, dtype=subject.dtype, attn_implementation=subject.notes["attention"]
     )
@@ -92,7 +93,7 @@ def _meta(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
             style=rng.choice(["release", "unfused"]),
         )
     except ValueError as error:
-        # Whatever Meta's format lacks: every message says the field and what would be said instead.
+        # A limit of Meta's format: every such message names the field and the valid values.
         if "valid:" in str(error) or "params.json" in str(error) or "Meta" in str(error):
             raise Refused(str(error)) from error
         raise
@@ -118,7 +119,7 @@ def _upcycle(rng: random.Random, seed: int, subject: Subject, place: Path) -> No
     batch = draw_batch(rng, generator, subject.fields["vocab_size"], ["plain", "left", "packed"], 30)
     with torch.no_grad():
         _, fed = forward(model.eval(), batch)
-    # The experts add nothing, so that the dense reference is the judge and their choice is nobody's business.
+    # The experts add nothing, so the dense reference is the judge, and the choices do not matter.
     fed = Fed(batch, fed.logits, [], fed.reach)
     check(fed, subject.judge, "upcycled")
 
@@ -155,7 +156,7 @@ def _heads(rng: random.Random, seed: int, subject: Subject, place: Path) -> None
 
 
 def _verify(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
-    """`verify` says of equal folders that they are equal, and of one changed number that something differs."""
+    """`verify` finds no difference between equal folders, and finds one changed number."""
     convert(
         place / "source",
         place / "same",

@@ -12,7 +12,7 @@ from ..subject import Subject, draw_subject
 
 
 def four_axes(rng: random.Random, batch: Batch, subject: Subject) -> torch.Tensor:
-    """A batch's visibility as a mask of four axes: bool where sdpa takes it, or added to the scores."""
+    """A batch's visibility as a 4-D mask: bool where sdpa accepts it, otherwise added to the scores."""
     if subject.notes["attention"] == "sdpa" and chance(rng, 0.4):
         return batch.visible[:, None]
     lowest = torch.finfo(subject.dtype).min
@@ -66,14 +66,14 @@ def draw_kept(rng: random.Random, length: int) -> int | torch.Tensor:
 
 
 def check_kept(subject: Subject, batch: Batch, options: dict, kept: Any, logits: torch.Tensor) -> None:
-    """`logits_to_keep` leaves out what it says, and nothing else."""
+    """`logits_to_keep` drops the logits that it should, and no others."""
     given = subject.model(**{**batch.inputs(), **options}, logits_to_keep=kept).logits
     expected = logits[:, -kept:] if isinstance(kept, int) else logits[:, kept]
     subject.judge.check_values(given, expected.double(), lambda blur: blur(expected.double()), "kept logits")
 
 
 def check_recorded(output, batch, results, judge, wants_states, wants_routers) -> None:
-    """Hidden states and router logits are those of the reference, in order."""
+    """Hidden states and router logits equal the reference's, in order."""
     if not wants_states and output.hidden_states is not None:
         raise Wrong("hidden states that nobody asked for")
     for row, columns, result in results:

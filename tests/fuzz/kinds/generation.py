@@ -1,4 +1,4 @@
-"""`generate` in its many ways: every token must be the best that the reference knows, every score the reference's."""
+"""`generate` in all its modes: every token must be the reference's best, and every score the reference's."""
 
 import random
 from typing import Any
@@ -24,7 +24,7 @@ def exact_logits(subject: Subject, ids: torch.Tensor, images: Any = None, blur: 
 def check_greedy(
     subject: Subject, sequence: torch.Tensor, prompt: int, what: str, images: Any = None
 ) -> None:
-    """Each new token has the highest logit, or one that rounding cannot tell from it."""
+    """Each new token has the highest logit, or one that rounding may exchange with it."""
     result = exact_logits(subject, sequence, images)
     subject.judge.check_no_tie(result)
     logits = result.logits[prompt - 1 : -1]
@@ -41,7 +41,7 @@ def check_greedy(
 def check_scores(
     subject: Subject, sequence: torch.Tensor, prompt: int, score: float, what: str, images: Any = None
 ) -> None:
-    """A beam's score is the mean of the log-probabilities of its new tokens."""
+    """A beam's score is the mean log-probability of its new tokens."""
     result = exact_logits(subject, sequence, images)
     subject.judge.check_no_tie(result)
 

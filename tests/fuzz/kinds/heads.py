@@ -1,4 +1,4 @@
-"""Heads for sequences, tokens and answers, and embeddings of other sizes, on the states of the reference."""
+"""Heads for sequences, tokens and answers, and resized embeddings, on the reference's hidden states."""
 
 import random
 from typing import Any
@@ -37,7 +37,7 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
 
 
 def resized(rng: random.Random, subject: Subject, batch: Batch) -> None:
-    """Rows that stay are what they were; new logits come from new rows."""
+    """Old rows are unchanged, and new logits come from new rows."""
     model, size = subject.model, subject.fields["vocab_size"]
     new = size + rng.choice([-4, 1, 5, 17])
     multiple = rng.choice([None, None, 8])
@@ -75,7 +75,8 @@ def classify(rng: random.Random, seed: int, subject: Subject, batch: Batch, kind
         model.set_experts_implementation(subject.notes["experts"])
     pad = subject.fields["pad_token_id"]
     if "Sequence" in kind and pad is None and batch.shape[0] > 1:
-        return  # refused: whose class is whose cannot be told
+        # Refused: without a padding token, a row's last token is unknown.
+        return
     with LOG.recording() as calls:
         output = model(**batch.inputs())
     weight = scorer.weight.detach().double()
@@ -110,7 +111,8 @@ def classify(rng: random.Random, seed: int, subject: Subject, batch: Batch, kind
             if pad is None:
                 last = batch.shape[1] - 1
             if last is None or last not in columns.tolist():
-                continue  # no token but padding, or a real token that is the padding's
+                # A row of padding only, or a real token with the padding's id.
+                continue
             place = columns.tolist().index(last)
             subject.judge.check(
                 output.logits[row], run, choices, kind, lambda result, p=place: result.logits[p]

@@ -1,4 +1,4 @@
-"""The kernels for few rows under the interpreter of Triton, which decides at its import: in another process."""
+"""The few-row kernels under Triton's interpreter, in another process, since Triton chooses it at import."""
 
 import os
 import random
@@ -32,11 +32,11 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def interpreted(seed: int) -> str:
-    """Run a few rows through forced kernels, as the tests of the kernels do."""
+    """Run a few rows through forced kernels, as the kernels' tests do."""
     import numpy as np
     import triton.runtime.interpreter
 
-    # Triton 3.6 keeps scalars as arrays of one element and asks `int` for bounds of loops; numpy 2.4 refuses that.
+    # Triton 3.6 keeps scalars as arrays of one element and calls `int` on loop bounds, which numpy 2.4 refuses.
     patch_tensor = triton.runtime.interpreter._patch_lang_tensor
 
     def patch_tensor_too(tensor, scope):

@@ -1,4 +1,4 @@
-"""Texts with pictures: padded, packed, cached, trained and generated from, against tower and decoder written out."""
+"""Texts with pictures: padded, packed, cached, trained and generated, against a tower and decoder in float64."""
 
 import random
 from dataclasses import replace
@@ -53,7 +53,7 @@ def draw_multimodal(
 def place_pictures(
     rng: random.Random, generator: torch.Generator, batch: Batch, vision: dict[str, Any], count: int
 ) -> torch.Tensor | None:
-    """Put the tokens of whole tiles among the real ones of each row; all other image tokens become texts."""
+    """Put image tokens of whole tiles among each row's real tokens; all other image tokens become text tokens."""
     batch.ids[batch.ids == IMAGE] = IMAGE + 1
     tiles = 0
     for row, columns in batch.sequences():
@@ -72,7 +72,7 @@ def place_pictures(
 def embed(
     subject: Subject, tower: Tower, projector: torch.Tensor, ids: torch.Tensor, pixels: torch.Tensor | None
 ) -> torch.Tensor:
-    """Embeddings `[B, T, H]` with the pictures' features in their places."""
+    """Embeddings `[B, T, H]` with picture features in place. B rows, T tokens, H hidden size."""
     table = subject.judge.decoder.weights["model.embed_tokens.weight"]
     x = table[ids].clone()
     if pixels is not None:
@@ -86,7 +86,7 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seed)
     for_stock = chance(rng, 0.6)
     way = rng.choice(["forward", "forward", "cached", "generate"])
-    # Pictures' features are computed in the model's dtype, which the reference takes for exact.
+    # Picture features are computed in the model's dtype, and the reference takes them as exact.
     dtypes = ["float32"] * 5 + ["float64"] + (["bfloat16"] if way == "forward" else [])
     subject, tower, projector = draw_multimodal(rng, seed, dtypes, for_stock)
     fields, vision = subject.fields, tower.config
@@ -123,7 +123,7 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
         try:
             generation.generate(rng, subject, batch, *options, images=images, **given)
         except ValueError as error:
-            # Without a cache the whole text is read again, generated image tokens included.
+            # Without a cache, the whole text is read again, with generated image tokens.
             if options[0] == "no cache" and "Image features and image tokens do not match" in str(error):
                 raise Refused(str(error)) from error
             raise
@@ -156,7 +156,7 @@ def stock_logits(
 
 
 def feed(rng: random.Random, subject: Subject, batch: Batch, given: dict[str, Any]) -> Fed:
-    """All pictures with the first piece, which ends behind the last of them; then pieces and steps."""
+    """Feed all pictures with the first piece, which ends after the last of them; then pieces and steps."""
     last = int((batch.ids == IMAGE).any(0).nonzero().max()) + 1 if given else 0
     ends = [end for end in borders(rng, batch.shape[1]) if end >= last]
     text = subject.config.text_config

@@ -1,4 +1,4 @@
-"""What is saved loads: by every option, for built, loaded, resized and stock models, here and in stock's classes."""
+"""Saved models load again: with every option; built, loaded, resized and stock models; in our and stock's classes."""
 
 import json
 import random
@@ -19,7 +19,8 @@ from ..judge import Wrong
 from ..subject import draw_subject
 from . import multimodal
 
-CLOSE = 2e-4  # of logits of a deviation of one, between ours and stock's on the same weights
+# Allowed difference of logits with a standard deviation of one, between ours and stock's on the same weights.
+CLOSE = 2e-4
 
 
 def draw_model(rng: random.Random, seed: int) -> tuple[str, nn.Module, bool]:
@@ -64,7 +65,7 @@ def run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def load(model_class: type, folder: Path, **options: Any) -> nn.Module:
-    """Load a folder; nothing may be missing, left over or of another shape."""
+    """Load a folder; no key may be missing, unexpected or of another shape."""
     model, info = model_class.from_pretrained(folder, output_loading_info=True, **options)
     lost = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
     if lost:
@@ -97,7 +98,7 @@ def draw_options(rng: random.Random, model: nn.Module, can_stock: bool) -> dict[
 
 
 def prepare(rng: random.Random, model: nn.Module, place: Path) -> tuple[str, nn.Module]:
-    """The model as it is, or as somebody left it: loaded before, resized, cast."""
+    """The model as built, or as a user changed it: loaded before, resized, cast."""
     way = rng.choice(["built", "built", "built", "loaded", "resized", "cast"])
     if way == "loaded":
         model.save_pretrained(place / "before")
@@ -168,7 +169,7 @@ def check_folder(rng, seed, family, model, can_stock, place, options) -> None:
 
 
 def other_classes(rng, seed, family, model, saved, how) -> None:
-    """Parts of a folder: the text model of a multimodal one, the base model of a head, a head over a base model."""
+    """Load parts: the text model of a multimodal folder, the base model under a head, a head over a base model."""
     name = type(model).__name__
     if name == "LlamoeForConditionalGeneration":
         text, info = llamoe.LlamoeForCausalLM.from_pretrained(saved, output_loading_info=True, **how)

@@ -1,4 +1,4 @@
-"""The vision tower by itself: Llama 4's against stock and the reference, MetaCLIP's switches against the reference."""
+"""The vision tower alone: Llama 4's against stock and the reference, MetaCLIP's switches against the reference."""
 
 import random
 from typing import Any
@@ -29,7 +29,7 @@ def draw_switches(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": chance(rng, 0.5),
         "multi_modal_projector_bias": chance(rng, 0.5),
         "projector_final_act": chance(rng, 0.5),
-        # Ours reads the adapter's width off the shuffle, so that this one is free.
+        # Our class derives the adapter's width from the pixel shuffle, so this field may have any value.
         "intermediate_size": rng.choice([7, 16, fields["intermediate_size"]]),
         "projector_input_dim": rng.choice([9, 20]),
     }

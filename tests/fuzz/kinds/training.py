@@ -1,4 +1,4 @@
-"""Losses and the gradients of every parameter, router losses and checkpointing included."""
+"""Losses and the gradients of every parameter, including router losses and checkpointing."""
 
 import random
 from typing import Any
@@ -12,12 +12,12 @@ from ..judge import PASSES, Judge, Wrong, largest
 from ..reference import Result
 from ..subject import draw_subject
 
-# Gradients are sums over all tokens, of either sign.
+# Factor on the tolerance, since gradients are sums over all tokens, of either sign.
 LOOSER = 20
 
 
 def draw_labels(rng: random.Random, batch: Batch) -> torch.Tensor:
-    """Labels for real tokens, of which the one before is real too: what padding predicts is nobody's business."""
+    """Labels for real tokens that follow a real token; predictions at padding are ignored."""
     labels = torch.where(batch.real, batch.ids, -100)
     starts = batch.real.clone()
     starts[:, 1:] &= ~batch.real[:, :-1]
@@ -29,7 +29,7 @@ def draw_labels(rng: random.Random, batch: Batch) -> torch.Tensor:
 def exact_loss(
     judge: Judge, fed: Fed, labels: torch.Tensor, options: dict[str, Any], blur: Any = None
 ) -> tuple[torch.Tensor, list[Result]]:
-    """The loss by the reference, with the graph that leads to its weights."""
+    """The reference's loss, with its autograd graph."""
     batch, decoder = fed.batch, judge.decoder
     results, rows = [], torch.zeros(*batch.shape, fed.logits.shape[-1], dtype=torch.float64)
     routers: list[list[torch.Tensor]] = [[] for _ in fed.choices]
@@ -63,7 +63,7 @@ def exact_loss(
 
 
 def exact_gradients(judge: Judge, fed: Fed, labels: torch.Tensor, options: dict, blur: Any = None):
-    """The loss and each weight's gradient by the reference."""
+    """The reference's loss and the gradient of each weight."""
     weights = judge.decoder.weights
     leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
     if judge.decoder.config["tie_word_embeddings"]:
@@ -83,7 +83,7 @@ def exact_gradients(judge: Judge, fed: Fed, labels: torch.Tensor, options: dict,
 def check_gradients(
     judge: Judge, model: Any, fed: Fed, labels: torch.Tensor, loss: torch.Tensor, options: dict
 ) -> None:
-    """Compare the loss and what its backward pass has left in the parameters."""
+    """Compare the loss, and the gradients that its backward pass has left in the parameters."""
     exact, expected, results = exact_gradients(judge, fed, labels, options)
     sequences = zip(fed.batch.sequences(), results, strict=True)
     for (row, columns), result in sequences:
@@ -146,7 +146,8 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     if subject.has_mixture and chance(rng, 0.25):
         options["z"] = model.config.router_z_loss_coef = rng.choice([0.001, 0.3])
     if not (labels[:, 1:] != -100).any():
-        return  # a mean over nothing, in stock as here
+        # The mean of nothing, in stock as here.
+        return
     if chance(rng, 0.3):
         options["num_items_in_batch"] = given["num_items_in_batch"] = rng.randint(1, 50)
     if chance(rng, 0.3):
