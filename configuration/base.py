@@ -15,8 +15,9 @@ Annotations in these modules must not be strings, because `strict` skips those.
 import copy
 import functools
 import json
+import logging as logging_of_python
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
@@ -29,7 +30,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDa
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from .checks import check_rope_parameters, check_size, enumerate_words, fail
+from .checks import check_rope_parameters, check_size, enumerate_words, fail, find_misspelt
 from .errors import ConfigurationError
 from .hub import entries_of_others, write_config
 from .json_files import read_json
@@ -76,6 +77,12 @@ KEYS_TO_IGNORE_AT_INFERENCE = [
     "image_hidden_states",
 ]
 
+# Of names that stand in files and are shown or looked into.
+_LONGEST_NAME = 99
+
+# Fields of any configuration: a key of the whole may stand in a part, and the reverse. transformers 4 wrote the first.
+_KNOWN_NAMES = {"tie_encoder_decoder"}
+
 # Rotary parameters that transformers has already checked without an error.
 _ROPE_SEEN: set[str] = set()
 
@@ -104,6 +111,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         strict(cls)
+        _KNOWN_NAMES.update(cls.__dataclass_fields__, cls.attribute_map)
         _report_as_value_errors(cls)
 
     @classmethod
@@ -130,6 +138,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
             The configuration; with `return_unused_kwargs=True` a pair of it and the arguments that are no fields.
         """
         data = cls._read(config_dict)
+        cls._warn_of_misspelt(kwargs)
         names = {field.name for field in fields(cls)} - {"dtype"}
         given = {cls.attribute_map.get(name, name): name for name in kwargs}
         overrides = {field: kwargs.pop(name) for field, name in given.items() if field in names}
@@ -151,6 +160,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
     @classmethod
     def _read(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Convert keyword arguments, ours or of the stock class, to our fields, without a model type."""
+        cls._warn_of_misspelt(given)
         data = {}
         for name, value in given.items():
             check_size(cls, cls.attribute_map.get(name, name), value)
@@ -171,7 +181,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if cls.base_config_key and isinstance(data.get(cls.base_config_key), (dict, PreTrainedConfig)):
             data = cls._part_of(data)
         model_type = data.pop("model_type", None)
-        cls._check_model_type(model_type)
+        cls._check_model_type(model_type, data.get("architectures"))
         if model_type == cls.stock_model_type:
             data = cls._from_stock(data)
         if data.get("per_layer_config"):
@@ -186,11 +196,20 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return data
 
     @classmethod
+    def _warn_of_misspelt(cls, given: Iterable[str]) -> None:
+        """Warn once of each name that nearly spells a field; unknown ones are kept, as stock keeps them."""
+        names = [field.name for field in fields(cls)] + [*cls.attribute_map, "num_labels"]
+        for name, near in find_misspelt(given, _KNOWN_NAMES, names).items():
+            logger.warning_once(
+                f"{cls.__name__} has no field {name!r}, which changes nothing. Did you mean {near!r}?"
+            )
+
+    @classmethod
     def _part_of(cls, data: dict[str, Any]) -> dict[str, Any]:
         """This class's part of a multimodal configuration, with the fields that the whole defines for all parts."""
         whole = data.get("model_type")
         if whole is not None and whole not in _COMPOSITE_TYPES:
-            cls._check_model_type(whole)
+            cls._check_model_type(whole, data.get("architectures"))
         part = data[cls.base_config_key]
         part = as_dict(part) if isinstance(part, PreTrainedConfig) else part
         if whole == "llama4":
@@ -206,13 +225,23 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return data
 
     @classmethod
-    def _check_model_type(cls, model_type: Any) -> None:
+    def _check_model_type(cls, model_type: Any, architectures: Any = None) -> None:
+        """Refuse a model type that this class does not read, and name what does.
+
+        Args:
+            model_type: should be ours or stock's; None passes.
+            architectures: what config.json says of the model's class, unchecked.
+        """
         accepted = [name for name in (cls.model_type, cls.stock_model_type) if name]
         if model_type is None or model_type in accepted:
             return
-        valid = enumerate_words(map(repr, accepted))
+        readers = []
         if isinstance(model_type, str) and model_type in READERS:
-            valid += f" ({READERS[model_type]} reads {model_type!r})"
+            readers.append(f"{READERS[model_type]} reads {model_type!r}")
+        if isinstance(architectures, (list, tuple)) and architectures and isinstance(architectures[0], str):
+            name = ARCHITECTURES.get(architectures[0], architectures[0])
+            readers.append(f"the model's class is {name[:_LONGEST_NAME]}")
+        valid = enumerate_words(map(repr, accepted)) + (f" ({', and '.join(readers)})" if readers else "")
         fail(cls, "model_type", model_type, f"{cls.__name__} does not read this model type", valid)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
@@ -263,12 +292,13 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if not getattr(self, "rope_parameters", None) or not self._rotary_multiple():
             return
         check_rope_parameters(self, self._rotary_multiple())
-        # transformers warns of unusual values, Scout's published ones among them, at every check.
+        # transformers warns of unusual values at every check.
         seen = repr((self.rope_parameters, self.head_dim, getattr(self, "max_position_embeddings", None)))
         if seen in _ROPE_SEEN:
             return
         try:
-            super().validate_rope()
+            with _without_warning_of_equal_factors():
+                super().validate_rope()
             _ROPE_SEEN.add(seen)
         except KeyError as error:
             problem = str(error.args[0]) if error.args else "a key is missing"
@@ -295,6 +325,25 @@ def unreadable_as_value_error(config_class: type) -> Iterator[None]:
         raise ConfigurationError(
             f"{config_class.__name__} cannot be made of these fields ({type(error).__name__}: {str(error)[:200]})"
         ) from error
+
+
+@contextmanager
+def _without_warning_of_equal_factors() -> Iterator[None]:
+    """Inside, let transformers accept in silence that high_freq_factor is low_freq_factor, as Scout is published.
+
+    It means that no frequency lies between those which are scaled and those which are not.
+    """
+
+    def is_told(record: logging_of_python.LogRecord) -> bool:
+        match = re.search(r"got high_freq_factor=(\S+) and low_freq_factor=(\S+)", record.getMessage())
+        return match is None or match[1] != match[2]
+
+    checker = logging_of_python.getLogger("transformers.modeling_rope_utils")
+    checker.addFilter(is_told)
+    try:
+        yield
+    finally:
+        checker.removeFilter(is_told)
 
 
 def _is_ours(config_class: type) -> bool:

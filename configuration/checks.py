@@ -4,10 +4,12 @@ Every error is a `ValueError` of one form, `Class.field = value: what is wrong; 
 person can act on it without reading this source, and a program can match it.
 """
 
+import difflib
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NoReturn
 
 from .errors import ConfigurationError
@@ -15,6 +17,10 @@ from .errors import ConfigurationError
 LAYER_TYPES = ("full_attention", "chunked_attention")
 
 _LONGEST_VALUE = 120
+# Of unknown names that are compared with the fields: how alike (1 is the same), how long, and how many.
+_NEARLY = 0.85
+_LONGEST_NAME = 64
+_MOST_NAMES = 100
 
 # Upper limits of sizes. Each is far above anything published, and small enough that what a configuration creates
 # (lists with an entry a layer, empty modules, counts) takes seconds.
@@ -74,6 +80,25 @@ def enumerate_words(words: Iterable[Any], last: str = "or") -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def find_misspelt(given: Iterable[str], known: Container[str], fields: Sequence[str]) -> dict[str, str]:
+    """Find names that nearly spell a field.
+
+    Args:
+        given: Names of keyword arguments.
+        known: Names that mean something as they are.
+        fields: What may have been meant.
+
+    Returns:
+        Misspelt name to field. Of a file with names without end the first ones are looked into.
+    """
+    unknown = (name for name in given if name not in known and len(name) <= _LONGEST_NAME)
+    found = {}
+    for name in islice(unknown, _MOST_NAMES):
+        if near := difflib.get_close_matches(name.lower(), fields, n=1, cutoff=_NEARLY):
+            found[name] = near[0]
+    return found
 
 
 def check_size(config: Any, name: str, value: Any) -> None:

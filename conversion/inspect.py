@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import difflib
 import math
 import os
 import re
@@ -40,6 +41,8 @@ _EXPECTED = (
     "the name of a preset"
 )
 _SHOWN = 6
+# Of what may be the name of a preset.
+_LONGEST_NAME = 99
 _OF_CLIP = re.compile(r"(^|\.)visual\.|vision_model\.encoder\.")
 # Patterns of keys that name the family where there is no configuration.
 _FAMILIES = (
@@ -247,9 +250,9 @@ def _find(given: str | os.PathLike | Checkpoint) -> _Found:
     if not is_there and str(given) in PRESETS:
         return _Found(given, "preset", preset(str(given)), {}, [], {}, [])
     if not is_there or not str(given):
-        raise CheckpointError(
-            f"{str(given)!r}: no such folder or file, and no preset ({', '.join(PRESETS)}) of that name."
-        )
+        near = difflib.get_close_matches(str(given).lower()[:_LONGEST_NAME], PRESETS, n=1, cutoff=0.7)
+        hint = f" Did you mean the preset {near[0]!r}?" if near else ""
+        raise CheckpointError(f"{str(given)!r}: no such folder or file, and no preset of that name.{hint}")
     if not is_file and not is_folder:
         raise CheckpointError(f"{given}: is neither a file nor a folder; {_EXPECTED}.")
     if is_file and path.suffix == ".json":

@@ -51,6 +51,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.max_new_tokens < 1:
         parser.error(f"argument --max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
+    if not Path(arguments.model).is_dir():
+        fail(f"no such model folder: {arguments.model}")
     if not (Path(arguments.model) / "config.json").is_file():
         fail(f"{arguments.model} has no config.json, so it is not a model folder; `llamoe convert` makes one")
     # Load stock folders with llamoe's models.

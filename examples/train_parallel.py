@@ -1,6 +1,7 @@
 """Train a text model on several devices, with one of four kinds of parallelism.
 
-    torchrun --nproc-per-node 2 examples/train_parallel.py --parallel fsdp
+    python examples/train_parallel.py --processes 2 --parallel fsdp
+    torchrun --nproc-per-node 2 examples/train_parallel.py --parallel fsdp     # the same
 
 * `ddp`: every process has the whole model and its own rows of the batch; gradients are averaged.
 * `fsdp`: as ddp, but each process keeps a shard of every weight, and a layer is gathered while it runs (FSDP2).
@@ -13,11 +14,16 @@ GPUs if there are any, else the CPU.
 
 import argparse
 import os
+import subprocess
+import sys
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import fields
+from io import StringIO
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 # The import registers llamoe's model types.
@@ -72,8 +78,8 @@ def train(model_folder: str, parallel: str, steps: int, save: str | None = None)
     return losses
 
 
-def main() -> None:
-    """Read the arguments, join torchrun's process group and train."""
+def read_arguments() -> argparse.Namespace:
+    """Read the command line; what is wrong with it ends the program with a sentence and exit status 2."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,9 +87,29 @@ def main() -> None:
     parser.add_argument("--parallel", choices=("ddp", "fsdp", "tp", "ep"), default="fsdp")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--save", metavar="FOLDER", help="where to write the trained model")
+    parser.add_argument("--processes", type=int, default=2, help="without torchrun; default: %(default)s")
     arguments = parser.parse_args()
+    if arguments.processes < 1:
+        parser.error(f"argument --processes: must be at least 1, not {arguments.processes}")
+    try:
+        AutoConfig.from_pretrained(arguments.model)
+    except (OSError, ValueError) as error:
+        is_there = Path(arguments.model).exists()
+        reason = " ".join(str(error).split()) if is_there else "no such folder, nor such a model in reach"
+        print(f"train_parallel: {arguments.model}: {reason}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return arguments
+
+
+def main() -> None:
+    """Read the arguments, join the group that torchrun describes, train; without torchrun, start it first."""
+    # Each process finds the same mistake. The first one tells.
+    is_first = os.environ.get("RANK", "0") == "0"
+    with nullcontext() if is_first else redirect_stderr(StringIO()):
+        arguments = read_arguments()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun: torchrun --nproc-per-node 2 examples/train_parallel.py")
+        launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.processes)]
+        raise SystemExit(subprocess.call([sys.executable, "-m", *launch, __file__, *sys.argv[1:]]))
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()

@@ -1,4 +1,4 @@
-"""Train the checkpoint in `examples/llamoe-tiny` from scratch: tokenizer, processor and model.
+"""Train a checkpoint like the one in `examples/llamoe-tiny` from scratch: tokenizer, processor and model.
 
 A mixture of experts with a vision tower, small enough for two processor cores, learns to answer questions about
 pictures of coloured shapes that `shapes.py` draws. The folder gets every file that a published Llama 4 folder has.
@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import evaluate_tiny
@@ -237,7 +238,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamoeForConditionalGener
         **ids,
     )
     model = LlamoeForConditionalGeneration(config)
-    model.generation_config = GenerationConfig(**ids)
+    # Longer than any answer. Without a length transformers warns, and stops after 20 tokens.
+    model.generation_config = GenerationConfig(max_new_tokens=64, **ids)
     return model
 
 
@@ -484,12 +486,17 @@ def make_optimizers(modules: list[nn.Module], learning_rate: float, steps: int) 
 def main() -> None:
     """Read the command line, train, save in bfloat16 and measure the saved model."""
     parser = argparse.ArgumentParser(description="Train a tiny multimodal mixture of experts on shapes.")
-    parser.add_argument("--out", default="examples/llamoe-tiny", help="folder (default: %(default)s)")
+    parser.add_argument("--out", default="trained-tiny", help="folder (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4500, help="of all stages (default: %(default)s)")
     parser.add_argument("--start", metavar="FOLDER", help="model to go on from, with the last stage only")
     parser.add_argument("--seed", type=int, default=0, help="of weights and pictures (default: %(default)s)")
     parser.add_argument("--evaluate", type=int, default=800, help="questions a column (default: %(default)s)")
     arguments = parser.parse_args()
+    for name in ("steps", "evaluate"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"argument --{name}: must be at least 1, not {getattr(arguments, name)}")
+    if arguments.start and not Path(arguments.start, "tokenizer.json").is_file():
+        parser.error(f"argument --start: no such file: {Path(arguments.start, 'tokenizer.json')}")
 
     set_seed(arguments.seed)
     if arguments.start:

@@ -21,7 +21,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
 from .attention import mask_of_new_tokens
 from .base import LlamoePreTrainedModel
-from .input_checks import check_answers, check_class_labels, check_labels, check_padding_token
+from .input_checks import check_answers, check_class_labels, check_labels, check_padding_token, check_tensors
 from .moe import TrainsRouters, load_balancing_loss
 
 
@@ -83,6 +83,7 @@ class SequenceClassifier(Head, GenericForSequenceClassification, LlamoePreTraine
         )
 
     def _check(self, input_ids: Any, inputs_embeds: Any, labels: torch.Tensor | None) -> None:
+        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is not None:
             check_padding_token(self.config, tokens.shape[0])
@@ -119,6 +120,7 @@ class LlamoeDenseForTokenClassification(Head, GenericForTokenClassification, Lla
         Raises:
             ValueError: labels of a wrong shape or range.
         """
+        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is not None:
             check_labels(labels, tokens, num_labels=self.num_labels)
@@ -168,6 +170,7 @@ class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoeP
         Raises:
             ValueError: only one of the two positions, or not one a row.
         """
+        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is not None:
             check_answers(start_positions, end_positions, tokens.shape[0])

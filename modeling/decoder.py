@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.processing_utils import Unpack
@@ -34,10 +35,11 @@ from .attention import (
     without_padding_positions,
 )
 from .base import LlamoePreTrainedModel
-from .generation import ChunkedGeneration
+from .generation import CheckedGeneration, ChunkedGeneration
 from .input_checks import (
     check_cache,
     check_labels,
+    check_next_tokens,
     check_padding_id,
     check_row_inputs,
     check_tokens,
@@ -299,13 +301,16 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
             **kwargs: see there.
 
         Raises:
-            ValueError: inputs or labels of a wrong shape, or router losses under reentrant gradient checkpointing,
-                where they would train nothing.
+            ValueError: inputs or labels of a wrong shape, a label that is no token (on the CPU), or router losses
+                under reentrant gradient checkpointing, where they would train nothing.
         """
         # Without labels the model checks its inputs itself.
         if labels is not None:
             check_tokens(self.config, input_ids, inputs_embeds)
             check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
+            # Another loss may give other labels a meaning.
+            if self.loss_function is ForCausalLMLoss and kwargs.get("shift_labels") is None:
+                check_next_tokens(self.config, labels, kwargs.get("ignore_index", -100))
         balance = self._has_experts and self._option("output_router_logits", output_router_logits)
         count = self._has_experts and self._option("output_expert_load", output_expert_load)
         z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
@@ -379,7 +384,7 @@ def _share_of_batch(
     return num_items / num_items_in_batch
 
 
-class LlamoeDenseForCausalLM(CausalLM, GenerationMixin):
+class LlamoeDenseForCausalLM(CausalLM, CheckedGeneration, GenerationMixin):
     """LLaMA 1 or 2 with its language model head; reads folders of transformers' `LlamaForCausalLM`."""
 
     config: LlamoeDenseConfig

@@ -11,14 +11,33 @@ from typing import Any
 
 from transformers import Cache, GenerationMixin, PreTrainedConfig, ProcessorMixin
 
+from .input_checks import check_tensors
 from .moe import try_kernels
 
 
-class ChunkedGeneration(GenerationMixin):
-    """Quantized caches and continuous batching for decoders with chunked layers.
+class CheckedGeneration(GenerationMixin):
+    """Refuses what nothing can be generated from before transformers asks it for its shape.
 
     Name it before `GenerationMixin` among a head's bases; transformers requires that one as a direct base too.
     """
+
+    def generate(self, inputs=None, *args, **kwargs):
+        """Generate tokens; the arguments are those of `GenerationMixin.generate`.
+
+        Raises:
+            ValueError: tokens or embeddings that are no tensor, or a batch without rows.
+        """
+        if kwargs.get("custom_generate") is None:  # whose inputs are its own business
+            given = {"inputs": inputs, **{name: kwargs.get(name) for name in ("input_ids", "inputs_embeds")}}
+            check_tensors(**given)
+            for name, value in given.items():
+                if value is not None and value.ndim and len(value) == 0:
+                    raise ValueError(f"{name} is of shape {list(value.shape)}; expected: one row or more.")
+        return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class ChunkedGeneration(CheckedGeneration):
+    """Quantized caches and continuous batching for decoders with chunked layers."""
 
     config: Any
 

@@ -4,6 +4,7 @@ Each error says what was given and what was expected. Where reading values (of t
 a GPU, only tensors on the CPU are checked.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -47,6 +48,24 @@ def check_padding_id(config: PreTrainedConfig) -> None:
         )
 
 
+def check_tensors(**inputs: Any) -> None:
+    """Check that inputs are tensors, before anything is asked of their shapes.
+
+    Args:
+        **inputs: name to value; None passes.
+
+    Raises:
+        ValueError: a list, an array of NumPy, or anything else.
+    """
+    for name, value in inputs.items():
+        if value is None or isinstance(value, torch.Tensor):
+            continue
+        remedy = 'torch.tensor(...), or return_tensors="pt" of the tokenizer or processor'
+        if isinstance(value, Mapping):
+            remedy = "its entries by name, as in generate(**inputs)"
+        raise ValueError(f"{name} is a {type(value).__name__}; expected: a tensor. Give {remedy}.")
+
+
 def check_tokens(
     config: PreTrainedConfig, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
 ) -> None:
@@ -58,14 +77,19 @@ def check_tokens(
         inputs_embeds: must be `[B, T, hidden_size]`, floating.
 
     Raises:
-        ValueError: both or none are given, or one has the wrong shape, dtype or range.
+        ValueError: both or none are given, or one is no tensor, or has the wrong shape, dtype or range.
     """
+    check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
     if (input_ids is None) == (inputs_embeds is None):
         given = "neither" if input_ids is None else "both"
         raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {given}.")
     if input_ids is not None:
-        if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.dtype not in _INTEGERS:
-            _fail("input_ids", input_ids, "int64 or int32 of shape [batch, tokens], with one token or more")
+        if input_ids.ndim != 2 or 0 in input_ids.shape or input_ids.dtype not in _INTEGERS:
+            _fail(
+                "input_ids",
+                input_ids,
+                "int64 or int32 of shape [batch, tokens], with one row and one token or more",
+            )
         if input_ids.numel() and is_readable(input_ids):
             lowest, highest = (value.item() for value in input_ids.aminmax())
             if lowest < 0 or highest >= config.vocab_size:
@@ -75,11 +99,15 @@ def check_tokens(
                 )
     if inputs_embeds is not None and (
         inputs_embeds.ndim != 3
-        or inputs_embeds.shape[1] == 0
+        or 0 in inputs_embeds.shape
         or inputs_embeds.shape[-1] != config.hidden_size
         or not inputs_embeds.is_floating_point()
     ):
-        _fail("inputs_embeds", inputs_embeds, f"floating of shape [batch, tokens, {config.hidden_size}]")
+        _fail(
+            "inputs_embeds",
+            inputs_embeds,
+            f"floating of shape [batch, tokens, {config.hidden_size}], with one row and one token or more",
+        )
 
 
 def check_row_inputs(
@@ -101,6 +129,8 @@ def check_row_inputs(
     Raises:
         ValueError: another shape, or a negative position.
     """
+    if isinstance(attention_mask, (list, tuple)):
+        check_tensors(attention_mask=attention_mask)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
         has_fixed_length = getattr(past_key_values, "is_compileable", False)
         cached = 0 if has_fixed_length else cached_length(past_key_values)
@@ -324,10 +354,33 @@ def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor, num_labels: 
     """
     if labels is None:
         return
+    check_tensors(labels=labels)
     if labels.shape != tokens.shape[:2]:
         _fail("labels", labels, f"of shape {list(tokens.shape[:2])}, one for each token")
     if num_labels is not None:
         _check_classes(labels, num_labels)
+
+
+def check_next_tokens(config: PreTrainedConfig, labels: torch.Tensor, ignored: int = -100) -> None:
+    """Check that each label that counts is a token.
+
+    Args:
+        config: a decoder's config.
+        labels: `[B, T]`; the first of each row is no next token of any other and may be anything.
+        ignored: the label where no loss is wanted.
+
+    Raises:
+        ValueError: there is no such token (on the CPU; a loss on a GPU ends in an assertion of its kernel).
+    """
+    if not is_readable(labels):
+        return
+    wrong = labels[:, 1:]
+    wrong = wrong[(wrong != ignored) & ((wrong < 0) | (wrong >= config.vocab_size))]
+    if wrong.numel():
+        raise ValueError(
+            f"labels contain {wrong[0].item()}, which is no token of a vocabulary of {config.vocab_size}; expected: "
+            f"0 to {config.vocab_size - 1}, or {ignored} where no loss is wanted."
+        )
 
 
 def check_padding_token(config: PreTrainedConfig, batch_size: int) -> None:
@@ -358,6 +411,7 @@ def check_class_labels(config: PreTrainedConfig, labels: torch.Tensor | None, ba
     """
     if labels is None:
         return
+    check_tensors(labels=labels)
     num_labels, problem = config.num_labels, config.problem_type
     is_integer = labels.dtype in _INTEGERS
     if problem is None and num_labels > 1:
@@ -384,6 +438,7 @@ def check_answers(start: torch.Tensor | None, end: torch.Tensor | None, batch_si
     if (start is None) != (end is None):
         missing = "start_positions" if start is None else "end_positions"
         raise ValueError(f"Give start_positions and end_positions, or neither; got no {missing}.")
+    check_tensors(start_positions=start, end_positions=end)
     for name, positions in (("start_positions", start), ("end_positions", end)):
         if positions is not None and positions.shape not in ((batch_size,), (batch_size, 1)):
             _fail(name, positions, f"of shape [{batch_size}], one for each row")

@@ -27,6 +27,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ..configuration.vision import LlamoeVisionConfig
 from .attention import eager_attention_forward
 from .base import LlamoePreTrainedModel
+from .input_checks import check_tensors
 from .layers import activation, rotary_2d_cos_sin, rotary_tables, rotate
 
 
@@ -359,8 +360,9 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         """Refuse pixel values that `forward` does not support.
 
         Raises:
-            ValueError: the wrong rank, channels or size, no tile, or an integer dtype.
+            ValueError: no tensor, the wrong rank, channels or size, no tile, or an integer dtype.
         """
+        check_tensors(pixel_values=pixel_values)
         config, shape = self.config, tuple(pixel_values.shape)
         expected = (config.num_channels, config.image_size, config.image_size)
         wanted = f"pixel_values must be [tiles, {', '.join(map(str, expected))}]; got {list(shape)}"

@@ -19,7 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_TRACED = {f"conversion/{name}.py" for name in ("writing", "outputs", "run_lock", "targets", "source_files")}
+_TRACED = {
+    f"io/{name}.py"
+    for name in ("write_checkpoint", "preallocated_files", "run_lock", "target_folder", "source_changes")
+}
 _IN_A_TEST = 25
 
 

@@ -148,9 +148,15 @@ def check_place(name_or_path: str | os.PathLike, subfolder: str = "") -> None:
         check_finished(os.path.join(path, subfolder))
         described = ("config.json", "adapter_config.json")
         if not any(os.path.isfile(os.path.join(path, subfolder, name)) for name in described):
-            raise CheckpointError(
-                f"{os.path.join(path, subfolder)}: no file named config.json in this folder."
-            )
+            place = os.path.join(path, subfolder)
+            if os.path.isfile(os.path.join(place, "params.json")) or any(
+                Path(place).glob("consolidated*.pth")
+            ):
+                raise CheckpointError(
+                    f"{place}: is a folder of Meta's, without config.json. Convert it once with "
+                    f"`llamoe convert {place} OUT`, and load OUT."
+                )
+            raise CheckpointError(f"{place}: no file named config.json in this folder.")
     elif os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1:
         raise CheckpointError(f"{path}: no such folder.")
 

@@ -76,9 +76,14 @@ def read_pictures_in(images: Any) -> Any:
             these.
 
     Raises:
-        PictureError: see `read_picture`; or a text that is none of these.
+        PictureError: see `read_picture`; or a text that is none of these, or None in a list.
     """
     if isinstance(images, (list, tuple)):
+        if any(image is None for image in images):
+            raise PictureError(
+                "images holds None where a picture was expected. Leave it out, with its marker in the text; "
+                "images=None stands for no picture at all."
+            )
         return [read_pictures_in(image) for image in images]
     if not isinstance(images, (str, os.PathLike)):
         return images
@@ -103,6 +108,10 @@ def _file_of(source: str | os.PathLike | bytes | BinaryIO) -> tuple[str, Path | 
     if isinstance(source, (bytes, bytearray)):
         return f"picture of {len(source):,} bytes", BytesIO(source)
     if not isinstance(source, (str, os.PathLike)):
+        if not hasattr(source, "read"):
+            raise PictureError(
+                f"a {type(source).__name__} is no picture; expected a path, the bytes of a file, or a binary file."
+            )
         return str(getattr(source, "name", "picture")), source
     path = Path(source)
     try:

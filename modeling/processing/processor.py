@@ -69,8 +69,10 @@ class LlamoeProcessor(Llama4Processor):
             all pictures, `[tiles, C, height, width]`; a list of tiles without `return_tensors`.
 
         Raises:
-            ValueError: the numbers of markers and pictures differ, or a picture cannot be read.
+            ValueError: the numbers of markers and pictures differ, a picture cannot be read, or there is no text.
         """
+        if isinstance(text, (list, tuple)) and not text:
+            raise ValueError("text is an empty list; expected one text or more.")
         if not _finds_assistant.get():
             return super().__call__(images=images, text=text, **kwargs)
         inputs = super().__call__(images=images, text=text, return_text_replacement_offsets=True, **kwargs)
@@ -89,7 +91,16 @@ class LlamoeProcessor(Llama4Processor):
         return_assistant_tokens_mask=False,
         **kwargs,
     ):
-        """A conversation as one text or as its tokens; arguments as in `Llama4Processor`."""
+        """A conversation as one text or as its tokens; arguments as in `Llama4Processor`.
+
+        Raises:
+            ValueError: a conversation without a message, or a picture that cannot be read.
+        """
+        if conversation is None or isinstance(conversation, (list, tuple)) and not conversation:
+            raise ValueError(
+                f"The conversation is {conversation!r}; expected one message or more: "
+                '[{"role": "user", "content": "..."}].'
+            )
         token = _finds_assistant.set(return_assistant_tokens_mask and not shifts_assistant_masks())
         try:
             return super().apply_chat_template(

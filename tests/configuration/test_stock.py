@@ -5,10 +5,11 @@ import dataclasses
 import json
 import logging
 import pickle
+import time
 
 import pytest
 import transformers
-from transformers import Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
+from transformers import GenerationConfig, Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
 
 from llamoe.configuration import (
     LlamoeConfig,
@@ -228,6 +229,73 @@ def test_unknown_attributes_are_kept():
     assert written["note"] == "kept"
     assert written["quantization_config"] == {"quant_method": "fp8"}
     assert written["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("config_class", "name", "field"),
+    [
+        (LlamoeTextConfig, "hidden_sise", "hidden_size"),
+        (LlamoeDenseConfig, "num_attention_head", "num_attention_heads"),
+        (LlamoeVisionConfig, "pixel_shuffle_ration", "pixel_shuffle_ratio"),
+        (LlamoeConfig, "image_token_indx", "image_token_index"),
+        (LlamoeTextConfig, "num_expert", "num_experts"),
+        (LlamoeDenseConfig, "num_label", "num_labels"),
+    ],
+)
+@pytest.mark.parametrize("way", ["call", "from_dict", "override", "from_pretrained", "part"])
+def test_a_misspelt_field_is_named_once(config_class, name, field, way, warnings, tmp_path):
+    # What was said once stays said in a process, and all ways say the same.
+    logging.Logger.warning_once.cache_clear()
+    given = {name: 3}
+    make = {
+        "call": lambda: config_class(**given),
+        "from_dict": lambda: config_class.from_dict(given),
+        "override": lambda: config_class.from_dict({}, **given),
+        "from_pretrained": lambda: config_class.from_pretrained(tmp_path),
+        "part": lambda: LlamoeConfig(**{config_class.base_config_key: given}),
+    }[way]
+    if way == "part" and not config_class.base_config_key:
+        pytest.skip("no part of a multimodal model")
+    if way == "from_pretrained":
+        content = {"model_type": config_class.model_type} | given
+        (tmp_path / "config.json").write_text(json.dumps(content))
+    make()
+    make()
+    (record,) = warnings.records
+    says = f"{config_class.__name__} has no field {name!r}, which changes nothing. Did you mean {field!r}?"
+    assert record.getMessage() == says
+
+
+@kinds
+def test_keys_of_stock_are_no_misspelt_fields(kind, warnings):
+    """Also where stock wrote more: releases of transformers 4 wrote what generation needs into config.json."""
+    logging.Logger.warning_once.cache_clear()
+    former = (
+        "pruned_heads",
+        "tie_encoder_decoder",
+        "sep_token_id",
+        "torchscript",
+        "rope_theta",
+        "num_beam_groups",
+    )
+    generation = GenerationConfig().to_dict()
+    content = {**dict.fromkeys(former), **generation, **STOCK[kind]().to_dict(), "some_key_of_a_user": 5}
+    OURS[kind].from_dict(content)
+    from_stock(STOCK[kind]())
+    if kind == "llama4":
+        LlamoeTextConfig.from_dict(content)
+        LlamoeVisionConfig.from_dict(content)
+    OURS[kind](**OURS[kind]().to_dict())
+    assert not warnings.records
+
+
+def test_names_without_end_take_no_time():
+    given = {f"num_hidden_layerz{'x' * (number % 7)}{number}": 1 for number in range(200_000)} | {
+        "y" * 1_000_000: 1
+    }
+    begin = time.perf_counter()
+    LlamoeDenseConfig._warn_of_misspelt(given)
+    assert time.perf_counter() - begin < 5  # milliseconds for each of them would be minutes
 
 
 def test_nested_stock_objects():
@@ -494,3 +562,14 @@ def test_published_scout_warns_once_at_most(warnings):
     warnings.clear()
     preset("llama-4-scout")
     assert not warnings.records
+
+
+@pytest.mark.parametrize(("high", "warned"), [(1.0, False), (4.0, False), (0.5, True)])
+def test_equal_factors_are_published_and_no_mistake(high, warned, warnings, monkeypatch):
+    """Scout has 1.0 twice: no frequency lies between those that are scaled and the others."""
+    monkeypatch.setattr("llamoe.configuration.base._ROPE_SEEN", set())
+    published = preset("llama-4-scout").text_config.rope_parameters
+    assert published["high_freq_factor"] == published["low_freq_factor"] == 1.0
+    LlamoeTextConfig(rope_parameters=published | {"high_freq_factor": high})
+    assert any("high_freq_factor" in record.getMessage() for record in warnings.records) == warned
+    assert bool(warnings.records) == warned

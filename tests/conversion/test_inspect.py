@@ -459,6 +459,24 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path):
         inspect(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("nowhere", None),
+        ("some/folder", None),
+        ("model", None),
+        ("llama4-scout", "llama-4-scout"),
+        ("Llama-4-Maverik", "llama-4-maverick"),
+        ("llama2-7b", "llama-2-7b"),
+    ],
+)
+def test_a_name_that_is_nearly_a_presets_is_guessed_and_no_other(name, near):
+    with pytest.raises(CheckpointError) as raised:
+        inspect(name)
+    hint = f" Did you mean the preset {near!r}?" if near else ""
+    assert str(raised.value) == f"{name!r}: no such folder or file, and no preset of that name.{hint}"
+
+
 def test_an_architecture_that_is_unknown_is_one_problem(saved, tmp_path):
     folder, _ = saved("dense")
     for file in folder.glob("*.safetensors*"):

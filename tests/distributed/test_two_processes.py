@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 import time
@@ -315,3 +317,42 @@ def test_the_example_starts_with_torchrun(tmp_path):
     assert len(losses) == 2 and losses[1] < losses[0]
     trained = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "trained")
     assert not torch.equal(trained.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("rank", "content", "says"),
+    [
+        (None, None, "no such folder, nor such a model in reach"),
+        (None, '{"model_type": "llamoe_text", "hidden_size": 0}', ".*hidden_size = 0: .*"),
+        ("0", None, "no such folder, nor such a model in reach"),
+        ("1", None, None),
+    ],
+)
+def test_a_model_that_the_example_cannot_read_is_told_once(
+    rank, content, says, tmp_path, monkeypatch, capsys
+):
+    """The script looks before it starts its processes. Started by torchrun, only the first process tells."""
+    if content is not None:
+        (tmp_path / "nope").mkdir()
+        (tmp_path / "nope/config.json").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--model", "nope"])
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr()
+    expected = "" if says is None else f"train_parallel: nope: {says}\n"
+    assert re.fullmatch(expected, printed.err) and not printed.out
+
+
+def test_the_example_starts_its_processes_itself(tmp_path):
+    case = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
+    case.make(num_local_experts=6).save_pretrained(tmp_path / "model")
+    command = [sys.executable, str(EXAMPLE), "--model", "model", "--parallel", "ddp", "--steps", "1"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("ddp step 0: loss ") and done.stdout.count("\n") == 1

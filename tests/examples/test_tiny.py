@@ -294,3 +294,108 @@ def test_a_missing_picture_ends_the_program_without_a_traceback():
     result = run("describe_image.py", "--model", FOLDER, "--image", "none.png")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "describe_image: no such image: none.png\n"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "no such model folder: {}"),
+        (lambda path: path.write_text("hello"), "no such model folder: {}"),
+        (
+            lambda path: path.mkdir(),
+            "{} has no config.json, so it is not a model folder; `llamoe convert` makes one",
+        ),
+    ],
+    ids=["nothing", "file", "empty folder"],
+)
+def test_chat_tells_nothing_from_no_model(make, says, tmp_path, monkeypatch, capsys):
+    import chat
+
+    make(tmp_path / "nowhere")
+    monkeypatch.setattr(sys, "argv", ["chat.py", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit, match="2"):
+        chat.main()
+    assert capsys.readouterr().err == f"chat: {says.format(tmp_path / 'nowhere')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--count", "0"], "argument --count: must be at least 1, not 0\n"),
+        (["--model", "{}/none"], "evaluate_tiny: {}/none: no such folder, nor such a model in reach\n"),
+        (["--model", "{}"], "evaluate_tiny: {}: .*\n"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told_in_a_sentence(arguments, says, tmp_path, monkeypatch, capsys):
+    import evaluate_tiny
+
+    command = ["evaluate_tiny.py", *(argument.format(tmp_path) for argument in arguments)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="2"):
+        evaluate_tiny.main()
+    printed = capsys.readouterr()
+    assert re.search(says.format(tmp_path) + "$", printed.err) and not printed.out
+
+
+def test_one_question_is_a_row_and_a_sum(monkeypatch, capsys):
+    """Kinds that were not asked have no accuracy."""
+    import evaluate_tiny
+
+    monkeypatch.setattr(sys, "argv", ["evaluate_tiny.py", "--model", str(FOLDER), "--count", "1"])
+    evaluate_tiny.main()
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert "1 each" in head and len(rows) == 2
+    assert rows[1].split()[0] == "all" and rows[0].split()[1:] == rows[1].split()[1:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], None),
+        (["--steps", "0"], "--steps: must be at least 1, not 0"),
+        (["--evaluate", "0"], "--evaluate: must be at least 1, not 0"),
+        (["--start", "{}"], "--start: no such file: {}/tokenizer.json"),
+    ],
+)
+def test_training_leaves_the_shipped_model_alone(arguments, says, tmp_path, monkeypatch, capsys):
+    """Without `--out` it writes to a folder of its own; wrong arguments end it before an hour of training."""
+    import train_tiny
+
+    written = []
+    monkeypatch.setattr(train_tiny, "train", lambda *_: None)
+    monkeypatch.setattr(train_tiny.evaluate_tiny, "report", lambda folder, _: written.append(Path(folder)))
+    monkeypatch.setattr(
+        sys, "argv", ["train_tiny.py", *(argument.format(tmp_path) for argument in arguments)]
+    )
+    monkeypatch.chdir(tmp_path)
+    if says is None:
+        train_tiny.main()
+        (folder,) = written
+        assert FOLDER.name != folder.name and (tmp_path / folder / "config.json").is_file()
+        return
+    with pytest.raises(SystemExit, match="2"):
+        train_tiny.main()
+    assert says.format(tmp_path) in capsys.readouterr().err and not written
+
+
+def test_the_answer_is_all_that_a_first_script_prints(tiny, recwarn, caplog):
+    """The README's first snippet: nothing warns of lengths or of how pictures are read."""
+    import logging
+
+    model, processor = tiny
+    transformers = logging.getLogger("transformers")
+    transformers.addHandler(caplog.handler)
+    content = [{"type": "image", "path": str(PICTURE)}, {"type": "text", "text": "What is in the picture?"}]
+    try:
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        answer = model.generate(**inputs.to(dtype=model.dtype))[0, inputs["input_ids"].shape[1] :]
+    finally:
+        transformers.removeHandler(caplog.handler)
+    assert processor.decode(answer).endswith("on the right.<|eot|>")
+    assert not recwarn.list and not [record for record in caplog.records if record.levelno >= logging.WARNING]

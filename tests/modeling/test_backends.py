@@ -27,7 +27,7 @@ def calls(monkeypatch):
 
         return counted
 
-    for module in ("attention", "vision"):
+    for module in ("attention.layer", "vision"):
         name = f"llamoe.modeling.{module}.eager_attention_forward"
         monkeypatch.setattr(name, count("eager_attention", eager_attention_forward))
     monkeypatch.setattr(layer.Experts, "loop_over_experts", count("eager", layer.Experts.loop_over_experts))

@@ -23,7 +23,7 @@ from transformers import Llama4VisionConfig
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.modeling.checkpoints import checkpoint_files, safetensors_files
-from llamoe.modeling.input_checks import check_row_inputs
+from llamoe.modeling.input_checks import check_next_tokens, check_row_inputs
 
 TENSOR = "model.layers.1.self_attn.q_proj.weight"
 SHAPE = [120, 72]
@@ -328,6 +328,18 @@ def test_nothing_to_load(what, saved, tmp_path, no_weights_are_read):
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
+@pytest.mark.parametrize("subfolder", ["", "original"])
+def test_a_folder_of_meta_says_how_to_convert_it(name, subfolder, tmp_path):
+    """Meta has two names, either of which may be there alone when a download has stopped."""
+    place = tmp_path / subfolder
+    place.mkdir(exist_ok=True)
+    (place / name).write_text("{}")
+    for model_class in (llamoe.LlamoeDenseForCausalLM, llamoe.LlamoeForConditionalGeneration):
+        with pytest.raises(llamoe.CheckpointError, match=f"`llamoe convert {place}/? OUT`"):
+            model_class.from_pretrained(tmp_path, subfolder=subfolder)
+
+
 # Saving
 
 
@@ -447,6 +459,21 @@ BAD_INPUTS = {
     "labels_short": ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels .*\[2, 20\].*\[2, 21"),
     "labels_transposed": ({"input_ids": IDS, "labels": IDS.T}, r"labels .*\[21, 2\].*\[2, 21"),
     "labels_rows": ({"input_ids": IDS, "labels": IDS[:1]}, r"labels .*\[1, 21\].*\[2, 21"),
+    "label_negative": (
+        {"input_ids": IDS, "labels": torch.where(IDS == 7, -1, IDS)},
+        "labels contain -1, .*vocabulary of 101; expected: 0 to 100, or -100",
+    ),
+    "label_too_large": ({"input_ids": IDS, "labels": IDS + 80}, "labels contain 101, .*vocabulary of 101"),
+    "no_rows": ({"input_ids": IDS[:0]}, r"input_ids .*\[0, 21\]; .*one row"),
+    "no_rows_of_embeds": ({"inputs_embeds": EMBEDS[:0]}, r"inputs_embeds .*\[0, 21, 72\]; .*one row"),
+    "ids_list": ({"input_ids": IDS.tolist()}, 'input_ids is a list; expected: a tensor.*return_tensors="pt"'),
+    "ids_numpy": ({"input_ids": IDS.numpy()}, "input_ids is a ndarray; expected: a tensor"),
+    "embeds_list": ({"inputs_embeds": EMBEDS.tolist()}, "inputs_embeds is a list; expected: a tensor"),
+    "mask_list": (
+        {"input_ids": IDS, "attention_mask": MASK.tolist()},
+        "attention_mask is a list; expected: a tensor",
+    ),
+    "labels_list": ({"input_ids": IDS, "labels": IDS.tolist()}, "labels is a list; expected: a tensor"),
 }
 
 
@@ -458,6 +485,75 @@ def test_bad_inputs(name, inputs, heads):
     given, says = BAD_INPUTS[inputs]
     with pytest.raises(ValueError, match=says):
         heads[name](**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"input_ids": IDS.tolist()}, "input_ids is a list; expected: a tensor"),
+        ({"inputs": IDS.tolist()}, "inputs is a list; expected: a tensor"),
+        ({"inputs": {"input_ids": IDS}}, r"inputs is a dict; expected: a tensor.*generate\(\*\*inputs\)"),
+        ({"input_ids": IDS[:0]}, r"input_ids is of shape \[0, 21\]; expected: one row or more"),
+        ({"inputs_embeds": EMBEDS[:0]}, r"inputs_embeds is of shape \[0, 21, 72\]; expected: one row"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM", "LlamoeForConditionalGeneration"]
+)
+def test_bad_inputs_of_generate(name, given, says, heads):
+    with pytest.raises(ValueError, match=says):
+        heads[name].generate(**given, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("how", ["first of a row", "ignore_index", "shift_labels", "a loss of one's own"])
+def test_labels_that_mean_something_else(how):
+    """What no loss looks at, or a loss that was chosen reads in its own way, is not refused."""
+    model = make_asymmetric(llamoe.LlamoeDenseForCausalLM(stock_dense_config()))
+    labels, extra = torch.where(torch.arange(21) % 5 == 2, -1, IDS), {}
+    counts = torch.where(labels == -1, -100, labels)
+    expected = model(input_ids=IDS, labels=counts).loss
+    if how == "first of a row":
+        labels = counts.index_fill(1, torch.tensor([0]), -1)
+    elif how == "ignore_index":
+        extra = {"ignore_index": -1}
+    elif how == "shift_labels":
+        extra = {"shift_labels": torch.cat([counts[:, 1:], torch.full((2, 1), -100)], 1)}
+    else:
+        loss = model.loss_function
+        model.loss_function = lambda labels, **kwargs: loss(labels=labels.where(labels != -1, -100), **kwargs)
+    assert torch.equal(model(input_ids=IDS, labels=labels, **extra).loss, expected)
+
+
+def test_labels_are_looked_into_on_the_cpu_alone():
+    """Elsewhere one would wait for the values, which tensors without any refuse."""
+    config, labels = stock_dense_config(), torch.full((2, 3), -1)
+    for device, refused in (("cpu", True), ("meta", False)):
+        with pytest.raises(ValueError, match="labels contain -1") if refused else nullcontext():
+            check_next_tokens(config, labels.to(device))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("SequenceClassification", {"input_ids": IDS.tolist()}, "input_ids is a list"),
+        ("SequenceClassification", {"input_ids": IDS, "labels": [0, 1]}, "labels is a list"),
+        ("SequenceClassification", {"input_ids": IDS, "labels": torch.tensor([0, -1])}, "labels contain -1"),
+        ("SequenceClassification", {"input_ids": IDS[:0]}, "one row"),
+        ("TokenClassification", {"input_ids": IDS.tolist()}, "input_ids is a list"),
+        ("TokenClassification", {"input_ids": IDS, "labels": (IDS % 2).tolist()}, "labels is a list"),
+        ("TokenClassification", {"input_ids": IDS, "labels": IDS % 2 - 1}, "labels contain -1"),
+        ("QuestionAnswering", {"input_ids": IDS.tolist()}, "input_ids is a list"),
+        (
+            "QuestionAnswering",
+            {"input_ids": IDS, "start_positions": [0, 1], "end_positions": [2, 3]},
+            "start_positions is a list",
+        ),
+    ],
+)
+def test_bad_inputs_of_classifiers(name, given, says):
+    model = getattr(llamoe, f"LlamoeDenseFor{name}")(stock_dense_config(pad_token_id=0))
+    with pytest.raises(ValueError, match=says):
+        model(**given)
 
 
 @pytest.mark.parametrize("padding", [-48, -47, -1, 46, 47, None])
@@ -506,6 +602,8 @@ BAD_PIXELS = {
     "integers": (PIXELS.to(torch.uint8), "torch.uint8.*image processor"),
     "too_few_tokens": (torch.cat([PIXELS, PIXELS[:1]]), "8 image tokens.* 12 image features"),
     "too_many_tokens": (PIXELS[:1], "8 image tokens.* 4 image features"),
+    "list": (list(PIXELS), "pixel_values is a list; expected: a tensor"),
+    "list_of_none": ([None], "pixel_values is a list; expected: a tensor"),
     "no_pixels": (None, "8 image tokens.* 0 image features"),
 }
 

@@ -217,6 +217,37 @@ def test_config_of_nobody_we_know(pair, tmp_path):
             model_class(wrong)
 
 
+@pytest.mark.parametrize("layout", ["llamoe", "stock"])
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("LlamoeDenseForCausalLM", "LlamoeForCausalLM"),
+        ("LlamoeDenseForSequenceClassification", "LlamoeForConditionalGeneration"),
+        ("LlamoeForCausalLM", "LlamoeForConditionalGeneration"),
+        ("LlamoeForCausalLM", "LlamoeDenseForCausalLM"),
+        ("LlamoeForConditionalGeneration", "LlamoeDenseModel"),
+        ("LlamoeVisionModel", "LlamoeForCausalLM"),
+    ],
+)
+def test_the_wrong_class_names_the_right_one(name, wrong, layout, tmp_path):
+    right = getattr(llamoe, name)
+    make_config = {
+        "LlamoeDenseConfig": stock_dense_config,
+        "LlamoeTextConfig": stock_text_config,
+        "LlamoeConfig": stock_multimodal_config,
+        "LlamoeVisionConfig": lambda: stock_multimodal_config().vision_config,
+    }[right.config_class.__name__]
+    right(make_config()).save_pretrained(tmp_path, layout=layout)
+    says = rf"{right.config_class.__name__} reads .*, and the model's class is {name}\)"
+    with pytest.raises(ValueError, match=says):
+        getattr(llamoe, wrong).from_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"\(the model's class is MistralForCausalLM\)"):
+        getattr(llamoe, wrong).from_pretrained(tmp_path)
+
+
 # Parts of multimodal folders
 
 

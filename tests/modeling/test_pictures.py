@@ -327,3 +327,28 @@ def test_pictures_arrays_and_tensors_go_through_as_they_are(processor):
         assert torch.equal(
             processor(text="<|image|>", images=given, return_tensors="pt")["pixel_values"], expected
         )
+
+
+@pytest.mark.parametrize("conversation", [[], (), None])
+def test_an_empty_chat(conversation, processor):
+    for options in ({}, {"tokenize": True, "return_dict": True}):
+        with pytest.raises(ValueError, match=r"The conversation is .*; expected one message or more"):
+            processor.apply_chat_template(conversation, **options)
+
+
+@pytest.mark.parametrize("images", [[None], [[None]], [Image.new("RGB", (30, 40)), None]])
+def test_none_is_no_picture(images, processor):
+    with pytest.raises(PictureError, match="images holds None where a picture was expected"):
+        processor(images=images, text=processor.fake_image_token * len(images))
+
+
+def test_what_is_neither_a_file_nor_a_picture(processor, tmp_path):
+    (tmp_path / "notes.txt").write_text("a red circle")
+    for source in (tmp_path / "notes.txt", str(tmp_path / "notes.txt")):
+        with pytest.raises(PictureError, match=r"notes\.txt: is no picture, or of another format"):
+            processor(images=[source], text=processor.fake_image_token)
+    for source in (None, 5, {}):
+        with pytest.raises(PictureError, match=f"a {type(source).__name__} is no picture; expected a path"):
+            llamoe.read_picture(source)
+    with pytest.raises(ValueError, match="text is an empty list"):
+        processor(text=[])
