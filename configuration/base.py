@@ -180,6 +180,8 @@ class LlamoeBaseConfig(PreTrainedConfig):
             data[cls.attribute_map.get(name, name)] = copy.deepcopy(value) if mutable else value
         if cls.base_config_key and isinstance(data.get(cls.base_config_key), (dict, PreTrainedConfig)):
             data = cls._part_of(data)
+        # An attribute of classes, of which transformers copies the code when it saves; a file says nothing of it.
+        data.pop("_auto_class", None)
         model_type = data.pop("model_type", None)
         cls._check_model_type(model_type, data.get("architectures"))
         if model_type == cls.stock_model_type:

@@ -317,6 +317,11 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         if method is None and (quantization.get("load_in_8bit") or quantization.get("load_in_4bit")):
             # The first configs of bitsandbytes had no method.
             method = "bitsandbytes"
+        if method is None:
+            raise ValueError(
+                f"{cls.__name__} cannot load this mixture: quantization_config in its config.json has no quant_method. "
+                "Load the unquantized checkpoint."
+            )
         method = _name(method)
         if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
             raise ValueError(
