@@ -98,7 +98,7 @@ def open_archive(path: str | os.PathLike) -> None:
 
     Raises:
         RuntimeError: torch cannot read this file.
-        UnicodeDecodeError: a text in it is not valid.
+        IndexError, ValueError: what should be a number or a text is none.
     """
     import torch
 

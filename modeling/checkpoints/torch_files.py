@@ -88,7 +88,7 @@ def _read_archive(path: str | os.PathLike, file: BinaryIO, allowed: set[str]) ->
     records = read_records(path, file)
     try:
         open_archive(path)
-    except (RuntimeError, UnicodeDecodeError) as error:
+    except (RuntimeError, IndexError, ValueError) as error:  # also where numbers or texts should stand
         reason = str(error).partition(". ")[0]
         raise CheckpointError(f"{path}: torch cannot read this archive ({reason}). {_AGAIN}") from error
     folder = next(iter(records)).partition("/")[0]
