@@ -88,7 +88,8 @@ def _read_archive(path: str | os.PathLike, file: BinaryIO, allowed: set[str]) ->
     records = read_records(path, file)
     try:
         open_archive(path)
-    except (RuntimeError, IndexError, ValueError) as error:  # also where numbers or texts should stand
+    # The last two: where a number or a text should stand.
+    except (RuntimeError, IndexError, ValueError) as error:
         reason = str(error).partition(". ")[0]
         raise CheckpointError(f"{path}: torch cannot read this archive ({reason}). {_AGAIN}") from error
     folder = next(iter(records)).partition("/")[0]
