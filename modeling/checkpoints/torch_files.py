@@ -24,7 +24,7 @@ from .pickles import MOST_BYTES, Machine, Storage, bits_of
 _LOCAL, _ENTRY, _END64, _LOCATOR, _END = b"PK\3\4", b"PK\1\2", b"PK\6\6", b"PK\6\7", b"PK\5\6"
 _MOST_DIRECTORY_BYTES = 1 << 26
 # Flags of a record, 4.4.4: its sizes and checksum follow the content (4.3.9).
-_DESCRIPTOR, _DESCRIPTOR_SIZES = 1 << 3, (12, 16, 20, 24)
+_DESCRIPTOR, _DESCRIPTOR_SIZES, _DESCRIPTOR_MARK = 1 << 3, (16, 24), b"PK\7\10"
 # It is encrypted, patched, strongly encrypted, or in a directory with hidden values.
 _ENCRYPTED = 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
 _MAGIC_NUMBER, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
@@ -166,7 +166,9 @@ def read_records(path: str | os.PathLike, file: BinaryIO) -> dict[str, Record]:
         if end > start:
             fail("has records that overlap")
         # A wrong offset in the directory would read other numbers.
-        if start - end not in (_DESCRIPTOR_SIZES if has_descriptor else (0,)):
+        file.seek(end)
+        is_marked = not has_descriptor or file.read(4) == _DESCRIPTOR_MARK
+        if not is_marked or start - end not in (_DESCRIPTOR_SIZES if has_descriptor else (0,)):
             fail(f"has {start - end} bytes between two records")
     return records
 
