@@ -59,7 +59,7 @@ def check_layers(config: LlamoeBaseConfig) -> None:
         CheckpointError: each layer would have several tensors.
     """
     found, layers = _tensors_found.get(), getattr(config, "num_hidden_layers", 0)
-    if found is not None and layers > found:
+    if found is not None and isinstance(layers, int) and layers > found:
         raise CheckpointError(
             f"config.json describes {layers} layers, but the weights are {found} tensors, and a layer has several. "
             "Weights and config.json do not belong together."
