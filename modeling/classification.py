@@ -34,6 +34,12 @@ class Head:
         for parameter in self.parameters():
             parameter.data = parameter.data.to(torch.get_default_dtype())
 
+    @staticmethod
+    def _tokens(input_ids: Any, inputs_embeds: Any) -> torch.Tensor | None:
+        """Token ids, or the embeddings that replace them; None where the model will refuse what it is given."""
+        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
+        return input_ids if inputs_embeds is None else inputs_embeds
+
 
 class SequenceClassifier(Head, GenericForSequenceClassification, LlamoePreTrainedModel):
     """One class, number or set of labels for a whole sequence; base of the two families' classes."""
@@ -83,8 +89,7 @@ class SequenceClassifier(Head, GenericForSequenceClassification, LlamoePreTraine
         )
 
     def _check(self, input_ids: Any, inputs_embeds: Any, labels: torch.Tensor | None) -> None:
-        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        tokens = self._tokens(input_ids, inputs_embeds)
         if tokens is not None:
             check_padding_token(self.config, tokens.shape[0])
             check_class_labels(self.config, labels, tokens.shape[0])
@@ -120,8 +125,7 @@ class LlamoeDenseForTokenClassification(Head, GenericForTokenClassification, Lla
         Raises:
             ValueError: labels of a wrong shape or range.
         """
-        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        tokens = self._tokens(input_ids, inputs_embeds)
         if tokens is not None:
             check_labels(labels, tokens, num_labels=self.num_labels)
         return super().forward(
@@ -170,8 +174,7 @@ class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoeP
         Raises:
             ValueError: only one of the two positions, or not one a row.
         """
-        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        tokens = self._tokens(input_ids, inputs_embeds)
         if tokens is not None:
             check_answers(start_positions, end_positions, tokens.shape[0])
         return super().forward(

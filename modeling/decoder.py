@@ -29,6 +29,7 @@ from .attention import (
     Attention,
     attention_masks,
     cached_length,
+    check_cache,
     mask_of_new_tokens,
     positions_from_lengths,
     positions_from_padding,
@@ -37,7 +38,6 @@ from .attention import (
 from .base import LlamoePreTrainedModel
 from .generation import CheckedGeneration, ChunkedGeneration
 from .input_checks import (
-    check_cache,
     check_labels,
     check_next_tokens,
     check_padding_id,

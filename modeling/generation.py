@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import Cache, GenerationMixin, PreTrainedConfig, ProcessorMixin
 
+from ..configuration.errors import CheckpointError
 from .input_checks import check_tensors
 from .moe import try_kernels
 
@@ -34,6 +35,19 @@ class CheckedGeneration(GenerationMixin):
                 if value is not None and value.ndim and len(value) == 0:
                     raise ValueError(f"{name} is of shape {list(value.shape)}; expected: one row or more.")
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def adjust_generation_fn(self, *args, **kwargs):
+        """Read generation_config.json; `from_pretrained` calls this once the weights are there.
+
+        Raises:
+            CheckpointError: transformers cannot read it, and names no file.
+        """
+        try:
+            super().adjust_generation_fn(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"generation_config.json: transformers cannot read it ({error})."
+            ) from error
 
 
 class ChunkedGeneration(CheckedGeneration):

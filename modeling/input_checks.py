@@ -5,9 +5,7 @@ a GPU, only tensors on the CPU are checked.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import Cache, PreTrainedConfig
@@ -15,20 +13,11 @@ from transformers.utils import is_torchdynamo_compiling, logging
 
 from ..configuration.checks import fail
 from .attention import cached_length, without_padding_positions
-from .kernels import is_recorded
+from .kernels import is_readable
 
 logger = logging.get_logger("llamoe")
 
 _INTEGERS = (torch.int32, torch.int64)
-
-
-def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be read without synchronising with a device, outside of any tracing.
-
-    transformers' `is_tracing` also asks whether a CUDA graph is being captured, which does not matter for a tensor on
-    the CPU. In a CUDA build without a GPU, that one question costs more than all other checks of a decode step.
-    """
-    return not is_recorded(tensor) and tensor.is_cpu
 
 
 def check_padding_id(config: PreTrainedConfig) -> None:
@@ -186,159 +175,6 @@ def _check_negative_positions(
             "attention_mask hides; expected: 0 or more. Number each row's real tokens from 0, and give padding "
             "zeros in attention_mask."
         )
-
-
-def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past_key_values: Any) -> None:
-    """Check that a cache fits this decoder.
-
-    Reads only what Python knows: kinds of layers and shapes. The number of tokens in a static cache is a tensor,
-    which is read on the CPU only.
-
-    Args:
-        config: a decoder's config.
-        batch_size: B.
-        num_tokens: T, the new tokens.
-        past_key_values: the cache. One whose layers all keep every token fits chunked layers too; their mask applies
-            the chunks.
-
-    Raises:
-        ValueError: no cache; another number of layers; layers that forget tokens which ours still need; other
-            key/value heads, head size or batch size; or no room for the new tokens.
-    """
-    if past_key_values is None or is_torchdynamo_compiling() or torch.jit.is_tracing():
-        return
-    cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-    if not hasattr(cache, "get_seq_length"):
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__}; expected a transformers Cache: "
-            "DynamicCache(config=model.config)."
-        )
-    layers = getattr(cache, "layers", None)
-    if not layers:
-        # Its layers are made in the first pass.
-        return
-    keys = getattr(layers[0], "keys", None)
-    # Empty and quantized layers have no such keys.
-    shape = keys.shape if isinstance(keys, torch.Tensor) and keys.ndim == 4 else None
-    sizes = (batch_size, shape and (shape[0], shape[1], shape[3]), *map(config.__dict__.get, _READ_OF_CONFIG))
-    checked = _CHECKED_CACHES.get(cache) if isinstance(cache, Cache) else None
-    # Lists of the same objects compare equal at once; a layer equals only itself.
-    is_new = checked is None or checked.sizes != sizes or checked.layers != layers
-    if is_new:
-        _check_cache_layers(config, layers)
-    fixed = _first_fixed(config, layers) if checked is None or is_new else checked.fixed
-    if fixed is not None:
-        layer = layers[fixed]
-        written = getattr(layer, "cumulative_length", 0)
-        is_known = not isinstance(written, torch.Tensor) or is_readable(written)
-        if is_known and int(written) + num_tokens > layer.max_cache_len:
-            raise ValueError(
-                f"past_key_values holds at most {layer.max_cache_len} tokens: {int(written)} are in it and "
-                f"{num_tokens} are new. Make it with a larger max_cache_len, or empty it with reset()."
-            )
-    if is_new:
-        if shape is not None:
-            _check_cached_shape(config, shape, batch_size)
-        if isinstance(cache, Cache):
-            sizes = tuple(list(size) if isinstance(size, list) else size for size in sizes)
-            _CHECKED_CACHES[cache] = _CheckedCache(sizes, list(layers), fixed)
-
-
-@dataclass(frozen=True)
-class _CheckedCache:
-    """What a valid cache looked like, so that a decode step does not check its many layers again.
-
-    Attributes:
-        sizes: batch size, shape of the first layer's keys without their number, and the config's values that the
-            checks read, which may change.
-        layers: the cache's layers.
-        fixed: index of the layer whose length limits the cache; None: all layers grow.
-    """
-
-    sizes: tuple[Any, ...]
-    layers: list[Any]
-    fixed: int | None
-
-
-_CHECKED_CACHES: WeakKeyDictionary[Cache, _CheckedCache] = WeakKeyDictionary()
-
-
-# Fields that the checks of a cache read. They are taken from the config's dict: its own attribute access takes
-# several times as long.
-_READ_OF_CONFIG = (
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "head_dim",
-    "attention_chunk_size",
-    "layer_types",
-)
-
-
-def _first_fixed(config: PreTrainedConfig, layers: list[Any]) -> int | None:
-    fixed = [i for i, layer in enumerate(layers) if _is_static(layer, is_sliding=False)]
-    # Windows only: a window shorter than a chunk must hold every token.
-    if not fixed:
-        windows = [i for i, layer in enumerate(layers) if _is_static(layer, is_sliding=True)]
-        chunk_size = getattr(config, "attention_chunk_size", None) or 0
-        fixed = [i for i in windows if layers[i].max_cache_len < chunk_size]
-    return fixed[0] if fixed else None
-
-
-def _check_cache_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
-    count = config.num_hidden_layers
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * count
-    # While `generate(assistant_early_exit=...)` drafts, the config has fewer layers than the model and its lists.
-    if len(layers) not in (count, len(layer_types)):
-        _fail_cache(f"has {len(layers)} layers", f"num_hidden_layers = {count}")
-    slides = set()
-    for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=False)):
-        is_sliding = getattr(layer, "is_sliding", False)
-        if not hasattr(layer, "update"):
-            _fail_cache(f"has a {type(layer).__name__} as layer {index}", "keys and values in every layer")
-        if layer_type == "chunked_attention":
-            slides.add(is_sliding)
-        elif is_sliding:
-            _fail_cache(f"forgets tokens in layer {index} ({type(layer).__name__})", "a full attention layer")
-    if len(slides) > 1:
-        _fail_cache("slides in some chunked layers only", "layers of one kind for all of them")
-    if True in slides:
-        chunk_size = config.attention_chunk_size
-        # In a static cache shorter than a chunk, windows are as short as the cache.
-        lengths = [layer.max_cache_len for layer in layers if _is_static(layer, is_sliding=False)]
-        for layer in layers:
-            window = getattr(layer, "sliding_window", None)
-            if window is None and _is_static(layer, is_sliding=True) and lengths:
-                window = chunk_size if layer.max_cache_len >= max(lengths) else layer.max_cache_len
-            if window is not None and window < chunk_size:
-                _fail_cache(f"keeps {window} tokens", f"attention_chunk_size = {chunk_size}")
-
-
-def _is_static(layer: Any, is_sliding: bool) -> bool:
-    return hasattr(layer, "max_cache_len") and getattr(layer, "is_sliding", False) == is_sliding
-
-
-def _check_cached_shape(config: PreTrainedConfig, shape: torch.Size, batch_size: int) -> None:
-    heads, head_dim = config.num_key_value_heads, config.head_dim
-    if shape[1] != heads or shape[3] != head_dim:
-        # With tensor parallelism each process holds some of the heads.
-        is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if shape[3] != head_dim or not is_parallel or heads % shape[1] != 0:
-            _fail_cache(
-                f"has {shape[1]} heads of size {shape[3]}",
-                f"num_key_value_heads = {heads} and head_dim = {head_dim}",
-            )
-    if shape[0] != batch_size:
-        raise ValueError(
-            f"past_key_values holds {shape[0]} rows, but the batch has {batch_size}: start with an empty cache, or "
-            "use its batch_repeat_interleave or batch_select_indices."
-        )
-
-
-def _fail_cache(given: str, expected: str) -> NoReturn:
-    raise ValueError(
-        f"past_key_values is a cache of another model: it {given}; expected: {expected}. Make it with "
-        "DynamicCache(config=model.config)."
-    )
 
 
 def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor, num_labels: int | None = None) -> None:

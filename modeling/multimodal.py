@@ -19,10 +19,11 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling
 
 from ..configuration import LlamoeConfig
+from .attention import check_cache
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import ChunkedGeneration
-from .input_checks import check_cache, check_row_inputs, check_tokens
+from .input_checks import check_row_inputs, check_tokens
 from .vision import LlamoeVisionModel
 
 

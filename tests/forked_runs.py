@@ -72,7 +72,7 @@ class ForkedRuns:
         self._ask(warm_up)
 
     def start(self, run: dict, until_writing: bool = False) -> int:
-        """Give the process of a run that has begun, or with `until_writing` has everything ready to be written."""
+        """Process of a run that has begun, or with `until_writing` has everything ready to be written."""
         return self._ask(["start", run, until_writing])
 
     def wait(self, process: int) -> Ended:

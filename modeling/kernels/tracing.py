@@ -27,3 +27,12 @@ def is_recorded(x: torch.Tensor) -> bool:
 def is_tracing(x: torch.Tensor) -> bool:
     """Whether values must not be read: transformers reports tracing (CUDA graphs included), or `make_fx` runs."""
     return transformers_is_tracing(x) or get_proxy_mode() is not None
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be read without synchronising with a device, outside of any tracing.
+
+    transformers' `is_tracing` also asks whether a CUDA graph is being captured, which does not matter for a tensor on
+    the CPU. In a CUDA build without a GPU, that one question costs more than all other checks of a decode step.
+    """
+    return not is_recorded(tensor) and tensor.is_cpu

@@ -206,7 +206,7 @@ TAGS = ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"]
 
 
 def meta_dialog(reference, dialog):
-    """Give the ids of a chat as facts about Meta's code say, through SentencePiece alone."""
+    """Ids of a chat as facts about Meta's code say, through SentencePiece alone."""
     if dialog[0]["role"] == "system":
         system = "<<SYS>>\n" + dialog[0]["content"] + "\n<</SYS>>\n\n"
         dialog = [{"role": "user", "content": system + dialog[1]["content"]}, *dialog[2:]]

@@ -261,7 +261,7 @@ def test_generate_works_with_nothing_added(stock, family, tmp_path):
 
 
 def meta_chat(family, dialog, prompt=True):
-    """Give the ids of a chat as facts about Meta's code say, each part encoded by itself."""
+    """Ids of a chat as facts about Meta's code say, each part encoded by itself."""
     encode = encoding_of(family).encode
     ids = {token: RANKS + offset for token, offset in OFFSETS[family].items()}
     names = ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>")

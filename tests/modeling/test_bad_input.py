@@ -556,6 +556,14 @@ def test_bad_inputs_of_classifiers(name, given, says):
         model(**given)
 
 
+@pytest.mark.parametrize("content", [{"max_new_tokens": -5}, {"max_new_tokens": "x"}], ids=str)
+def test_bad_generation_config(content, saved, tmp_path):
+    shutil.copytree(saved / "single", tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"^generation_config\.json: transformers cannot read it"):
+        load(tmp_path / "model")
+
+
 @pytest.mark.parametrize("padding", [-48, -47, -1, 46, 47, None])
 def test_padding_token_of_the_vocabulary(padding):
     config = llamoe.LlamoeDenseConfig.from_dict(stock_dense_config(vocab_size=47).to_dict())

@@ -19,7 +19,7 @@ from transformers.generation import utils as generation_utils
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import llamoe
-from llamoe.modeling.input_checks import check_cache
+from llamoe.modeling.attention import check_cache
 
 PROMPT, NEW = 29, 20  # over the chunk borders at 32 and 48
 

@@ -51,7 +51,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def rounded_to_bfloat16(model: nn.Module) -> nn.Module:
-    """Give the same model with weights that bfloat16 holds exactly, so that only arithmetic differs."""
+    """The same model with weights that bfloat16 holds exactly, so that only arithmetic differs."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
