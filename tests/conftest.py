@@ -59,7 +59,7 @@ def record_parity(request):
 @pytest.fixture(scope="module")
 def guard():
     """A process of little memory and time, which opens hostile files."""
-    from guarded import Guard
+    from support.guarded import Guard
 
     guard = Guard()
     yield guard
@@ -69,7 +69,7 @@ def guard():
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory):
     """One dense model in all forms that transformers reads, and one model of each family; not to be changed."""
-    from spoilt_folders import save_all
+    from support.spoilt_folders import save_all
 
     place = tmp_path_factory.mktemp("models")
     save_all(place)

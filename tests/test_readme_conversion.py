@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion_support import META_LLAMA_2
 from PIL import Image
 from safetensors.torch import load_file
-from tower_folders import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
+from support.conversions import META_LLAMA_2
+from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import llamoe

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import MODELS, for_models, stock_text_config
+from support.models import MODELS, for_models, stock_text_config
 from transformers import DynamicCache, Llama4ForCausalLM
 
 import llamoe

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support import dense_config, make_asymmetric, multimodal_config, text_config, vision_config
+from support.models import dense_config, make_asymmetric, multimodal_config, text_config, vision_config
 from transformers import AutoConfig
 
 import llamoe

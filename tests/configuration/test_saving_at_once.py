@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support import dense_config
+from support.models import dense_config
 
 MODULE = "llamoe_hub.py"
 

@@ -8,7 +8,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from support import make_asymmetric, max_abs, stock_dense_config, stock_multimodal_config, stock_text_config
+from support.models import (
+    make_asymmetric,
+    max_abs,
+    stock_dense_config,
+    stock_multimodal_config,
+    stock_text_config,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,

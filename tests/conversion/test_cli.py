@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import make_asymmetric
+from support.models import make_asymmetric
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import dense_config, make_asymmetric, multimodal_config, text_config, vision_config
+from support.models import dense_config, make_asymmetric, multimodal_config, text_config, vision_config
+from support.paths import EXAMPLES
 from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, LlamaForCausalLM
 
 import llamoe
@@ -28,7 +29,6 @@ from llamoe.conversion.io.read_files import FileTensor
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.verify.run_streamed import build_empty
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MODELS = {
     "dense": (LlamaForCausalLM, dense_config),
     "text": (Llama4ForCausalLM, text_config),

@@ -5,7 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from support import make_asymmetric, max_abs, mixtures, scaled_rope, stock_dense_config, stock_text_config
+from support.models import (
+    make_asymmetric,
+    max_abs,
+    mixtures,
+    scaled_rope,
+    stock_dense_config,
+    stock_text_config,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (

@@ -4,17 +4,17 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from support import (
+from support.models import (
     MODELS,
     for_models,
     make_asymmetric,
     run,
     stock_multimodal_config,
 )
+from support.paths import EXAMPLES
 from torch import nn
 from transformers import Llama4ForConditionalGeneration
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -22,7 +22,6 @@ from transformers.quantizers.base import get_keys_to_not_convert
 import llamoe
 from llamoe.configuration import cache_bytes, preset
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GB = 10**9
 HEAD = next(case for case in MODELS if case.name == "LlamoeForConditionalGeneration")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from support.paths import EXAMPLES
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDER = EXAMPLES / "llamoe-tiny"
 PICTURE = EXAMPLES / "pictures" / "two_shapes.png"
 CSS = {

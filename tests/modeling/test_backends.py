@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from support import MODELS, MULTIMODAL, for_models, main_output, max_abs, run, text_config
+from support.models import MODELS, MULTIMODAL, for_models, main_output, max_abs, run, text_config
 from transformers import AutoModelForCausalLM
 
 import llamoe

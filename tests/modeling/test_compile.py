@@ -9,7 +9,7 @@ import io
 
 import pytest
 import torch
-from support import MODELS, TOKENS_PER_TILE, for_models, main_output, max_abs, run
+from support.models import MODELS, TOKENS_PER_TILE, for_models, main_output, max_abs, run
 from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 from transformers import CompileConfig, StaticCache

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from support import IMAGE_TOKEN, MODELS, MULTIMODAL, for_models, new_tokens
+from support.models import IMAGE_TOKEN, MODELS, MULTIMODAL, for_models, new_tokens
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from support import (
+from support.models import (
     IMAGE_TOKEN,
     MODELS,
     MULTIMODAL,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from support import (
+from support.models import (
     IMAGE_TOKEN,
     LENGTH,
     MODELS,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import (
+from support.models import (
     ROPES,
     check_bfloat16_errors,
     deviation_in_range,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import (
+from support.models import (
     IMAGE_TOKEN,
     TOKENS_PER_TILE,
     VISION,

@@ -5,7 +5,7 @@ A stock folder, loaded by path, gives stock's logits, router logits, gradients a
 
 import pytest
 import torch
-from support import (
+from support.models import (
     ROPES,
     check_bfloat16_errors,
     check_choices,

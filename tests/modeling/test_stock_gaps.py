@@ -7,7 +7,7 @@ behaviour is not asserted: it may be repaired any day.
 import accelerate
 import pytest
 import torch
-from support import (
+from support.models import (
     IMAGE_TOKEN,
     MODELS,
     MULTIMODAL,

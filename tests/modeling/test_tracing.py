@@ -6,7 +6,7 @@ experts that these were sent to would be repeated for every other input, in sile
 
 import pytest
 import torch
-from support import MODELS, for_models, main_output, make_asymmetric, max_abs, run, stock_text_config
+from support.models import MODELS, for_models, main_output, make_asymmetric, max_abs, run, stock_text_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import llamoe

@@ -4,14 +4,13 @@ import copy
 import random
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support import (
+from support.models import (
     MODELS,
     MULTIMODAL,
     for_models,
@@ -20,11 +19,11 @@ from support import (
     max_abs,
     run,
 )
+from support.paths import EXAMPLES
 from transformers import Trainer, TrainingArguments
 
 import llamoe
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 HEADS = [case for case in MODELS if case.is_head and case.stock_name]
 DENSE, TEXT = HEADS[:2]
 MIXTURES = [case for case in HEADS if case.has_experts]

@@ -1,0 +1,277 @@
+"""Towers that cannot be converted: the message names file, tensor or field, and nothing is written."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.towers import (
+    HEADS_HERE,
+    INNER,
+    PATCH,
+    WIDTH,
+    clip_fields,
+    open_clip_config,
+    open_clip_tower,
+    visual_state,
+    write_open_clip,
+)
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.clip.convert_vision import convert_vision, open_tower
+
+BLOCK = "visual.transformer.resblocks.1"
+
+
+def add(name, *shape, dtype=torch.float32):
+    return lambda state: state.update({name: torch.zeros(shape, dtype=dtype)})
+
+
+def remove(*names):
+    return lambda state: [state.pop(name) for name in names]
+
+
+def spoil(name, value):
+    def change(state):
+        state[name] = state[name].clone()
+        state[name].view(-1)[7] = value
+
+    return change
+
+
+def remove_layer(state):
+    for name in [name for name in state if name.startswith(f"{BLOCK}.")]:
+        del state[name]
+
+
+CHANGES = {
+    "LayerScale": (add(f"{BLOCK}.ls_1.gamma", WIDTH), r"resblocks.1.ls_1.gamma: LayerScale"),
+    "attentional pool": (add("visual.attn_pool.query", 4, WIDTH), r"attn_pool.query: an attentional pool"),
+    "no_ln_pre": (remove("visual.ln_pre.weight", "visual.ln_pre.bias"), r"no_ln_pre"),
+    "qk norm": (add(f"{BLOCK}.attn.ln_q.weight", 26), r"ln_q.weight: norms of queries and keys"),
+    "timm": (add("visual.trunk.cls_token", 1, 1, WIDTH), r"visual.trunk.cls_token: a tower of timm"),
+    "resnet": (add("visual.layer1.0.conv1.weight", 4, 4, 1, 1), r"a ResNet tower"),
+    "scaled feed-forward": (add(f"{BLOCK}.mlp.ln.weight", INNER), r"mlp.ln.weight: a norm inside"),
+    "patches not square": (add("visual.conv1.weight", WIDTH, 3, PATCH, PATCH - 1), r"conv1.weight: patches of 6 by 5"),
+    "a linear patch embedding": (add("visual.conv1.weight", WIDTH, 108), r"has shape \[104, 108\]; 4 axes"),
+    "no class position": (add("visual.positional_embedding", 49, WIDTH), r"positional_embedding: 49 positions"),
+    "grid not square": (add("visual.positional_embedding", 57, WIDTH), r"positional_embedding: 57 positions"),
+    "no position": (add("visual.positional_embedding", 1, WIDTH), r"positional_embedding: 1 positions"),
+    "missing position": (remove("visual.positional_embedding"), r"visual.positional_embedding is missing"),
+    "missing projection": (remove("visual.proj"), r"visual.proj is missing"),
+    "missing bias": (remove(f"{BLOCK}.attn.in_proj_bias"), r"resblocks.1.attn.in_proj_bias missing"),
+    "missing layer": (remove_layer, r"resblocks.1.ln_1.weight.* missing"),
+    "unknown in the tower": (add("visual.extra.weight", 3), r"unknown tensor visual.extra.weight"),
+    "unknown beside the tower": (add("decoder.weight", 3), r"unknown tensor decoder.weight"),
+    "leading zero": (add("visual.transformer.resblocks.01.ln_1.bias", WIDTH), r"unknown tensor .*01.ln_1.bias"),
+    "fused weight too short": (add(f"{BLOCK}.attn.in_proj_weight", 3 * WIDTH - 1, WIDTH), r"has shape \[311, 104\]"),
+    "transposed": (add(f"{BLOCK}.mlp.c_fc.weight", WIDTH, INNER), r"c_fc.weight: has shape \[104, 512\] where"),
+    "width": (add("visual.ln_post.weight", WIDTH + 1), r"ln_post.weight: has shape \[105\]"),
+    "quantized": (add(f"{BLOCK}.mlp.c_fc.weight", INNER, WIDTH, dtype=torch.int8), r"c_fc.weight: has dtype int8"),
+    "twice": (add("module.visual.class_embedding", WIDTH), r"module.visual.class_embedding are the same tensor"),
+    "NaN": (spoil(f"{BLOCK}.mlp.c_proj.weight", float("nan")), r"c_proj.weight .*NaN"),
+    "infinity": (spoil("visual.class_embedding", float("inf")), r"class_embedding .*infinity"),
+}  # fmt: skip
+
+
+class TestOpenClip:
+    @pytest.mark.parametrize("name", CHANGES)
+    def test_tensors(self, tmp_path, name):
+        change, message = CHANGES[name]
+        state = visual_state(open_clip_tower())
+        change(state)
+        file = write_open_clip(tmp_path / "source", state)
+        with pytest.raises(CheckpointError, match=message) as error:
+            convert_vision(file, tmp_path / "tower", activation="gelu", heads=HEADS_HERE)
+        assert str(file) in str(error.value)
+        assert not (tmp_path / "tower").exists()
+
+    @pytest.mark.parametrize(
+        ("vision", "message"),
+        [
+            ({"pos_embed_type": "sin_cos_2d"}, "pos_embed_type is 'sin_cos_2d': fixed sine and cosine"),
+            ({"pool_type": "avg"}, "pool_type is 'avg'"),
+            ({"final_ln_after_pool": True}, "final_ln_after_pool"),
+            ({"no_ln_pre": True}, "no_ln_pre is True"),
+            ({"attentional_pool": True}, "attentional_pool is True: an attentional pool"),
+            ({"ls_init_value": 1e-4}, "ls_init_value is 0.0001: LayerScale"),
+            ({"qk_norm": True}, "qk_norm"),
+            ({"timm_model_name": "vit_base"}, "a tower of timm"),
+            ({"layers": [3, 4, 6, 3]}, "a ResNet tower"),
+            ({"layers": 4}, "makes num_hidden_layers 4, but the tensors .* have 3"),
+            ({"width": 128}, "makes hidden_size 128"),
+            ({"width": "wide"}, "vision_cfg cannot be read"),
+            ({"mlp_ratio": float("inf")}, "vision_cfg cannot be read"),
+            ({"image_size": 42.5}, "image_size is 42.5"),
+            ({"mlp_ratio": 4.0}, "makes intermediate_size 416"),
+            ({"patch_size": 14}, "makes patch_size 14"),
+            ({"patch_size": [6, 7]}, "patches must be square"),
+            ({"image_size": 48}, "image_size is 48, but the positions are a grid of 7 by 7"),
+            ({"image_size": [42, 48]}, "pictures must be square"),
+            ({"head_width": 15}, "head_width is 15"),
+            ({"head_width": 0}, "head_width is 0"),
+            ({"norm_kwargs": {"eps": "small"}}, "norm_kwargs"),
+            ({"act_kwargs": {"alpha": 2}}, "act_kwargs"),
+        ],
+    )
+    def test_configuration(self, tmp_path, vision, message):
+        config = open_clip_config(False, **vision)
+        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), config)
+        with pytest.raises(CheckpointError, match=message) as error:
+            convert_vision(source, tmp_path / "tower")
+        assert "open_clip_config.json" in str(error.value)
+        assert not (tmp_path / "tower").exists()
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("{", "is not a valid JSON file"),
+            ("[]", "JSON object"),
+            ("{}", "has no vision_cfg"),
+            ('{"model_cfg": []}', "has no vision_cfg"),
+            ('{"model_cfg": {"vision_cfg": 3}}', "has no vision_cfg"),
+        ],
+    )
+    def test_configuration_files(self, tmp_path, content, message):
+        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
+        (source / "open_clip_config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=f"open_clip_config.json.*{message}"):
+            open_tower(source)
+
+    @pytest.mark.parametrize(
+        ("preprocess", "message"),
+        [
+            ({"resize_mode": "longest"}, "resize_mode 'longest'"),
+            ({"interpolation": "nearest"}, "interpolation 'nearest'"),
+            ({"mean": [0.5, 0.5]}, "three numbers"),
+            ({"std": "wide"}, "three numbers"),
+            ({"std": [0.5, 0.0, 0.5]}, "positive numbers"),
+        ],
+    )
+    def test_preparation_of_pictures(self, tmp_path, preprocess, message):
+        config = open_clip_config(preprocess=preprocess)
+        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), config)
+        with pytest.raises(CheckpointError, match=f"open_clip_config.json.*{message}"):
+            open_tower(source)
+
+    def test_embed_dim_and_quick_gelu(self, tmp_path):
+        config = open_clip_config()
+        config["model_cfg"]["embed_dim"] = 41
+        source = write_open_clip(tmp_path / "a", visual_state(open_clip_tower()), config)
+        with pytest.raises(CheckpointError, match="makes projection_dim 41, but the tensors .* have 40"):
+            open_tower(source)
+        config = open_clip_config()
+        config["model_cfg"]["quick_gelu"] = "yes"
+        source = write_open_clip(tmp_path / "b", visual_state(open_clip_tower()), config)
+        with pytest.raises(CheckpointError, match="quick_gelu is 'yes'"):
+            open_tower(source)
+
+
+class TestClip:
+    @pytest.mark.parametrize(
+        ("change", "fields", "message"),
+        [
+            (remove("visual_projection.weight"), {}, "visual_projection.weight is missing"),
+            (remove("vision_model.pre_layrnorm.bias"), {}, "vision_model.pre_layrnorm.bias missing"),
+            (add("embeddings.class_embedding", WIDTH), {}, "is the same tensor as"),
+            (add("vision_model.extra", 2), {}, "unknown tensor vision_model.extra"),
+            (None, {"hidden_size": 112}, "config.json: makes hidden_size 112"),
+            (None, {"num_hidden_layers": 2}, "config.json: makes num_hidden_layers 2"),
+            (None, {"image_size": 48}, "config.json: image_size is 48"),
+            (None, {"image_size": [42, 48]}, "config.json: image_size is .*square"),
+            (None, {"num_attention_heads": 5}, "config.json: .*num_attention_heads|heads"),
+            (None, {"hidden_act": "swoosh"}, "hidden_act = 'swoosh': unknown activation"),
+        ],
+    )
+    def test_folder(self, tmp_path, change, fields, message):
+        source = tmp_path / "source"
+        CLIPVisionModelWithProjection(CLIPVisionConfig(**clip_fields())).save_pretrained(source)
+        if change:
+            state = load_file(source / "model.safetensors")
+            change(state)
+            save_file(state, source / "model.safetensors")
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, **fields}))
+        with pytest.raises(CheckpointError, match=message) as error:
+            convert_vision(source, tmp_path / "tower")
+        assert str(source) in str(error.value)
+        assert not (tmp_path / "tower").exists()
+
+    def test_a_tag_has_no_meaning(self, tmp_path):
+        CLIPVisionModel(CLIPVisionConfig(**clip_fields())).save_pretrained(tmp_path / "source")
+        with pytest.raises(ValueError, match="tag = 'metaclip_400m'.*no open_clip checkpoint"):
+            open_tower(tmp_path / "source", tag="metaclip_400m")
+
+    def test_an_activation_that_open_clip_lacks(self, tmp_path):
+        CLIPVisionModel(CLIPVisionConfig(**clip_fields("relu"))).save_pretrained(tmp_path / "source")
+        with pytest.raises(ValueError, match="hidden_act = 'relu'"):
+            convert_vision(tmp_path / "source", tmp_path / "back", to="open_clip")
+        convert_vision(tmp_path / "source", tmp_path / "back", to="clip")
+
+
+class TestPlaces:
+    def test_what_is_no_tower(self, tmp_path):
+        with pytest.raises(CheckpointError, match="no such file or folder"):
+            open_tower(tmp_path / "nothing")
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(
+            CheckpointError, match="no tower's folder: expected open_clip_model.safetensors or"
+        ):
+            open_tower(tmp_path / "empty")
+        (tmp_path / "text.pt").write_text("hello")
+        with pytest.raises(CheckpointError, match=r"text.pt"):
+            open_tower(tmp_path / "text.pt")
+        save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "text.safetensors")
+        with pytest.raises(CheckpointError, match=r"no tensor of an open_clip tower .*lm_head.weight"):
+            open_tower(tmp_path / "text.safetensors")
+        save_file({"cls_token": torch.zeros(2)}, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match="timm's names; the file open_clip_model.safetensors"):
+            open_tower(tmp_path / "model.safetensors")
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit")
+    def test_a_program_is_not_run(self, tmp_path):
+        """OpenAI's own files of CLIP are of this kind."""
+        torch.jit.save(torch.jit.trace(torch.nn.Linear(3, 3), torch.zeros(1, 3)), tmp_path / "ViT-B-32.pt")
+        with pytest.raises(CheckpointError, match=r"ViT-B-32.pt: is a TorchScript program"):
+            convert_vision(tmp_path / "ViT-B-32.pt", tmp_path / "tower", activation="quick_gelu")
+
+    def test_a_file_of_transformers_belongs_to_its_folder(self, tmp_path):
+        CLIPVisionModel(CLIPVisionConfig(**clip_fields())).save_pretrained(tmp_path)
+        with pytest.raises(CheckpointError, match="give its folder"):
+            open_tower(tmp_path / "model.safetensors")
+
+    def test_siglip_is_refused_by_name(self, tmp_path):
+        fields = clip_fields("gelu")
+        fields.pop("projection_dim")
+        SiglipVisionModel(SiglipVisionConfig(**fields)).save_pretrained(tmp_path / "source")
+        with pytest.raises(
+            CheckpointError, match=r"'siglip_vision_model' .*SigLIP's towers have no class token"
+        ):
+            convert_vision(tmp_path / "source", tmp_path / "tower")
+
+    @pytest.mark.parametrize("name", ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"])
+    def test_a_file_cut_short(self, tmp_path, name):
+        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
+        file = source / "open_clip_model.safetensors"
+        if name.endswith(".bin"):
+            torch.save(load_file(file), source / name)
+            file.unlink()
+        content = (source / name).read_bytes()
+        (source / name).write_bytes(content[: len(content) - 1000])
+        with pytest.raises(CheckpointError, match=name):
+            convert_vision(source, tmp_path / "tower")
+        assert not (tmp_path / "tower").exists()
+
+    def test_options(self, tmp_path):
+        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
+        for option, message in (({"to": "onnx"}, "to = 'onnx'"), ({"dtype": "int8"}, "dtype = 'int8'")):
+            with pytest.raises(ValueError, match=message):
+                convert_vision(source, tmp_path / "tower", **option)
+        assert not (tmp_path / "tower").exists()

@@ -1,0 +1,239 @@
+"""Towers from open_clip: its transformer's features, its releases' activations."""
+
+import open_clip
+import pytest
+import torch
+from open_clip.transformer import QuickGELU
+from PIL import Image
+from safetensors.torch import load_file
+from support.towers import (
+    EMBED,
+    GRID,
+    HEADS_HERE,
+    PATCH,
+    WIDTH,
+    check_close,
+    clip_fields,
+    count_up,
+    load_tower,
+    max_abs,
+    open_clip_config,
+    open_clip_tower,
+    pictures,
+    randomize,
+    visual_state,
+    write_open_clip,
+)
+from torch import nn
+from transformers import AutoImageProcessor, AutoModel, CLIPVisionConfig, CLIPVisionModel
+
+import llamoe
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion import open_checkpoint
+from llamoe.conversion.clip.convert_vision import convert_vision, open_tower
+from llamoe.conversion.clip.name_tables import HEADS, RELEASES, TOWERS
+from llamoe.conversion.clip.open_clip_config import find_release
+
+ACTIVATIONS = [
+    pytest.param(nn.GELU, "gelu", id="gelu"),
+    pytest.param(QuickGELU, "quick_gelu", id="quick_gelu"),
+]
+
+
+class TestFromOpenClip:
+    @pytest.mark.parametrize(("module", "activation"), ACTIVATIONS)
+    def test_folder_gives_the_same_features(self, tmp_path, module, activation, record_parity):
+        reference = randomize(open_clip_tower(module))
+        config = open_clip_config(activation == "quick_gelu")
+        source = write_open_clip(tmp_path / "source", visual_state(reference), config)
+        report = convert_vision(source, tmp_path / "tower")
+        ours = load_tower(tmp_path / "tower")
+        with torch.no_grad():
+            pooled, tokens = reference(pictures())
+            result = ours(pictures())
+        note = f"converted, {activation}"
+        difference = check_close(result.last_hidden_state, tokens)
+        record_parity("MetaCLIP patch tokens", "open_clip VisionTransformer", "float32", difference, note)
+        difference = check_close(result.pooler_output, pooled)
+        record_parity("MetaCLIP image embedding", "open_clip VisionTransformer", "float32", difference, note)
+        assert (ours.config.hidden_act, ours.config.num_attention_heads) == (activation, HEADS_HERE)
+        assert report.kind == "open_clip" and report.to == "tower" and not report.dry_run
+        assert any(activation in note and "open_clip_config.json" in note for note in report.notes)
+
+    @pytest.mark.parametrize("wrapped", [False, True])
+    def test_training_checkpoint_of_torch(self, tmp_path, wrapped):
+        reference = randomize(open_clip_tower())
+        state = visual_state(reference, "module.visual.")
+        state["module.logit_scale"] = torch.tensor(2.0)
+        state["module.text.transformer.resblocks.0.ln_1.weight"] = torch.ones(3)
+        file = tmp_path / "epoch_1.pt"
+        torch.save({"epoch": 1, "state_dict": state} if wrapped else state, file)
+        report = convert_vision(file, tmp_path / "tower", activation="quick_gelu", heads=HEADS_HERE)
+        assert set(report.dropped) == {"logit_scale", "text.transformer.resblocks.0.ln_1.weight"}
+        with torch.no_grad():
+            check_close(
+                load_tower(tmp_path / "tower")(pictures()).last_hidden_state, reference(pictures())[1]
+            )
+
+    def test_whole_model_of_open_clip(self, tmp_path):
+        config = open_clip_config(preprocess={"resize_mode": "squash"})
+        text = open_clip.model.CLIPTextCfg(context_length=8, vocab_size=20, width=32, heads=2, layers=1)
+        model_cfg = config["model_cfg"]
+        model = open_clip.CLIP(EMBED, model_cfg["vision_cfg"], text, quick_gelu=True).eval()
+        source = write_open_clip(tmp_path / "source", model.state_dict(), config)
+        (source / "config.json").write_text(
+            '{"architecture": "vit_base_patch32_clip_224"}'
+        )  # timm's, as on its hub
+        (source / "LICENSE").write_text("CC-BY-NC 4.0")
+        report = convert_vision(source, tmp_path / "tower")
+        with torch.no_grad():
+            expected = model.encode_image(pictures())
+            check_close(load_tower(tmp_path / "tower")(pictures()).pooler_output, expected)
+        assert {"positional_embedding", "text_projection", "logit_scale"} <= report.dropped.keys()
+        assert not any(name.startswith("visual.") for name in report.dropped)
+        assert (tmp_path / "tower" / "LICENSE").read_text() == "CC-BY-NC 4.0"
+        assert open_checkpoint(source).kind == "open_clip"
+
+    def test_every_element_goes_to_its_place(self, tmp_path):
+        reference = count_up(open_clip_tower())
+        state = reference.state_dict()
+        source = write_open_clip(tmp_path / "source", visual_state(reference), open_clip_config())
+        convert_vision(source, tmp_path / "tower")
+        ours = load_file(tmp_path / "tower" / "model.safetensors")
+        assert torch.equal(ours["positional_embedding_vlm"][-1], state["positional_embedding"][0])
+        assert torch.equal(ours["positional_embedding_vlm"][:-1], state["positional_embedding"][1:])
+        columns = ours["patch_embedding.linear.weight"].view(WIDTH, 3, PATCH, PATCH)
+        assert torch.equal(columns, state["conv1.weight"])
+        assert torch.equal(ours["visual_projection.weight"].T, state["proj"])
+        for kind in ("weight", "bias"):
+            parts = [ours[f"model.layers.1.self_attn.{name}_proj.{kind}"] for name in "qkv"]
+            assert torch.equal(torch.cat(parts), state[f"transformer.resblocks.1.attn.in_proj_{kind}"])
+            moved = {"mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj", "self_attn.o_proj": "attn.out_proj"}
+            moved |= {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"}
+            for ours_name, theirs in moved.items():
+                theirs = state[f"transformer.resblocks.1.{theirs}.{kind}"]
+                assert torch.equal(ours[f"model.layers.1.{ours_name}.{kind}"], theirs)
+
+    def test_result_loads_with_auto_classes(self, tmp_path):
+        reference = randomize(open_clip_tower())
+        source = write_open_clip(tmp_path / "source", visual_state(reference), open_clip_config())
+        convert_vision(source, tmp_path / "tower", dtype="bfloat16")
+        model = AutoModel.from_pretrained(tmp_path / "tower")
+        assert type(model) is llamoe.LlamoeVisionModel and model.dtype == torch.bfloat16
+        state = model.state_dict()
+        expected = reference.state_dict()["transformer.resblocks.2.mlp.c_fc.weight"].bfloat16()
+        assert torch.equal(state["model.layers.2.mlp.fc1.weight"], expected)
+        processor = AutoImageProcessor.from_pretrained(tmp_path / "tower")
+        pixels = processor(Image.new("RGB", (90, 50), "teal"), return_tensors="pt").pixel_values
+        assert model(pixels).last_hidden_state.shape == (1, GRID**2, WIDTH)
+
+    def test_dry_run_and_refused_targets_write_nothing(self, tmp_path):
+        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
+        before = sorted(path.name for path in source.iterdir())
+        report = convert_vision(source, tmp_path / "tower", dry_run=True)
+        assert report.dry_run and report.bytes == sum(
+            v.nbytes for v in open_clip_tower().state_dict().values()
+        )
+        assert not (tmp_path / "tower").exists()
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "notes.txt").write_text("mine")
+        with pytest.raises(ValueError, match="exists already"):
+            convert_vision(source, tmp_path / "full")
+        for inside in (source, source / "below"):
+            with pytest.raises(ValueError, match="lies in the source"):
+                convert_vision(source, inside)
+        assert sorted(path.name for path in source.iterdir()) == before
+        assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+
+
+class TestActivation:
+    def test_the_wrong_one_shows(self, tmp_path):
+        reference = randomize(open_clip_tower(QuickGELU))
+        file = write_open_clip(tmp_path, visual_state(reference))
+        errors = {}
+        for activation in ("gelu", "quick_gelu"):
+            convert_vision(file, tmp_path / activation, activation=activation, heads=HEADS_HERE)
+            with torch.no_grad():
+                result = load_tower(tmp_path / activation)(pictures()).last_hidden_state
+                errors[activation] = max_abs(result, reference(pictures())[1])
+        assert errors["quick_gelu"] < 2e-5 and errors["gelu"] > 1e-2
+
+    def test_a_bare_file_needs_a_word(self, tmp_path):
+        file = write_open_clip(tmp_path, visual_state(open_clip_tower()))
+        named = file.rename(tmp_path / "ViT-H-14-quickgelu-metaclip_fullcc.safetensors")
+        with pytest.raises(
+            ValueError, match="activation='quick_gelu' or 'gelu', or the release's tag"
+        ) as error:
+            convert_vision(named, tmp_path / "tower", heads=HEADS_HERE)
+        for release in RELEASES:
+            assert release.tag in str(error.value) and release.activation in str(error.value)
+        assert not (tmp_path / "tower").exists()
+
+    def test_descriptions_that_disagree_are_refused(self, tmp_path):
+        source = write_open_clip(tmp_path / "a", visual_state(open_clip_tower()), open_clip_config(False))
+        with pytest.raises(ValueError, match="'gelu' by .*open_clip_config.json, 'quick_gelu' by"):
+            open_tower(source, activation="quick_gelu")
+        with pytest.raises(
+            ValueError, match="number of heads is said to be 4 by .*, 8 by the argument heads"
+        ):
+            open_tower(source, heads=8)
+        CLIPVisionModel(CLIPVisionConfig(**clip_fields("gelu"))).save_pretrained(tmp_path / "b")
+        with pytest.raises(ValueError, match="'gelu' by .*config.json.*'quick_gelu' by"):
+            open_tower(tmp_path / "b", activation="quick_gelu")
+        with pytest.raises(ValueError, match="valid are 'quick_gelu' and 'gelu'"):
+            open_tower(source, activation="relu")
+
+    def test_releases_are_those_of_open_clip(self):
+        """Every MetaCLIP entry that open_clip lists gives its own activation and resize mode here, by tag and sizes."""
+        seen = set()
+        for name, tag in open_clip.list_pretrained():
+            if "metaclip" not in tag:
+                continue
+            listed = open_clip.get_pretrained_cfg(name, tag)
+            vision = open_clip.get_model_config(name)["vision_cfg"]
+            sizes = {
+                "hidden_size": vision["width"],
+                "num_hidden_layers": vision["layers"],
+                "patch_size": vision["patch_size"],
+            }
+            release = find_release(tag, sizes, vision["image_size"])
+            assert (release.activation == "quick_gelu") == listed.get("quick_gelu", False), (name, tag)
+            assert release.resize_mode == (listed.get("resize_mode") or "shortest"), (name, tag)
+            tower = next(known for known, shape in TOWERS.items() if shape == tuple(sizes.values()))
+            seen.add((release.tag, release.image_size, tower))
+        ours = {(r.tag, r.image_size, tower) for r in RELEASES for tower in r.sizes}
+        assert seen == ours
+
+    def test_a_tag_that_leaves_it_open_is_refused(self):
+        vit_h = {"hidden_size": 1280, "num_hidden_layers": 32, "patch_size": 14}
+        assert find_release("metaclip2-worldwide", vit_h, 224).activation == "quick_gelu"
+        assert find_release("metaclip_fullcc", vit_h, 336).activation == "quick_gelu"  # resized before
+        with pytest.raises(ValueError, match="either activation"):
+            find_release("metaclip2_worldwide", vit_h, 336)
+        with pytest.raises(ValueError, match="no tower"):
+            find_release("metaclip_400m", vit_h, 224)
+        with pytest.raises(ValueError, match="metaclip_altogether"):
+            find_release("laion2b", vit_h, 224)
+
+    def test_heads_are_those_of_every_published_tower(self):
+        """No tower of open_clip has the sizes of the table and another number of heads."""
+        seen = set()
+        for name in open_clip.list_models():
+            vision = open_clip.get_model_config(name)["vision_cfg"]
+            if "timm_model_name" in vision or isinstance(vision.get("layers", 12), list):
+                continue
+            width = vision.get("width", 768)
+            shape = (width, vision.get("layers", 12), int(width * vision.get("mlp_ratio", 4.0)))
+            if shape in HEADS:
+                assert HEADS[shape] == width // vision.get("head_width", 64), name
+                seen.add(shape)
+        assert seen == HEADS.keys()
+
+    def test_heads_of_other_sizes_are_asked_for(self, tmp_path):
+        file = write_open_clip(tmp_path, visual_state(open_clip_tower()))
+        with pytest.raises(ValueError, match="Give heads="):
+            open_tower(file, activation="gelu")
+        with pytest.raises(CheckpointError, match="num_attention_heads"):
+            open_tower(file, activation="gelu", heads=5)
+        with pytest.raises(ValueError, match="heads = 0"):
+            open_tower(file, activation="gelu", heads=0)

@@ -1,0 +1,362 @@
+"""Hugging Face folders in and out: shards, dtypes, layouts, experts stacked or one by one."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.models import MULTIMODAL, for_models, make_asymmetric, stock_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import llamoe
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion import convert, open_checkpoint
+
+
+def weights(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_equal(given, expected):
+    assert given.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert given[name].dtype == tensor.dtype, name
+        assert torch.equal(given[name], tensor), name
+
+
+@pytest.fixture
+def dense(tmp_path):
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    model = make_asymmetric(LlamaForCausalLM(config)).bfloat16()
+    model.save_pretrained(tmp_path / "dense")
+    return tmp_path / "dense", model
+
+
+@for_models("is_head")
+def test_experts_are_split_and_stacked_bit_for_bit(case, tmp_path):
+    model = case.make().bfloat16()
+    model.save_pretrained(tmp_path / "model", layout="stock")
+    expected = weights(tmp_path / "model")
+    report = convert(tmp_path / "model", tmp_path / "split", experts="split", shard_size="60KB")
+    assert report.files == sorted(path.name for path in (tmp_path / "split").glob("*.safetensors"))
+    parts = weights(tmp_path / "split")
+    assert report.tensors == len(parts)
+    assert report.bytes == sum(tensor.nbytes for tensor in parts.values())
+    for name, tensor in expected.items():
+        if name.endswith("experts.gate_up_proj"):
+            stem, inner = name.removesuffix(".gate_up_proj"), tensor.shape[-1] // 2
+            for expert, matrix in enumerate(tensor):
+                assert torch.equal(parts[f"{stem}.{expert}.gate_proj.weight"], matrix[:, :inner].t())
+                assert torch.equal(parts[f"{stem}.{expert}.up_proj.weight"], matrix[:, inner:].t())
+    assert any("experts.0.down_proj.weight" in name for name in parts) == case.has_experts
+    convert(tmp_path / "split", tmp_path / "back")
+    assert_equal(weights(tmp_path / "back"), expected)
+    config = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "back")]
+    assert config[0] == config[1]
+
+
+@for_models("is_head")
+def test_result_loads_as_stock_and_as_ours(case, tmp_path):
+    case.make().save_pretrained(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "stock", shard_size=100_000)
+    convert(tmp_path / "model", tmp_path / "ours", layout="llamoe")
+    stock = getattr(transformers, case.stock_name)
+    expected = weights(tmp_path / "model")
+    for folder, model_class in (("stock", stock), ("ours", case.model_class)):
+        model, info = model_class.from_pretrained(tmp_path / folder, dtype="auto", output_loading_info=True)
+        assert not any(info.values()), info
+        assert_equal({name: model.state_dict()[name] for name in expected}, expected)
+    types = [
+        json.loads((tmp_path / name / "config.json").read_text())["model_type"] for name in ("stock", "ours")
+    ]
+    assert types == [case.model_class.config_class.stock_model_type, case.model_class.config_class.model_type]
+
+
+def test_sharded_and_pickled_sources_are_read(dense, tmp_path):
+    folder, model = dense
+    expected = weights(folder)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="30KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "config.json").write_bytes((folder / "config.json").read_bytes())
+    shards = [dict(list(expected.items())[::2]), dict(list(expected.items())[1::2])]
+    shards[0]["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    names = [f"pytorch_model-{i}-of-2.bin" for i in (1, 2)]
+    for name, shard in zip(names, shards, strict=True):
+        torch.save(shard, old / name)
+    index = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    (old / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    for source in ("sharded", "old"):
+        report = convert(tmp_path / source, tmp_path / f"from-{source}")
+        assert_equal(weights(tmp_path / f"from-{source}"), expected)
+    assert list(report.dropped) == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
+
+
+def test_dtype_is_cast_and_noted(dense, tmp_path):
+    folder, _ = dense
+    convert(folder, tmp_path / "out", dtype="float16")
+    assert_equal(weights(tmp_path / "out"), {name: tensor.half() for name, tensor in weights(folder).items()})
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "float16"
+
+
+def test_tied_head_is_dropped_with_its_reason(tmp_path):
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=1, num_attention_heads=6,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = stock_model(LlamaForCausalLM, config)
+    model.save_pretrained(tmp_path / "model")
+    state = weights(tmp_path / "model")
+    save_file(
+        {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()},
+        tmp_path / "model/model.safetensors",
+    )
+    report = convert(tmp_path / "model", tmp_path / "out")
+    assert list(report.dropped) == ["lm_head.weight"]
+    assert_equal(weights(tmp_path / "out"), state)
+    other = state["model.embed_tokens.weight"].half()
+    save_file({**state, "lm_head.weight": other}, tmp_path / "model/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from .*tie_word_embeddings"):
+        convert(tmp_path / "model", tmp_path / "other", dry_run=True)
+    other = state["model.embed_tokens.weight"] + 1
+    save_file({**state, "lm_head.weight": other}, tmp_path / "model/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from .*tie_word_embeddings"):
+        convert(tmp_path / "model", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_companions_come_along(dense, tmp_path):
+    folder, _ = dense
+    tokenizer = Tokenizer(WordLevel({f"word{i}": i for i in range(97)}, unk_token="word0"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "notes.txt").write_text("mine")
+    convert(folder, tmp_path / "out")
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert found == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_damaged_companions_are_refused(dense, tmp_path, name):
+    folder, _ = dense
+    (folder / name).write_text('{"model": {"voc')
+    for to in ("hf", "meta"):
+        with pytest.raises(CheckpointError, match=rf"{folder.name}/{name}"):
+            convert(folder, tmp_path / "out", to=to)
+        assert not (tmp_path / "out").exists()
+
+
+def test_tokenizer_of_another_model_is_refused_and_added_padding_noted(dense, tmp_path):
+    folder, _ = dense
+    tokenizer = Tokenizer(WordLevel({f"word{i}": i for i in range(97)}, unk_token="word0"))
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert any("'<pad>' have no row" in note for note in convert(folder, tmp_path / "out").notes)
+    Tokenizer(WordLevel({f"word{i}": i for i in range(98)}, unk_token="word0")).save(
+        str(folder / "tokenizer.json")
+    )
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json: gives 'word97' the id 97, .*vocab_size is 97"
+    ):
+        convert(folder, tmp_path / "other")
+
+
+def test_index_that_does_not_say_what_is_there_is_named(dense, tmp_path):
+    _, model = dense
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="30KB")
+    path = tmp_path / "sharded/model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first = index["weight_map"].pop("model.norm.weight")
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json: does not name 'model\.norm\.weight'"):
+        convert(tmp_path / "sharded", tmp_path / "out")
+    path.write_text(json.dumps({**index, "weight_map": {"nonsense": first}}))
+    with pytest.raises(CheckpointError, match=r"index\.json: says that 'nonsense' is in"):
+        convert(tmp_path / "sharded", tmp_path / "out")
+
+
+def test_what_is_no_tensor_is_listed(dense, tmp_path):
+    folder, _ = dense
+    torch.save({**weights(folder), "step": 3}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert convert(folder, tmp_path / "out").dropped == {"step": "no tensor but a int"}
+
+
+def test_dtype_is_that_of_every_part(tmp_path):
+    MULTIMODAL.make().save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config["text_config"]["dtype"] = "float32"
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    convert(tmp_path / "model", tmp_path / "out", dtype="bfloat16")
+    assert llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+
+
+def test_dry_run_writes_nothing(dense, tmp_path):
+    folder, _ = dense
+    report = convert(folder, tmp_path / "out", dry_run=True, shard_size="20KB")
+    assert report.dry_run
+    assert len(report.files) > 2
+    assert not (tmp_path / "out").exists()
+    assert report.files == convert(folder, tmp_path / "out", shard_size="20KB").files
+
+
+def test_source_is_not_touched(dense, tmp_path):
+    folder, _ = dense
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    convert(folder, tmp_path / "out")
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "gguf"}, "to = 'gguf'"),
+        ({"dtype": "int8"}, "dtype = 'int8'"),
+        ({"shard_size": "5 apples"}, "shard_size = '5 apples'"),
+        ({"shard_size": 0}, "shard_size = 0"),
+        ({"experts": "stacked"}, "experts = 'stacked'"),
+        ({"layout": "meta"}, "layout = 'meta'"),
+        ({"shards": 2}, "shards = 2"),
+        ({"resume": True}, "nothing to resume"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_written(dense, tmp_path, options, message):
+    folder, _ = dense
+    if "resume" in options:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out/file").touch()
+    with pytest.raises(ValueError, match=message):
+        convert(folder, tmp_path / "out", **options)
+    assert (tmp_path / "out").exists() == ("resume" in options)
+
+
+def test_target_that_exists_is_refused_and_stays(dense, tmp_path):
+    folder, _ = dense
+    out = tmp_path / "out"
+    out.write_text("mine")
+    with pytest.raises(ValueError, match="is a file"):
+        convert(folder, out)
+    out.unlink()
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    with pytest.raises(ValueError, match="exists already"):
+        convert(folder, out)
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    with pytest.raises(ValueError, match="lies in the source"):
+        convert(folder, folder / "out")
+    with pytest.raises(ValueError, match="lies in the source"):
+        convert(folder, folder)
+    (tmp_path / "link").symlink_to(folder)
+    for source, target in ((tmp_path / "link", folder / "out"), (folder, tmp_path / "link/out")):
+        with pytest.raises(ValueError, match="lies in the source"):
+            convert(source, target)
+
+
+def test_number_that_is_not_finite_is_refused_and_nothing_left(dense, tmp_path):
+    folder, _ = dense
+    state = weights(folder)
+    state["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight .*1 of its numbers are NaN",
+    ):
+        convert(folder, tmp_path / "out", shard_size="20KB")
+    assert not (tmp_path / "out").exists()
+
+
+def test_number_that_the_dtype_cannot_hold_is_refused(dense, tmp_path):
+    folder, _ = dense
+    state = weights(folder)
+    state["model.norm.weight"][3] = 1e6
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*too large for torch\.float16"):
+        convert(folder, tmp_path / "out", dtype="float16")
+
+
+def test_large_numbers_whose_sum_overflows_pass(dense, tmp_path):
+    folder, _ = dense
+    state = weights(folder)
+    state["model.layers.1.mlp.up_proj.weight"].fill_(60000)
+    save_file(state, folder / "model.safetensors")
+    convert(folder, tmp_path / "out", dtype="float16")
+    assert_equal(weights(tmp_path / "out"), {name: tensor.half() for name, tensor in state.items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("model.norm.weight"), r"model\.norm\.weight missing"),
+        (lambda state: state.update({"score.weight": torch.ones(2, 48)}), r"no score\.weight"),
+        (
+            lambda state: state.update({"model.norm.weight": torch.ones(47)}),
+            r"model\.norm\.weight of shape \[47\].*\[48\]",
+        ),
+        (lambda state: state.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), "dtype int8"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(dense, tmp_path, change, message):
+    folder, _ = dense
+    state = weights(folder)
+    change(state)
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        convert(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantized_and_unknown_models_are_refused(dense, tmp_path):
+    folder, _ = dense
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
+    )
+    with pytest.raises(CheckpointError, match=r"config\.json: the weights are quantized \(gptq\)"):
+        convert(folder, tmp_path / "out")
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
+    with pytest.raises(CheckpointError, match=r"config\.json: .*'mistral'"):
+        convert(folder, tmp_path / "out")
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        open_checkpoint(tmp_path / "nothing")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(CheckpointError, match=r"no checkpoint that is known.*notes\.txt"):
+        open_checkpoint(tmp_path)
+
+
+def test_experts_with_a_gap_are_named(tmp_path):
+    config = llamoe.LlamoeTextConfig(
+        vocab_size=61, hidden_size=48, intermediate_size=40, intermediate_size_mlp=88, num_hidden_layers=1,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=8, num_local_experts=3,
+    )  # fmt: skip
+    make_asymmetric(llamoe.LlamoeForCausalLM(config)).save_pretrained(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "split", experts="split")
+    state = weights(tmp_path / "split")
+    gone = "model.layers.0.feed_forward.experts.1.up_proj.weight"
+    del state[gone]
+    save_file(state, tmp_path / "split/model.safetensors")
+    with pytest.raises(CheckpointError, match=gone):
+        convert(tmp_path / "split", tmp_path / "out")
+
+
+def test_importing_llamoe_does_not_import_conversion():
+    code = "import sys, llamoe; sys.exit('llamoe.conversion' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,330 @@
+"""Meta folders in and out, bit by bit, against files that `meta_folders` cuts by itself."""
+
+import io
+import json
+import re
+
+import pytest
+import torch
+from support.conversions import META_LLAMA_2
+from support.meta_folders import (
+    BY_NAME,
+    CASES,
+    DIM,
+    add_ballast,
+    assert_same,
+    cut,
+    hugging_face,
+    load_files,
+    make_folder,
+    rank_table,
+    whole_model,
+    write_folder,
+)
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    LlamaForCausalLM,
+)
+
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.convert import convert
+from llamoe.conversion.io.name_table import Drop
+from llamoe.conversion.meta.folder import open_meta, save_meta
+from llamoe.conversion.meta.name_tables import llama4_table, llama_table
+from llamoe.conversion.open import open_checkpoint
+
+EACH_COUNT = [pytest.param(case, n, id=f"{case.name}-{n}") for case in CASES for n in case.files]
+
+
+@pytest.mark.parametrize(("case", "count"), EACH_COUNT)
+def test_files_are_joined_as_stock_lays_them_out_and_cut_again_bit_by_bit(case, count, tmp_path):
+    full = make_folder(tmp_path / "meta", case, count)
+    checkpoint = open_meta(tmp_path / "meta")
+    assert checkpoint.kind == ("meta-llama4" if case.family == "llama4" else "meta-llama")
+    expected = hugging_face(case, full)
+    assert_same(checkpoint.tensors, expected)
+    others = (case.files * 2)[case.files.index(count) + 1 :][:1]  # from 1 to 2 to 4 to 1, and so on
+    for other in others:
+        report = save_meta(checkpoint, tmp_path / str(other), shards=other)
+        assert report.files == [f"consolidated.{n:02d}.pth" for n in range(other)]
+        # A file of Llama 3's is written with rows of the embedding, whatever a single file was taken for.
+        for given, wanted in zip(load_files(tmp_path / str(other)), cut(case, full, other), strict=True):
+            assert_same(given, wanted)
+        again = open_meta(tmp_path / str(other))
+        assert again.config == checkpoint.config
+        assert_same(again.tensors, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("name", ["llama-4", "llama-4-dense"])
+def test_unfused_names_of_metas_modules_are_read_and_written(name, count, tmp_path):
+    case = BY_NAME[name]
+    full = make_folder(tmp_path / "meta", case, count, style="unfused")
+    checkpoint = open_meta(tmp_path / "meta")
+    assert_same(checkpoint.tensors, hugging_face(case, full))
+    save_meta(checkpoint, tmp_path / "again", shards=count, style="unfused")
+    for given, wanted in zip(load_files(tmp_path / "again"), cut(case, full, count, "unfused"), strict=True):
+        assert_same(given, wanted)
+
+
+def test_fused_and_unfused_names_may_be_mixed(tmp_path):
+    case = BY_NAME["llama-4"]
+    full = whole_model(case)
+    fused_files, plain = cut(case, full, 2), cut(case, full, 2, "unfused")
+    mixed = [
+        {k: v for k, v in a.items() if not k.startswith("layers.1.")}
+        | {k: v for k, v in b.items() if k.startswith("layers.1.")}
+        for a, b in zip(fused_files, plain, strict=True)
+    ]
+    write_folder(tmp_path / "meta", case.params, mixed)
+    assert_same(open_meta(tmp_path / "meta").tensors, hugging_face(case, full))
+
+
+def test_every_row_of_every_table_is_used_by_a_case(tmp_path):
+    """And every tensor that is dropped says why."""
+    names = {"llama": set(), "llama4": set()}
+    configs = {}
+    for case in CASES:
+        full = make_folder(tmp_path / case.name, case)
+        for style in ("release", "unfused"):
+            names[case.family] |= set(add_ballast(case, cut(case, full, 1, style))[0])
+        checkpoint = open_meta(tmp_path / case.name)
+        configs[case.name] = checkpoint.config
+        assert all(len(reason) > 10 for reason in checkpoint.dropped.values())
+        ballast = set(add_ballast(case, [{}])[0])
+        assert set(checkpoint.dropped) == ballast
+    names["llama4"].add("vision_embeddings.vision_encoder.positional_embedding")  # has a test of its own
+    tables = {"llama": llama_table(0) + llama_table(1), "llama4": llama4_table(configs["llama-4"])}
+    for family, table in tables.items():
+        for row in table:
+            for pattern in [row.pattern] if isinstance(row, Drop) else row.sources:
+                regex = (
+                    re.escape(pattern)
+                    .replace(r"\{i\}", r"\d+")
+                    .replace(r"\{j\}", r"\d+")
+                    .replace(r"\*", ".*")
+                )
+                assert any(re.fullmatch(regex, name) for name in names[family]), pattern
+
+
+def test_older_positions_are_resampled_as_metas_loader_does(tmp_path):
+    """It takes them, class token first, with `grid_sample` at x / width * 2 - 1."""
+    case = BY_NAME["llama-4"]
+    full = whole_model(case)
+    old = torch.randn(17, 96, generator=torch.Generator().manual_seed(0))
+    files = cut(case, full, 2)
+    for part in files:
+        del part["vision_embeddings.vision_encoder.positional_embedding_vlm"]
+        part["vision_embeddings.vision_encoder.positional_embedding"] = old.clone()
+    write_folder(tmp_path, case.params, files)
+    given = open_meta(tmp_path).tensors["vision_model.positional_embedding_vlm"].read()
+    line = torch.arange(4.0) / 4 * 2 - 1
+    grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), dim=-1)[None]
+    patches = torch.nn.functional.grid_sample(
+        old[1:].view(1, 4, 4, 96).permute(0, 3, 1, 2), grid, padding_mode="zeros", align_corners=False
+    )
+    torch.testing.assert_close(given[:16], patches[0].flatten(1).T, atol=1e-6, rtol=0)
+    assert torch.equal(given[16], old[0])
+
+
+def test_a_single_file_may_be_called_consolidated_pth_and_params_nested(tmp_path):
+    case = BY_NAME["llama-4-text"]
+    full = whole_model(case)
+    write_folder(tmp_path, {"model": case.params}, cut(case, full, 1), single=True)
+    assert_same(open_meta(tmp_path).tensors, hugging_face(case, full))
+
+
+@pytest.mark.parametrize(
+    ("name", "model_class"),
+    [
+        ("llama-2-gqa", LlamaForCausalLM),
+        ("llama-3", LlamaForCausalLM),
+        ("llama-4-text", Llama4ForCausalLM),
+        ("llama-4-dense", Llama4ForCausalLM),
+        ("llama-4", Llama4ForConditionalGeneration),
+    ],
+)
+def test_a_converted_folder_loads_in_stock_with_every_key_in_its_place(name, model_class, tmp_path):
+    case = BY_NAME[name]
+    full = make_folder(tmp_path / "meta", case, count=2)
+    report = convert(tmp_path / "meta", tmp_path / "hf")
+    assert report.kind == ("meta-llama4" if case.family == "llama4" else "meta-llama")
+    model, info = model_class.from_pretrained(tmp_path / "hf", output_loading_info=True, dtype="auto")
+    assert not any(info.values()), info
+    assert_same(model.state_dict(), hugging_face(case, full))
+    convert(tmp_path / "hf", tmp_path / "back", to="meta", shards=2)
+    for given, wanted in zip(load_files(tmp_path / "back"), cut(case, full, 2), strict=True):
+        assert_same(given, wanted)
+    assert open_meta(tmp_path / "back").config == open_meta(tmp_path / "meta").config
+
+
+def test_a_head_that_is_the_embedding_is_written_as_a_copy(tmp_path):
+    case = BY_NAME["llama-2"]
+    full = make_folder(tmp_path / "meta", case)
+    checkpoint = open_meta(tmp_path / "meta")
+    checkpoint.config.tie_word_embeddings = True
+    del checkpoint.tensors["lm_head.weight"]
+    report = save_meta(checkpoint, tmp_path / "tied", shards=2)
+    assert any("tie_word_embeddings" in note for note in report.notes)
+    again = open_meta(tmp_path / "tied")
+    assert again.config.tie_word_embeddings
+    assert "tie_word_embeddings" in again.dropped["output.weight"]
+    assert again.tensors.keys() == checkpoint.tensors.keys()
+    files = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "tied").glob("*.pth"))]
+    embedding = full["tok_embeddings.weight"]
+    assert torch.equal(again.tensors["model.embed_tokens.weight"].read(), embedding)
+    assert torch.equal(torch.cat([file["output.weight"] for file in files]), embedding)
+
+
+@pytest.mark.parametrize("pad", [-400, 5000])
+def test_padding_that_no_model_can_have_is_told_with_its_folder(pad, tmp_path):
+    make_folder(tmp_path, BY_NAME["llama-2"])
+    (tmp_path / "llamoe.json").write_text(json.dumps({"pad_token_id": pad}))
+    with pytest.raises(CheckpointError, match=f"{tmp_path.name}.*no model can be made"):
+        open_meta(tmp_path)
+
+
+def test_another_dtype_is_written_for_every_tensor(tmp_path):
+    case = BY_NAME["llama-4"]
+    full = make_folder(tmp_path / "meta", case, 2)
+    save_meta(open_meta(tmp_path / "meta"), tmp_path / "half", shards=4, dtype="bfloat16")
+    again = open_meta(tmp_path / "half")
+    assert again.config.dtype == torch.bfloat16
+    assert_same(again.tensors, {k: v.bfloat16() for k, v in hugging_face(case, full).items()})
+
+
+def test_a_dry_run_writes_nothing(tmp_path):
+    make_folder(tmp_path / "meta", BY_NAME["llama-4"], 2)
+    report = save_meta(open_meta(tmp_path / "meta"), tmp_path / "none", shards=4, dry_run=True)
+    assert len(report.files) == 4 and report.dry_run
+    assert not (tmp_path / "none").exists()
+
+
+def test_numbers_of_experts_and_tokens_may_be_left_to_the_tensors(tmp_path):
+    case = BY_NAME["llama-4"]
+    params = case.params | {"vocab_size": -1, "moe_args": {"interleave_moe_layer_step": 2, "num_experts": -1}}
+    write_folder(tmp_path, params, cut(case, whole_model(case), 2))
+    config = open_meta(tmp_path).config
+    assert (config.text_config.num_local_experts, config.text_config.vocab_size) == (5, 2304)
+    assert (config.boi_token_index, config.image_token_index) == (256 + 80, 256 + 92)
+
+
+def test_which_llama_it_is_shows_in_the_context_length(tmp_path):
+    lengths = {"llama-1": 2048, "llama-2": 4096, "llama-3": 131072, "llama-4": 262144}
+    for name, length in lengths.items():
+        make_folder(tmp_path / name, BY_NAME[name])
+        assert open_checkpoint(tmp_path / name).config.get_text_config().max_position_embeddings == length
+    make_folder(tmp_path / "Llama-4-Instruct" / "original", BY_NAME["llama-4"])
+    text = open_meta(tmp_path / "Llama-4-Instruct" / "original").config.text_config
+    assert text.max_position_embeddings == 10485760
+
+
+@pytest.mark.parametrize(("name", "begin"), [("llama-3", 256), ("llama-4", 256)])
+@pytest.mark.parametrize("place", [".", ".."])
+def test_the_tokenizer_comes_along_from_the_folder_or_from_above_and_goes_back(name, begin, place, tmp_path):
+    make_folder(tmp_path / "release" / "meta", BY_NAME[name], 2)
+    (tmp_path / "release" / "meta" / place / "tokenizer.model").write_bytes(rank_table())
+    convert(tmp_path / "release" / "meta", tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("az").input_ids == [begin, ord("a"), ord("z")]
+    assert (
+        tokenizer.bos_token_id == AutoConfig.from_pretrained(tmp_path / "hf").get_text_config().bos_token_id
+    )
+    assert (tmp_path / "hf" / "chat_template.jinja").is_file()
+    assert (tmp_path / "hf" / "generation_config.json").is_file()
+    assert (tmp_path / "hf" / "processor_config.json").is_file() == (name == "llama-4")
+    report = convert(tmp_path / "hf", tmp_path / "back", to="meta", shards=1)
+    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == rank_table()
+    assert not report.notes
+
+
+def test_a_tokenizer_decides_between_llama_2_and_3(tmp_path):
+    case = BY_NAME["llama-2-gqa"]
+    params = case.params | {"vocab_size": 512}
+    full = whole_model(case) | {
+        name: torch.ones(512, DIM) for name in ("tok_embeddings.weight", "output.weight")
+    }
+    write_folder(tmp_path, params, [full])
+    assert open_meta(tmp_path).config.rope_parameters["rope_theta"] == 10000.0
+    assert any("no tokenizer.model" in note for note in open_meta(tmp_path).notes)
+    (tmp_path / "tokenizer.model").write_bytes(rank_table())
+    config = open_meta(tmp_path).config
+    assert (config.rope_parameters["rope_theta"], config.bos_token_id) == (500000.0, 256)
+
+
+def test_a_tokenizer_without_a_form_of_metas_is_noted_and_left_out(tmp_path):
+    make_folder(tmp_path / "meta", BY_NAME["llama-4"], 2)
+    checkpoint = open_meta(tmp_path / "meta")
+    word_level = {"model": {"type": "WordLevel", "vocab": {"a": 0}}, "added_tokens": []}
+    checkpoint.companions = {"tokenizer.json": json.dumps(word_level).encode()}
+    report = save_meta(checkpoint, tmp_path / "to", shards=1)
+    assert any(note.startswith("no tokenizer.model is written: tokenizer.json") for note in report.notes)
+    assert not (tmp_path / "to" / "tokenizer.model").exists()
+
+
+def test_a_sentencepiece_model_comes_along_to_a_llama_2_and_goes_back(tmp_path):
+    spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
+    written = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"the {n} of a net on {n * 7}" for n in range(200)]),
+        model_writer=written,
+        vocab_size=312,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        num_threads=1,
+        minloglevel=2,
+    )
+    case = BY_NAME["llama-2"]
+    full = whole_model(case)
+    full |= {name: full[name].repeat(3, 1)[:312] for name in ("tok_embeddings.weight", "output.weight")}
+    write_folder(tmp_path / "7B", case.params | {"vocab_size": -1}, cut(case, full, 2))
+    (tmp_path / "tokenizer.model").write_bytes(written.getvalue())
+    convert(tmp_path / "7B", tmp_path / "hf")
+    tokenizer, reference = AutoTokenizer.from_pretrained(tmp_path / "hf"), spm.SentencePieceProcessor()
+    reference.LoadFromSerializedProto(written.getvalue())
+    for text in ("the net", " of a net", "  12 é"):
+        assert tokenizer(text).input_ids == [1, *reference.encode(text)]
+    convert(tmp_path / "hf", tmp_path / "back", to="meta", shards=2)
+    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == written.getvalue()
+    for given, wanted in zip(load_files(tmp_path / "back"), cut(case, full, 2), strict=True):
+        assert_same(given, wanted)
+
+
+def test_a_conversion_that_was_cut_short_goes_on(tmp_path):
+    full = make_folder(tmp_path / "meta", BY_NAME["llama-4"], 2)
+
+    class Stop:
+        """Stands for a process that ends in the middle."""
+
+        def start(self, total):
+            self.total, self.done = total, 0
+
+        def advance(self, nbytes, file):
+            self.done += nbytes
+            if self.done > self.total / 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=4, progress=Stop())
+    assert not (tmp_path / "to" / "params.json").exists()
+    assert not list((tmp_path / "to").glob("*.pth"))
+    with pytest.raises(ValueError, match="unfinished"):
+        save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=4)
+    save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=4, resume=True)
+    for given, wanted in zip(load_files(tmp_path / "to"), cut(BY_NAME["llama-4"], full, 4), strict=True):
+        assert_same(given, wanted)
+
+
+@pytest.mark.parametrize(("instruct", "template"), [(None, True), (True, True), (False, False)])
+def test_it_can_be_said_whether_a_model_was_tuned(instruct, template, tmp_path):
+    """Llama 2 not tuned has no template, and text that spells a special token is not read as one."""
+    META_LLAMA_2.write(tmp_path / "meta", META_LLAMA_2.weights(), 1)
+    convert(tmp_path / "meta", tmp_path / "hf", instruct=instruct)
+    assert (tmp_path / "hf" / "chat_template.jinja").is_file() == template
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert settings.get("split_special_tokens", False) != template

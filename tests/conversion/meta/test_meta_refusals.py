@@ -1,0 +1,221 @@
+"""What is wrong with a Meta folder, or cannot become one, is named before anything is written."""
+
+import re
+
+import pytest
+import torch
+from support.meta_folders import (
+    BY_NAME,
+    VISION,
+    add_ballast,
+    cut,
+    make_folder,
+    rank_table,
+    whole_model,
+    write_folder,
+)
+
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.convert import convert
+from llamoe.conversion.meta.folder import open_meta, save_meta
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "numbers"),
+    [
+        ("llama-2-gqa", 6, ["num_key_value_heads = 4", "6", "fewer"]),
+        ("llama-2-gqa-of-3", 2, ["num_key_value_heads = 3", "2"]),
+        ("llama-4", 3, ["num_key_value_heads = 4", "3"]),
+        (
+            "llama-4",
+            8,
+            [
+                "num_key_value_heads = 4",
+                "intermediate_size = 84",
+                "vision_config.num_attention_heads = 12",
+                "8",
+            ],
+        ),
+        ("llama-2", 0, ["shards = 0"]),
+    ],
+)
+def test_files_that_sizes_cannot_be_divided_by_are_refused(name, shards, numbers, tmp_path):
+    make_folder(tmp_path / "meta", BY_NAME[name])
+    with pytest.raises(ValueError, match="shards") as caught:
+        save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=shards)
+    for number in numbers:
+        assert number in str(caught.value)
+    assert not (tmp_path / "to").exists()
+
+
+def test_more_files_than_key_value_heads_cannot_be_read(tmp_path):
+    case = BY_NAME["llama-2-gqa"]
+    full = whole_model(case)
+    files = cut(case, full, 6)
+    write_folder(tmp_path, case.params, files)
+    with pytest.raises(CheckpointError, match=r"n_kv_heads = 4 cannot be divided by the 6 files"):
+        open_meta(tmp_path)
+
+
+def drop(name):
+    return lambda files, params: [part.pop(name) for part in files]
+
+
+def rename(old, new):
+    return lambda files, params: [part.update({new: part.pop(old)}) for part in files]
+
+
+def double(old, new):
+    return lambda files, params: [part.update({new: part[old].clone()}) for part in files]
+
+
+def shrink(name, rank, rows):
+    return lambda files, params: files[rank].update({name: files[rank][name][:rows].clone()})
+
+
+def replace(name, change, rank=None):
+    def apply(files, params):
+        for part in files if rank is None else [files[rank]]:
+            part[name] = change(part[name])
+
+    return apply
+
+
+def say(**entries):
+    return lambda files, params: params.update(entries)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "llama-2",
+            drop("layers.1.attention.wo.weight"),
+            ["consolidated.00.pth: layers.1.attention.wo.weight missing"],
+        ),
+        ("llama-2", drop("output.weight"), ["output.weight missing", "consolidated.00.pth"]),
+        (
+            "llama-2",
+            lambda files, params: files[1].pop("layers.1.ffn_norm.weight"),
+            ["consolidated.01.pth", "ffn_norm"],
+        ),
+        (
+            "llama-2",
+            rename("layers.1.attention.wo.weight", "layers.1.attention.wx.weight"),
+            ["layers.1.attention.wx.weight"],
+        ),
+        (
+            "llama-2",
+            shrink("layers.1.attention.wq.weight", 0, 30),
+            ["layers.1.attention.wq.weight", "30", "36"],
+        ),
+        ("llama-2", say(n_layers=5), ["n_layers = 5", "2 layers"]),
+        ("llama-2", say(dim=70), ["dim = 70", "72", "norm.weight"]),
+        ("llama-2", say(n_heads=6), ["rope.freqs", "n_heads = 6", "3 frequencies"]),
+        ("llama-2", say(n_kv_heads=4), ["layers.0.attention.wk.weight", "72", "24"]),
+        ("llama-2", say(vocab_size=100), ["vocab_size = 100", "132"]),
+        ("llama-2", say(n_heads="12"), ["params.json", "n_heads = '12'"]),
+        ("llama-2", say(n_heads=None), ["params.json", "n_heads is missing"]),
+        ("llama-2", say(norm_eps=-1.0), ["norm_eps = -1.0"]),
+        (
+            "llama-2",
+            say(quantization_args={"scheme": "int4_weight_int8_dynamic_activation"}),
+            ["quantization_args"],
+        ),
+        (
+            "llama-4",
+            double("layers.1.feed_forward.norm.weight", "layers.1.ffn_norm.weight"),
+            ["layers.1.feed_forward.norm.weight", "layers.1.ffn_norm.weight", "two names"],
+        ),
+        ("llama-4", drop("layers.1.feed_forward.experts.moe_w_swiglu_eD_F"), ["moe_w_swiglu_eD_F missing"]),
+        (
+            "llama-2",
+            replace("layers.1.attention.wk.weight", lambda weight: torch.tensor(1.0)),
+            ["layers.1.attention.wk.weight has shape []"],
+        ),
+        (
+            "llama-4",
+            replace("layers.1.feed_forward.experts.moe_w_swiglu_eD_F", lambda weight: weight.bfloat16()),
+            ["moe_w_swiglu_eD_F", "bfloat16", "moe_w_in_eD_F", "float32"],
+        ),
+        (
+            "llama-4",
+            replace("layers.1.feed_forward.experts.moe_w_out_eF_D", lambda weight: weight[:-1], rank=1),
+            ["consolidated.01.pth", "moe_w_out_eF_D", "[209, 72]", "[210, 72]"],
+        ),
+        ("llama-4", say(moe_args=None), ["router_DE", "moe_args"]),
+        (
+            "llama-4",
+            say(moe_args={"num_experts": 4, "interleave_moe_layer_step": 2}),
+            ["router_DE has 5", "num_experts = 4"],
+        ),
+        ("llama-4", say(moe_args={"num_experts": 5}), ["[1]", "[0, 1]"]),
+        ("llama-4", say(vision_args=None), ["vision_embeddings", "vision_args"]),
+        ("llama-4", say(n_kv_heads=2), ["layers.0.attention.wqkv.weight", "120", "96"]),
+        (
+            "llama-4",
+            say(vision_args=VISION | {"image_size": {"height": 56, "width": 42}}),
+            ["image_size", "square"],
+        ),
+        ("llama-4", say(vision_args=VISION | {"dim": 48}), ["positional_embedding_vlm|conv1", "96"]),
+    ],
+)
+def test_what_contradicts_itself_is_named(name, change, words, tmp_path):
+    case = BY_NAME[name]
+    files, params = add_ballast(case, cut(case, whole_model(case), 2)), dict(case.params)
+    change(files, params)
+    write_folder(tmp_path, params, files)
+    with pytest.raises(CheckpointError) as caught:
+        open_meta(tmp_path)
+    for word in words:
+        assert re.search(word if "|" in word else re.escape(word), str(caught.value)), str(caught.value)
+
+
+def test_a_lost_last_file_is_seen(tmp_path):
+    for name in ("llama-1", "llama-3", "llama-4"):
+        folder = tmp_path / name
+        make_folder(folder, BY_NAME[name], 4)
+        (folder / "consolidated.03.pth").unlink()
+        with pytest.raises(CheckpointError, match="is missing"):
+            open_meta(folder)
+
+
+def test_a_gap_between_the_files_is_named(tmp_path):
+    make_folder(tmp_path, BY_NAME["llama-2-gqa"], 4)
+    (tmp_path / "consolidated.01.pth").unlink()
+    with pytest.raises(CheckpointError, match=r"consolidated\.01\.pth missing"):
+        open_meta(tmp_path)
+
+
+def test_quantized_releases_are_refused_by_name(tmp_path):
+    make_folder(tmp_path, BY_NAME["llama-4"])
+    (tmp_path / "fp8_scales_0.pt").touch()
+    with pytest.raises(CheckpointError, match=r"fp8_scales_0\.pt.*fp8"):
+        open_meta(tmp_path)
+
+
+def test_copies_that_differ_between_files_are_found_when_they_are_written(tmp_path):
+    case = BY_NAME["llama-4"]
+    files = cut(case, whole_model(case), 2)
+    files[1]["norm.weight"] += 1
+    write_folder(tmp_path / "meta", case.params, files)
+    with pytest.raises(CheckpointError, match=r"consolidated\.01\.pth: norm\.weight: differs"):
+        convert(tmp_path / "meta", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_dtypes_that_one_tensor_of_metas_cannot_mix_are_refused(tmp_path):
+    make_folder(tmp_path / "meta", BY_NAME["llama-4"])
+    checkpoint = open_meta(tmp_path / "meta")
+    name = "language_model.model.layers.0.self_attn.k_proj.weight"
+    checkpoint.tensors[name] = checkpoint.tensors[name].cast(torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"bfloat16.*float32.*Choose a dtype"):
+        save_meta(checkpoint, tmp_path / "to", shards=2)
+    save_meta(checkpoint, tmp_path / "to", shards=2, dtype="float32")
+
+
+def test_a_tokenizer_of_another_size_is_refused(tmp_path):
+    make_folder(tmp_path, BY_NAME["llama-4"], 2)
+    (tmp_path / "tokenizer.model").write_bytes(rank_table() + b"YWE= 256\n")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: .*257 \+ 2048.*2304"):
+        open_meta(tmp_path)

@@ -1,0 +1,494 @@
+"""Two checkpoints are the same function, or verify says what parts them."""
+
+import json
+import math
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import (
+    IMAGE_TOKEN,
+    MODELS,
+    dense_config,
+    make_asymmetric,
+    multimodal_config,
+    text_config,
+    vision_config,
+)
+
+import llamoe
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.clip.convert_vision import convert_vision
+from llamoe.conversion.hf import open_hf, save_hf
+from llamoe.conversion.io.lazy_tensor import from_tensor
+from llamoe.conversion.meta.folder import save_meta
+from llamoe.conversion.open import open_checkpoint
+from llamoe.conversion.upcycle import upcycle
+from llamoe.conversion.verify import run_streamed
+from llamoe.conversion.verify.command import verify
+
+CLASSES = {
+    "dense": ("LlamoeDenseForCausalLM", dense_config),
+    "text": ("LlamoeForCausalLM", text_config),
+    "tower": ("LlamoeVisionModel", vision_config),
+    "multimodal": ("LlamoeForConditionalGeneration", multimodal_config),
+}
+# Of values of deviation about one: the same products at other addresses may be summed in another order.
+ROUNDING = 1e-5
+FAMILIES = pytest.mark.parametrize("family", CLASSES)
+
+
+def build(family, seed=0, **fields):
+    """A model with weights of a seed; `fields` change its configuration."""
+    name, make = CLASSES[family]
+    config = make()
+    for field, value in fields.items():
+        setattr(config, field, value)
+    return make_asymmetric(getattr(llamoe, name)(config), seed)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Gives a folder with the model of a family; it is not to be changed."""
+    root = tmp_path_factory.mktemp("saved")
+
+    def folder(family):
+        if not (root / family).exists():
+            build(family).save_pretrained(root / family, layout="stock" if family != "tower" else "llamoe")
+        return root / family
+
+    return folder
+
+
+def edited(folder: Path, target: Path, change=None, **fields) -> Path:
+    """A copy of a folder whose tensors went through `change`, with other fields in config.json."""
+    shutil.copytree(folder, target)
+    if change is not None:
+        tensors = load_file(target / "model.safetensors")
+        change(tensors)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, target / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **fields}))
+    return target
+
+
+@FAMILIES
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_model_read_one_matrix_at_a_time_computes_what_the_whole_model_does(family, stream):
+    # `text` has chunks of 16 tokens, layers without positions and temperatures from 8 on: 53 tokens cross them.
+    model = build(family)
+    tensors = {name: from_tensor(value) for name, value in model.state_dict().items()}
+    weights = run_streamed.Weights(model.config, tensors, torch.device("cpu"))
+    inputs, _ = run_streamed.random_inputs((model.config, model.config), 53, 2, seed=1)
+    states = {}
+    found = run_streamed.run(model.config, weights, inputs, stream=stream, watch=states.__setitem__)
+    with torch.no_grad():
+        expected = model(**inputs, output_hidden_states=True)
+    assert found
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=ROUNDING)
+    # The states are those of `output_hidden_states`: of each layer's input, the last one behind the norm.
+    kind = "vision_model.layers." if family == "tower" else "layers."
+    layers = [state for name, state in states.items() if name.startswith(kind)]
+    assert len(layers) == model.config.get_text_config().num_hidden_layers
+    for state, its in zip(layers[:-1], expected.hidden_states[1:-1], strict=True):
+        torch.testing.assert_close(state, its, rtol=0, atol=ROUNDING)
+    if family != "tower":
+        torch.testing.assert_close(states["norm"], expected.hidden_states[-1], rtol=0, atol=ROUNDING)
+
+
+def test_random_inputs_hold_pictures_and_no_image_token_besides():
+    config = multimodal_config()
+    inputs, same = run_streamed.random_inputs((config, config), 11, 3, seed=0)
+    tiles = (inputs["input_ids"] == IMAGE_TOKEN).sum(-1)
+    assert tiles.tolist() == [config.vision_config.tokens_per_tile] * 3 and len(inputs["pixel_values"]) == 3
+    assert inputs["input_ids"].shape == (3, 11 + config.vision_config.tokens_per_tile)
+    assert all(torch.equal(inputs[name], same[name]) for name in inputs)
+
+
+def test_a_stream_holds_one_matrix_at_a_time_and_only_the_experts_that_are_used():
+    model = build("text", num_local_experts=5)
+    tensors = {name: from_tensor(value) for name, value in model.state_dict().items()}
+    alive, most, rows = weakref.WeakSet(), [], []
+
+    class Watched(run_streamed.Weights):
+        def read(self, name, start=0, stop=None):
+            value = super().read(name, start, stop).clone()
+            alive.add(value.untyped_storage())
+            most.append(sum(storage.nbytes() for storage in alive))
+            rows.append((name, start))
+            return value
+
+    weights = Watched(model.config, tensors, torch.device("cpu"))
+    inputs = {"input_ids": torch.tensor([[3]])}
+    run_streamed.run(model.config, weights, inputs, stream=True, watch=lambda name, state: None)
+    largest = max(tensor.nbytes // (tensor.shape[0] if tensor.ndim > 2 else 1) for tensor in tensors.values())
+    experts = [row for row in rows if "experts.gate_up_proj" in row[0]]
+    assert len(experts) == 2 * len(model.config.moe_layers)  # one token, two experts, of five
+    # The two matrices of an expert are there together.
+    assert largest <= max(most) <= 2 * largest
+    assert len(set(rows)) == len(rows)
+
+
+@FAMILIES
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_a_checkpoint_is_the_same_as_itself(family, by_layer, saved):
+    result = verify(saved(family), saved(family), by_layer=by_layer)
+    assert result.same_weights and result.same_function and result.by_layer == by_layer
+    assert all(part.max_abs <= ROUNDING and part.std > 0.1 for part in [*result.outputs, *result.layers])
+    assert not result.tensors and not result.function and not result.structure and result.first_layer is None
+    assert result.layers[0].name == ("vision_model.layers.0" if family == "tower" else "embed_tokens")
+    json.dumps(result.as_dict(), allow_nan=False)
+    assert [title for title, _ in result.sections()] == ["verdict", "tensors", "outputs"]
+
+
+@pytest.mark.parametrize("family", ["text", "multimodal"])
+def test_formats_of_the_same_weights_are_the_same(family, saved, tmp_path):
+    split = tmp_path / "split"
+    save_hf(open_hf(saved(family)), split, experts="split", shard_size="200KB")
+    result = verify(saved(family), split)
+    assert result.same_weights and result.same_function and result.outputs[0].max_abs <= ROUNDING
+    shutil.copytree(saved(family), tmp_path / "bin")
+    tensors = load_file(tmp_path / "bin" / "model.safetensors")
+    torch.save(tensors, tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "bin" / "model.safetensors").unlink()
+    assert verify(tmp_path / "bin", split).same_function
+
+
+@pytest.mark.parametrize("family", ["dense", "text", "multimodal"])
+def test_a_folder_of_meta_is_the_same_as_that_of_hugging_face(family, tmp_path):
+    name, make = CLASSES[family]
+    config = make(head_dim=12, vocab_size=102)  # heads as Meta's code has them, rows for two files
+    make_asymmetric(getattr(llamoe, name)(config)).save_pretrained(tmp_path / "hf")
+    save_meta(open_hf(tmp_path / "hf"), tmp_path / "meta", shards=2)
+    result = verify(tmp_path / "meta", tmp_path / "hf")
+    assert result.same_weights and result.same_function, result.reasons
+    assert result.kinds[0].startswith("meta-llama") and result.kinds[1] == "hf"
+    # Queries and keys of the wrong rotation have the right names, shapes and numbers.
+    if family == "dense":
+        other = open_checkpoint(tmp_path / "meta")
+        other.config.rope_interleave = True
+        result = verify(other, tmp_path / "hf")
+        assert result.same_weights and result.same_function is False and result.first_layer == "layers.0"
+
+
+def test_towers_of_every_format_are_the_same_and_the_activation_decides(tmp_path):
+    fields = dict(use_rope=False, use_adapter=False, projection_dim=22, vision_output_dim=120)
+    config = llamoe.LlamoeVisionConfig(
+        hidden_size=120, num_hidden_layers=3, num_attention_heads=6, intermediate_size=200,
+        image_size=56, patch_size=14, hidden_act="quick_gelu", **fields,
+    )  # fmt: skip
+    make_asymmetric(llamoe.LlamoeVisionModel(config)).save_pretrained(tmp_path / "tower")
+    for kind in ("open_clip", "clip"):
+        convert_vision(tmp_path / "tower", tmp_path / kind, to=kind)
+        result = verify(tmp_path / kind, tmp_path / "tower", by_layer=True)
+        assert result.same_weights and result.same_function, result.reasons
+        assert [part.name for part in result.outputs] == ["last_hidden_state", "pooler_output"]
+    other = edited(tmp_path / "tower", tmp_path / "gelu", hidden_act="gelu")
+    result = verify(tmp_path / "open_clip", other)
+    assert result.same_weights and result.same_function is False
+    assert result.function == {"hidden_act": ("quick_gelu", "gelu")}
+    assert result.first_layer == "vision_model.layers.0"
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "first", "second"),
+    [
+        ("dense", 1, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        ("dense", 2, "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        ("text", 2, "input_layernorm.weight", "post_attention_layernorm.weight"),
+        (
+            "text",
+            3,
+            "feed_forward.shared_expert.gate_proj.weight",
+            "feed_forward.shared_expert.up_proj.weight",
+        ),
+    ],
+)
+def test_tensors_of_one_shape_that_were_swapped_are_found(family, layer, first, second, saved, tmp_path):
+    names = [f"model.layers.{layer}.{name}" for name in (first, second)]
+
+    def swap(tensors):
+        tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
+
+    result = verify(saved(family), edited(saved(family), tmp_path / "swapped", swap))
+    assert not result.same_weights and result.same_function is False
+    assert set(result.tensors) == set(names)
+    assert result.first_layer == f"layers.{layer}"
+    assert any(f"layers.{layer}" in reason for reason in result.reasons)
+    assert any(names[0] in label or names[1] in label for _, rows in result.sections() for label, _ in rows)
+
+
+def test_a_swapped_half_of_one_expert_is_found(saved, tmp_path):
+    key = "model.layers.3.feed_forward.experts.gate_up_proj"
+
+    def swap(tensors):
+        gate, up = tensors[key][4].chunk(2, dim=-1)
+        tensors[key][4] = torch.cat([up, gate], dim=-1)
+
+    result = verify(saved("text"), edited(saved("text"), tmp_path / "swapped", swap))
+    assert set(result.tensors) == {key} and not result.same_function and result.first_layer == "layers.3"
+
+
+def test_a_swapped_tensor_of_the_tower_is_found_with_pictures(saved, tmp_path):
+    names = [f"vision_model.model.layers.1.self_attn.{kind}_proj.weight" for kind in "qk"]
+
+    def swap(tensors):
+        tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
+
+    result = verify(saved("multimodal"), edited(saved("multimodal"), tmp_path / "swapped", swap))
+    assert set(result.tensors) == set(names)
+    assert result.same_function is False and result.first_layer == "vision_model.layers.1"
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("dense", "rms_norm_eps", 1e-5),
+        ("dense", "hidden_act", "gelu"),
+        ("dense", "rope_parameters", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
+        ("text", "attention_chunk_size", 200),
+        ("text", "attn_temperature_tuning", False),
+        ("text", "use_qk_norm", False),
+        ("text", "no_rope_layers", [1, 0, 1, 1, 1]),
+    ],
+)
+def test_fields_that_make_another_function_are_named_even_where_few_tokens_hide_them(
+    family, field, value, saved, tmp_path
+):
+    other = edited(saved(family), tmp_path / "other", **{field: value})
+    result = verify(saved(family), other, tokens=3, rows=1)
+    assert result.same_weights and result.same_function is False
+    field = {"no_rope_layers": "layers that rotate"}.get(field, field)
+    assert field in result.function
+    assert any("configuration" in reason and field in reason for reason in result.reasons)
+    assert verify(saved(family), other, logits=False).same_function is False
+
+
+def test_fields_that_come_to_the_same_are_no_difference(saved, tmp_path):
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 1.0}
+    same = edited(saved("dense"), tmp_path / "same", rope_parameters=rope, attention_dropout=0.1)
+    result = verify(saved("dense"), same)
+    assert result.same_function and not result.function
+    # A chunk as long as the context is never left.
+    whole = edited(saved("text"), tmp_path / "whole", attention_chunk_size=256)
+    wider = edited(saved("text"), tmp_path / "wider", attention_chunk_size=300)
+    assert verify(whole, wider).same_function
+
+
+def test_the_same_function_of_other_weights_is_the_same_function(saved, tmp_path):
+    """Interleaved pairs instead of halves: rows of q and k in another order, as Meta stores them."""
+    model = build("dense")
+    config = dense_config(rope_parameters=model.config.rope_parameters)
+    config.rope_interleave = True
+    turned = llamoe.LlamoeDenseForCausalLM(config)
+    state = model.state_dict()
+    for name, value in state.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            halves = value.unflatten(0, (-1, 2, config.head_dim // 2))
+            state[name] = halves.transpose(1, 2).flatten(0, 2)
+    turned.load_state_dict(state)
+    turned.save_pretrained(tmp_path / "turned")
+    result = verify(saved("dense"), tmp_path / "turned")
+    assert not result.same_weights and len(result.tensors) == 2 * config.num_hidden_layers
+    assert result.same_function and result.structure == {"rope_interleave": (False, True)}
+    assert 0 < result.outputs[0].max_abs < 1e-5 * result.outputs[0].std and result.outputs[0].top1 == 1
+    assert verify(saved("dense"), tmp_path / "turned", logits=False).same_function is None
+
+
+def test_a_dense_model_and_the_mixture_that_computes_it_are_the_same_function(saved, tmp_path):
+    """Experts of zeros beside a shared expert with the dense feed-forward."""
+    dense = build("dense")
+    config = llamoe.LlamoeTextConfig(
+        vocab_size=101,
+        hidden_size=72,
+        intermediate_size=92,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=20,
+        num_local_experts=3,
+        rms_norm_eps=dense.config.rms_norm_eps,
+        rope_parameters=dense.config.rope_parameters,
+        rope_interleave=False,
+        max_position_embeddings=256,
+        no_rope_layer_interval=0,
+        attention_chunk_size=None,
+        use_qk_norm=False,
+    )
+    mixture = make_asymmetric(llamoe.LlamoeForCausalLM(config))
+    state = {
+        name.replace(".mlp.", ".feed_forward.shared_expert."): value
+        for name, value in dense.state_dict().items()
+    }
+    for name, value in mixture.state_dict().items():
+        if ".experts." in name:
+            value = torch.zeros_like(value)
+        state.setdefault(name, value)
+    mixture.load_state_dict(state)
+    mixture.save_pretrained(tmp_path / "mixture")
+    result = verify(saved("dense"), tmp_path / "mixture")
+    assert result.same_function and not result.same_weights
+    assert result.outputs[0].max_abs <= ROUNDING and not result.function
+    assert result.only_in_a and result.only_in_b and result.structure["model_type"]
+
+
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_an_upcycled_model_is_the_same_function_until_it_gets_noise(interleave, saved, tmp_path):
+    options = dict(experts=3, interleave=interleave, top_k=2)
+    upcycle(saved("dense"), tmp_path / "still", **options)
+    result = verify(saved("dense"), tmp_path / "still")
+    assert result.same_function and not result.same_weights, result.reasons
+    assert result.structure["num_experts_per_tok"] == (None, 2)
+    upcycle(saved("dense"), tmp_path / "noisy", noise=0.3, **options)
+    result = verify(saved("dense"), tmp_path / "noisy")
+    assert result.same_function is False and result.first_layer == f"layers.{interleave - 1}"
+
+
+def test_rounded_weights_are_within_the_tolerance_that_is_given(saved, tmp_path):
+    save_hf(open_hf(saved("dense")), tmp_path / "bf16", dtype="bfloat16")
+    result = verify(saved("dense"), tmp_path / "bf16")
+    assert result.same_function is False and not result.same_weights
+    assert result.dtypes == {"float32 and bfloat16": result.compared}
+    assert verify(saved("dense"), tmp_path / "bf16", tolerance=0.2).same_function
+    assert not verify(saved("dense"), tmp_path / "bf16", tolerance=0.2).same_weights
+    # What bfloat16 holds is the same in float32.
+    save_hf(open_hf(tmp_path / "bf16"), tmp_path / "float32", dtype="float32")
+    result = verify(tmp_path / "bf16", tmp_path / "float32")
+    assert result.same_weights and result.same_function and result.dtypes
+
+
+def test_a_tied_head_is_the_same_as_its_copy(tmp_path):
+    tied = build("dense", tie_word_embeddings=True)
+    tied.tie_weights()
+    tied.save_pretrained(tmp_path / "tied")
+    state = load_file(tmp_path / "tied" / "model.safetensors")
+    assert "lm_head.weight" not in state
+    edited(
+        tmp_path / "tied",
+        tmp_path / "untied",
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+        tie_word_embeddings=False,
+    )
+    for by_layer in (True, False):
+        result = verify(tmp_path / "tied", tmp_path / "untied", by_layer=by_layer)
+        assert result.same_weights and result.same_function
+        assert result.structure == {"tie_word_embeddings": (True, False)}
+
+
+def test_appended_tokens_leave_the_common_ones_comparable(saved, tmp_path):
+    def append(tensors):
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = torch.cat([tensors[name], torch.ones(6, 72)])
+
+    longer = edited(saved("dense"), tmp_path / "longer", append, vocab_size=107)
+    result = verify(saved("dense"), longer)
+    assert result.same_function and not result.same_weights and not result.tensors
+    assert result.shapes["lm_head.weight"] == ([101, 72], [107, 72])
+    assert any("101 and 107" in reason for reason in result.reasons)
+    assert verify(longer, saved("dense")).same_function
+
+
+def test_fewer_key_value_heads_are_another_function_of_other_shapes(saved, tmp_path):
+    def pool(tensors):
+        for name in [name for name in tensors if name.endswith(("k_proj.weight", "v_proj.weight"))]:
+            tensors[name] = tensors[name].unflatten(0, (2, 20)).mean(0)
+
+    pooled = edited(saved("dense"), tmp_path / "pooled", pool, num_key_value_heads=1)
+    result = verify(saved("dense"), pooled)
+    assert result.same_function is False and result.structure == {"num_key_value_heads": (2, 1)}
+    assert len(result.shapes) == 6 and not result.tensors and result.first_layer == "layers.0"
+
+
+def test_models_of_other_sizes_are_told_apart_without_an_error(saved, tmp_path):
+    config = dense_config(hidden_size=84, num_hidden_layers=2)
+    make_asymmetric(llamoe.LlamoeDenseForCausalLM(config)).save_pretrained(tmp_path / "wider")
+    result = verify(saved("dense"), tmp_path / "wider")
+    assert result.same_function is False and result.first_layer is None
+    assert result.structure["hidden_size"] == (72, 84) and result.structure["num_hidden_layers"] == (3, 2)
+    assert any("hidden sizes differ" in reason for reason in result.reasons)
+    json.dumps(result.as_dict(), allow_nan=False)
+    assert result.sections()
+
+
+def test_a_multimodal_model_is_compared_with_its_decoder_and_its_tower(saved, tmp_path):
+    whole = llamoe.LlamoeForConditionalGeneration.from_pretrained(saved("multimodal"))
+    whole.language_model.save_pretrained(tmp_path / "text")
+    whole.vision_model.save_pretrained(tmp_path / "tower")
+    for part in ("text", "tower"):
+        result = verify(saved("multimodal"), tmp_path / part)
+        assert result.same_weights and result.same_function, result.reasons
+        assert verify(tmp_path / part, saved("multimodal")).same_function
+        assert any("is multimodal" in reason for reason in result.reasons)
+    with pytest.raises(ValueError, match="tower and a decoder have nothing to compare"):
+        verify(tmp_path / "text", tmp_path / "tower")
+
+
+def test_towers_for_other_pictures_are_told_apart(saved, tmp_path):
+    config = vision_config()
+    config.image_size = 84
+    config.validate()
+    make_asymmetric(llamoe.LlamoeVisionModel(config)).save_pretrained(tmp_path / "larger")
+    result = verify(saved("tower"), tmp_path / "larger")
+    assert result.same_function is False and not result.outputs
+    assert result.function["image_size"] == (56, 84)
+    assert any("3 x 56 x 56" in reason and "3 x 84 x 84" in reason for reason in result.reasons)
+
+
+def test_numbers_that_are_none_are_found(saved, tmp_path):
+    def spoil(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+        tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = torch.inf
+
+    spoiled = edited(saved("dense"), tmp_path / "spoiled", spoil)
+    result = verify(saved("dense"), spoiled)
+    assert result.same_function is False
+    assert result.not_finite == [f"b: model.layers.{layer}.mlp.up_proj.weight" for layer in (1, 2)]
+    assert result.first_layer == "layers.1"
+    nan, infinite = (result.tensors.pop(f"model.layers.{layer}.mlp.up_proj.weight") for layer in (1, 2))
+    assert math.isnan(nan) and infinite == math.inf and not result.tensors
+    json.dumps(result.as_dict(), allow_nan=False)
+    result = verify(spoiled, spoiled)
+    assert result.same_weights and result.same_function is False  # what is no number is no function
+
+
+def test_bad_arguments_and_paths_are_told(saved, tmp_path):
+    for options, word in (
+        ({"tokens": 0}, "tokens"),
+        ({"rows": True}, "rows"),
+        ({"tolerance": -1}, "tolerance"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            verify(saved("dense"), saved("dense"), **options)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        verify(saved("dense"), tmp_path / "nowhere")
+
+
+def test_progress_ends_at_its_total(saved):
+    class Seen:
+        total = done = 0
+
+        def start(self, total):
+            self.total = total
+
+        def advance(self, nbytes, file):
+            assert nbytes > 0
+            self.done += nbytes
+
+    for by_layer in (True, False):
+        seen = Seen()
+        verify(saved("text"), saved("text"), by_layer=by_layer, progress=seen)
+        assert (
+            seen.done
+            == seen.total
+            == 4 * (saved("text") / "model.safetensors").stat().st_size // 1
+            - 4 * (8 + int.from_bytes((saved("text") / "model.safetensors").read_bytes()[:8], "little"))
+        )
+
+
+def test_a_model_of_every_class_with_a_head_is_known():
+    known = {name for name, _ in CLASSES.values()}
+    assert {case.name for case in MODELS if case.is_head} < known

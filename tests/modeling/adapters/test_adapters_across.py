@@ -1,0 +1,523 @@
+"""Adapters move between stock Llama, Llama 4 and ours, through both of the ways to load one."""
+
+import copy
+import json
+from functools import partial
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.hotswap import hotswap_adapter
+from safetensors.torch import load_file
+from support.models import MODELS, MULTIMODAL, main_output, make_asymmetric, max_abs, run, stock_text_config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+import llamoe
+
+CASES = {case.name: case for case in MODELS}
+HEADS = [case for case in MODELS if case.stock_name and case.is_head]
+TEXT = CASES["LlamoeForCausalLM"]
+DENSE = CASES["LlamoeDenseForCausalLM"]
+for_heads = pytest.mark.parametrize("case", HEADS, ids=lambda case: case.name)
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TOWER = [
+    "fc1",
+    "fc2",
+    "linear",
+    "linear_1",
+]  # of which `linear` embeds patches and `linear_1` is the projector
+# Written for stock's names: one projection of each attention, shared experts and dense feed-forwards.
+REGEX = r".*layers\.\d+\.(self_attn\.[qk]_proj|(feed_forward|mlp)\.(shared_expert\.)?up_proj)"
+ADAPTERS = {
+    "all": dict(target_modules=LINEAR + TOWER),
+    "regex": dict(target_modules=REGEX),
+    "dora": dict(target_modules=["q_proj", "up_proj"], use_dora=True),
+    "patterns": dict(
+        target_modules=["q_proj", "up_proj"],
+        use_rslora=True,
+        rank_pattern={"q_proj": 5},
+        alpha_pattern={"up_proj": 3},
+    ),
+    "saved": dict(target_modules=["v_proj"], modules_to_save=["lm_head", "embed_tokens"]),
+    "tokens": dict(target_modules=["v_proj"], trainable_token_indices=[3, 5, 7]),
+    "embeddings": dict(target_modules=["v_proj", "lm_head", "embed_tokens"]),
+}
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def pair(case, **text):
+    """Ours and stock's model with the same weights."""
+    ours = case.make(**text)
+    stock_class = getattr(transformers, case.stock_name)
+    stock = stock_class(stock_class.config_class(**llamoe.to_stock(ours.config)))
+    stock.load_state_dict(ours.state_dict())
+    return ours, stock.eval()
+
+
+def inputs_of(case):
+    # Stock Llama 4 numbers padded rows otherwise.
+    return case.inputs(padding=(0, 0, 0), length=37)
+
+
+def adapted(model, seed=3, **options):
+    """A copy of a model with an adapter all of whose factors are random: fresh ones change nothing."""
+    options = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **options}
+    model = get_peft_model(copy.deepcopy(model), LoraConfig(**options))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name and "magnitude" not in name:
+                scale = 0.6 * parameter.shape[-1] ** -0.5 * torch.linspace(0.7, 1.3, parameter.shape[-1])
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+            elif parameter.requires_grad:  # magnitudes, copies of whole modules, tokens
+                parameter.mul_(1.1).add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def load(model, folder, how):
+    """Load an adapter onto a copy of a model, in one of the two ways."""
+    model = copy.deepcopy(model)
+    if how == "PeftModel":
+        return PeftModel.from_pretrained(model, folder)
+    info = model.load_adapter(folder)
+    assert not info.missing_keys and not info.unexpected_keys and not info.mismatched_keys, info
+    return model
+
+
+both_ways = pytest.mark.parametrize("how", ["PeftModel", "load_adapter"])
+
+
+@for_heads
+@pytest.mark.parametrize("kind", list(ADAPTERS))
+def test_adapters_of_stock_give_the_same_logits_on_ours_and_back(case, kind, tmp_path):
+    """0 for the dense family, 9.3e-6 at most for the mixtures, which differ by 6e-6 without an adapter too.
+
+    The logits have a deviation of 1; the adapters change them by whole units.
+    """
+    ours, stock = pair(case)
+    inputs = inputs_of(case)
+    before = run(ours, **inputs)
+    for name, source, target in (("from_stock", stock, ours), ("from_ours", ours, stock)):
+        trained = adapted(source, **ADAPTERS[kind])
+        trained.save_pretrained(tmp_path / name)
+        expected = run(trained, **inputs)
+        assert max_abs(expected, before) > 0.5
+        # Loading on stock is a matter of its own: there its `load_adapter` drops DoRA's vectors and, before
+        # transformers 5.23, trained embeddings and every adapter of a multimodal model.
+        for how in ("PeftModel", "load_adapter") if target is ours else ("PeftModel",):
+            assert max_abs(run(load(target, tmp_path / name, how), **inputs), expected) < 2e-5, (name, how)
+    assert set(load_file(tmp_path / "from_stock/adapter_model.safetensors")) == set(
+        load_file(tmp_path / "from_ours/adapter_model.safetensors")
+    )
+
+
+@pytest.mark.parametrize("case", [DENSE, TEXT], ids=lambda case: case.name)
+def test_adapters_of_ours_load_through_stock_load_adapter(case, tmp_path):
+    ours, stock = pair(case)
+    trained = adapted(ours, **ADAPTERS["all"])
+    trained.save_pretrained(tmp_path)
+    inputs = inputs_of(case)
+    assert max_abs(run(load(stock, tmp_path, "load_adapter"), **inputs), run(trained, **inputs)) < 1e-5
+
+
+# The experts' stacked tensors
+
+
+def expert_pair(targets, hidden_size=72, intermediate_size=52, task_type="CAUSAL_LM"):
+    """Ours and stock's, and an adapter of stock's experts."""
+    ours, stock = pair(TEXT, hidden_size=hidden_size, intermediate_size=intermediate_size)
+    options = dict(target_modules=["v_proj"], target_parameters=targets, rank_pattern={"v_proj": 3})
+    return ours, stock, adapted(stock, task_type=task_type, **options)
+
+
+@both_ways
+@pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:]], ids=["both", "gate_up", "down"])
+def test_experts_trained_on_stock_are_turned_round(targets, how, tmp_path):
+    ours, stock, trained = expert_pair(targets)
+    trained.save_pretrained(tmp_path)
+    inputs = inputs_of(TEXT)
+    expected = run(trained, **inputs)
+    assert max_abs(expected, run(stock, **inputs)) > 0.5
+    loaded = load(ours, tmp_path, how)
+    assert max_abs(run(loaded, **inputs), expected) < 1e-5
+    # What is saved again is ours, and is read as such.
+    loaded.save_pretrained(tmp_path / "again")
+    assert max_abs(run(load(ours, tmp_path / "again", how), **inputs), expected) < 1e-5
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("targets", "intermediate_size"), [(EXPERTS[1:], 72), (EXPERTS[:1], 36)], ids=["down", "gate_up"]
+)
+def test_square_experts_are_read_by_what_the_adapter_says_of_its_base(
+    targets, intermediate_size, how, tmp_path
+):
+    """With as many inputs as outputs the shapes tell nothing: taken the wrong way round they load all the same."""
+    ours, stock, trained = expert_pair(targets, intermediate_size=intermediate_size, task_type=None)
+    inputs = inputs_of(TEXT)
+    expected = run(trained, **inputs)
+    trained.save_pretrained(tmp_path / "stock")
+    assert max_abs(run(load(ours, tmp_path / "stock", how), **inputs), expected) < 1e-5
+    mine = adapted(ours, target_modules=["v_proj"], target_parameters=targets)
+    mine.save_pretrained(tmp_path / "ours")
+    assert max_abs(run(load(ours, tmp_path / "ours", how), **inputs), run(mine, **inputs)) < 1e-6
+
+
+@both_ways
+def test_square_experts_of_an_unknown_base_are_refused(how, tmp_path):
+    """peft writes the base's class only where the task is not said."""
+    ours, _, trained = expert_pair(EXPERTS[1:], intermediate_size=72)
+    trained.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="auto_mapping.*Llama4ForCausalLM"):
+        load(ours, tmp_path, how)
+    # The remedy that the message names.
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config["auto_mapping"] = {"base_model_class": "Llama4ForCausalLM", "parent_library": "transformers"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    inputs = inputs_of(TEXT)
+    assert max_abs(run(load(ours, tmp_path, how), **inputs), run(trained, **inputs)) < 1e-5
+    # Beside a pair that is not square the square one is no question.
+    both = adapted(pair(TEXT, intermediate_size=72)[1], target_modules=["v_proj"], target_parameters=EXPERTS)
+    both.save_pretrained(tmp_path / "both")
+    assert max_abs(run(load(ours, tmp_path / "both", how), **inputs), run(both, **inputs)) < 1e-5
+
+
+def test_square_experts_are_read_into_an_adapter_that_exists(tmp_path):
+    """As `Trainer` does when it resumes: peft then reads the weights alone, without their config."""
+    ours, stock, trained = expert_pair(EXPERTS[1:], intermediate_size=72, task_type=None)
+    trained.save_pretrained(tmp_path / "stock")
+    mine = adapted(
+        ours, seed=5, target_modules=["v_proj"], target_parameters=EXPERTS[1:], rank_pattern={"v_proj": 3}
+    )
+    mine.save_pretrained(tmp_path / "ours")
+    inputs = inputs_of(TEXT)
+    expected = {"stock": run(trained, **inputs), "ours": run(mine, **inputs)}
+    for first in ("stock", "ours"):
+        model = load(ours, tmp_path / first, "PeftModel")
+        for name in ("ours", "stock", "stock", "ours"):
+            model.load_adapter(tmp_path / name, "default")
+            assert max_abs(run(model, **inputs), expected[name]) < 1e-5
+        model.save_pretrained(tmp_path / "again")
+        assert max_abs(run(load(ours, tmp_path / "again", "load_adapter"), **inputs), expected["ours"]) < 1e-5
+    # In memory the layout is that of the model.
+    other = adapted(
+        ours, seed=6, target_modules=["v_proj"], target_parameters=EXPERTS[1:], rank_pattern={"v_proj": 3}
+    )
+    peft.set_peft_model_state_dict(other, peft.get_peft_model_state_dict(mine))
+    assert torch.equal(run(other, **inputs), expected["ours"])
+
+
+@pytest.mark.parametrize("size", [72, 52], ids=["square", "not_square"])
+def test_experts_are_read_the_right_way_when_adapters_swap(size, tmp_path):
+    """peft's hotswap, by its own function and by transformers'."""
+    ours, stock = pair(TEXT, hidden_size=72, intermediate_size=size)
+    # No `rank_pattern`: of two ranks the function gives all layers one scale, on stock models too.
+    options = dict(target_modules=["v_proj"], target_parameters=EXPERTS[1:], task_type=None)
+    trained, mine = adapted(stock, **options), adapted(ours, seed=5, **options)
+    trained.save_pretrained(tmp_path / "stock")
+    mine.save_pretrained(tmp_path / "ours")
+    inputs = inputs_of(TEXT)
+    expected = {"stock": run(trained, **inputs), "ours": run(mine, **inputs)}
+    swapped = load(ours, tmp_path / "ours", "PeftModel")
+    loaded = load(ours, tmp_path / "ours", "load_adapter")
+    for name in ("stock", "ours", "stock"):
+        hotswap_adapter(swapped, tmp_path / name, "default", torch_device="cpu")
+        assert max_abs(run(swapped, **inputs), expected[name]) < 1e-5
+        loaded.load_adapter(tmp_path / name, "default", hotswap=True)
+        assert max_abs(run(loaded, **inputs), expected[name]) < 1e-5
+
+
+def test_adapter_for_a_model_on_disk_is_refused(tmp_path):
+    ours, _ = pair(TEXT)
+    ours.save_pretrained(tmp_path / "model")
+    adapted(ours, target_modules=["v_proj"]).save_pretrained(tmp_path / "adapter")
+    model = type(ours).from_pretrained(tmp_path / "model", device_map={"": "cpu", "model.layers.2": "disk"})
+    with pytest.raises(ValueError, match="a part of the model is on disk"):
+        model.load_adapter(tmp_path / "adapter")
+
+
+def test_multimodal_experts_trained_on_stock(tmp_path):
+    ours, stock = pair(MULTIMODAL)
+    trained = adapted(stock, target_modules=["q_proj"], target_parameters=EXPERTS)
+    trained.save_pretrained(tmp_path)
+    inputs = inputs_of(MULTIMODAL)
+    for how in ("PeftModel", "load_adapter"):
+        assert max_abs(run(load(ours, tmp_path, how), **inputs), run(trained, **inputs)) < 2e-5
+
+
+# Parts and wholes
+
+
+@both_ways
+@pytest.mark.parametrize("targets", [LINEAR, ["v_proj"]], ids=["all", "v_proj"])
+def test_multimodal_adapter_on_the_text_model(targets, how, tmp_path, caplog):
+    """The text's part is taken, the tower's passed over with a word."""
+    _, stock = pair(MULTIMODAL)
+    trained = adapted(stock, target_modules=targets)
+    trained.save_pretrained(tmp_path / "adapter")
+    stock.save_pretrained(tmp_path / "base")
+    text = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "base")
+    ids = torch.randint(3, 90, (2, 33))
+    expected = run(trained, input_ids=ids)
+    assert max_abs(run(text, input_ids=ids), expected) > 0.5
+    assert max_abs(run(load(text, tmp_path / "adapter", how), input_ids=ids), expected) < 2e-5
+    assert "vision_model" in caplog.text and "passed over" in caplog.text
+
+
+@both_ways
+@pytest.mark.parametrize("case", [DENSE, TEXT, MULTIMODAL], ids=lambda case: case.name)
+def test_adapter_of_a_head_on_the_base_model_and_back(case, how, tmp_path):
+    ours = case.make()
+    inputs = inputs_of(case)
+    trained = adapted(ours, task_type=None, target_modules=LINEAR)  # peft has no base models for CAUSAL_LM
+    trained.save_pretrained(tmp_path / "head")
+    with torch.no_grad():
+        base = copy.deepcopy(ours).model
+        states = main_output(load(base, tmp_path / "head", how)(**inputs))
+        assert max_abs(ours.get_output_embeddings()(states), run(trained, **inputs)) < 1e-5
+    trained = adapted(base, task_type=None, target_modules=LINEAR)
+    trained.save_pretrained(tmp_path / "base")
+    expected = ours.get_output_embeddings()(run(trained, **inputs))
+    assert max_abs(run(load(ours, tmp_path / "base", how), **inputs), expected) < 1e-5
+
+
+@both_ways
+def test_adapter_of_a_resized_vocabulary(how, tmp_path):
+    """peft saves resized embeddings beside the factors; the base has to be resized before they fit."""
+    ours, stock = pair(DENSE)
+    stock.save_pretrained(tmp_path / "base")
+    resized = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    resized.resize_token_embeddings(120)
+    trained = adapted(make_asymmetric(resized, seed=8), target_modules=["v_proj"])
+    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    ids = torch.randint(3, 120, (2, 21))
+    with pytest.raises(ValueError, match=r"resize_token_embeddings\(120\)"):
+        load(ours, tmp_path / "adapter", how)
+    base = llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(120)
+    weights = {
+        name: weight for name, weight in resized.state_dict().items() if "layers" in name or "norm" in name
+    }
+    base.load_state_dict(weights, strict=False)
+    assert (
+        max_abs(run(load(base, tmp_path / "adapter", how), input_ids=ids), run(trained, input_ids=ids)) < 1e-5
+    )
+
+
+# What is around an adapter
+
+
+@for_heads
+def test_merged_adapter_of_stock_goes_back_to_stock(case, tmp_path):
+    ours, stock = pair(case)
+    trained = adapted(stock, **ADAPTERS["all"])
+    trained.save_pretrained(tmp_path / "adapter")
+    merged = load(ours, tmp_path / "adapter", "PeftModel").merge_and_unload()
+    assert type(merged) is case.model_class
+    merged.save_pretrained(tmp_path / "merged", layout="stock")
+    again, info = type(stock).from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info.values()), info
+    inputs = inputs_of(case)
+    assert max_abs(run(again, **inputs), run(trained, **inputs)) < 2e-5
+
+
+@for_heads
+def test_auto_classes_follow_an_adapter_to_its_base(case, tmp_path):
+    from peft import AutoPeftModelForCausalLM
+
+    ours = case.make()
+    ours.save_pretrained(tmp_path / "base")
+    trained = adapted(case.model_class.from_pretrained(tmp_path / "base"), target_modules=LINEAR)
+    trained.save_pretrained(tmp_path / "adapter")
+    saved = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(tmp_path / "base")
+    inputs = inputs_of(case)
+    expected = run(trained, **inputs)
+    auto_class = AutoModelForImageTextToText if case.has_images else AutoModelForCausalLM
+    for loader in (auto_class, case.model_class):
+        loaded = loader.from_pretrained(tmp_path / "adapter")
+        assert type(loaded) is case.model_class
+        assert torch.equal(run(loaded, **inputs), expected)
+    if not case.has_images:
+        loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+        assert type(loaded.get_base_model()) is case.model_class
+        assert torch.equal(run(loaded, **inputs), expected)
+
+
+@both_ways
+def test_adapter_on_the_hub(how, tmp_path):
+    """From the local cache, as nothing else can be reached."""
+    ours, stock = pair(DENSE)
+    trained = adapted(stock, target_modules=LINEAR)
+    repository = tmp_path / "models--some--adapter"
+    trained.save_pretrained(repository / "snapshots/abc")
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    inputs = inputs_of(DENSE)
+    if how == "PeftModel":
+        ours = PeftModel.from_pretrained(ours, "some/adapter", cache_dir=str(tmp_path))
+    else:
+        ours.load_adapter("some/adapter", adapter_kwargs={"cache_dir": str(tmp_path), "revision": "main"})
+    assert max_abs(run(ours, **inputs), run(trained, **inputs)) < 1e-5
+
+
+def test_adapter_from_memory():
+    ours, stock = pair(TEXT)
+    trained = adapted(stock, target_modules=["q_proj"], target_parameters=EXPERTS)
+    tensors = peft.get_peft_model_state_dict(trained)
+    ours.load_adapter(
+        peft_config=trained.peft_config["default"], adapter_state_dict=tensors, adapter_name="mine"
+    )
+    inputs = inputs_of(TEXT)
+    assert max_abs(run(ours, **inputs), run(trained, **inputs)) < 1e-5
+
+
+@both_ways
+def test_several_adapters_of_stock_and_ours(how, tmp_path):
+    ours, stock = pair(TEXT)
+    inputs = inputs_of(TEXT)
+    base = run(ours, **inputs)
+    first = adapted(stock, target_modules=["q_proj"], target_parameters=EXPERTS)
+    # peft 0.19 allows one adapter with parameters as targets.
+    parameters = None if peft.__version__.startswith("0.19.") else EXPERTS
+    second = adapted(ours, seed=4, target_modules=LINEAR, target_parameters=parameters)
+    first.save_pretrained(tmp_path / "first")
+    second.save_pretrained(tmp_path / "second")
+    if how == "PeftModel":
+        model = PeftModel.from_pretrained(ours, tmp_path / "first", adapter_name="first")
+    else:
+        model = ours
+        model.load_adapter(tmp_path / "first", adapter_name="first")
+    model.load_adapter(tmp_path / "second", adapter_name="second")
+    for name, trained in (("first", first), ("second", second), ("first", first)):
+        model.set_adapter(name)
+        assert max_abs(run(model, **inputs), run(trained, **inputs)) < 1e-5
+    if how == "PeftModel":
+        with model.disable_adapter():
+            assert torch.equal(run(model, **inputs), base)
+    else:
+        model.disable_adapters()
+        assert torch.equal(run(model, **inputs), base)
+
+
+# Adapters that do not belong to the model
+
+
+def adapter_of(tmp_path, make, **options):
+    adapted(make, **{"target_modules": LINEAR, **options}).save_pretrained(tmp_path / "other")
+    return tmp_path / "other"
+
+
+WRONG = {
+    "narrower": (dict(hidden_size=66), r"has shape \[66, 4\] where the model has \[72, 4\] \(35 such\)"),
+    "longer": (dict(num_hidden_layers=7), r"layers\.5.*belongs to nothing in the model"),
+    "shorter": (dict(num_hidden_layers=4), r"needs .*layers\.4.* and the adapter has no such tensor"),
+    "fewer experts": (
+        dict(num_local_experts=4),
+        r"experts.*has shape \[16, 52\] where the model has \[20, 52\]",
+    ),
+}
+
+
+@both_ways
+@pytest.mark.parametrize("kind", list(WRONG))
+def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
+    overrides, message = WRONG[kind]
+    options = {"target_parameters": EXPERTS[1:]} if "experts" in kind else {}
+    other = make_asymmetric(
+        transformers.Llama4ForCausalLM(stock_text_config(num_experts_per_tok=2, **overrides))
+    )
+    other.config.name_or_path = other.name_or_path = "some/other-model"
+    if "experts" in kind:  # trained on ours, so that its layout is ours
+        other = TEXT.make(**overrides)
+    folder = adapter_of(tmp_path, other, **options)
+    model, inputs = TEXT.make(), inputs_of(TEXT)
+    before = run(model, **inputs)
+    loader = model.load_adapter if how == "load_adapter" else partial(PeftModel.from_pretrained, model)
+    with pytest.raises(ValueError, match=message) as error:
+        loader(folder)
+    assert "does not fit this LlamoeForCausalLM" in str(error.value)
+    if "experts" not in kind:
+        assert "some/other-model" in str(error.value)
+    assert torch.equal(run(model, **inputs), before)
+    if how == "load_adapter":  # peft's own way has put fresh, ineffective layers into the model by then
+        assert model.state_dict().keys() == TEXT.make().state_dict().keys()
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        good = adapter_of(tmp_path, model)
+        model.load_adapter(good)
+        assert max_abs(run(model, **inputs), before) > 0.5
+
+
+@both_ways
+def test_adapter_for_other_module_names_is_refused(how, tmp_path):
+    other = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=2, n_embd=72, n_head=6, vocab_size=101)
+    )
+    adapter_of(tmp_path, other, target_modules=["c_attn"])
+    with pytest.raises(ValueError, match="c_attn.*not found"):
+        load(TEXT.make(), tmp_path / "other", how)
+
+
+METHODS = {
+    "IA3Config": {},
+    "LoHaConfig": {},
+    "LoKrConfig": {},
+    "BOFTConfig": {"boft_block_size": 4},
+    "LNTuningConfig": {"target_modules": ["input_layernorm", "post_attention_layernorm"]},
+    "RandLoraConfig": {},
+    "LoraConfig": {"bias": "all"},
+    "VeraConfig": {},
+}
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_other_methods_of_stock_give_the_same_logits(method, tmp_path):
+    ours, stock = pair(MULTIMODAL)
+    trained = get_peft_model(copy.deepcopy(stock), getattr(peft, method)(**METHODS[method]))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+    trained.eval().save_pretrained(tmp_path)
+    inputs = inputs_of(MULTIMODAL)
+    expected = run(trained, **inputs)
+    assert max_abs(expected, run(stock, **inputs)) > 0.05
+    assert max_abs(run(load(ours, tmp_path, "PeftModel"), **inputs), expected) < 2e-5
+    if method == "VeraConfig":
+        with pytest.raises(ValueError, match="PeftModel.from_pretrained"):
+            load(ours, tmp_path, "load_adapter")
+    else:
+        assert max_abs(run(load(ours, tmp_path, "load_adapter"), **inputs), expected) < 2e-5
+
+
+def test_all_linear_of_ours_on_stock(tmp_path):
+    """Where stock itself fails: its router is a linear layer that returns a pair."""
+    ours, stock = pair(MULTIMODAL)
+    trained = adapted(ours, target_modules="all-linear")
+    trained.save_pretrained(tmp_path)
+    inputs = inputs_of(MULTIMODAL)
+    assert max_abs(run(load(stock, tmp_path, "PeftModel"), **inputs), run(trained, **inputs)) < 2e-5
+
+
+def test_whole_checkpoint_of_an_adapted_model_is_left_to_torch():
+    model = adapted(TEXT.make(), target_modules=["q_proj"], target_parameters=EXPERTS)
+    other = adapted(TEXT.make(seed=1), seed=9, target_modules=["q_proj"], target_parameters=EXPERTS)
+    other.load_state_dict(model.state_dict())
+    inputs = inputs_of(TEXT)
+    assert torch.equal(run(other, **inputs), run(model, **inputs))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict({name: t for name, t in model.state_dict().items() if "layers.2." not in name})
+
+
+def test_damaged_adapter_is_refused(tmp_path):
+    model = DENSE.make()
+    folder = adapter_of(tmp_path, model)
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="cut short"):
+        model.load_adapter(folder)
+    with pytest.raises((ValueError, OSError), match="adapter"):
+        model.load_adapter(tmp_path)

@@ -1,0 +1,351 @@
+"""peft the stock way: default targets, "all-linear", the experts' parameters, merging, several adapters."""
+
+import copy
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import constants
+from support.models import MODELS, MULTIMODAL, for_models, max_abs, run
+
+import llamoe
+from llamoe.modeling._compat import when_imported
+from llamoe.modeling.moe.layer import Experts
+
+TYPES = {"llamoe_dense": "llama", "llamoe_text": "llama4", "llamoe": "llama4", "llamoe_vision": "llama4"}
+DENSE, TEXT = (case for case in MODELS if case.name in ("LlamoeDenseForCausalLM", "LlamoeForCausalLM"))
+EXPERTS = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
+
+
+def randomize(model, seed=3):
+    """Draw all factors, of which fresh adapters have one at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(0.6 * noise * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def adapted_names(model):
+    """The modules that an adapter has wrapped."""
+    layers = peft.tuners.tuners_utils.BaseTunerLayer
+    return {name for name, module in model.named_modules() if isinstance(module, layers)}
+
+
+# Registration
+
+
+def test_every_table_of_defaults_knows_every_model_type():
+    tables = {
+        name: table
+        for name, table in vars(constants).items()
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict) and "llama" in table
+    }
+    assert len(tables) > 20 and "TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING" in tables
+    for name, table in tables.items():
+        for ours, stock in TYPES.items():
+            expected = table.get(stock, table["llama"])
+            if ours == "llamoe_vision":
+                assert table[ours] and "gate_proj" not in table[ours], name
+            else:
+                assert table[ours] == expected, name
+
+
+def test_registration_waits_for_peft():
+    """The model exists before peft is imported, and somebody has asked whether peft is there."""
+    code = """
+import importlib.util, json, sys
+import llamoe
+from transformers.utils import is_peft_available
+config = llamoe.LlamoeTextConfig(vocab_size=9, hidden_size=8, intermediate_size=8, intermediate_size_mlp=8,
+    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_local_experts=2)
+model = llamoe.LlamoeForCausalLM(config)
+assert is_peft_available() and importlib.util.find_spec("peft") and "peft" not in sys.modules
+import peft
+lora = peft.get_peft_model(model, peft.LoraConfig())
+finders = [finder for finder in sys.meta_path if "llamoe" in type(finder).__module__]
+print(json.dumps([sorted(lora.targeted_module_names)[:2], len(finders)]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    expected = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
+    assert json.loads(done.stdout.splitlines()[-1]) == [expected, 0]
+
+
+def test_callbacks_come_once_behind_the_module(tmp_path, monkeypatch):
+    (tmp_path / "some_module_of_a_test.py").write_text("value = 3")
+    monkeypatch.syspath_prepend(tmp_path)
+    name, seen, finders = "some_module_of_a_test", [], list(sys.meta_path)
+    when_imported(name, lambda module: seen.append(module.value))
+    when_imported("no_module_of_this_name", seen.append)
+    assert importlib.util.find_spec(name) and importlib.util.find_spec("no_module_of_this_name") is None
+    assert not seen and name not in sys.modules
+    module = importlib.import_module(name)
+    assert seen == [3]
+    importlib.reload(module)
+    assert seen == [3]
+    when_imported(name, lambda module: seen.append(module.value + 1))
+    assert seen == [3, 4]
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", finders)
+
+
+@for_models()
+@pytest.mark.parametrize(
+    "config_class",
+    [
+        "LoraConfig",
+        "IA3Config",
+        "AdaLoraConfig",
+        "VeraConfig",
+        "LoHaConfig",
+        "LoKrConfig",
+        "OFTConfig",
+        "BOFTConfig",
+    ]
+    + ["FourierFTConfig", "HRAConfig", "LNTuningConfig", "VBLoRAConfig", "RandLoraConfig"],
+)
+def test_default_targets_are_those_of_stock(case, config_class):
+    options = {
+        "AdaLoraConfig": {"total_step": 10},
+        "BOFTConfig": {"boft_block_size": 4},
+        "OFTConfig": {"oft_block_size": 4},
+        "VBLoRAConfig": {"num_vectors": 4, "vector_length": 4},
+        "FourierFTConfig": {"n_frequency": 10},
+    }.get(config_class, {})
+    make = lambda: getattr(peft, config_class)(**options)  # noqa: E731
+    ours = case.model_class(case.make_config())
+    given = adapted_names(get_peft_model(ours, make()))
+    assert given
+    if case.stock_name in ("LlamaForCausalLM", "LlamaModel", "Llama4ForConditionalGeneration"):
+        if case.has_images and config_class == "LNTuningConfig":
+            return  # which peft has no defaults of for llama4
+        stock_class = getattr(transformers, case.stock_name)
+        stock = stock_class(stock_class.config_class(**llamoe.to_stock(case.make_config())))
+        assert given == adapted_names(get_peft_model(stock, make()))
+
+
+# all-linear
+
+
+def linear_names(model):
+    return {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+
+
+@for_models("is_text")
+def test_all_linear_leaves_the_tower_alone_unless_asked(case):
+    model = case.make()
+    linear = linear_names(model)
+    tower = {name for name in linear if name.startswith("vision_model.")}
+    assert bool(tower) == case.has_images
+    head = {name for name in linear if name.endswith("lm_head")}
+    assert bool(head) == case.is_head
+
+    def targeted(**options):
+        config = LoraConfig(target_modules="all-linear", **options)
+        wrapped = get_peft_model(copy.deepcopy(model), config).base_model
+        assert (
+            set(wrapped.targeted_module_names)
+            == {
+                name.removeprefix("base_model.model.").removeprefix("model.")
+                for name in adapted_names(wrapped)
+            }
+            or not case.is_head
+        )
+        return set(wrapped.targeted_module_names)
+
+    assert targeted() == linear - tower - head
+    if case.has_images:
+        assert "multi_modal_projector.linear_1" in targeted()
+        assert targeted(exclude_modules=[]) == linear - head
+        asked = targeted(exclude_modules=["k_proj"])
+        assert asked == {name for name in linear - tower - head if not name.endswith("k_proj")}
+    assert not any("router" in name or "embed" in name for name in targeted())
+
+
+def test_all_linear_on_a_tower_by_itself_and_on_other_models():
+    tower = next(case for case in MODELS if not case.is_text).make()
+    expected = linear_names(tower)
+    wrapped = get_peft_model(tower, LoraConfig(target_modules="all-linear"))
+    assert set(wrapped.base_model.targeted_module_names) == expected
+    stock = transformers.Llama4VisionModel(
+        transformers.Llama4VisionConfig(**llamoe.to_stock(MULTIMODAL.make_config().vision_config))
+    )
+    other = torch.nn.ModuleDict({"vision_model": stock, "linear": torch.nn.Linear(3, 4)})
+    names = linear_names(other)
+    wrapped = get_peft_model(other, LoraConfig(target_modules="all-linear"))
+    assert set(wrapped.base_model.targeted_module_names) == names
+
+
+@pytest.mark.parametrize("config_class", ["LoraConfig", "VeraConfig", "LoKrConfig"])
+def test_all_linear_trains(config_class):
+    model = MULTIMODAL.make()
+    model = get_peft_model(
+        model, getattr(peft, config_class)(target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    assert not any("vision_model" in name for name, p in model.named_parameters() if p.requires_grad)
+    inputs = MULTIMODAL.inputs()
+    inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW(trained, lr=2e-2)
+    losses = []
+    for _ in range(8):
+        loss = model(**inputs).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0], losses
+    assert all(
+        torch.equal(parameter, frozen.get(name, parameter)) for name, parameter in model.named_parameters()
+    )
+
+
+# The experts' parameters
+
+
+def expert_config(**options):
+    return LoraConfig(target_modules=["q_proj"], target_parameters=EXPERTS, r=3, lora_alpha=5, **options)
+
+
+@pytest.mark.parametrize("implementation", ["llamoe", "eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("case", [TEXT, MULTIMODAL], ids=lambda case: case.name)
+def test_expert_adapters_lie_the_right_way_round(case, implementation):
+    """A reads the input, B writes the output; merged by hand, expert by expert, they give the same logits."""
+    model, inputs = case.make(), case.inputs()
+    model.set_experts_implementation(implementation)
+    by_hand = copy.deepcopy(model)
+    model = randomize(get_peft_model(model, expert_config())).eval()
+    given = run(model, **inputs)
+    config = model.config.get_text_config()
+    experts, rank = config.num_local_experts, 3
+    states = {name.replace("base_model.model.", "", 1): p for name, p in model.named_parameters()}
+    pairs = 0
+    with torch.no_grad():
+        for name, module in by_hand.named_modules():
+            if name.endswith("q_proj") and f"{name}.lora_A.default.weight" in states:
+                a, b = (states[f"{name}.lora_{x}.default.weight"] for x in "AB")
+                module.weight += 5 / 3 * b @ a
+            if not isinstance(module, Experts):
+                continue
+            # Of two targets the second one wraps the first.
+            for parameter, where in ((module.gate_up_proj, f"{name}.base_layer"), (module.down_proj, name)):
+                a, b = (states[f"{where}.lora_{x}.default.weight"] for x in "AB")
+                _, size_in, size_out = parameter.shape
+                assert a.shape == (experts * rank, size_in) and b.shape == (size_out, rank * experts)
+                for expert in range(experts):
+                    a_e = a[expert * rank : (expert + 1) * rank]  # the expert runs slowest
+                    b_e = b[:, expert::experts]  # the expert runs fastest
+                    parameter[expert] += 5 / 3 * (b_e @ a_e).T
+                pairs += 1
+    assert pairs == 2 * len(config.moe_layers)
+    assert max_abs(given, run(by_hand, **inputs)) < 1e-5
+    assert max_abs(given, run(case.make(), **inputs)) > 0.5
+
+
+@pytest.mark.parametrize("implementation", ["llamoe", "eager", "grouped_mm", "batched_mm"])
+def test_expert_adapters_get_gradients_only(implementation):
+    model, inputs = TEXT.make().train(), TEXT.inputs()
+    model.set_experts_implementation(implementation)
+    model = randomize(get_peft_model(model, expert_config())).train()
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (".lora_" in name), name
+        if ".lora_" in name:
+            assert parameter.grad.abs().max() > 0, name
+    # The gradient of A is that of the merged weight, taken through B.
+    merged = copy.deepcopy(model).merge_and_unload().requires_grad_(True)
+    merged.zero_grad()
+    merged(**inputs, labels=inputs["input_ids"]).loss.backward()
+    weight = merged.model.layers[1].feed_forward.experts.down_proj  # [E, I, H]
+    wrapper = model.base_model.model.model.layers[1].feed_forward.experts
+    b = wrapper.lora_B["default"].weight.unflatten(1, (3, -1))  # [H, r, E]
+    expected = 5 / 3 * torch.einsum("eih,hre->eri", weight.grad, b).flatten(0, 1)
+    given = wrapper.lora_A["default"].weight.grad
+    assert max_abs(given, expected) < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("way", ["PeftModel", "load_adapter"])
+@for_models("is_head")
+def test_save_load_merge_and_unmerge(case, way, tmp_path):
+    base, inputs = case.make(), case.inputs()
+    before = run(base, **inputs)
+    config = expert_config() if case.has_experts else LoraConfig(target_modules=["q_proj", "down_proj"])
+    model = randomize(get_peft_model(copy.deepcopy(base), config)).eval()
+    expected = run(model, **inputs)
+    model.save_pretrained(tmp_path)
+    if way == "PeftModel":
+        loaded = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    else:
+        loaded = copy.deepcopy(base)
+        loaded.load_adapter(tmp_path)
+    assert torch.equal(run(loaded, **inputs), expected)
+    if way == "load_adapter":
+        loaded.save_pretrained(tmp_path / "again")
+        assert {file.name for file in (tmp_path / "again").iterdir()} >= {"adapter_config.json"}
+        assert not (tmp_path / "again/model.safetensors").exists()
+        again = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "again")
+        assert torch.equal(run(again, **inputs), expected)
+        return
+    loaded.merge_adapter()
+    assert max_abs(run(loaded, **inputs), expected) < 1e-5
+    loaded.unmerge_adapter()
+    assert max_abs(run(loaded, **inputs), expected) < 1e-5
+    weights = dict(base.named_parameters())
+    for name, parameter in loaded.base_model.model.named_parameters():
+        if ".lora_" not in name:
+            assert max_abs(parameter, weights[name.replace(".base_layer", "")]) < 1e-6, name
+    assert max_abs(run(loaded.unload(), **inputs), before) < 1e-5
+    merged = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    assert max_abs(run(case.model_class.from_pretrained(tmp_path / "merged"), **inputs), expected) < 1e-5
+
+
+@for_models("is_head")
+def test_add_adapter_trains_one_of_several(case):
+    """transformers' own methods, without a `PeftModel` around the model."""
+    model, inputs = case.make(), case.inputs()
+    before = run(model, **inputs)
+    for name in ("first", "second"):
+        model.add_adapter(LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False), name)
+    results = {}
+    for name in ("first", "second"):
+        model.set_adapter(name)
+        results[name] = run(model, **inputs)
+        assert model.active_adapters() == [name]
+    assert max_abs(results["first"], results["second"]) > 1e-3
+    model.disable_adapters()
+    assert torch.equal(run(model, **inputs), before)
+    model.enable_adapters()
+    model.delete_adapter("second")
+    model.set_adapter("first")
+    assert torch.equal(run(model, **inputs), results["first"])
+
+
+@pytest.mark.parametrize("name", ["PromptTuningConfig", "PrefixTuningConfig"])
+@pytest.mark.parametrize("case", [DENSE, TEXT], ids=lambda case: case.name)
+def test_prompt_learning_equals_stock(case, name):
+    ours = case.make()
+    stock_class = getattr(transformers, case.stock_name)
+    stock = stock_class(stock_class.config_class(**llamoe.to_stock(ours.config))).eval()
+    stock.load_state_dict(ours.state_dict())
+    ids = case.inputs(padding=(0, 0), length=9)["input_ids"]
+    outputs = []
+    for model in (ours, stock):
+        torch.manual_seed(5)
+        config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        outputs.append(run(get_peft_model(model, config).eval(), input_ids=ids))
+    assert max_abs(*outputs) < 1e-5
+    assert max_abs(outputs[0][:, -9:], run(case.make(), input_ids=ids)) > 1e-3

@@ -1,0 +1,590 @@
+"""Every attention implementation gives the numbers of `eager`: padded, packed, cached, in chunks, with gradients.
+
+Flash attention needs a GPU. What is ours of it, the arithmetic of sequences and indices, is proven here on a plain
+version of its two functions that stands where transformers loads the package; `test_flash_attention_on_a_gpu` runs
+the real kernels where there are any.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers
+from support.models import MODELS, PADDING, for_models, main_output, max_abs, run
+from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel, StaticCache
+from transformers import modeling_flash_attention_utils as flash_utils
+
+import llamoe
+from llamoe.modeling.attention.masks import positions_from_lengths
+from llamoe.modeling.attention.varlen import sequences_of_equal_rows, sequences_of_groups
+
+CASES = {case.name: case for case in MODELS}
+TEXT, DENSE = CASES["LlamoeForCausalLM"], CASES["LlamoeDenseForCausalLM"]
+DECODERS = pytest.mark.parametrize("case", [DENSE, TEXT], ids=lambda case: case.name)
+# Sums in another order, of logits with a deviation of about one.
+TOLERANCE = 1e-5
+
+
+def attention(query, key, value, scale, causal, dropout_p=0.0):
+    """[Q, H, D], [K, H / groups, D]: plain attention; the last query stands at the last key."""
+    assert dropout_p == 0
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if causal:
+        visible = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
+        scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+
+@dataclass
+class PlainFlash:
+    """The interface of the package `flash_attn`, written out, and what was asked of it."""
+
+    calls: Counter
+    largest: int = 0
+
+    def flash_attn_func(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+        self.calls["whole"] += 1
+        rows = [attention(*row, softmax_scale, causal, dropout_p) for row in zip(q, k, v, strict=True)]
+        return torch.stack(rows)
+
+    def flash_attn_varlen_func(
+        self,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+    ):
+        self.calls["varlen"] += 1
+        for tensor, ends, longest in ((q, cu_seqlens_q, max_seqlen_q), (k, cu_seqlens_k, max_seqlen_k)):
+            assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(tensor)
+            assert ends.diff().min() > 0 and ends.diff().max() <= longest
+        assert (cu_seqlens_q.diff() <= cu_seqlens_k.diff()).all()
+        self.largest = max(self.largest, int(cu_seqlens_k.diff().max()))
+        pieces = zip(
+            q.split(cu_seqlens_q.diff().tolist()),
+            k.split(cu_seqlens_k.diff().tolist()),
+            v.split(cu_seqlens_k.diff().tolist()),
+            strict=True,
+        )
+        return torch.cat([attention(*piece, softmax_scale, causal, dropout_p) for piece in pieces])
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    plain = PlainFlash(Counter())
+    functions = (
+        plain.flash_attn_func,
+        plain.flash_attn_varlen_func,
+        None,
+        flash_utils._pad_input,
+        flash_utils._unpad_input,
+    )
+    for name, value in vars(flash_utils).copy().items():
+        if name.endswith("_fn"):  # what transformers has loaded, to be put back afterwards
+            monkeypatch.setattr(flash_utils, name, value)
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *_, **__: functions)
+    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
+    monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda *_: False)
+    return plain
+
+
+@pytest.fixture(params=["sdpa", "flex_attention", "flash_attention_2"])
+def implementation(request):
+    """Every implementation but `eager`, the truth. Flex runs as plain Python: its compiler takes half a minute."""
+    if request.param.startswith("flash"):
+        request.getfixturevalue("flash")
+    with torch.compiler.set_stance("force_eager"):
+        yield request.param
+
+
+def pair(case, implementation, **overrides):
+    """A model with `eager`, and the same with another implementation."""
+    truth, model = case.make(**overrides), case.make(**overrides)
+    truth.set_attn_implementation("eager")
+    model.set_attn_implementation(implementation)
+    assert implementation in (
+        model.config._attn_implementation,
+        model.config.get_text_config()._attn_implementation,
+    )
+    return truth, model
+
+
+def assert_equal(given, expected, mask=None):
+    difference = (given - expected).abs()
+    if mask is not None:
+        difference = difference[mask.bool()]
+    assert difference.max() < TOLERANCE * max(1.0, expected.std().item())
+
+
+@for_models()
+@pytest.mark.parametrize("side", ["left", "right", "none"])
+def test_every_class_equals_eager(case, side, implementation):
+    truth, model = pair(case, implementation)
+    inputs = case.inputs(padding=(0, 0, 0) if side == "none" else PADDING)
+    if side == "right" and case.is_text:
+        for name in ("input_ids", "attention_mask"):
+            rows = zip(inputs[name], PADDING, strict=True)
+            inputs[name] = torch.stack([row.roll(-pad) for row, pad in rows])
+    mask = inputs.get("attention_mask")
+    assert_equal(run(model, **inputs), run(truth, **inputs), mask)
+    if side == "none" and case.is_text:
+        del inputs["attention_mask"]
+        assert_equal(run(model, **inputs), run(truth, **inputs))
+
+
+@DECODERS
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_rows_equal_rows_alone(case, use_cache, implementation):
+    """Two rows of different segments, some shorter and some longer than a chunk; no attention mask."""
+    truth, model = pair(case, implementation)
+    lengths = ((5, 37, 11), (40, 1, 12))
+    ids = case.inputs(padding=(0, 0))["input_ids"]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in parts]) for parts in lengths])
+    logits = run(model, input_ids=ids, position_ids=positions, use_cache=use_cache)
+    for row, parts in enumerate(lengths):
+        for given, tokens in zip(logits[row].split(parts), ids[row].split(parts), strict=True):
+            assert_equal(given, run(truth, input_ids=tokens[None])[0])
+
+
+@DECODERS
+@pytest.mark.parametrize("with_positions", [True, False])
+def test_lengths_of_a_flattening_collator(case, with_positions, implementation):
+    """Without positions they follow from the lengths, which only flash attention would heed otherwise."""
+    truth, model = pair(case, implementation)
+    rows = [{"input_ids": row.tolist()} for row in case.inputs(padding=(0,))["input_ids"][0].split((20, 33))]
+    collate = DataCollatorWithFlattening(
+        return_position_ids=with_positions, return_flash_attn_kwargs=True, return_tensors="pt"
+    )
+    batch = collate(rows)
+    assert ("position_ids" in batch) == with_positions
+    logits = run(model, **{name: batch[name] for name in batch if name != "labels"})[0]
+    for given, row in zip(logits.split((20, 33)), rows, strict=True):
+        assert_equal(given, run(truth, input_ids=torch.tensor([row["input_ids"]]))[0])
+
+
+def test_positions_from_lengths():
+    assert positions_from_lengths(torch.tensor([0, 3, 4, 6]), 6).tolist() == [[0, 1, 2, 0, 0, 1]]
+
+
+@DECODERS
+def test_positions_that_start_late(case, implementation):
+    """Twelve tokens are fewer than a chunk of sixteen, yet positions 10 to 21 lie on both sides of its border."""
+    truth, model = pair(case, implementation)
+    inputs = {"input_ids": case.inputs(padding=(0, 0))["input_ids"][:, :12]}
+    inputs["position_ids"] = torch.stack([torch.arange(10, 22), torch.arange(12)])
+    assert_equal(run(model, **inputs), run(truth, **inputs))
+
+
+# What positions may stand under a mask. The logarithm of the temperature has no value for the first of them; the
+# library's own tokens are numbered from the first real one.
+HIDDEN = {
+    "counted on from the padding": lambda index, pad: index - pad,
+    "of any size": lambda index, pad: torch.tensor([-3, 2**40, -(2**62), 11])[index % 4],
+    "of the limits": lambda index, pad: torch.where(index % 2 == 0, torch.iinfo(torch.int64).min, 2**63 - 1),
+}
+
+
+@DECODERS
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("cache", [None, "dynamic", "static"])
+def test_positions_that_a_mask_hides_do_not_matter(case, cache, hidden, implementation):
+    """Padding on the left, on the right and in the middle; in one pass and in pieces, over borders of chunks."""
+    truth, model = pair(case, implementation)
+    inputs = case.inputs((3, 0, 17), length=37)
+    mask = inputs["attention_mask"]
+    mask[0, 30:], mask[1, 33:] = 0, 0
+    if cache is None:  # windows of a chunk count in indices
+        mask[2, 20:23] = 0
+    clean = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = run(truth, **inputs, position_ids=clean)
+    index = torch.arange(37).expand(3, -1)
+    inputs["position_ids"] = torch.where(
+        mask == 1, clean, HIDDEN[hidden](index, torch.tensor([[3], [0], [17]]))
+    )
+    pieces = (37,) if cache is None else (2, 14, 1, 18, 1, 1)
+    for each in (model, truth):
+        past = {
+            None: lambda _: None,
+            "dynamic": lambda config: DynamicCache(config=config),
+            "static": lambda config: StaticCache(config=config, max_cache_len=40),
+        }[cache](each.config)
+        parts, begin = [], 0
+        for size in pieces:
+            end = begin + size
+            piece = {name: inputs[name][:, begin:end] for name in ("input_ids", "position_ids")}
+            parts.append(run(each, **piece, attention_mask=mask[:, :end], past_key_values=past))
+            begin = end
+        assert_equal(torch.cat(parts, 1), expected, mask)
+
+
+@DECODERS
+@pytest.mark.parametrize("cache", ["dynamic", "static", "no_layers"])
+@pytest.mark.parametrize("side", ["left", "right", "none"])
+def test_pieces_with_a_cache_equal_one_pass(case, side, cache, implementation):
+    """Pieces and single tokens before, on and behind the border of a chunk.
+
+    transformers' own flex attention fails this with a static cache.
+    """
+    truth, model = pair(case, implementation)
+    pieces = (15, 1, 1, 13, 1, 6)
+    length = sum(pieces)
+    padding = {"left": (3, 0, 17), "right": (0, 0, 0), "none": (0, 0, 0)}[side]
+    inputs = case.inputs(padding, length)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    if side == "right":  # rows that end early; what follows is not looked at
+        mask[0, 20:], mask[2, 3:] = 0, 0
+    expected = run(truth, input_ids=ids, attention_mask=mask)
+    caches = {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "static": lambda: StaticCache(config=model.config, max_cache_len=50),
+        "no_layers": DynamicCache,
+    }
+    past, parts, begin = caches[cache](), [], 0
+    for size in pieces:
+        end = begin + size
+        given = {} if side == "none" else {"attention_mask": mask[:, :end]}
+        parts.append(run(model, input_ids=ids[:, begin:end], past_key_values=past, **given))
+        begin = end
+    assert_equal(torch.cat(parts, 1), expected, mask)
+
+
+@for_models("is_head")
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_equals_eager(case, cache, implementation):
+    truth, model = pair(case, implementation)
+    inputs = case.inputs(length=29)
+    options = dict(max_new_tokens=6, do_sample=False, cache_implementation=cache, disable_compile=True)
+    assert model.generate(**inputs, **options).tolist() == truth.generate(**inputs, **options).tolist()
+
+
+@for_models()
+def test_gradients_equal_eager(case, implementation):
+    if implementation == "flex_attention":
+        pytest.skip("torch has no backward pass of flex attention on the CPU")
+    truth, model = pair(case, implementation)
+    inputs = case.inputs()
+    mask = inputs["attention_mask"].bool() if case.is_text else slice(None)
+    for each in (truth, model):
+        main_output(each.train()(**inputs))[mask].square().mean().backward()
+    for (name, given), expected in zip(model.named_parameters(), truth.parameters(), strict=True):
+        if expected.grad is not None:
+            assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max(), name
+
+
+# Flash attention: what the kernels are given
+
+
+@DECODERS
+def test_flash_runs_in_every_layer(case, flash):
+    _, model = pair(case, "flash_attention_2")
+    inputs = case.inputs()
+    run(model, **inputs)
+    assert flash.calls == {"varlen": model.config.num_hidden_layers}
+    # Plain causal layers are no sequences; in the mixture's three chunked layers a row of 53 tokens is four.
+    flash.calls.clear()
+    flash.largest = 0
+    run(model, input_ids=inputs["input_ids"])
+    chunked = (model.config.layer_types or []).count("chunked_attention") if case is TEXT else 0
+    assert flash.calls == Counter(whole=model.config.num_hidden_layers - chunked, varlen=chunked)
+    assert flash.largest == (16 if case is TEXT else 0)
+
+
+def test_flash_in_one_chunk_is_plain(flash):
+    _, model = pair(TEXT, "flash_attention_2")
+    run(model, input_ids=TEXT.inputs()["input_ids"][:, :16])
+    assert flash.calls == {"whole": model.config.num_hidden_layers}
+
+
+def test_flash_refuses_a_mask_of_four_axes(flash):
+    _, model = pair(TEXT, "flash_attention_2")
+    mask = torch.ones(3, 1, 53, 53).tril().log()
+    with pytest.raises(
+        ValueError, match=r"flash_attention_2 takes an attention_mask of two axes.*\[3, 1, 53, 53\]"
+    ):
+        model(TEXT.inputs()["input_ids"], attention_mask=mask)
+
+
+def seen(sequences, batch_size, query_length, key_length):
+    """[B, Q, K] bool: who sees whom, as a kernel that aligns the last query with the last key has it."""
+    result = torch.zeros(batch_size * query_length, batch_size * key_length, dtype=torch.bool)
+    if sequences is None:
+        rows = torch.ones(query_length, key_length, dtype=torch.bool).tril(key_length - query_length)
+        return rows.expand(batch_size, -1, -1)
+    queries = sequences.query_index if sequences.query_index is not None else torch.arange(len(result))
+    keys = sequences.key_index if sequences.key_index is not None else torch.arange(result.shape[1])
+    pairs = zip(
+        queries.split(sequences.cu_seq_lens_q.diff().tolist()),
+        keys.split(sequences.cu_seq_lens_k.diff().tolist()),
+        strict=True,
+    )
+    for q, k in pairs:
+        assert len(q) <= sequences.max_length_q and len(k) <= sequences.max_length_k
+        result[q[:, None], k] = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    blocks = result.unflatten(0, (batch_size, query_length)).unflatten(2, (batch_size, key_length))
+    own = torch.stack([blocks[row, :, row] for row in range(batch_size)])
+    assert own.sum() == result.sum()  # no row sees another
+    return own
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 7, 100])
+@pytest.mark.parametrize("query_offset", [0, 3, 7, 8, 20])
+def test_sequences_see_what_the_formula_says(chunk_size, query_offset):
+    generator = torch.Generator().manual_seed(query_offset)
+    chunk = chunk_size or 10**6
+    for query_length in (1, 2, 9):
+        for key_offset in {0, max(0, query_offset - 3)}:
+            for unwritten in (0, 5):
+                key_length = query_offset + query_length - key_offset + unwritten
+                q = torch.arange(query_length)[:, None] + query_offset
+                k = torch.arange(key_length)[None] + key_offset
+                formula = (k <= q) & (k // chunk == q // chunk)
+                sizes = (3, query_offset, query_length, key_offset, key_length, chunk_size)
+                given = sequences_of_equal_rows(*sizes, torch.device("cpu"))
+                assert torch.equal(seen(given, 3, query_length, key_length), formula.expand(3, -1, -1))
+
+                real = torch.rand(3, query_offset + query_length, generator=generator) < 0.7
+                real[0, : query_offset + 1], real[1] = False, True
+                real_keys = torch.nn.functional.pad(real[:, key_offset:], (0, unwritten))
+                real_queries = real[:, query_offset:]
+                shift = torch.tensor([[0], [1], [2]])  # each row's chunks begin elsewhere
+                given = sequences_of_groups(
+                    real_queries, real_keys, (q.T + shift) // chunk, (k + shift) // chunk
+                )
+                groups = (q[None] + shift[..., None]) // chunk == (k[None] + shift[..., None]) // chunk
+                formula = (k <= q) & groups & real_keys[:, None] & real_queries[..., None]
+                assert torch.equal(seen(given, 3, query_length, key_length), formula)
+
+
+def test_flash_attention_3_is_given_the_same(flash):
+    truth, model = pair(TEXT, "flash_attention_3")
+    inputs = TEXT.inputs()
+    assert_equal(run(model, **inputs), run(truth, **inputs), inputs["attention_mask"])
+    assert flash.calls == {"varlen": model.config.num_hidden_layers}
+
+
+# Switching
+
+
+def implementations_used(model, inputs, monkeypatch):
+    """By class of attention module, the functions that ran."""
+    used = {}
+    interface = type(llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS)
+    get = interface.get_interface
+
+    def spy(self, name, default):
+        used.setdefault(name, 0)
+        used[name] += 1
+        return get(self, name, default)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(interface, "get_interface", spy)
+        run(model, **inputs)
+    return used
+
+
+def test_switching_parts_at_run_time(monkeypatch, flash):
+    case = CASES["LlamoeForConditionalGeneration"]
+    model, inputs = case.make(), case.inputs()
+    expected = run(model, **inputs)
+    layers = {
+        "text": model.config.text_config.num_hidden_layers,
+        "vision": model.config.vision_config.num_hidden_layers,
+    }
+    for text, vision in (("eager", "sdpa"), ("sdpa", "eager"), ("flash_attention_2", "sdpa")):
+        model.set_attn_implementation({"text_config": text, "vision_config": vision})
+        used = implementations_used(model, inputs, monkeypatch)
+        assert used == {text: layers["text"], vision: layers["vision"]}
+        assert_equal(run(model, **inputs), expected, inputs["attention_mask"])
+    model.set_attn_implementation("sdpa")
+    assert implementations_used(model, inputs, monkeypatch) == {"sdpa": sum(layers.values())}
+
+
+def test_parts_at_load(tmp_path, monkeypatch):
+    case = CASES["LlamoeForConditionalGeneration"]
+    case.make().save_pretrained(tmp_path)
+    parts = {"text_config": "sdpa", "vision_config": "eager"}
+    model = case.model_class.from_pretrained(tmp_path, attn_implementation=parts)
+    assert set(implementations_used(model, case.inputs(), monkeypatch)) == {"sdpa", "eager"}
+    assert model.vision_model.config._attn_implementation == "eager"
+
+
+@for_models()
+def test_unknown_implementations(case, tmp_path):
+    model = case.make()
+    with pytest.raises(ValueError, match='"nonsense". is not supported.*eager'):
+        model.set_attn_implementation("nonsense")
+    with pytest.raises(ValueError, match="has no part 'decoder'; valid keys are ''"):
+        model.set_attn_implementation({"decoder": "eager"})
+    with pytest.raises(ValueError, match='"nonsense". is not supported.*eager'):
+        case.model_class._from_config(case.make_config(), attn_implementation="nonsense")
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.skipif(flash_utils.is_flash_attn_2_available(), reason="flash_attn is installed")
+def test_flash_without_its_package():
+    model = TEXT.make()
+    with pytest.raises(ImportError, match="FlashAttention2.*doesn't seem to be installed"):
+        model.set_attn_implementation("flash_attention_2")
+    assert model.config._attn_implementation == "sdpa"
+
+
+# Attention weights
+
+
+@for_models("is_text")
+@pytest.mark.parametrize("name", ["sdpa", "flex_attention", "flash_attention_2"])
+def test_no_weights_but_from_eager(case, name, flash, caplog):
+    """As in transformers: an empty tuple, in `generate` one for each token, and a single warning."""
+    logging.Logger.warning_once.cache_clear()
+    _, model = pair(case, name)
+    inputs = case.inputs()
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        plain = run(model, **inputs)
+        for _ in range(2):
+            output = model(**inputs, output_attentions=True)
+            assert output.attentions == () and torch.equal(main_output(output), plain)
+        if case.is_head:
+            options = dict(max_new_tokens=3, output_attentions=True, return_dict_in_generate=True)
+            assert model.generate(**inputs, **options).attentions == ((), (), ())
+    warned = [record.message for record in caplog.records if "output_attentions" in record.message]
+    assert len(warned) == 1 and f"{name} attention" in warned[0] and "set_attn_implementation" in warned[0]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in MODELS if case.stock_name and case.is_text], ids=lambda case: case.name
+)
+def test_stock_returns_no_weights_either(case):
+    stock_class = getattr(transformers, case.stock_name)
+    config = stock_class.config_class(**llamoe.to_stock(case.make_config()))
+    with torch.no_grad():
+        assert stock_class(config)(**case.inputs(), output_attentions=True).attentions == ()
+
+
+def test_what_flex_gives_beside_its_output_is_no_weights(monkeypatch):
+    """On a GPU it gives the logarithm of each row's sum, which transformers returns as the attentions."""
+    model = DENSE.make()
+    functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
+    model.set_attn_implementation("flex_attention")
+    monkeypatch.setitem(
+        functions,
+        "flex_attention",
+        lambda _, q, *args, **kwargs: (torch.zeros_like(q).transpose(1, 2), q.sum(-1)),
+    )
+    with torch.no_grad():
+        assert model(**DENSE.inputs(), output_attentions=True).attentions == ()
+
+
+@pytest.mark.parametrize("name", ["LlamoeVisionModel", "LlamoeModel", "LlamoeForConditionalGeneration"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_weights_of_the_tower(name, implementation):
+    """Recomputed from the projections of the first layer's input; a pass that returns them is eager in any case."""
+    case = CASES[name]
+    model, pixels = case.make(), case.inputs()["pixel_values"]
+    model.set_attn_implementation(
+        implementation if name == "LlamoeVisionModel" else {"vision_config": implementation}
+    )
+    tower = getattr(model, "vision_model", model)
+    states = {}
+    layer = tower.model.layers[0]
+    layer.self_attn.register_forward_pre_hook(lambda _, inputs: states.update(x=inputs[0], cos_sin=inputs[1]))
+    with torch.no_grad():
+        ask = model if name == "LlamoeVisionModel" else model.get_image_features
+        output = ask(pixels, output_attentions=True)
+        attend = layer.self_attn
+        q, k = (
+            llamoe.modeling.layers.rotary.apply_rotary(
+                projection(states["x"]).unflatten(-1, (-1, attend.head_dim)).transpose(1, 2),
+                *states["cos_sin"],
+                interleave=True,
+            )
+            for projection in (attend.q_proj, attend.k_proj)
+        )
+        expected = (q @ k.mT / attend.head_dim**0.5).softmax(-1)
+    assert len(output.attentions) == len(tower.model.layers)
+    assert max_abs(output.attentions[0], expected) < 1e-6
+
+
+def test_weights_of_chunked_layers_stay_in_their_chunks():
+    model, inputs = TEXT.make(), TEXT.inputs(padding=(0,))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(**inputs, output_attentions=True).attentions
+    chunk = torch.arange(53) // 16
+    apart = (chunk[:, None] != chunk).expand_as(attentions[0])
+    for weights, kind in zip(attentions, model.config.layer_types, strict=True):
+        assert (weights[apart].abs().sum() == 0) == (kind == "chunked_attention")
+
+
+# Implementations that bring their own keys and values
+
+
+@DECODERS
+def test_keywords_reach_the_implementation_untouched(case):
+    """Continuous batching, vLLM and others hand their caches to the attention function through the model."""
+    calls = []
+
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        calls.append((module, kwargs))
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
+    functions["untouched"] = attend
+    try:
+        model = case.make()
+        model.set_attn_implementation("untouched")
+        given = {name: object() for name in ("cache", "block_table", "attention_instances")}
+        lengths = torch.tensor([0, 20, 53], dtype=torch.int32)
+        positions = torch.arange(53)[None]
+        ids = case.inputs(padding=(0,))["input_ids"]
+        model(ids, position_ids=positions, cu_seq_lens_q=lengths, max_length_q=33, use_cache=False, **given)
+    finally:
+        del functions["untouched"]
+    assert [module.layer_idx for module, _ in calls] == list(range(model.config.num_hidden_layers))
+    for module, kwargs in calls:
+        assert all(kwargs[name] is given[name] for name in given)
+        assert kwargs["cu_seq_lens_q"] is lengths and kwargs["position_ids"] is positions
+        assert kwargs["scaling"] == module.scaling and module.is_causal
+        assert module.num_key_value_groups == 3 and module.config is model.config
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES.values()], ids=lambda case: case.name)
+@pytest.mark.parametrize("version", [2, 3])
+def test_flash_attention_on_a_gpu(case, version):
+    """The real kernels, in bfloat16, are as near to float32 as eager is."""
+    model, inputs = case.make(head_dim=32) if case.is_text else case.make(), case.inputs()
+    inputs = {name: value.cuda() for name, value in inputs.items()}
+    model = model.cuda()
+    model.set_attn_implementation("eager")
+    truth = run(model, **inputs)
+    model = model.to(torch.bfloat16)
+    eager = run(model, **inputs)
+    try:
+        model.set_attn_implementation(f"flash_attention_{version}")
+    except ImportError as error:
+        pytest.skip(str(error))
+    flash = run(model, **inputs)
+    errors = [(logits.float() - truth).abs() for logits in (eager, flash)]
+    if case.is_text:
+        errors = [error[inputs["attention_mask"].bool()] for error in errors]
+    assert errors[1].median() <= 1.5 * errors[0].median()
+
+
+@pytest.mark.slow
+@DECODERS
+def test_compiled_flex_attention_equals_eager(case):
+    """As it runs in practice, compiled; half a minute of C++."""
+    truth, model = pair(case, "flex_attention")
+    inputs = case.inputs()
+    assert_equal(run(model, **inputs), run(truth, **inputs), inputs["attention_mask"])

@@ -1,0 +1,426 @@
+"""Every kind of cache gives the same tokens; a cache of another model is refused before it is written to."""
+
+import contextlib
+
+import pytest
+import torch
+from support.models import (
+    MULTIMODAL,
+    dense_config,
+    for_models,
+    make_asymmetric,
+    max_abs,
+    multimodal_config,
+    new_tokens,
+    text_config,
+)
+from transformers import Cache, DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache, cache_utils
+from transformers.generation import utils as generation_utils
+from transformers.utils import is_hqq_available, is_optimum_quanto_available
+
+import llamoe
+from llamoe.modeling.attention import check_cache
+
+PROMPT, NEW = 29, 20  # over the chunk borders at 32 and 48
+
+
+class NoStream(contextlib.nullcontext):
+    """A stream of a machine without an accelerator: what is asked for has been done already."""
+
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """transformers moves offloaded layers on streams of a GPU; without one, on none. The layers move all the same."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch, "Stream", NoStream)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: NoStream())
+
+
+KINDS = {
+    "static": {"cache_implementation": "static"},
+    "offloaded": {"cache_implementation": "offloaded"},
+    "offloaded_static": {"cache_implementation": "offloaded_static"},
+    "no_cache": {"use_cache": False},
+    "prefill_in_pieces": {"prefill_chunk_size": 11},
+    "static_in_pieces": {"prefill_chunk_size": 11, "cache_implementation": "static"},
+    "made_layer_by_layer": lambda config: {"past_key_values": DynamicCache()},
+    "dynamic": lambda config: {"past_key_values": DynamicCache(config=config)},
+    "sliding_layers_offloaded": lambda config: {
+        "past_key_values": DynamicCache(config=config, offloading=True, offload_only_non_sliding=False)
+    },
+    "static_and_longer": lambda config: {"past_key_values": StaticCache(config=config, max_cache_len=70)},
+}
+
+
+@for_models("is_head")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
+def test_kinds_of_cache_give_the_same_tokens(case, kind, beams, streams):
+    """On a padded batch, of which each row begins its chunks elsewhere."""
+    if case.has_images and "pieces" in kind and not hasattr(generation_utils, "_slice_mm_encoder_output"):
+        pytest.skip("this transformers prefills in pieces for texts only")
+    model, inputs = case.make(), case.inputs(length=PROMPT)
+    options = {"num_beams": beams, "max_new_tokens": NEW if beams == 1 else 6}
+    expected = new_tokens(model, inputs, **options)
+    kind = KINDS[kind](model.config.get_text_config()) if callable(KINDS[kind]) else KINDS[kind]
+    assert torch.equal(new_tokens(model, inputs, **kind, **options), expected)
+
+
+@for_models("is_head")
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_goes_on_where_it_ended_and_serves_again(case, kind):
+    """Two calls of `generate` with one cache are one longer call; a static cache, emptied, starts anew."""
+    model, inputs = case.make(), case.row(case.inputs(length=PROMPT), 1)
+    expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
+    config = model.config.get_text_config()
+    static = StaticCache(config=config, max_cache_len=60)
+    options = {"do_sample": False, "eos_token_id": -1, "disable_compile": True}
+    for _ in range(2):
+        options["past_key_values"] = static if kind == "static" else DynamicCache(config=config)
+        first = model.generate(**inputs, max_new_tokens=7, **options)
+        second = {"input_ids": first, "attention_mask": torch.ones_like(first)}
+        assert torch.equal(model.generate(**second, max_new_tokens=NEW - 7, **options), expected)
+        static.reset()
+
+
+@for_models("is_head")
+def test_rows_of_a_cache_can_be_chosen_and_repeated(case):
+    """A prompt is read once and then continued in several ways."""
+    model, inputs = case.make(), case.inputs(length=PROMPT)
+    past = DynamicCache(config=model.config.get_text_config())
+    with torch.no_grad():
+        model(**inputs, past_key_values=past)
+    past.batch_select_indices(torch.tensor([2, 0]))
+    past.batch_repeat_interleave(2)
+    tokens = torch.tensor([[11], [12], [13], [14]])
+    mask = inputs["attention_mask"][[2, 2, 0, 0]]
+    with torch.no_grad():
+        attention_mask = torch.cat([mask, torch.ones_like(tokens)], 1)
+        logits = model(input_ids=tokens, attention_mask=attention_mask, past_key_values=past).logits
+        for index, row in enumerate([2, 2, 0, 0]):
+            alone = case.row(inputs, row)
+            ids = torch.cat([alone["input_ids"], tokens[index : index + 1]], 1)
+            alone |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            assert max_abs(model(**alone).logits[0, -1], logits[index, -1]) < 1e-4
+
+
+# Quantized caches
+
+
+def quantized(backend):
+    return {"cache_implementation": "quantized", "cache_config": {"backend": backend}}
+
+
+@for_models("is_head")
+@pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
+def test_fp8_caches(case, beams, monkeypatch):
+    """Kept in float64 by the same layers, it changes nothing; in 8 bits, a little. Stock refuses chunked layers."""
+    layer = getattr(cache_utils, "Fp8QuantizedLayer", None)
+    if layer is None:
+        pytest.skip("this transformers has no fp8 cache")
+    model, inputs = case.make(), case.inputs(length=PROMPT)
+    options = {"num_beams": beams, "max_new_tokens": NEW}
+    expected = new_tokens(model, inputs, **options)
+    monkeypatch.setattr(layer, "fp8_dtype", torch.float64)
+    monkeypatch.setattr(layer, "fp8_max", 1.0)
+    assert torch.equal(new_tokens(model, inputs, **options, **quantized("fp8")), expected)
+    monkeypatch.undo()
+    options = {
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "max_new_tokens": 2,
+        "eos_token_id": -1,
+    }
+    plain, given = (
+        model.generate(**inputs, **options),
+        model.generate(**inputs, **options, **quantized("fp8")),
+    )
+    difference = max_abs(given.logits[1], plain.logits[1])
+    assert type(given.past_key_values) is QuantizedCache
+    assert torch.equal(given.logits[0], plain.logits[0]) and 1e-6 < difference < 0.5 * plain.logits[1].std()
+
+
+@pytest.mark.parametrize("backend", ["quanto", "hqq"])
+@for_models("is_head")
+def test_caches_in_four_bits(case, backend):
+    if not (is_optimum_quanto_available() if backend == "quanto" else is_hqq_available()):
+        pytest.skip(f"{backend} is not installed")
+    # Groups of values must be whole: one head of 64 in place of 20.
+    model, inputs = case.make(head_dim=64), case.inputs(length=PROMPT)
+    options = {
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "max_new_tokens": 2,
+        "eos_token_id": -1,
+    }
+    axis = 0 if backend == "quanto" else 1
+    cache = {"backend": backend, "nbits": 4, "axis_key": axis, "axis_value": axis}
+    plain = model.generate(**inputs, **options)
+    given = model.generate(**inputs, **options, cache_implementation="quantized", cache_config=cache)
+    assert torch.equal(given.logits[0], plain.logits[0])
+    assert 1e-6 < max_abs(given.logits[1], plain.logits[1]) < plain.logits[1].std()
+
+
+# Caches of other models
+
+
+IDS = torch.arange(3, 13)[None]
+TEXT, DENSE = text_config(), dense_config()
+
+
+def filled(config, rows=1, **kwargs):
+    """A dynamic cache with four tokens in every layer."""
+    cache = DynamicCache(config=config)
+    for layer in range(config.num_hidden_layers):
+        states = torch.zeros(rows, config.num_key_value_heads, 4, config.head_dim)
+        cache.update(states, states, layer)
+    return cache
+
+
+def layer_by_layer(layers):
+    cache = DynamicCache()
+    for layer in range(layers):
+        cache.update(*[torch.zeros(1, 2, 4, 20)] * 2, layer)
+    return cache
+
+
+def static(config, length, written=0):
+    cache = StaticCache(config=config, max_cache_len=length)
+    if written:
+        for layer in range(config.num_hidden_layers):
+            cache.update(*[torch.zeros(1, 2, written, 20)] * 2, layer)
+    return cache
+
+
+def mixed():
+    cache = DynamicCache(config=TEXT)
+    cache.layers[1] = DynamicCache(config=DENSE).layers[0]
+    return cache
+
+
+def linear():
+    return Cache(layers=[cache_utils.LinearAttentionLayer() for _ in range(3)])
+
+
+# Family: what is given, what is said.
+BAD_CACHES = {
+    "fewer_layers": (
+        "text",
+        lambda: DynamicCache(config=DENSE),
+        "has 3 layers; expected: num_hidden_layers = 5",
+    ),
+    "more_layers": (
+        "dense",
+        lambda: DynamicCache(config=dense_config(num_hidden_layers=4)),
+        "4 layers.* = 3",
+    ),
+    "too_few_so_far": ("text", lambda: layer_by_layer(2), "has 2 layers; expected: num_hidden_layers = 5"),
+    "static_layers": ("dense", lambda: StaticCache(config=TEXT, max_cache_len=30), "has 5 layers.* = 3"),
+    "sliding": (
+        "dense",
+        lambda: DynamicCache(config=text_config(num_hidden_layers=3)),
+        r"forgets tokens in layer 0 \(DynamicSlidingWindowLayer\); expected: a full attention layer",
+    ),
+    "sliding_static": (
+        "dense",
+        lambda: StaticCache(config=text_config(num_hidden_layers=3), max_cache_len=30),
+        r"forgets tokens in layer 0 \(StaticSlidingWindowLayer\)",
+    ),
+    "other_interval": (
+        "text",
+        lambda: DynamicCache(config=text_config(no_rope_layers=[1, 0, 0, 0, 1])),
+        "slides in some chunked layers only",
+    ),
+    "all_slide": (
+        "text",
+        lambda: DynamicCache(config=text_config(no_rope_layers=[1] * 5)),
+        "forgets tokens in layer 3",
+    ),
+    "some_slide": ("text", mixed, "slides in some chunked layers only"),
+    "short_chunks": (
+        "text",
+        lambda: DynamicCache(config=text_config(attention_chunk_size=8)),
+        "keeps 8 tokens; expected: attention_chunk_size = 16",
+    ),
+    "short_static_chunks": (
+        "text",
+        lambda: StaticCache(config=text_config(attention_chunk_size=8), max_cache_len=30),
+        "keeps 8 tokens; expected: attention_chunk_size = 16",
+    ),
+    "heads": (
+        "dense",
+        lambda: filled(dense_config(num_key_value_heads=3)),
+        "has 3 heads of size 20; expected: num_key_value_heads = 2 and head_dim = 20",
+    ),
+    "one_head": ("text", lambda: filled(text_config(num_key_value_heads=1)), "has 1 heads of size 20"),
+    "head_dim": ("text", lambda: filled(text_config(head_dim=12)), "2 heads of size 12.* head_dim = 20"),
+    "rows": ("text", lambda: filled(TEXT, rows=3), "holds 3 rows, but the batch has 1.*batch_select_indices"),
+    "full": ("dense", lambda: static(DENSE, 12, written=4), "at most 12 tokens: 4 are in it and 10 are new"),
+    "full_mixture": (
+        "text",
+        lambda: static(TEXT, 12, written=4),
+        "at most 12 tokens: 4 are in it and 10 are",
+    ),
+    "too_short": ("dense", lambda: static(DENSE, 9), "at most 9 tokens: 0 are in it and 10 are new.*reset"),
+    "recurrent": ("dense", linear, "has a LinearAttentionLayer as layer 0; expected: keys and values"),
+    "tuple": (
+        "text",
+        lambda: ((torch.zeros(1, 2, 4, 20),) * 2,) * 5,
+        "is a tuple; expected a transformers Cache",
+    ),
+    "dict": ("dense", dict, "is a dict; expected a transformers Cache"),
+    "pair": (
+        "dense",
+        lambda: EncoderDecoderCache(DynamicCache(config=TEXT), DynamicCache()),
+        "has 5 layers; expected: num_hidden_layers = 3",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def heads():
+    return {
+        "dense": [make_asymmetric(llamoe.LlamoeDenseForCausalLM(DENSE))],
+        "text": [
+            make_asymmetric(llamoe.LlamoeForCausalLM(TEXT)),
+            make_asymmetric(llamoe.LlamoeForConditionalGeneration(multimodal_config(num_experts_per_tok=2))),
+        ],
+    }
+
+
+@pytest.mark.parametrize("name", BAD_CACHES)
+def test_caches_of_another_model_are_refused(name, heads):
+    family, make, says = BAD_CACHES[name]
+    for model in heads[family]:
+        cache = make()
+        written = cache.get_seq_length() if hasattr(cache, "get_seq_length") and name != "recurrent" else None
+        with pytest.raises(ValueError, match=f"past_key_values .*{says}"):
+            model(input_ids=IDS, past_key_values=cache)
+        assert written is None or cache.get_seq_length() == written
+        if isinstance(cache, DynamicCache):
+            mask = torch.ones(1, cache.get_seq_length() + 10, dtype=torch.long)
+            with pytest.raises(ValueError, match=f"past_key_values .*{says}"):
+                model.generate(IDS, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
+
+
+def test_bad_caches_and_positions_are_refused_before_the_tower_runs(heads):
+    model, inputs = heads["text"][1], MULTIMODAL.row(MULTIMODAL.inputs(), 2)
+    hook = model.vision_model.register_forward_pre_hook(lambda *_: pytest.fail("the tower ran"))
+    try:
+        with pytest.raises(ValueError, match="has 3 layers"):
+            model(**inputs, past_key_values=DynamicCache(config=DENSE))
+        length = inputs["input_ids"].shape[1]
+        with pytest.raises(ValueError, match=rf"position_ids .*\[1, {length - 1}\]"):
+            model(**inputs, position_ids=torch.arange(length - 1)[None])
+        with pytest.raises(ValueError, match=r"position_ids is torch.float32 .* expected: int64"):
+            model(**inputs, position_ids=torch.arange(float(length))[None])
+        with pytest.raises(ValueError, match="position_ids is a list; expected: integers in a tensor"):
+            model(**inputs, position_ids=list(range(length)))
+        with pytest.raises(ValueError, match="attention_mask .*"):
+            model(**{**inputs, "attention_mask": inputs["attention_mask"][:, 1:]})
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def test_caches_that_fit_are_taken(heads):
+    """Also what others make: layers that keep everything, a prefix of keys and values."""
+    for family, config in (("dense", DENSE), ("text", TEXT)):
+        for model in heads[family]:
+            plain = model(input_ids=IDS).logits
+            wider = text_config(attention_chunk_size=24) if family == "text" else config
+            for cache in (
+                DynamicCache(),
+                DynamicCache(config=DENSE if family == "dense" else _without_chunks()),
+                DynamicCache(config=wider),
+                StaticCache(config=config, max_cache_len=10),
+            ):
+                assert max_abs(model(input_ids=IDS, past_key_values=cache).logits, plain) < 1e-5
+                assert cache.get_seq_length() == 10
+            # As peft's prefix tuning makes them.
+            generator = torch.Generator().manual_seed(0)
+            prefix = [torch.randn(2, 2, 4, 20, generator=generator) for _ in range(config.num_hidden_layers)]
+            cache = DynamicCache([(states[:1], states[1:]) for states in prefix])
+            shifted = model(input_ids=IDS, past_key_values=cache).logits
+            assert cache.get_seq_length() == 14 and max_abs(shifted, plain) > 0.1
+
+
+def _without_chunks():
+    return text_config(attention_chunk_size=None, layer_types=None)
+
+
+@torch.no_grad()
+def test_a_static_cache_of_windows_only_has_room_for_a_chunk(heads):
+    """Where no layer keeps everything, one that is shorter than a chunk must not go round."""
+    model = make_asymmetric(llamoe.LlamoeForCausalLM(text_config(no_rope_layers=[1] * 5)))
+    expected = model(input_ids=IDS).logits
+    past = StaticCache(config=model.config, max_cache_len=12)
+    assert max_abs(model(input_ids=IDS, past_key_values=past).logits, expected) < 1e-5
+    with pytest.raises(ValueError, match="at most 12 tokens: 10 are in it and 10 are new"):
+        model(input_ids=IDS, past_key_values=past)
+    long = IDS.repeat(1, 3)
+    past = StaticCache(config=model.config, max_cache_len=20)
+    parts = [model(input_ids=piece, past_key_values=past).logits for piece in long.split([14, 1, 15], 1)]
+    assert max_abs(torch.cat(parts, 1), model(input_ids=long).logits) < 2e-5
+
+
+CHANGES = {
+    "chunk": (lambda config: setattr(config, "attention_chunk_size", 32), "keeps 16 tokens"),
+    "layers": (lambda config: setattr(config, "num_hidden_layers", 4), None),
+    "types": (
+        lambda config: setattr(config, "layer_types", ["full_attention"] * 5),
+        "forgets tokens in layer 0",
+    ),
+    "type": (
+        lambda config: config.layer_types.__setitem__(1, "full_attention"),
+        "forgets tokens in layer 1",
+    ),
+    "heads": (
+        lambda config: setattr(config, "num_key_value_heads", 3),
+        "2 heads of size 20; expected: num_key_value_heads = 3",
+    ),
+    "head_dim": (lambda config: setattr(config, "head_dim", 12), "head_dim = 12"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_cache_is_looked_at_again_when_the_config_changes(name):
+    """Which cache fits is remembered, so that steps cost nothing; but configs are changed in place."""
+    config = text_config()
+    cache = filled(config)
+    for _ in range(2):
+        check_cache(config, 1, 1, cache)
+    change, says = CHANGES[name]
+    change(config)
+    if says is None:  # as `generate` drafts with fewer layers
+        return check_cache(config, 1, 1, cache)
+    with pytest.raises(ValueError, match=says):
+        check_cache(config, 1, 1, cache)
+
+
+def test_a_cache_is_looked_at_again_when_a_layer_is_replaced():
+    config = text_config()
+    cache, windows = filled(_without_chunks()), filled(config)
+    check_cache(config, 1, 1, cache)
+    full = config.layer_types.index("full_attention")
+    cache.layers[full] = windows.layers[0]
+    with pytest.raises(ValueError, match=f"forgets tokens in layer {full}"):
+        check_cache(config, 1, 1, cache)
+
+
+@torch.no_grad()
+def test_chunks_of_one_token():
+    """A growing window of one token keeps every token in transformers' cache, and announces one."""
+    model = make_asymmetric(llamoe.LlamoeForCausalLM(text_config(attention_chunk_size=1)))
+    long = IDS.repeat(1, 3)
+    expected = model(input_ids=long, use_cache=False).logits
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=30)):
+        pieces = [
+            model(input_ids=piece, past_key_values=cache).logits for piece in long.split([7, 1, 20, 2], 1)
+        ]
+        assert max_abs(torch.cat(pieces, 1), expected) < 2e-5
+    given = dict(max_new_tokens=5, do_sample=False, eos_token_id=-1)
+    assert torch.equal(model.generate(IDS, **given), model.generate(IDS, use_cache=False, **given))

@@ -1,0 +1,400 @@
+"""Left-padded, packed, cached and single runs of the same tokens give the same logits.
+
+The truth is each row by itself, without padding and without a cache: transformers' own Llama 4 fails some of these
+(its temperature follows the cache's length; see `test_stock_differs_where_it_is_wrong`).
+"""
+
+import itertools
+import random
+
+import pytest
+import torch
+from support.models import (
+    make_asymmetric,
+    max_abs,
+    run,
+    scaled_rope,
+    stock_dense_config,
+    stock_text_config,
+    text_config,
+)
+from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
+
+import llamoe
+from llamoe.modeling.attention.mask_inputs import positions_along
+
+CHUNK = 16  # attention_chunk_size of the tiny config; floor_scale is 8
+LENGTHS = (5, 37, 50)  # one chunk, a chunk border inside, several borders
+# Sums in another order: the same tokens are multiplied in batches of other sizes.
+TOLERANCE = 2e-5
+
+
+def text_model(attention="sdpa", **overrides):
+    model = llamoe.LlamoeForCausalLM(llamoe.from_stock(stock_text_config(**overrides)))
+    model.set_attn_implementation(attention)
+    return make_asymmetric(model)
+
+
+def dense_model(attention="sdpa", **overrides):
+    model = llamoe.LlamoeDenseForCausalLM(llamoe.from_stock(stock_dense_config(**overrides)))
+    model.set_attn_implementation(attention)
+    return make_asymmetric(model)
+
+
+def rows():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 97, (1, length), generator=generator) for length in LENGTHS]
+
+
+@torch.no_grad()
+def alone(model, row):
+    return model(row, use_cache=False).logits[0]
+
+
+def padded(side):
+    width = max(LENGTHS)
+    ids, mask = torch.zeros(len(LENGTHS), width, dtype=torch.long), torch.zeros(len(LENGTHS), width)
+    for i, row in enumerate(rows()):
+        place = slice(width - row.shape[1], None) if side == "left" else slice(0, row.shape[1])
+        ids[i, place], mask[i, place] = row[0], 1
+    return ids, mask.long()
+
+
+@pytest.fixture(params=["text-sdpa", "text-eager", "text-kv-chunks-off", "dense-sdpa", "dense-eager"])
+def model(request):
+    family, _, kind = request.param.partition("-")
+    if kind == "kv-chunks-off":
+        return text_model(attention_chunk_size=None, layer_types=None)
+    return text_model(kind) if family == "text" else dense_model(kind)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("positions", ["derived", "given"])
+def test_padded_rows_equal_single_rows(model, side, positions):
+    ids, mask = padded(side)
+    kwargs = {}
+    if positions == "given":  # as `generate` makes them
+        kwargs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    logits = model(ids, attention_mask=mask, **kwargs).logits
+    for i, row in enumerate(rows()):
+        assert max_abs(logits[i][mask[i].bool()], alone(model, row)) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_rows_equal_single_rows(model, use_cache):
+    ids = torch.cat(rows(), dim=1)
+    position_ids = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    logits = model(ids, position_ids=position_ids, use_cache=use_cache).logits[0]
+    for piece, row in zip(logits.split(LENGTHS), rows(), strict=True):
+        assert max_abs(piece, alone(model, row)) < TOLERANCE
+
+
+@torch.no_grad()
+def test_two_packed_rows_of_different_shape(model):
+    row = torch.cat(rows(), dim=1)
+    lengths = (LENGTHS, (40, 20, 32))
+    position_ids = torch.stack([torch.cat([torch.arange(n) for n in parts]) for parts in lengths])
+    logits = model(row.expand(2, -1), position_ids=position_ids, use_cache=False).logits
+    for i, parts in enumerate(lengths):
+        for piece, tokens in zip(logits[i].split(parts), row[0].split(parts), strict=True):
+            assert max_abs(piece, alone(model, tokens[None])) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side_pieces", [(50,), (15, 1, 1, 33), (16, 17, 17), (30, 20), (49, 1)])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_prefill_in_pieces_and_decoding_equal_the_full_pass_under_left_padding(model, side_pieces, cache):
+    ids, mask = padded("left")
+    extra = torch.randint(1, 97, (len(LENGTHS), 9), generator=torch.Generator().manual_seed(2))
+    ids, mask = torch.cat([ids, extra], 1), torch.cat([mask, torch.ones_like(extra)], 1)
+    cache = (
+        DynamicCache(config=model.config)
+        if cache == "dynamic"
+        else StaticCache(config=model.config, max_cache_len=ids.shape[1])
+    )
+    pieces, start = [], 0
+    for length in (*side_pieces, *[1] * extra.shape[1]):
+        end = start + length
+        out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+        pieces.append(out.logits)
+        start = end
+    logits = torch.cat(pieces, 1)
+    for i, row in enumerate(rows()):
+        whole = torch.cat([row, extra[i : i + 1]], 1)
+        assert max_abs(logits[i][mask[i].bool()], alone(model, whole)) < TOLERANCE
+
+
+@torch.no_grad()
+def test_chunk_borders_follow_given_positions():
+    # Positions 10..39 cross a border at 16 and 32; the same keys must be seen as in a row that really starts at 0.
+    model = text_model()
+    row = rows()[2][:, :40]
+    offset = 10
+    shifted = model(row[:, offset:], position_ids=torch.arange(offset, 40)[None], use_cache=False).logits[0]
+    unshifted = model(row[:, offset:], use_cache=False).logits[0]
+    assert (
+        max_abs(shifted[: CHUNK - offset], unshifted[: CHUNK - offset]) > 1e-4
+    )  # the temperature already differs
+    mask = torch.ones(1, 40, dtype=torch.long)
+    mask[:, :offset] = 0
+    reference = model(row, attention_mask=mask, position_ids=torch.arange(40)[None], use_cache=False).logits[
+        0
+    ]
+    assert max_abs(shifted, reference[offset:]) < TOLERANCE
+
+
+@torch.no_grad()
+def test_a_short_pass_that_starts_late_still_meets_its_border():
+    # 12 tokens are fewer than a chunk, yet positions 10..21 lie on both sides of the border at 16. Each chunk-only
+    # layer must not look over it: compare with the two sides' tokens run as packed segments of the same positions.
+    model = text_model(no_rope_layers=[1] * 5, num_hidden_layers=5)
+    row = rows()[1][:, :12]
+    positions = torch.arange(10, 22)[None]
+    whole = model(row, position_ids=positions, use_cache=False).logits[0]
+    left = model(row[:, :6], position_ids=positions[:, :6], use_cache=False).logits[0]
+    right = model(row[:, 6:], position_ids=positions[:, 6:], use_cache=False).logits[0]
+    assert max_abs(whole, torch.cat([left, right])) < TOLERANCE
+
+
+@torch.no_grad()
+def test_generate_with_left_padding_equals_each_row_alone(model):
+    ids, mask = padded("left")
+    together = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[:, ids.shape[1] :]
+    for i, row in enumerate(rows()):
+        single = model.generate(row, max_new_tokens=20, do_sample=False)[0, row.shape[1] :]
+        assert together[i, : len(single)].tolist() == single.tolist()
+
+
+@torch.no_grad()
+def test_generate_with_a_static_cache_equals_the_dynamic_one(model):
+    ids, mask = padded("left")
+    options = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, disable_compile=True)
+    static = model.generate(ids, cache_implementation="static", **options)
+    assert static.tolist() == model.generate(ids, **options).tolist()
+
+
+@torch.no_grad()
+def test_stock_differs_where_it_is_wrong():
+    # If transformers mends its temperature, this fails and the claim in the README goes.
+    stock = make_asymmetric(Llama4ForCausalLM(stock_text_config()))
+    ids, mask = padded("left")
+    row = rows()[0]
+    in_batch = stock(ids, attention_mask=mask).logits[0][mask[0].bool()]
+    assert max_abs(in_batch, stock(row).logits[0]) > 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_padding_behind_a_cached_prefix(implementation):
+    """A prefix that all rows share, as prefix tuning makes it, and then left-padded rows.
+
+    In a cache that keeps all tokens: a window of one chunk counts the padding, and loses the prefix to it.
+    """
+    model = make_asymmetric(llamoe.LlamoeForCausalLM(text_config()))
+    model.set_attn_implementation(implementation)
+    generator = torch.Generator().manual_seed(3)
+    prefix = torch.randint(3, 90, (1, 7), generator=generator)
+    rows = [torch.randint(3, 90, (1, length), generator=generator) for length in (35, 30, 18)]
+    past, longest = DynamicCache(), max(row.shape[1] for row in rows)
+    run(model, input_ids=prefix.expand(len(rows), -1), past_key_values=past, use_cache=True)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.ones(len(rows), 7 + longest, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, longest - row.shape[1] :] = row
+        mask[i, 7 : 7 + longest - row.shape[1]] = 0
+    positions = (mask.cumsum(1) - 1)[:, 7:]
+    given = [
+        run(
+            model,
+            input_ids=ids[:, begin:end],
+            attention_mask=mask[:, : 7 + end],
+            position_ids=positions[:, begin:end],
+            past_key_values=past,
+            use_cache=True,
+        )
+        for begin, end in ((0, 20), (20, 34), (34, 35))
+    ]
+    given = torch.cat(given, 1)
+    for i, row in enumerate(rows):
+        alone = run(model, input_ids=torch.cat([prefix, row], 1), use_cache=False)[0, 7:]
+        assert max_abs(given[i, longest - row.shape[1] :], alone) < 1e-5 * alone.std()
+
+
+# How rows with padding in their middle are numbered by hand; `generate` counts their real tokens from zero.
+WAYS = {
+    "real tokens from 0": lambda mask: mask.cumsum(1) - 1,
+    "real tokens from 1": lambda mask: mask.cumsum(1),
+    "all tokens": lambda mask: torch.arange(mask.shape[1]).expand(mask.shape),
+    "all but left padding": lambda mask: torch.arange(mask.shape[1]) - (mask.cumsum(1) == 0).sum(1, True),
+}
+
+SMALL = dict(num_hidden_layers=2, no_rope_layers=[1, 1], layer_types=["chunked_attention"] * 2)
+OPEN = "do not tell where the cached tokens of row"
+
+
+def mask_with_holes(draw, num_rows, length):
+    mask = torch.ones(num_rows, length, dtype=torch.long)
+    for row in mask:
+        row[: draw.choice([0, 0, 1, 4])] = 0
+        for _ in range(draw.choice([0, 1, 2])):
+            begin = draw.randrange(6, length)
+            row[begin : begin + draw.choice([1, 2, 3, 9])] = 0
+    mask[:, -1] = 1
+    return mask
+
+
+def in_pieces(model, inputs, past, borders):
+    pieces = []
+    for begin, end in itertools.pairwise(borders):
+        piece = {name: tensor[:, begin:end] for name, tensor in inputs.items()}
+        piece["attention_mask"] = inputs["attention_mask"][:, :end]
+        pieces.append(run(model, **piece, past_key_values=past))
+    return torch.cat(pieces, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_padding_in_the_middle_of_rows_counts_as_the_positions_say(implementation, cache, way):
+    """Fed in pieces, of cached tokens only the mask is known. One pass, which sees all positions, is the truth."""
+    draw = random.Random(way)
+    compared = refused = 0
+    for chunk_size in (3, 5):
+        model = text_model(implementation, **SMALL, attention_chunk_size=chunk_size)
+        for _ in range(4):
+            length = draw.randint(15, 26)
+            mask = mask_with_holes(draw, 3, length)
+            ids = torch.randint(3, 90, mask.shape, generator=torch.Generator().manual_seed(length))
+            # Those of hidden tokens tell nothing, not even how the others are counted.
+            positions = WAYS[way](mask).masked_fill(mask == 0, draw.choice([0, 1, 50]))
+            inputs = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
+            past = DynamicCache() if cache == "dynamic" else StaticCache(model.config, max_cache_len=length)
+            borders = [0, *sorted(draw.sample(range(1, length), draw.randint(1, 3))), length]
+            try:
+                given = in_pieces(model, inputs, past, borders)
+            except ValueError as error:
+                refused += 1
+                # Windows of a chunk may have lost what goes on behind padding. What `generate` gives is never in doubt.
+                is_window = "forgotten tokens that are still needed" in str(error)
+                if not is_window and (OPEN not in str(error) or way == "real tokens from 0"):
+                    raise
+                continue
+            compared += 1
+            expected = run(model, **inputs, use_cache=False)
+            assert max_abs(given[mask == 1], expected[mask == 1]) < TOLERANCE
+    assert compared > 2, (compared, refused)
+
+
+@pytest.mark.parametrize(
+    ("hole", "first_by_index"), [(1, 0), (3, 5)], ids=["both are usual", "none is usual"]
+)
+def test_positions_that_fit_two_ways_of_counting_are_refused_where_it_matters(hole, first_by_index):
+    """All tokens from 0 and real ones from 1 give the same number behind a hole of one token."""
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(6))
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 6 : 6 + hole] = 0
+    positions = torch.arange(12).expand(2, -1) + torch.tensor([[0], [first_by_index]])
+
+    inputs = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
+
+    def go_on(chunk_size):
+        model = text_model(**SMALL, attention_chunk_size=chunk_size)
+        given = in_pieces(model, inputs, DynamicCache(), [0, 6, 12])
+        assert max_abs(given[mask == 1], run(model, **inputs, use_cache=False)[mask == 1]) < TOLERANCE
+
+    go_on(64)  # by both ways all tokens are in one chunk
+    next_position = 6 + hole + first_by_index
+    message = (
+        f"cached tokens of row 1 stand.*has position {next_position}, so its first one had {first_by_index} if "
+        rf"padding was counted, {first_by_index + hole} if not.*cumsum\(-1\) - 1"
+    )
+    with pytest.raises(ValueError, match=message):
+        go_on(4)
+
+
+def test_nobody_waits_for_positions_on_another_device():
+    """Tensors without values cannot be read; a GPU's must not be."""
+    mask = torch.ones(2, 9, dtype=torch.bool, device="meta")
+    positions = torch.zeros(2, 3, dtype=torch.long, device="meta")
+    position_at = positions_along(mask, positions, 6, 3, 2, torch.device("meta"), chunk_size=4)
+    rows, index = torch.arange(2, device="meta")[:, None], torch.arange(9, device="meta")
+    assert position_at(rows, index).shape == (2, 9)
+
+
+@pytest.mark.parametrize("cache", ["windows", "static"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_window_that_padding_has_pushed_tokens_out_of_is_refused(cache, implementation):
+    """Tokens 10 to 24 are padding: the chunk that began before them goes on behind them."""
+    config = text_config()
+    model = make_asymmetric(llamoe.LlamoeForCausalLM(config))
+    model.set_attn_implementation(implementation)
+    ids = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[0, 10:25] = 0
+    positions = mask.cumsum(1) - 1
+    expected = run(model, input_ids=ids[:, mask[0] == 1])[0, 10:]
+
+    def continued(past, begin):
+        first = dict(
+            input_ids=ids[:, :begin], attention_mask=mask[:, :begin], position_ids=positions[:, :begin]
+        )
+        run(model, **first, past_key_values=past)
+        rest = dict(input_ids=ids[:, begin:], attention_mask=mask, position_ids=positions[:, begin:])
+        return run(model, **rest, past_key_values=past)[0, 25 - begin :]
+
+    assert max_abs(continued(DynamicCache(), 22), expected) < 1e-5 * expected.std()
+    make = {
+        "windows": lambda: DynamicCache(config=config),
+        "static": lambda: StaticCache(config=config, max_cache_len=48),
+    }[cache]
+    with pytest.raises(ValueError, match=r"forgotten tokens that are still needed.*DynamicCache\(\)"):
+        continued(make(), 22)
+    # Nothing was lost yet: the window still begins within the first tokens.
+    assert max_abs(continued(make(), 12), expected) < 1e-5 * expected.std()
+
+
+def test_packed_rows_in_a_cache_of_fixed_length_are_refused():
+    for model in (text_model(), dense_model()):
+        ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(5))
+        positions = torch.cat([torch.arange(12), torch.arange(8)])[None]
+        past = StaticCache(config=model.config, max_cache_len=40)
+        with pytest.raises(ValueError, match="position_ids restart within a row.*cache of fixed length"):
+            model(ids, position_ids=positions, past_key_values=past)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+@pytest.mark.parametrize("make", [text_model, dense_model], ids=["text", "dense"])
+def test_padding_chooses_no_frequencies(make, rope):
+    """In these types of scaling the highest position of a pass decides, at 32 here; it must not be the padding's."""
+    row = rows()[2][:, :20]
+    expected = make(**scaled_rope(rope))(row, use_cache=False).logits[0]
+    ids, mask = torch.zeros(2, 50, dtype=torch.long), torch.zeros(2, 50, dtype=torch.long)
+    ids[0, :20], mask[0, :20] = row[0], 1
+    ids[1, 30:], mask[1, 30:] = row[0], 1
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1000)
+    for given in (None, positions):
+        logits = make(**scaled_rope(rope))(
+            ids, attention_mask=mask, position_ids=given, use_cache=False
+        ).logits
+        for of_row, its_mask in zip(logits, mask, strict=True):
+            assert max_abs(of_row[its_mask == 1], expected) < TOLERANCE
+
+
+@torch.no_grad()
+def test_negative_positions_under_a_mask_of_four_axes():
+    """What such a mask hides is not looked for; a number comes out for what is seen."""
+    model, row = text_model(), rows()[1]
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), row], 1)
+    index = torch.arange(41)
+    visible = (index <= index[:, None]) & (index >= 4)
+    visible |= torch.eye(41, dtype=torch.bool)
+    same_chunk = ((index - 4) // CHUNK)[:, None] == (index - 4) // CHUNK
+    masks = {"full_attention": visible, "chunked_attention": visible & same_chunk}
+    masks = {name: mask[None, None] for name, mask in masks.items()}
+    logits = model(padded, attention_mask=masks, position_ids=(index - 4)[None], use_cache=False).logits[
+        0, 4:
+    ]
+    assert max_abs(logits, alone(model, row)) < TOLERANCE

@@ -1,0 +1,335 @@
+"""Files made to mislead, to hang or to take all memory: refused by name, soon, from what they say of themselves.
+
+What takes memory or time is opened by a process that has a gigabyte more than it needs to begin, and twenty seconds.
+"""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.hostile_files import JSON, entry, safetensors
+from support.spoilt_folders import FAMILIES, KINDS, edit, index_of, refused
+
+import llamoe
+from llamoe.configuration.errors import CheckpointError
+
+# The guard itself
+
+
+def test_the_guard_sees_memory_and_time(guard):
+    assert "MemoryError" in guard.run("allocate", gigabytes=2).kinds
+    assert "OutOfTime" in guard.run("wait", seconds=60).kinds
+    assert guard.run("wait", seconds=0).kinds == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_folder_loads_under_guard(kind, model_folders, guard):
+    assert guard.run("load", folder=model_folders / kind).kinds == []
+
+
+def test_error_is_each_of_the_three():
+    error = CheckpointError("message")
+    assert str(error) == "message" and pickle.loads(pickle.dumps(error)).args == error.args
+    for kind in (OSError, ValueError, RuntimeError):
+        with pytest.raises(kind):
+            raise error
+
+
+# Configurations
+
+SIZES = {
+    "dense": {
+        "num_hidden_layers": 10**9,
+        "num_attention_heads": 2**40,
+        "hidden_size": 2**40,
+        "head_dim": 2**40,
+        "vocab_size": 10**15,
+        "intermediate_size": 2**60,
+        "max_position_embeddings": 10**400,
+        "num_labels": 10**9,
+    },
+    "text": {
+        "num_hidden_layers": 10**9,
+        "num_local_experts": 2**40,
+        "num_experts": 2**40,
+        "intermediate_size_mlp": 2**60,
+        "attention_chunk_size": 2**62,
+        "no_rope_layer_interval": 10**300,
+        "floor_scale": 10**300,
+    },
+    "tower": {"num_hidden_layers": 10**9, "image_size": 2**40, "projector_input_dim": 2**40},
+}
+
+
+def sizes():
+    for family, fields in SIZES.items():
+        for field, value in fields.items():
+            yield family, None, field, value
+    for part, family in (("text_config", "text"), ("vision_config", "tower")):
+        for field, value in SIZES[family].items():
+            yield "multimodal", part, field, value
+
+
+@pytest.mark.parametrize(("family", "part", "field", "value"), list(sizes()))
+def test_size_beyond_reason(family, part, field, value, model_copy, guard):
+    """By `from_pretrained` and by `inspect`, before anything is made of it."""
+    path = model_copy(family)
+    content = json.loads((path / "config.json").read_text())
+    (content[part] if part else content)[field] = value
+    (path / "config.json").write_text(json.dumps(content))
+    field = "num_local_experts" if field == "num_experts" else field
+    says = rf"{field} = .*beyond reason|{field} = .*must"
+    guard.refused("load", says, folder=path, name=FAMILIES[family][0].__name__)
+    problems = guard.run("look", folder=path)
+    assert problems.kinds == [] and any(field in problem for problem in problems.result), problems
+    guard.refused("look", says, folder=path / "config.json")
+    assert problems.seconds < 10
+
+
+@pytest.mark.parametrize("field", ["layer_types", "no_rope_layers", "moe_layers"])
+def test_lists_without_end(field, model_copy, guard):
+    path = model_copy("text")
+    entry = {"layer_types": "full_attention", "no_rope_layers": 1, "moe_layers": 0}[field]
+    edit(path / "config.json", **{field: [entry] * 3_000_000})
+    refusal = r"beyond reason|at most \d+ were expected"
+    guard.refused("load", refusal, folder=path, name="LlamoeForCausalLM")
+    guard.refused("look", refusal, folder=path / "config.json")
+    if field != "no_rope_layers":  # of which entries past the last layer are cut, as in stock
+        edit(path / "config.json", **{field: [entry] * 200_000})
+        guard.refused("load", field, folder=path, name="LlamoeForCausalLM")
+
+
+@pytest.mark.parametrize("family", ["dense", "text", "tower", "multimodal"])
+def test_more_layers_than_tensors(family, model_copy, monkeypatch):
+    """A depth that could be, which the folder does not have: refused before a layer is made."""
+    path = model_copy(family)
+    part = {"num_hidden_layers": 1000, "layer_types": None, "no_rope_layers": None}
+    name = FAMILIES[family][0].__name__
+    monkeypatch.setattr(
+        "llamoe.modeling.decoder.DecoderLayer.__init__", lambda *_: pytest.fail("a layer was made")
+    )
+    monkeypatch.setattr(
+        "llamoe.modeling.vision.VisionEncoderLayer.__init__", lambda *_: pytest.fail("a layer was made")
+    )
+    if family == "multimodal":
+        content = json.loads((path / "config.json").read_text())
+        content["vision_config"].update(num_hidden_layers=1000)
+        (path / "config.json").write_text(json.dumps(content))
+    else:
+        edit(path / "config.json", **part)
+    refused(path, "describes 1000 layers, but the weights are", name)
+
+
+@pytest.mark.parametrize("value", [5, "LlamaForCausalLM", [["LlamaForCausalLM"]], [None], {"a": 1}])
+def test_odd_architectures(value, model_copy, guard):
+    for family in ("tower", "dense"):
+        shutil.rmtree(model_copy(family).parent / "model", ignore_errors=True)
+        path = model_copy(family)
+        edit(path / "config.json", architectures=value)
+        guard.refused("load", "architectures = .*wrong type", folder=path, name=FAMILIES[family][0].__name__)
+        guard.refused("look", "architectures = .*wrong type", folder=path / "config.json")
+        assert "architectures" in str(guard.run("look", folder=path).result)
+        shutil.rmtree(path)
+
+
+# JSON
+
+
+@pytest.mark.parametrize("damage", JSON)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_hostile_json(name, damage, model_copy, guard):
+    content, says = JSON[damage]
+    path = model_copy("single")
+    (path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    assert name in guard.refused("load", says, folder=path)
+
+
+@pytest.mark.parametrize("damage", JSON)
+def test_hostile_index(damage, model_copy, guard):
+    content, says = JSON[damage]
+    if damage == "many":  # an index may be larger than a configuration, and is refused by what it lacks
+        says = "not an index"
+    path = model_copy("sharded")
+    index_of(path).write_bytes(content.encode() if isinstance(content, str) else content)
+    assert index_of(path).name in guard.refused("load", says, folder=path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
+@pytest.mark.parametrize("what", ["hole", "pipe", "zeros"])
+def test_what_never_ends(name, what, model_copy, guard):
+    """A file of a terabyte that takes no place, a pipe that nobody writes to, a device that gives zeros for ever."""
+    path = model_copy("sharded" if "index" in name else "single")
+    file = path / name
+    file.unlink()
+    if what == "hole":
+        file.touch()
+        os.truncate(file, 2**40)
+    elif what == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    outcome = guard.run("load", folder=path)
+    assert "OSError" in outcome.kinds and str(path) in outcome.message, (
+        outcome
+    )  # transformers sees no file there
+    assert outcome.seconds < 10
+
+
+# Which tensor, from where
+
+
+@pytest.mark.parametrize("kind", ["sharded", "sharded_bin"])
+def test_tensor_in_two_shards(kind, model_copy):
+    """transformers takes the last, whatever the index says."""
+    path = model_copy(kind)
+    shards = sorted({*json.loads(index_of(path).read_text())["weight_map"].values()})
+    first, last = path / shards[0], path / shards[-1]
+    read, write = (load_file, save_file) if kind == "sharded" else (torch.load, torch.save)
+    name, value = next(iter(read(first).items()))
+    write({**read(last), name: value + 1}, last)
+    message = refused(path, f"{name}' is in .* too")
+    assert str(first) in message and str(last) in message
+    read_again = read(last)
+    del read_again[name]
+    write({**read_again, "more.weight": value}, last)
+    assert str(last) in refused(path, r"index\.json: does not name 'more\.weight'")
+
+
+@pytest.mark.parametrize("kind", ["sharded", "sharded_bin"])
+def test_index_that_names_another_file(kind, model_copy):
+    path = model_copy(kind)
+    index = json.loads(index_of(path).read_text())
+    name, shard = next(iter(index["weight_map"].items()))
+    other = next(file for file in index["weight_map"].values() if file != shard)
+    index["weight_map"][name] = other
+    index_of(path).write_text(json.dumps(index))
+    refused(path, f"says that '{name}' is in {other}, which does not hold it")
+
+
+@pytest.mark.parametrize("kind", ["sharded", "sharded_bin"])
+def test_single_file_beside_shards(kind, model_copy, model_folders):
+    """Saving shards into a folder leaves the single file of before, which transformers then prefers."""
+    path = model_copy(kind)
+    single = "model.safetensors" if kind == "sharded" else "pytorch_model.bin"
+    shutil.copy(model_folders / ("single" if kind == "sharded" else "bin") / single, path)
+    refused(path, f"holds both {single} and .*index.json")
+    for shard in {*json.loads(index_of(path).read_text())["weight_map"].values()}:
+        (path / shard).unlink()
+    llamoe.LlamoeDenseForCausalLM.from_pretrained(path)  # the index of shards that are gone says nothing
+
+
+OUTSIDE = [
+    "../secret/{}", "/{}", "{absolute}", "inner/../../secret/{}", "..", "../secret/../secret/{}", "..\\secret\\{}",
+    "c:\\{}", "a\0b", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("kind", ["sharded", "sharded_bin"])
+def test_index_that_leaves_the_folder(kind, name, model_copy, model_folders, tmp_path):
+    path = model_copy(kind)
+    suffix = "safetensors" if kind == "sharded" else "bin"
+    weight_map = json.loads(index_of(path).read_text())["weight_map"]
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (path / "inner").mkdir()
+    shard = weight_map["model.norm.weight"]
+    moved = shutil.move(path / shard, secret / f"stolen.{suffix}")
+    hostile = name.format(f"stolen.{suffix}", absolute=moved)
+    changed = {key: hostile if file == shard else file for key, file in weight_map.items()}
+    index_of(path).write_text(json.dumps({"metadata": {}, "weight_map": changed}))
+    refused(path, r"index\.json: names .* outside of the folder")
+
+
+def test_config_that_names_weights_outside(model_copy, tmp_path):
+    """transformers looks at the name of the index, and not at what that names."""
+    path = model_copy("sharded")
+    index = json.loads(index_of(path).read_text())
+    shard = index["weight_map"]["model.norm.weight"]
+    shutil.move(path / shard, tmp_path / "stolen.safetensors")
+    index["weight_map"] = {
+        key: "../stolen.safetensors" if file == shard else file for key, file in index["weight_map"].items()
+    }
+    index_of(path).rename(path / "mine.safetensors.index.json")
+    (path / "mine.safetensors.index.json").write_text(json.dumps(index))
+    edit(path / "config.json", transformers_weights="mine.safetensors.index.json")
+    refused(path, "stolen.safetensors: is named in .* outside")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_links_as_the_cache_makes_them(kind, model_folders, tmp_path):
+    """A snapshot in the Hub's cache is a folder of links to files elsewhere."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots/main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number_, path in enumerate(sorted((model_folders / kind).iterdir())):
+        shutil.copy(path, blobs / str(number_))
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(number_))
+    expected = llamoe.LlamoeDenseForCausalLM.from_pretrained(model_folders / "single").state_dict()
+    found = llamoe.LlamoeDenseForCausalLM.from_pretrained(snapshot).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repository_in_the_cache(kind, model_folders, tmp_path):
+    """By its name, a repository's files are found by transformers, and checked all the same."""
+    place = tmp_path / "models--owner--name"
+    snapshot = place / "snapshots/0123456789012345678901234567890123456789"
+    shutil.copytree(model_folders / kind, snapshot)
+    (place / "refs").mkdir()
+    (place / "refs/main").write_text(snapshot.name)
+    options = {"cache_dir": tmp_path, "local_files_only": True}
+    llamoe.LlamoeDenseForCausalLM.from_pretrained("owner/name", **options)
+    weights = llamoe.LlamoeDenseForCausalLM.from_pretrained(model_folders / "single").state_dict()
+    name, weight = list(weights.items())[-1]
+    for path in snapshot.glob("*.safetensors"):
+        held = load_file(path)
+        if name in held:
+            save_file({**held, name: torch.ones(weight.shape, dtype=torch.int8)}, path)
+    for path in snapshot.glob("*.bin"):
+        held = torch.load(path)
+        if name in held:
+            torch.save({**held, name: torch.ones(weight.shape, dtype=torch.int8)}, path)
+    refused("owner/name", f"{name} has dtype I8", **options)
+
+
+# Safetensors
+
+
+PAIR = "{" + ",".join(f'"x":{json.dumps(entry(shape, 0, 24))}' for shape in ([2, 3], [3, 2])) + "}"
+HEADERS = {
+    "length_of_exabytes": (b"\xff" * 8 + b"{}", "header should be"),
+    "length_beyond_the_format": (None, "header should be 100000001 bytes"),
+    "twice": (safetensors(PAIR.encode(), bytes(24)), "'x' stands twice"),
+    "endless_product": (
+        safetensors({"x": entry([10**4000] * 20_000, 0, 4)}, bytes(4)),
+        "not describe|cannot be read",
+    ),
+    "many_axes": (safetensors({"x": entry([1] * 10**6, 0, 4)}, bytes(4)), "cannot be read"),
+    "deep_entry": (safetensors(b'{"x":' + b"[" * 900 + b"]" * 900 + b"}"), "cannot be read|not JSON"),
+    "long_name": (safetensors({"x" * 10**6: 5}), "cannot be read"),
+    "lists": (safetensors(b'{"x":[' + b"[]," * 20_000_000 + b"[]]}"), "does not describe 0 tensors"),
+}
+
+
+@pytest.mark.parametrize("damage", HEADERS)
+def test_hostile_header(damage, model_copy, guard):
+    content, says = HEADERS[damage]
+    path = model_copy("single")
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(content or (100_000_001).to_bytes(8, "little"))
+        if content is None:
+            file.truncate(200_000_000)
+    guard.refused("load", f"model.safetensors: .*({says})", folder=path)
+
+
+def test_distributed_folder(model_copy, guard):
+    """What the processes of a run saved, each for itself, is read by transformers before all else."""
+    path = model_copy("single")
+    (path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"\xff" * 8)
+    guard.refused("load", "shard-00001.*header should be", folder=path)

@@ -1,0 +1,238 @@
+"""Quantizers of transformers on a CPU: what they take, what they leave, and what is said of it.
+
+The libraries are not among those that the tests install; each case says which one it needs.
+"""
+
+import logging
+import re
+
+import pytest
+import torch
+from support.models import IMAGE_TOKEN, TOKENS_PER_TILE, make_asymmetric, max_abs, stock_multimodal_config
+from torch import nn
+from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+
+import llamoe
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion.inspect import inspect
+from llamoe.modeling.checkpoints.quantization import bytes_by_part, in_units, part_of, stored_bytes
+
+# Whole blocks of 64 everywhere but in the patches, which have 588 numbers: int8 of quanto reads beyond other widths.
+TEXT = dict(
+    hidden_size=192,
+    intermediate_size=64,
+    intermediate_size_mlp=320,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=64,
+    num_experts_per_tok=2,
+)
+VISION = dict(
+    hidden_size=128,
+    num_attention_heads=2,
+    intermediate_size=512,
+    projector_input_dim=64,
+    projector_output_dim=64,
+    vision_output_dim=64,
+)
+PATCHES = "vision_model.patch_embedding.linear"
+
+
+def bitsandbytes(**options):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    return lambda skip=None: BitsAndBytesConfig(llm_int8_skip_modules=skip, **options)
+
+
+def quanto(weights):
+    pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
+    return lambda skip=None: QuantoConfig(weights=weights, modules_to_not_convert=skip)
+
+
+def torchao():
+    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    return lambda skip=None: TorchAoConfig(quantization.Int8WeightOnlyConfig(), modules_to_not_convert=skip)
+
+
+METHODS = {
+    "bitsandbytes 4 bit": lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16),
+    "bitsandbytes 4 bit, scales too": lambda: bitsandbytes(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    ),
+    "bitsandbytes 8 bit": lambda: bitsandbytes(load_in_8bit=True),
+    "quanto 8 bit": lambda: quanto("int8"),
+    "quanto 4 bit": lambda: quanto("int4"),
+    "torchao 8 bit": torchao,
+}
+EVERY = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = llamoe.LlamoeForConditionalGeneration(stock_multimodal_config(TEXT, VISION))
+    make_asymmetric(model).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def load(folder, method, skip=None, cls=llamoe.LlamoeForConditionalGeneration, **options):
+    config = METHODS[method]()(skip)
+    return cls.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16, **options)
+
+
+def inputs():
+    ids = torch.randint(3, 90, (2, 23), generator=torch.Generator().manual_seed(1))
+    ids[1, 2 : 2 + TOKENS_PER_TILE] = IMAGE_TOKEN
+    pixels = torch.randn(1, 3, 56, 56, generator=torch.Generator().manual_seed(2))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+
+def is_quantized(module):
+    return type(module) is not nn.Linear or type(module.weight) is not nn.Parameter
+
+
+def linear_layers(model):
+    return {name: module for name, module in model.named_modules() if hasattr(module, "in_features")}
+
+
+@EVERY
+def test_patches_stay_as_they_are_and_the_model_runs(method, folder):
+    """Loaded, passed through and generated with; the plain model's logits from afar."""
+    plain = llamoe.LlamoeForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16)
+    model = load(folder, method)
+    layers = linear_layers(model)
+    assert {name for name, layer in layers.items() if not is_quantized(layer)} == {
+        PATCHES,
+        "language_model.lm_head",
+    }
+    kept = layers[PATCHES].weight
+    assert kept.dtype is torch.bfloat16 and torch.equal(kept, plain.get_submodule(PATCHES).weight)
+    with torch.no_grad():
+        given, expected = model(**inputs()).logits.float(), plain(**inputs()).logits.float()
+    # Rounding to 4 bits moves logits of deviation one by about a third; other weights would by more than one.
+    assert given.isfinite().all() and (given - expected).std() < 0.6 * expected.std()
+    assert model.generate(**inputs(), max_new_tokens=4, do_sample=False, eos_token_id=-1).shape == (2, 27)
+
+
+@EVERY
+@pytest.mark.parametrize("skip", [["lm_head"], [r".*q_proj", r".*lm_head"], []], ids=str)
+def test_patches_stay_whatever_the_user_lists(method, skip, folder):
+    layers = linear_layers(load(folder, method, skip=skip))
+    assert not is_quantized(layers[PATCHES])
+    queries = [layer for name, layer in layers.items() if name.endswith("q_proj")]
+    assert all(is_quantized(layer) == (len(skip) < 2) for layer in queries) and len(queries) > 5
+
+
+@EVERY
+def test_the_tower_by_itself(method, folder):
+    model = load(folder, method, cls=llamoe.LlamoeVisionModel)
+    assert not is_quantized(model.patch_embedding.linear) and is_quantized(model.model.layers[0].mlp.fc1)
+    with torch.no_grad():
+        assert model(inputs()["pixel_values"]).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if not method.startswith("quanto")])
+def test_saved_and_loaded_again(method, folder, tmp_path):
+    model = load(folder, method)
+    with torch.no_grad():
+        expected = model(**inputs()).logits
+    model.save_pretrained(tmp_path)
+    again = llamoe.LlamoeForConditionalGeneration.from_pretrained(tmp_path)
+    assert not is_quantized(linear_layers(again)[PATCHES])
+    with torch.no_grad():
+        assert max_abs(again(**inputs()).logits, expected) == 0
+    assert again.generate(**inputs(), max_new_tokens=3, do_sample=False, eos_token_id=-1).shape == (2, 26)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method.startswith("bitsandbytes")])
+def test_folders_whose_patches_are_quantized_are_refused(method, folder, tmp_path, monkeypatch):
+    """Their numbers are codes; as weights they would load and mean nothing."""
+    with monkeypatch.context() as patch:
+        patch.setattr(llamoe.LlamoeVisionModel, "_keep_in_fp32_modules", None)
+        model = load(folder, method)
+        assert is_quantized(linear_layers(model)[PATCHES])
+        model.save_pretrained(tmp_path)
+    # In 4 bits the shape is another, and transformers says so.
+    with pytest.raises((CheckpointError, RuntimeError), match=r"quantized numbers|ignore_mismatched_sizes"):
+        llamoe.LlamoeForConditionalGeneration.from_pretrained(tmp_path)
+
+
+# What is said
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if "routed experts" in record.getMessage()]
+
+
+@EVERY
+def test_one_sentence_says_what_experts_take(method, folder, caplog):
+    with caplog.at_level(logging.WARNING, logger="llamoe"):
+        model = load(folder, method)
+    (message,) = warnings_of(caplog)
+    library = method.partition(" ")[0]
+    assert f"the routed experts stay in bfloat16, since {library} quantizes linear layers only" in message
+    parts = bytes_by_part(model, torch.bfloat16)
+    plain = llamoe.LlamoeForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16)
+    expected = dict.fromkeys(parts, 0)
+    for name, parameter in plain.named_parameters():
+        expected[part_of(name)] += parameter.nbytes
+    assert {part: before for part, (before, _) in parts.items()} == expected
+    for part, (before, after) in parts.items():
+        shares = after / before
+        if part in ("experts", "embedding", "output head", "norms", "routers"):
+            assert shares == 1
+        else:
+            assert (0.48 < shares < 0.72) if "8 bit" in method else (0.24 < shares < 0.55), part
+    total = (
+        in_units(sum(before for before, _ in parts.values())),
+        in_units(sum(after for _, after in parts.values())),
+    )
+    assert f"in all {total[0]}, {total[1]})." in message
+    for part in (
+        "routed experts",
+        "shared experts",
+        "attention",
+        "dense feed-forwards",
+        "embedding",
+        "vision tower",
+    ):
+        assert re.search(rf"[;:] {part} \d", message), part
+    assert message.count(". ") == 0  # one sentence
+
+
+@EVERY
+def test_what_is_said_is_what_the_file_holds(method, folder, tmp_path):
+    """The saved tensors are the stored ones; what else a quantizer writes is small."""
+    model = load(folder, method)
+    counted = sum(after for _, after in bytes_by_part(model, torch.bfloat16).values())
+    if method.startswith("quanto"):  # which transformers does not save
+        assert counted == sum(map(stored_bytes, model.parameters()))
+        return
+    model.save_pretrained(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    header = 8 + int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
+    assert 0 <= size - header - counted < 0.005 * counted
+
+
+def test_nothing_is_said_without_experts_or_without_a_quantizer(folder, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="llamoe"):
+        llamoe.LlamoeForConditionalGeneration.from_pretrained(folder)
+        load(folder, "bitsandbytes 4 bit", cls=llamoe.LlamoeVisionModel)
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_without_a_quantizer_patches_have_the_dtype_that_is_asked_for(dtype, folder):
+    """The list that keeps them from quantizers would make transformers load them in float32 beside float16."""
+    model = llamoe.LlamoeForConditionalGeneration.from_pretrained(folder, dtype=dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_inspect_promises_what_bitsandbytes_stores(folder):
+    needs = inspect(folder).needs
+    for method, name in (("bitsandbytes 4 bit", "int4"), ("bitsandbytes 8 bit", "int8")):
+        measured = sum(after for _, after in bytes_by_part(load(folder, method), torch.bfloat16).values())
+        # Codes and sizes that stand beside each layer's 4-bit numbers are not counted.
+        assert 0.97 * measured < needs[name].weights <= measured

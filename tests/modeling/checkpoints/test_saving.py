@@ -1,0 +1,447 @@
+"""What `save_pretrained` writes, of every class, however the model came about and with every option, must load."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from support.models import MODELS, Case, dense_config, make_asymmetric, multimodal_config, run, text_config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import llamoe
+from llamoe.configuration.errors import CheckpointError
+
+HEADS = [
+    Case(f"Llamoe{prefix}For{task}", config, AutoModelForSequenceClassification, stock)
+    for prefix, task, config, stock in (
+        ("Dense", "SequenceClassification", dense_config, "LlamaForSequenceClassification"),
+        ("Dense", "TokenClassification", dense_config, "LlamaForTokenClassification"),
+        ("Dense", "QuestionAnswering", dense_config, "LlamaForQuestionAnswering"),
+        ("", "SequenceClassification", text_config, None),
+    )
+]
+CASES = {case.name: case for case in MODELS + HEADS}
+for_classes = pytest.mark.parametrize("name", CASES)
+
+# Folders whose keys each class renames: that of another class, and how its configuration is made.
+RENAMED = {
+    "LlamoeDenseModel": ("LlamoeDenseForQuestionAnswering", dense_config),
+    "LlamoeDenseForCausalLM": ("LlamoeDenseForQuestionAnswering", dense_config),
+    "LlamoeDenseForSequenceClassification": ("LlamoeDenseForQuestionAnswering", dense_config),
+    "LlamoeDenseForTokenClassification": ("LlamoeDenseForQuestionAnswering", dense_config),
+    "LlamoeDenseForQuestionAnswering": ("LlamoeDenseForCausalLM", dense_config),
+    "LlamoeTextModel": ("LlamoeForConditionalGeneration", multimodal_config),
+    "LlamoeForCausalLM": ("LlamoeForConditionalGeneration", multimodal_config),
+    "LlamoeForSequenceClassification": ("LlamoeForConditionalGeneration", multimodal_config),
+    "LlamoeVisionModel": ("LlamoeForConditionalGeneration", multimodal_config),
+    "LlamoeModel": ("LlamoeForConditionalGeneration", multimodal_config),
+    "LlamoeForConditionalGeneration": ("LlamoeModel", multimodal_config),
+}
+# Base models, from which a model with a head may be loaded and the other way round.
+BASES = {"Dense": "LlamoeDenseModel", "": "LlamoeTextModel"}
+
+
+def built(case, folder):
+    return case.make()
+
+
+def tied(case, folder):
+    if not case.is_head:
+        pytest.skip("there is no head to be tied")
+    config = case.make_config()
+    config.get_text_config().tie_word_embeddings = True
+    config.tie_word_embeddings = True
+    return make_asymmetric(case.model_class(config))
+
+
+def resized(case, folder):
+    model = case.make()
+    if not case.is_text or model.get_input_embeddings() is None:
+        pytest.skip("there are no tokens")
+    model.resize_token_embeddings(117)
+    return model
+
+
+def from_stock(case, folder):
+    if case.stock_name is None:
+        pytest.skip("stock has no such class")
+    stock = getattr(transformers, case.stock_name)
+    make_asymmetric(stock(stock_config(case, stock))).save_pretrained(folder)
+    return case.model_class.from_pretrained(folder)
+
+
+def stock_config(case, stock):
+    return stock.config_class.from_dict(llamoe.to_stock(case.make_config()))
+
+
+def from_ours(case, folder):
+    case.make().save_pretrained(folder, max_shard_size="150KB")
+    return case.model_class.from_pretrained(folder)
+
+
+def renamed(case, folder):
+    other, make_config = RENAMED[case.name]
+    make_asymmetric(getattr(llamoe, other)(make_config())).save_pretrained(folder)
+    return case.model_class.from_pretrained(folder)
+
+
+def from_base(case, folder):
+    base = next((name for name in BASES.values() if type(case.make().base_model).__name__ == name), None)
+    if base is None or base == case.name:
+        pytest.skip("no model with a head")
+    make_asymmetric(getattr(llamoe, base)(case.make_config()), seed=3).save_pretrained(folder)
+    return case.model_class.from_pretrained(folder)
+
+
+def mapped(case, folder):
+    """With renamings of the caller's."""
+    from safetensors.torch import load_file, save_file
+
+    case.make().save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file({f"mine.{key}": tensor for key, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return case.model_class.from_pretrained(folder, key_mapping={r"^mine\.": ""})
+
+
+def half(case, folder):
+    return case.make().bfloat16()
+
+
+def offloaded(case, folder):
+    case.make().save_pretrained(folder, max_shard_size="150KB")
+    return case.model_class.from_pretrained(folder, device_map={"": "disk"})
+
+
+STATES = [built, tied, resized, from_stock, from_ours, renamed, from_base, mapped, half, offloaded]
+OPTIONS = [
+    {},
+    {"save_original_format": True, "save_peft_format": False, "is_main_process": True, "token": None},
+    {"save_original_format": True, "max_shard_size": "150KB"},
+    {"save_original_format": False, "max_shard_size": 150_000, "variant": "half"},
+    {"save_original_format": True, "layout": "stock"},
+    {"layout": "stock", "max_shard_size": "150KB"},
+    {
+        "state_dict": ...,
+        "save_original_format": True,
+        "save_function": torch.save,
+        "safe_serialization": False,
+    },
+]
+
+
+def saved_keys(folder):
+    keys = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            keys += file.keys()
+    return sorted(keys)
+
+
+def weights_of(model):
+    """Also of what lies on disk."""
+    from transformers.integrations.accelerate import load_offloaded_parameter
+
+    return {
+        name: load_offloaded_parameter(model, name) if tensor.is_meta else tensor
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def assert_same_weights(model, expected):
+    weights = model.state_dict()
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor), name
+
+
+def load(model_class, folder, **options):
+    model, info = model_class.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info.values()), info
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+@for_classes
+@torch.no_grad()
+def test_what_is_saved_loads_here_and_in_stock(name, state, tmp_path):
+    case = CASES[name]
+    model = state(case, tmp_path / "source").eval()
+    expected = weights_of(model)
+    aliases = {key for key in expected if key == "lm_head.weight" or key.endswith(".lm_head.weight")}
+    hidden = aliases if getattr(model.config.get_text_config(), "tie_word_embeddings", False) else set()
+    inputs = case.inputs()
+    if model.dtype == torch.bfloat16 and "pixel_values" in inputs:
+        inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+    output = model(**inputs)[0]
+    for number, options in enumerate(OPTIONS):
+        options = dict(options)
+        if "state_dict" in options:
+            options["state_dict"] = dict(expected)
+        if options.get("layout") == "stock" and not case.stock_name:
+            continue
+        folder = tmp_path / f"saved-{number}"
+        model.save_pretrained(folder, **options)
+        # Our keys are stock keys, whatever became of the model before.
+        assert saved_keys(folder) == sorted(expected.keys() - hidden), options
+        again = load(case.model_class, folder, variant=options.get("variant"))
+        assert_same_weights(again, expected)
+        if number == 0:
+            assert torch.equal(again(**inputs)[0], output)
+        if options.get("layout") == "stock":
+            stock = load(getattr(transformers, case.stock_name), folder)
+            assert_same_weights(stock, expected)
+
+
+@for_classes
+def test_positional_options(name, tmp_path):
+    """In transformers' order; the ninth is `save_original_format`."""
+    model = CASES[name].make()
+    model.save_pretrained(tmp_path, True, None, False, "150KB", "v", None, True, True)
+    assert_same_weights(load(CASES[name].model_class, tmp_path, variant="v"), model.state_dict())
+
+
+def test_part_of_a_model_is_saved_as_a_model_of_its_own(tmp_path):
+    """Also after the whole was loaded with renamings."""
+    whole = renamed(CASES["LlamoeForConditionalGeneration"], tmp_path / "source")
+    for part in (whole.language_model, whole.vision_model, whole.model, whole.language_model.model):
+        folder = tmp_path / type(part).__name__
+        part.save_pretrained(folder, save_original_format=True)
+        assert_same_weights(load(type(part), folder), part.state_dict())
+
+
+def test_weights_that_are_mapped_from_the_folder_that_is_saved_to(tmp_path):
+    """The model's own memory may be the file that is replaced; a model on disk is read while it is written."""
+    case = CASES["LlamoeForCausalLM"]
+    case.make().save_pretrained(tmp_path, max_shard_size="90KB")
+    for options in ({}, {"device_map": {"": "cpu"}}, {"device_map": {"": "disk"}}):
+        model = case.model_class.from_pretrained(tmp_path, **options)
+        expected = {name: tensor.clone() for name, tensor in weights_of(model).items()}
+        model.save_pretrained(tmp_path, max_shard_size="130KB" if options else "150KB")
+        assert_same_weights(load(case.model_class, tmp_path), expected)
+
+
+# Adapters
+
+
+def lora(**options):
+    peft = pytest.importorskip("peft")
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["feed_forward.experts.gate_up_proj"]}
+    return peft.LoraConfig(r=3, init_lora_weights=False, **{**targets, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"save_original_format": True},
+        {"max_shard_size": "2KB"},
+        {"save_peft_format": False},
+        {"variant": "half"},
+        {"state_dict": ...},
+    ],
+    ids=str,
+)
+def test_adapters_of_a_model_load_again(options, tmp_path):
+    case = CASES["LlamoeForCausalLM"]
+    model = case.make()
+    model.add_adapter(lora())
+    inputs = case.inputs()
+    if "state_dict" in options:
+        options = {"state_dict": model.state_dict()}
+    model.save_pretrained(tmp_path, **options)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "generation_config.json",
+    }
+    again = case.make()
+    again.load_adapter(str(tmp_path))
+    assert torch.equal(run(again, **inputs), run(model, **inputs))
+
+
+def test_an_adapter_beside_its_model(tmp_path):
+    """Both in one folder: the model with its adapter comes back, and either may be saved anew."""
+    case = CASES["LlamoeForCausalLM"]
+    model = case.make()
+    model.save_pretrained(tmp_path)
+    model.add_adapter(lora())
+    inputs = case.inputs()
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+        assert {"config.json", "model.safetensors", "adapter_config.json"} <= {
+            path.name for path in tmp_path.iterdir()
+        }
+        again = case.model_class.from_pretrained(tmp_path)
+        assert torch.equal(run(again, **inputs), run(model, **inputs))
+
+
+@pytest.mark.parametrize("extra", [{}, {"modules_to_save": ["lm_head"]}], ids=["lora", "modules_to_save"])
+def test_weights_of_a_model_whose_adapter_was_deleted(extra, tmp_path):
+    case = CASES["LlamoeForCausalLM"]
+    expected = case.make().state_dict()
+    model = case.make()
+    model.add_adapter(lora(**extra))
+    model.delete_adapter("default")
+    model.save_pretrained(tmp_path)
+    assert_same_weights(load(case.model_class, tmp_path), expected)
+
+
+def test_models_inside_of_peft(tmp_path):
+    peft = pytest.importorskip("peft")
+    case = CASES["LlamoeForCausalLM"]
+    inputs = case.inputs()
+    trained = peft.get_peft_model(case.make(), lora())
+    for inside in (trained.get_base_model(), trained.base_model):
+        with pytest.raises(ValueError, match="adapters of a PeftModel.*save_pretrained of the PeftModel"):
+            inside.save_pretrained(tmp_path / "inside")
+    assert not (tmp_path / "inside").exists()
+    trained.save_pretrained(tmp_path / "adapter")
+    output = trained(**inputs).logits
+    again = peft.PeftModel.from_pretrained(case.make(), tmp_path / "adapter")
+    assert torch.equal(again(**inputs).logits, output)
+    merged = trained.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged", save_original_format=True)
+    assert torch.equal(run(load(case.model_class, tmp_path / "merged"), **inputs), run(merged, **inputs))
+
+
+# Missing weights
+
+
+def lose(folder, *wanted):
+    """Take tensors out of a single file."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    lost = [key for key in tensors if any(word in key for word in wanted)]
+    assert lost
+    save_file({key: tensors[key] for key in tensors.keys() - set(lost)}, file, {"format": "pt"})
+    return lost
+
+
+@pytest.mark.parametrize("layout", ["llamoe", "stock"])
+@for_classes
+def test_missing_weights_of_the_named_class_are_an_error(name, layout, tmp_path):
+    case = CASES[name]
+    if layout == "stock" and not case.stock_name:
+        pytest.skip("stock has no such class")
+    case.make().save_pretrained(tmp_path, layout=layout)
+    lost = lose(tmp_path, "layers.1.self_attn.q_proj.weight")
+    names = ", ".join(lost)
+    match = rf"config.json says that this is a {name}, but {len(lost)} of its weights are missing: {names}\. Download"
+    for options in ({}, {"ignore_mismatched_sizes": True}, {"config": case.make_config()}, {"dtype": "auto"}):
+        with pytest.raises(CheckpointError, match=match):
+            case.model_class.from_pretrained(tmp_path, **options)
+
+
+def test_missing_weights_are_an_error_by_the_auto_classes(tmp_path):
+    CASES["LlamoeForCausalLM"].make().save_pretrained(tmp_path)
+    lost = lose(tmp_path, "self_attn")
+    with pytest.raises(
+        CheckpointError, match=rf"{len(lost)} of its weights are missing: .*, \.\.\.\. Download"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_larger_model_than_the_checkpoint_is_an_error(tmp_path):
+    CASES["LlamoeDenseForCausalLM"].make().save_pretrained(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"missing: model\.layers\.3\..* the configuration that it was saved"
+    ):
+        llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path, num_hidden_layers=4)
+
+
+def test_what_a_checkpoint_of_another_class_cannot_have_is_reported(tmp_path):
+    CASES["LlamoeTextModel"].make().save_pretrained(tmp_path)
+    for name, head in (("LlamoeForCausalLM", "lm_head"), ("LlamoeForSequenceClassification", "score")):
+        _, info = getattr(llamoe, name).from_pretrained(tmp_path, output_loading_info=True)
+        assert info["missing_keys"] == {f"{head}.weight"}
+        # The configuration that is given may name the class; what counts is the folder's.
+        config = text_config(architectures=[name])
+        _, info = getattr(llamoe, name).from_pretrained(tmp_path, config=config, output_loading_info=True)
+        assert info["missing_keys"] == {f"{head}.weight"}
+
+
+def test_without_the_name_of_a_class_missing_weights_are_reported(tmp_path):
+    CASES["LlamoeForCausalLM"].make().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    del content["architectures"]
+    file.write_text(json.dumps(content))
+    lost = lose(tmp_path, "q_proj")
+    _, info = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {*lost}
+
+
+def test_a_state_dict_may_be_a_part(tmp_path):
+    model = CASES["LlamoeForCausalLM"].make()
+    model.config.architectures = ["LlamoeForCausalLM"]
+    _, info = llamoe.LlamoeForCausalLM.from_pretrained(
+        None,
+        config=model.config,
+        state_dict={"lm_head.weight": model.lm_head.weight.detach()},
+        output_loading_info=True,
+    )
+    assert info["missing_keys"] == model.state_dict().keys() - {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("kept", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_tied_weights_need_be_there_once(kept, tmp_path):
+    case = CASES["LlamoeDenseForCausalLM"]
+    model = tied(case, None)
+    embedding = model.lm_head.weight
+    weights = {name: tensor for name, tensor in model.state_dict().items() if tensor is not embedding}
+    names = {"lm_head.weight", "model.embed_tokens.weight"}
+    for name in names - {kept}:
+        del weights[name]
+    model.save_pretrained(tmp_path, state_dict=weights)
+    assert_same_weights(load(case.model_class, tmp_path), model.state_dict())
+    lose(tmp_path, kept)
+    with pytest.raises(CheckpointError, match=r"weights are missing: "):
+        case.model_class.from_pretrained(tmp_path)
+
+
+def test_another_size_is_asked_for_by_its_own_option(tmp_path):
+    """With `ignore_mismatched_sizes` a weight of another size begins fresh; one that is not there is an error."""
+    case = CASES["LlamoeDenseForSequenceClassification"]
+    case.make().save_pretrained(tmp_path)
+    options = {"num_labels": 5, "ignore_mismatched_sizes": True}
+    model, info = case.model_class.from_pretrained(tmp_path, output_loading_info=True, **options)
+    assert [key for key, *_ in info["mismatched_keys"]] == ["score.weight"]
+    lose(tmp_path, "score")
+    with pytest.raises(CheckpointError, match=r"missing: score\.weight"):
+        case.model_class.from_pretrained(tmp_path, **options)
+
+
+def test_an_adapter_folder_is_no_checkpoint_with_missing_weights(tmp_path):
+    case = CASES["LlamoeForCausalLM"]
+    case.make().save_pretrained(tmp_path / "base")
+    model = case.model_class.from_pretrained(tmp_path / "base")
+    model.add_adapter(lora())
+    model.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    assert json.loads(file.read_text())["base_model_name_or_path"] == str(tmp_path / "base")
+    again = case.model_class.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(run(again, **case.inputs()), run(model, **case.inputs()))
+    lose(tmp_path / "base", "k_proj")
+    with pytest.raises(CheckpointError, match="weights are missing"):
+        case.model_class.from_pretrained(tmp_path / "adapter")
+
+
+def test_a_class_of_the_users_own_on_our_checkpoint(tmp_path):
+    class Mine(llamoe.LlamoeForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.extra = torch.nn.Linear(config.hidden_size, 3)
+            self.post_init()
+
+    CASES["LlamoeForCausalLM"].make().save_pretrained(tmp_path / "ours")
+    model, info = Mine.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert info["missing_keys"] == {"extra.weight", "extra.bias"}
+    model.save_pretrained(tmp_path / "mine")
+    assert_same_weights(load(Mine, tmp_path / "mine"), model.state_dict())
+    lose(tmp_path / "mine", "extra.bias")
+    with pytest.raises(CheckpointError, match=r"this is a Mine, .*: extra\.bias"):
+        Mine.from_pretrained(tmp_path / "mine")

@@ -1,0 +1,330 @@
+"""What a save leaves in a folder that held something else, when it succeeds and when it fails."""
+
+import os
+import resource
+import stat
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from support.models import MODELS, make_asymmetric, stock_dense_config
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, modeling_utils
+
+from llamoe.configuration.errors import CheckpointError
+from llamoe.modeling.checkpoints import saving
+
+CASE = next(case for case in MODELS if case.name == "LlamoeDenseForCausalLM")
+SHARDED = {"max_shard_size": "90KB"}
+
+
+def contents(folder):
+    """Every file below a folder, by its name, as it is."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+
+
+def files(folder):
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def assert_holds(folder, model, **options):
+    again, info = CASE.model_class.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info.values()), info
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A folder with an older model in it, and files of others."""
+    folder = tmp_path / "folder"
+    CASE.make(seed=1).save_pretrained(folder, **SHARDED)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "README.md").write_text("mine")
+    return folder
+
+
+# What stays and what goes
+
+
+@pytest.mark.parametrize("before", [{}, SHARDED, {"max_shard_size": "50KB"}], ids=str)
+@pytest.mark.parametrize("after", [{}, SHARDED, {"layout": "stock"}, {"layout": "stock", **SHARDED}], ids=str)
+def test_nothing_of_the_older_model_stays(before, after, tmp_path):
+    fresh, reused = tmp_path / "fresh", tmp_path / "reused"
+    model = CASE.make()
+    CASE.make(seed=1).save_pretrained(reused, **before)
+    for folder in (fresh, reused):
+        model.save_pretrained(folder, **after)
+    assert contents(reused) == contents(fresh)
+    assert_holds(reused, model)
+    if after.get("layout") == "stock":
+        stock = LlamaForCausalLM.from_pretrained(reused)
+        assert torch.equal(stock.lm_head.weight, model.lm_head.weight)
+
+
+def test_what_belongs_to_others_stays(old):
+    before = contents(old)
+    CASE.make().save_pretrained(old)
+    after = contents(old)
+    for name in ("tokenizer.json", "notes/README.md"):
+        assert after[name] == before[name]
+    assert not any(name.startswith(".") for name in files(old))
+
+
+def test_variants_do_not_touch_each_other(tmp_path):
+    models = {variant: CASE.make(seed) for seed, variant in enumerate((None, "a", "b"))}
+    for options in (SHARDED, {}, SHARDED):
+        for variant, model in models.items():
+            model.save_pretrained(tmp_path, variant=variant, **options)
+        for variant, model in models.items():
+            assert_holds(tmp_path, model, variant=variant)
+
+
+def test_older_shards_of_a_job_are_not_read_in_place_of_the_new_weights(tmp_path):
+    """Where transformers finds files of such names it reads no others."""
+    names = ["shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"older")
+    (tmp_path / "sharded").mkdir()
+    (tmp_path / "sharded" / names[0]).write_bytes(b"older")
+    model = CASE.make()
+    model.save_pretrained(tmp_path)
+    assert not files(tmp_path) & {*names, "sharded"}
+    assert_holds(tmp_path, model)
+
+
+def test_a_module_of_the_users_own_stays(tmp_path):
+    """Only the one that llamoe has written goes with stock's layout."""
+    (tmp_path / "llamoe_hub.py").write_text("mine = 1\n")
+    CASE.make().save_pretrained(tmp_path, layout="stock")
+    assert (tmp_path / "llamoe_hub.py").read_text() == "mine = 1\n"
+
+
+def test_links(tmp_path):
+    """A link to the folder is followed. What a file in it points to belongs to somebody else: a cache, for one."""
+    elsewhere = tmp_path / "elsewhere"
+    CASE.make(seed=1).save_pretrained(elsewhere)
+    (tmp_path / "link").symlink_to(elsewhere)
+    model = CASE.make()
+    model.save_pretrained(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert_holds(elsewhere, model)
+
+    cached = tmp_path / "cached.safetensors"
+    (elsewhere / "model.safetensors").rename(cached)
+    (elsewhere / "model.safetensors").symlink_to(cached)
+    before = cached.read_bytes()
+    other = CASE.make(seed=2)
+    other.save_pretrained(elsewhere)
+    assert cached.read_bytes() == before
+    assert_holds(elsewhere, other)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_permissions_are_those_that_transformers_gives(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        make_asymmetric(LlamaForCausalLM(stock_dense_config())).save_pretrained(tmp_path / "stock")
+        CASE.make().save_pretrained(tmp_path / "ours")
+    finally:
+        os.umask(before)
+
+    def modes(folder):
+        return {path.name: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.iterdir()]}
+
+    ours, stock = modes(tmp_path / "ours"), modes(tmp_path / "stock")
+    assert {name: ours[name] for name in stock.keys() - {"stock"}} == {
+        name: mode for name, mode in stock.items() if name != "stock"
+    }
+    assert ours["ours"] == stock["stock"]
+
+
+def test_other_processes_of_a_job_change_nothing(old):
+    before = contents(old)
+    CASE.make().save_pretrained(old, is_main_process=False)
+    assert contents(old) == before
+
+
+# What fails
+
+
+@contextmanager
+def full_disk(folder):
+    """The system refuses files of more than 60 kB: real errors, in Python's writing and in safetensors'."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextmanager
+def raising(module, name, error, after=0):
+    """A function raises at its call number `after`, before it does anything."""
+    original, calls = getattr(module, name), 0
+
+    def replaced(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == after + 1:
+            raise error
+        return original(*args, **kwargs)
+
+    setattr(module, name, replaced)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+FAILURES = {
+    "the disk is full": full_disk,
+    "Ctrl-C while writing": lambda _: raising(modeling_utils, "safe_save_file", KeyboardInterrupt(), 1),
+    "Ctrl-C while flushing": lambda _: raising(os, "fsync", KeyboardInterrupt(), 2),
+    "flushing finds the disk full": lambda _: raising(os, "fsync", OSError(28, "No space left"), 2),
+    **{
+        f"{type(error).__name__} at renaming {step}": lambda _, error=error, step=step: raising(
+            os, "rename", error, step
+        )
+        for step in range(0, 16, 3)
+        for error in (KeyboardInterrupt(), PermissionError(1, "Operation not permitted"))
+    },
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_older_model_stays_when_a_save_fails(failure, old):
+    before = contents(old)
+    with pytest.raises((OSError, SafetensorError, KeyboardInterrupt)), FAILURES[failure](old):
+        CASE.make().save_pretrained(old, **SHARDED)
+    assert contents(old) == before
+    assert not any(name.startswith(".") for name in files(old))
+    assert_holds(old, CASE.make(seed=1))
+    CASE.make().save_pretrained(old, **SHARDED)
+    assert_holds(old, CASE.make())
+
+
+@pytest.mark.parametrize("failure", [name for name in FAILURES if "renaming" not in name])
+def test_a_new_folder_goes_when_its_first_save_fails(failure, tmp_path):
+    folder = tmp_path / "new"
+    with pytest.raises((OSError, SafetensorError, KeyboardInterrupt)), FAILURES[failure](folder):
+        CASE.make().save_pretrained(folder, **SHARDED)
+    assert not folder.exists()
+
+
+def test_a_configuration_that_cannot_be_written(old):
+    before = contents(old)
+    model = CASE.make()
+    # The two contradict each other.
+    model.generation_config.do_sample = False
+    model.generation_config.temperature = 0.5
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        model.save_pretrained(old)
+    assert contents(old) == before
+
+
+def test_what_cannot_be_uploaded_is_saved(old, monkeypatch):
+    class Api:
+        repo_id = "me/model"
+
+        def create_repo(self, repo_id, **_):
+            assert repo_id == "folder"  # the folder's name, as in transformers
+            return self
+
+    def upload(self, folder, repo_id, files_timestamps, **_):
+        assert Path(folder) == old
+        uploaded.update(files(folder) - files_timestamps.keys())
+        raise ConnectionError("no network")
+
+    uploaded = set()
+    if hasattr(modeling_utils, "hf_api"):
+        monkeypatch.setattr(modeling_utils, "hf_api", Api)
+    else:
+        monkeypatch.setattr(modeling_utils, "create_repo", Api().create_repo)
+    card = type("Card", (), {"save": lambda self, path: Path(path).write_text("card")})
+    monkeypatch.setattr(modeling_utils, "create_and_tag_model_card", lambda *_, **__: card())
+    monkeypatch.setattr(modeling_utils.PreTrainedModel, "_upload_modified_files", upload)
+    with pytest.raises(ConnectionError):
+        CASE.make().save_pretrained(old, push_to_hub=True)
+    assert_holds(old, CASE.make())
+    assert uploaded == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "llamoe_hub.py",
+        "model.safetensors",
+    }
+    assert "tokenizer.json" in files(old)
+
+
+# What a kill has left
+
+
+class Killed(BaseException):
+    """Nothing catches it but what catches everything."""
+
+
+def cut_off(folder, model, step, **options):
+    """Leave a folder as a kill before renaming number `step` does, without an end to the process."""
+    original = saving._undo
+    saving._undo = lambda *_: (_ for _ in ()).throw(Killed())
+    try:
+        with pytest.raises(Killed), raising(os, "rename", Killed(), step):
+            model.save_pretrained(folder, **options)
+    finally:
+        saving._undo = original
+
+
+# Two renamings write config.json and give the hidden folder its name.
+@pytest.mark.parametrize("step", [2, 3, 6, 9, 12, 15])
+def test_a_folder_that_is_not_whole_is_named_and_can_be_put_back(step, old):
+    before = contents(old)
+    cut_off(old, CASE.make(), step, **SHARDED)
+    for options in ({}, {"config": CASE.make_config()}, {"device_map": "cpu"}):
+        with pytest.raises(CheckpointError, match=r"folder: not whole\..*Save the model here again, or"):
+            CASE.model_class.from_pretrained(old, **options)
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(old)
+    saving.put_back(old)
+    assert contents(old) == before
+    assert_holds(old, CASE.make(seed=1))
+    cut_off(old, CASE.make(), step, **SHARDED)
+    CASE.make(seed=2).save_pretrained(old)
+    assert_holds(old, CASE.make(seed=2))
+    assert not any(name.startswith(".") for name in files(old))
+
+
+def test_a_subfolder_that_is_not_whole(tmp_path):
+    CASE.make(seed=1).save_pretrained(tmp_path / "part", **SHARDED)
+    cut_off(tmp_path / "part", CASE.make(), 8, **SHARDED)
+    with pytest.raises(CheckpointError, match="part: not whole"):
+        CASE.model_class.from_pretrained(tmp_path, subfolder="part")
+
+
+def test_what_another_process_is_writing_is_left_alone(old):
+    theirs = saving._Save(old, None)
+    (theirs.new / "config.json").write_text("{}")
+    CASE.make().save_pretrained(old)
+    assert (theirs.new / "config.json").exists()
+    theirs.discard()
+    assert not any(name.startswith(".") for name in files(old))
+    assert_holds(old, CASE.make())
+
+
+def test_no_loader_finds_a_model_without_the_adapter_beside_it(tmp_path):
+    """While the adapter is exchanged, at each of the steps."""
+    peft = pytest.importorskip("peft")
+    model = CASE.make()
+    model.save_pretrained(tmp_path)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path)
+    before = contents(tmp_path)
+    for step in range(1, 10):  # of ten: one for the hidden folder, four out and five in
+        cut_off(tmp_path, model, step)
+        if {"config.json", "model.safetensors"} <= files(tmp_path):
+            assert {"adapter_config.json", "adapter_model.safetensors"} <= files(tmp_path), step
+        saving.put_back(tmp_path)
+        assert contents(tmp_path) == before

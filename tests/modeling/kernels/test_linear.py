@@ -1,0 +1,233 @@
+"""Linear layers of few rows give the numbers of `nn.Linear`, and are called as such wherever somebody looks."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.models import MODELS, max_abs
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from llamoe.modeling.kernels import cpu
+from llamoe.modeling.kernels.cpu import apply_linear, multiply_row
+from llamoe.modeling.layers.feed_forward import FeedForward
+from llamoe.modeling.layers.normalization import L2Norm
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Counts how often the batched product is taken; for weights of every size."""
+    calls = []
+    monkeypatch.setattr(cpu, "_MIN_WEIGHTS", 1)
+
+    def count(x, *args, original=cpu._multiply_in_parts):
+        calls.append(tuple(x.shape))
+        return original(x, *args)
+
+    monkeypatch.setattr(cpu, "_multiply_in_parts", count)
+    return calls
+
+
+def layer(num_in, num_out, bias=False, dtype=torch.float32):
+    return nn.Linear(num_in, num_out, bias, dtype=dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_out", [1, 17, 34, 65, 128])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (1, 1), (1, 2), (3, 1), (0,), (1, 0), (4,), (2, 3)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_the_plain_call(num_out, shape, bias, in_parts):
+    plain = layer(50, num_out, bias)
+    x = torch.randn(*shape, 50)
+    strided = x[..., None].expand(*shape, 50, 2)[..., 1]
+    for given in (x, strided):
+        out = apply_linear(plain, given)
+        assert out.shape == (*shape, num_out)
+        torch.testing.assert_close(out, plain(x), rtol=0, atol=1e-5)
+    assert len(in_parts) == 2 * (x.numel() <= 150)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_go_the_plain_way(dtype, in_parts):
+    plain, x = layer(50, 34, dtype=dtype), torch.randn(1, 50, dtype=dtype)
+    assert torch.equal(apply_linear(plain, x), plain(x)) and not in_parts
+
+
+def test_gradients_and_autocast_go_the_plain_way(in_parts):
+    plain, x = layer(50, 34), torch.randn(1, 50)
+    apply_linear(plain, x).square().sum().backward()
+    assert plain.weight.grad.abs().sum() > 0
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert apply_linear(plain, x).dtype == torch.bfloat16
+    assert not in_parts
+
+
+@torch.no_grad()
+def test_transposed_and_sparse_weights(in_parts):
+    plain, x = layer(50, 34), torch.randn(1, 50)
+    expected = plain(x)
+    plain.weight.data = plain.weight.data.T.contiguous().T
+    assert max_abs(apply_linear(plain, x), expected) < 1e-5
+    plain.weight = nn.Parameter(plain.weight.to_sparse_csr(), requires_grad=False)
+    assert max_abs(apply_linear(plain, x), expected) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("width", [49, 51, 75, 100])
+def test_a_wrong_width_is_the_error_that_torch_knows(width, in_parts):
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        apply_linear(layer(50, 34), torch.randn(1, width))
+
+
+@torch.no_grad()
+def test_hooks_and_replacements_are_called(in_parts):
+    """As adapters, offloading and pruning use them."""
+    plain, x, calls = layer(50, 34), torch.randn(1, 50), []
+    handle = plain.register_forward_hook(lambda *_: calls.append("hook"))
+    apply_linear(plain, x)
+    handle.remove()
+    handle = plain.register_forward_pre_hook(lambda *_: calls.append("pre-hook"))
+    apply_linear(plain, x)
+    handle.remove()
+    plain.forward = lambda x: calls.append("forward") or x
+    apply_linear(plain, x)
+    assert calls == ["hook", "pre-hook", "forward"] and not in_parts
+
+
+@torch.no_grad()
+def test_compilers_and_tracers_see_plain_layers(in_parts):
+    feed_forward = FeedForward(50, 34, "silu")
+    one, three = torch.randn(1, 50), torch.randn(3, 50)
+    expected = feed_forward(three)
+    assert len(in_parts) == 3
+    compiled = torch.compile(feed_forward, fullgraph=True, backend="aot_eager")
+    traced, symbolic = (
+        torch.jit.trace(feed_forward, one, check_trace=False),
+        torch.fx.symbolic_trace(feed_forward),
+    )
+    for again in (compiled, traced, symbolic):
+        assert max_abs(again(three), expected) < 1e-5
+    assert len(in_parts) == 3
+
+
+@torch.no_grad()
+def test_models_decode_through_it_with_and_without_an_adapter(in_parts):
+    model = next(case for case in MODELS if case.name == "LlamoeDenseForCausalLM").make()
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert len(layers) == 7 * model.config.num_hidden_layers + 1
+    input_ids = torch.tensor([[5]])
+    expected = model(input_ids).logits
+    assert len(in_parts) == len(layers)
+    with torch.enable_grad():
+        plainly = model(input_ids).logits
+    assert max_abs(expected, plainly) < 1e-5
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert max_abs(adapted(input_ids).logits, expected) < 1e-5  # lora_B begins as zero
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """One thread and several take other calls for weights that lie input first."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the calls that products of a single row are made of; for weights of every size."""
+    made = []
+    monkeypatch.setattr(cpu, "_MIN_WEIGHTS", 1)
+    originals = {name: getattr(torch, name) for name in ("mm", "bmm", "embedding_bag")}
+    for name in originals:
+
+        def record(*args, name=name, **kwargs):
+            made.append(name)
+            return originals[name](*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, record)
+    return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_out", [1, 17, 64, 575, 576, 577, 1000])
+@pytest.mark.parametrize("num_in", [1, 7, 34, 65, 128])
+def test_a_row_times_a_weight_that_lies_input_first(num_in, num_out, threads, calls):
+    generator = torch.Generator().manual_seed(num_in + num_out)
+    stack = torch.randn(3, num_in, num_out, generator=generator)
+    x = torch.randn(1, num_in, generator=generator)
+    strided = x[..., None].expand(1, num_in, 2)[..., 1]
+    for given in (x, strided):
+        out = multiply_row(given, stack[1])
+        assert out.shape == (1, num_out)
+        # Sums of up to 128 products of normal numbers, rounded to float32 in another order.
+        torch.testing.assert_close(out.double(), x.double() @ stack[1].double(), rtol=0, atol=2e-5)
+    if cpu._MAX_SUMMED:
+        is_cut = threads > 1 and cpu._divisor(num_in, threads) > 1
+        wide = "bmm" if is_cut else "mm"
+        assert calls == 2 * ["embedding_bag" if num_out <= 576 else wide]
+
+
+def test_rows_that_are_not_plain_are_multiplied_plainly(calls):
+    x, weight = torch.randn(1, 50), torch.randn(50, 34)
+    multiply_row(x, weight)  # with gradients
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            assert multiply_row(x.to(dtype), weight.to(dtype)).dtype == dtype
+        transposed = weight.T.contiguous().T
+        assert max_abs(multiply_row(x, transposed), x @ weight) < 1e-5
+        with torch.autocast("cpu", torch.bfloat16):
+            assert multiply_row(x, weight).dtype == torch.bfloat16
+        assert torch.func.vmap(multiply_row, (0, None))(x[None], weight).shape == (1, 1, 34)
+    assert set(calls) == {"mm"}
+
+
+def test_indices_made_under_another_default_device_serve_the_next_call():
+    cpu._consecutive.cache_clear()
+    with torch.device("meta"):
+        indices, offsets = cpu._consecutive(12, 4)
+    assert indices.tolist() == list(range(12)) and offsets.tolist() == [0, 3, 6, 9]
+
+
+@torch.no_grad()
+def test_dual_numbers_go_the_plain_way():
+    """Forward derivatives are there without gradients too, but not of every call that is taken for a CPU."""
+    feed_forward, x, direction = FeedForward(256, 200, "silu"), torch.randn(2, 1, 256), torch.randn(2, 1, 256)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x[0], direction[0])
+        out = feed_forward(dual) + multiply_row(dual, torch.eye(256))
+        tangent = torch.autograd.forward_ad.unpack_dual(out).tangent
+    step = 1e-3 * direction[0]
+    below, above = feed_forward(x[0] - step), feed_forward(x[0] + step)
+    assert max_abs(tangent - direction[0], (above - below) / 2e-3) < 1e-3  # of central differences in float32
+
+
+@torch.no_grad()
+def test_a_bias_that_is_no_parameter(in_parts):
+    plain, x = layer(50, 34, bias=True), torch.randn(1, 50)
+    for bias in (None, torch.randn(34)):
+        del plain.bias
+        if bias is None:
+            plain.bias = None
+        else:
+            plain.register_buffer("bias", bias)
+        assert max_abs(apply_linear(plain, x), nn.functional.linear(x, plain.weight, bias)) < 1e-5
+    assert len(in_parts) == 2
+
+
+@torch.no_grad()
+def test_who_looks_on_sees_the_plain_calls(in_parts):
+    """Counters of operations, modes that stand for other devices, and hooks on all modules."""
+    feed_forward, x, seen = FeedForward(50, 34, "silu"), torch.randn(1, 50), []
+    with FlopCounterMode(display=False) as counter:
+        feed_forward(x), multiply_row(x, torch.randn(50, 34))
+    assert counter.get_total_flops() == 2 * 4 * 50 * 34
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        L2Norm()(x), multiply_row(x, torch.randn(50, 34))
+    assert type(L2Norm()(x)) is torch.Tensor
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    feed_forward(x)
+    hook.remove()
+    assert len(seen) == 5 and not in_parts

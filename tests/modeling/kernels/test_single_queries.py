@@ -1,0 +1,55 @@
+"""A CPU attends with one token a row in a way of its own: the numbers of `eager`, and only where nobody looks on."""
+
+import pytest
+import torch
+from support.models import MODELS, max_abs
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import llamoe
+from llamoe.modeling.attention.layer import attend_to_single_queries, eager_attention_forward
+
+DECODERS = [case for case in MODELS if case.name in ("LlamoeForCausalLM", "LlamoeDenseForCausalLM")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("heads", "groups"), [(6, 2), (6, 6), (5, 1)])
+def test_single_queries_equal_eager(heads, groups, masked):
+    generator = torch.Generator().manual_seed(heads)
+    query = torch.randn(3, 1, heads, 20, generator=generator).transpose(1, 2)
+    key, value = torch.randn(2, 3, groups, 37, 20, generator=generator)
+    mask = torch.arange(37) >= torch.tensor([0, 5, 36])[:, None, None, None] if masked else None
+    module = torch.nn.Module()
+    module.num_key_value_groups = heads // groups
+    additive = None if mask is None else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    expected, _ = eager_attention_forward(module, query, key, value, additive, 0.3)
+    output = attend_to_single_queries(query, key, value, mask, 0.3)
+    assert output.shape == (3, 1, heads, 20) and max_abs(output, expected) < 1e-6
+
+
+@pytest.mark.parametrize("case", DECODERS, ids=lambda case: case.name)
+def test_single_queries_go_the_short_way_only_where_nobody_looks_on(case, monkeypatch):
+    seen = []
+
+    def record(query, *args):
+        seen.append(tuple(query.shape))
+        return attend_to_single_queries(query, *args)
+
+    monkeypatch.setattr(llamoe.modeling.attention.layer, "attend_to_single_queries", record)
+    model = case.make()
+    layers = model.config.num_hidden_layers
+    model(torch.tensor([[5]]))  # with gradients
+    with torch.no_grad():
+        expected = model(torch.tensor([[5, 6], [6, 5]])).logits
+        assert not seen
+        model(torch.tensor([[5], [6]]))
+        assert len(seen) == layers
+
+        def attend(*args, **kwargs):
+            seen.clear()
+            return sdpa_attention_forward(*args, **kwargs)
+
+        functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
+        monkeypatch.setitem(functions._local_mapping, "sdpa", attend)  # somebody's own under the name
+        assert max_abs(model(torch.tensor([[5], [6]])).logits, expected[:, :1]) < 1e-5
+    assert not seen

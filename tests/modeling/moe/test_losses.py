@@ -1,0 +1,142 @@
+"""Router losses and loads against hand-written formulas and transformers' own Mixtral loss."""
+
+import math
+
+import pytest
+import torch
+from support.models import MULTIMODAL, make_asymmetric, stock_text_config
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+import llamoe
+from llamoe.modeling.moe.losses import expert_load, load_balancing_loss, router_z_loss
+
+E = 5
+
+
+def logits(num_layers=1, num_tokens=12, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(2 * torch.randn(num_tokens, E, generator=generator) for _ in range(num_layers))
+
+
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("mask", [None, MASK], ids=["no-mask", "mask"])
+def test_balancing_of_one_layer_equals_mixtrals(top_k, mask):
+    ours = load_balancing_loss(logits(), top_k, mask)
+    assert ours.item() == pytest.approx(load_balancing_loss_func(logits(), E, top_k, mask).item(), rel=1e-6)
+
+
+def test_layers_are_balanced_one_by_one():
+    # Two layers that each send everything to one expert, but to different ones: pooled, they would look half balanced.
+    first, second = torch.full((12, 2), -30.0), torch.full((12, 2), -30.0)
+    first[:, 0], second[:, 1] = 30.0, 30.0
+    assert load_balancing_loss((first, second), 1).item() == pytest.approx(2.0)
+    assert load_balancing_loss_func((first, second), 2, 1).item() == pytest.approx(1.0)
+
+
+def test_an_even_router_has_a_loss_of_top_k():
+    even = torch.eye(E).repeat(3, 1) * 1e-4
+    assert load_balancing_loss((even,), 1).item() == pytest.approx(1.0, abs=1e-3)
+
+
+def test_z_loss_is_the_mean_squared_logsumexp():
+    (layer,) = logits()
+    by_hand = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in layer.tolist()) / len(layer)
+    assert router_z_loss((layer,)).item() == pytest.approx(by_hand, rel=1e-5)
+    kept = layer[MASK.flatten().bool()]
+    assert router_z_loss((layer,), MASK).item() == pytest.approx(router_z_loss((kept,)).item(), rel=1e-5)
+
+
+def test_expert_load_counts_real_tokens():
+    layers = logits(2)
+    load = expert_load(layers, 2, MASK)
+    assert load.shape == (2, E)
+    assert load.dtype == torch.long
+    assert load.sum(-1).tolist() == [2 * int(MASK.sum())] * 2
+    by_hand = [0] * E
+    for row, real in zip(layers[0].tolist(), MASK.flatten().tolist(), strict=True):
+        for expert in sorted(range(E), key=lambda e: -row[e])[:2] if real else []:
+            by_hand[expert] += 1
+    assert load[0].tolist() == by_hand
+
+
+def model_of(**overrides):
+    config = llamoe.from_stock(stock_text_config())
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    return make_asymmetric(llamoe.LlamoeForCausalLM(config))
+
+
+IDS = torch.randint(1, 97, (2, 6), generator=torch.Generator().manual_seed(3))
+
+
+def test_the_model_returns_and_adds_the_balancing_loss():
+    model = model_of(router_aux_loss_coef=0.3)
+    plain = model(IDS, labels=IDS, attention_mask=MASK)
+    asked = model(IDS, labels=IDS, attention_mask=MASK, output_router_logits=True)
+    assert plain.aux_loss is None
+    assert plain.router_logits is None
+    assert len(asked.router_logits) == 2  # mixture layers 1 and 3 of five
+    assert asked.router_logits[0].shape == (12, E)
+    by_hand = sum(load_balancing_loss_func((layer,), E, 1, MASK) for layer in asked.router_logits) / 2
+    assert asked.aux_loss.item() == pytest.approx(by_hand.item(), rel=1e-5)
+    assert (asked.loss - plain.loss).item() == pytest.approx(0.3 * asked.aux_loss.item(), rel=1e-4)
+
+
+def test_the_config_can_ask_for_it():
+    model = model_of(output_router_logits=True)
+    assert model(IDS, labels=IDS).aux_loss is not None
+    assert model(IDS, labels=IDS, output_router_logits=False).aux_loss is None
+
+
+def test_it_reaches_the_routers_gradient():
+    gradients = []
+    for coefficient in (0.0, 0.5):
+        model = model_of(output_router_logits=True, router_aux_loss_coef=coefficient)
+        model(IDS, labels=IDS).loss.backward()
+        gradients.append(model.model.layers[1].feed_forward.router.weight.grad)
+    assert (gradients[1] - gradients[0]).abs().max() > 1e-4
+
+
+def test_z_loss_is_added_in_training_only_when_asked():
+    plain = model_of()(IDS, labels=IDS)
+    asked = model_of(router_z_loss_coef=0.01)(IDS, labels=IDS)
+    layers = model_of()(IDS, output_router_logits=True).router_logits
+    assert (asked.loss - plain.loss).item() == pytest.approx(0.01 * router_z_loss(layers).item(), rel=1e-3)
+    assert asked.router_logits is None
+
+
+def test_expert_load_on_request():
+    out = model_of()(IDS, attention_mask=MASK, output_expert_load=True)
+    assert out.expert_load.shape == (2, E)
+    assert out.expert_load.sum(-1).tolist() == [int(MASK.sum())] * 2
+    assert out.router_logits is None
+    assert model_of(output_expert_load=True)(IDS).expert_load is not None
+
+
+def test_a_cached_step_counts_its_own_tokens():
+    model = model_of()
+    first = model(IDS[:, :4], attention_mask=MASK[:, :4], use_cache=True)
+    out = model(
+        IDS[:, 4:],
+        attention_mask=MASK,
+        past_key_values=first.past_key_values,
+        output_expert_load=True,
+        output_router_logits=True,
+    )
+    assert out.expert_load.sum(-1).tolist() == [int(MASK[:, 4:].sum())] * 2
+
+
+def test_what_a_multimodal_config_says_of_the_routers_holds(tmp_path):
+    """As an attribute of the whole, and as an argument of `from_pretrained`."""
+    model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs()
+    assert model(**inputs).aux_loss is None
+    model.save_pretrained(tmp_path)
+    options = dict(output_router_logits=True, router_aux_loss_coef=0.25)
+    loaded = MULTIMODAL.model_class.from_pretrained(tmp_path, **options)
+    assert loaded.config.text_config.router_aux_loss_coef == 0.25
+    model.config.output_router_logits = True
+    outputs = [each(**inputs).aux_loss for each in (model, loaded)]
+    assert torch.equal(*outputs)

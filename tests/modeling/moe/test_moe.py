@@ -1,0 +1,202 @@
+"""The mixture by itself: against transformers' block, its backends against each other, and its training options."""
+
+import math
+
+import pytest
+import torch
+from support.models import make_asymmetric, max_abs, stock_text_config
+from torch.nn import functional as F
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+import llamoe
+from llamoe.modeling.moe.layer import Experts, MixtureOfExperts
+
+BACKENDS = ["llamoe", "llamoe_loop", "eager", "grouped_mm", "batched_mm"]
+# Odd sizes are not multiples of 16 bytes, which grouped_mm refuses: there llamoe falls back to the loop.
+SIZES = {
+    "odd": dict(hidden_size=70, intermediate_size=51),
+    "aligned": dict(hidden_size=64, intermediate_size=48),
+}
+
+
+def blocks(backend="eager", dtype=torch.float32, sizes="aligned", **overrides):
+    stock_config = stock_text_config(**SIZES[sizes], **overrides)
+    stock = make_asymmetric(Llama4TextMoe(stock_config)).to(dtype)
+    config = llamoe.from_stock(stock_config)
+    config._experts_implementation = backend
+    ours = MixtureOfExperts(config).to(dtype).eval()
+    ours.load_state_dict(stock.state_dict())
+    return stock, ours
+
+
+def tokens(num_tokens, hidden_size, dtype=torch.float32):
+    return torch.randn(num_tokens, hidden_size, generator=torch.Generator().manual_seed(4)).to(dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_equals_stock(backend, sizes, top_k, num_tokens):
+    stock, ours = blocks(backend, sizes=sizes, num_experts_per_tok=top_k)
+    x = tokens(num_tokens, ours.router.weight.shape[1])
+    # Sums over the inner size in another order; values are of order 1.
+    assert max_abs(ours(x), stock(x)[0]) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_bfloat16_chooses_the_same_experts(backend, num_tokens):
+    stock, ours = blocks(backend, torch.bfloat16, num_local_experts=16)
+    x = tokens(num_tokens, 64, torch.bfloat16)
+    _, stock_logits = stock(x)
+    logits, _, indices = ours.router(x)
+    assert torch.equal(logits, stock_logits)
+    assert torch.equal(indices, stock_logits.topk(1, dim=-1).indices)
+    reference = stock.float()(x.float())[0]
+    stock.to(torch.bfloat16)
+    error, stock_error = max_abs(ours(x), reference), max_abs(stock(x)[0], reference)
+    assert error <= 2 * stock_error
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_gradients_equal_stocks(backend, sizes):
+    stock, ours = blocks(backend, sizes=sizes)
+    x = tokens(7, ours.router.weight.shape[1])  # fewer rows than it takes to hit every expert each time
+    inputs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    weights = torch.linspace(-1, 1, x.numel()).view_as(x)
+    (ours(inputs[0]) * weights).sum().backward()
+    (stock(inputs[1])[0] * weights).sum().backward()
+    assert max_abs(inputs[0].grad, inputs[1].grad) < 1e-5
+    expected = dict(stock.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert max_abs(parameter.grad, expected[name].grad) < 1e-5, name
+
+
+@pytest.mark.parametrize("backend", ["llamoe", "llamoe_grouped", "eager", "grouped_mm"])
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_every_expert_stays_in_the_graph(backend, num_rows):
+    _, ours = blocks(backend)
+    ours(tokens(num_rows, 64)).sum().backward()
+    for name, parameter in ours.experts.named_parameters():
+        assert parameter.grad is not None, name
+
+
+def test_only_chosen_experts_are_computed():
+    # Poison the experts that no token chose: a computed product would carry the NaN on.
+    _, ours = blocks("eager")
+    x = tokens(2, 64)
+    chosen = ours.router(x)[2].unique().tolist()
+    assert len(chosen) < ours.router.num_experts
+    with torch.no_grad():
+        for expert in set(range(ours.router.num_experts)) - set(chosen):
+            ours.experts.gate_up_proj[expert] = math.nan
+    for backend in BACKENDS:
+        ours.experts.config._experts_implementation = backend
+        assert ours(x).isfinite().all(), backend
+
+
+@torch.no_grad()
+def test_expert_ids_past_the_end_are_passed_over():
+    _, ours = blocks("eager")
+    x = tokens(6, 64)
+    ids = torch.tensor([[0, 5], [5, 5], [1, 2], [4, 5], [5, 3], [7, 0]])
+    weights = torch.rand(6, 2)
+    out = ours.experts(x, ids, weights)
+    by_hand = torch.zeros_like(x)
+    for i in range(6):
+        for expert, weight in zip(ids[i].tolist(), weights[i], strict=True):
+            if expert < 5:
+                gate, up = (x[i] @ ours.experts.gate_up_proj[expert]).chunk(2)
+                by_hand[i] += weight * ((F.silu(gate) * up) @ ours.experts.down_proj[expert])
+    assert max_abs(out, by_hand) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fits"), [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)]
+)
+def test_grouped_mm_is_used_where_it_fits(dtype, fits):
+    assert blocks(dtype=dtype)[1].experts.fits_grouped_mm() is fits
+    assert blocks(dtype=dtype, sizes="odd")[1].experts.fits_grouped_mm() is False
+
+
+@torch.no_grad()
+def test_half_precision_on_the_cpu():
+    stock, ours = blocks("grouped_mm", torch.float16)
+    x = tokens(9, 64, torch.float16)
+    assert max_abs(ours(x), stock(x)[0]) < 5e-3  # a few units in the last place of values of order 1
+
+
+def training_block(**options):
+    config = llamoe.from_stock(stock_text_config(**SIZES["aligned"]))
+    for name, value in options.items():
+        setattr(config, name, value)
+    config._experts_implementation = "eager"
+    return make_asymmetric(MixtureOfExperts(config)).train()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("option", [dict(router_jitter_noise=0.3), dict(router_dropout=0.5)], ids=str)
+def test_noise_acts_in_training_only(option):
+    x = tokens(30, 64)
+    plain, noisy = training_block(), training_block(**option)
+    assert max_abs(noisy.eval()(x), plain(x)) == 0
+    assert max_abs(noisy.train()(x), plain(x)) > 0
+
+
+@torch.no_grad()
+def test_jitter_touches_the_routers_input_only():
+    # With every expert chosen and equal, only scores can differ; the shared expert must see the clean input.
+    block = training_block(router_jitter_noise=0.2)
+    x = tokens(5, 64)
+    block.experts.down_proj.zero_()
+    assert max_abs(block(x), block.shared_expert(x)) == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_capacity_keeps_the_best_scores(top_k):
+    block = training_block(expert_capacity_factor=0.5, num_experts_per_tok=top_k)
+    x = tokens(40, 64)
+    capacity = math.ceil(0.5 * 40 * top_k / 5)
+    _, scores, indices = block.router(x)
+    kept = torch.zeros(40, top_k, dtype=torch.bool)
+    for expert in range(5):
+        places = [(t, k) for t in range(40) for k in range(top_k) if indices[t, k] == expert]
+        for t, k in sorted(places, key=lambda place: -scores[place].item())[:capacity]:
+            kept[t, k] = True
+    assert 0 < kept.sum() < kept.numel()
+    by_hand = block.shared_expert(x)
+    for t, k in kept.nonzero().tolist():
+        gate, up = ((x[t] * scores[t, k]) @ block.experts.gate_up_proj[indices[t, k]]).chunk(2)
+        by_hand[t] += (F.silu(gate) * up) @ block.experts.down_proj[indices[t, k]]
+    assert max_abs(block(x), by_hand) < 1e-5
+    dropped = ~kept.any(-1)
+    assert max_abs(block(x)[dropped], block.shared_expert(x)[dropped]) == 0
+
+
+@pytest.mark.parametrize("factor", [5.0, 77.0, 1e300])
+def test_a_capacity_for_every_token_drops_none(factor):
+    """However large: as many times the fair share as there are experts is everything already."""
+    block, plain = training_block(expert_capacity_factor=factor), training_block()
+    x = tokens(40, 64)
+    assert max_abs(block(x), plain(x)) == 0
+
+
+@torch.no_grad()
+def test_capacity_is_for_training():
+    block, plain = training_block(expert_capacity_factor=0.1), training_block()
+    x = tokens(40, 64)
+    assert max_abs(block.eval()(x), plain(x)) == 0
+
+
+def test_the_router_is_no_linear_layer():
+    assert not isinstance(training_block().router, torch.nn.Linear)
+
+
+def test_declared_in_the_order_that_peft_relies_on():
+    config = llamoe.from_stock(stock_text_config())
+    assert [name for name, _ in Experts(config).named_parameters()] == ["gate_up_proj", "down_proj"]

@@ -1,0 +1,88 @@
+"""Llama 4 without mixtures, as Llama Guard 4 is: every layer dense, a step of zero, no experts, chunks or none."""
+
+import json
+
+import pytest
+import torch
+from support.models import (
+    LENGTH,
+    load_whole,
+    make_asymmetric,
+    max_abs,
+    multimodal_config,
+    run,
+    stock_model,
+    stock_text_config,
+)
+from transformers import Llama4ForCausalLM
+
+import llamoe
+from llamoe.conversion import convert, inspect
+
+GUARD = dict(interleave_moe_layer_step=0, moe_layers=[], num_local_experts=0, num_experts_per_tok=0)
+
+
+def tokens():
+    return torch.randint(3, 90, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("chunk", [16, None])
+@pytest.mark.parametrize("layout", ["llamoe", "stock"])
+def test_it_equals_stock_and_comes_back(chunk, layout, tmp_path):
+    """Written by either side, with `moe_layers` and without; stock needs a chunk size, which we write for it."""
+    stock = stock_model(Llama4ForCausalLM, stock_text_config(**GUARD, attention_chunk_size=chunk or 999))
+    with torch.no_grad():
+        expected = stock(tokens()).logits
+    stock.save_pretrained(tmp_path / "stock")
+    described = json.loads((tmp_path / "stock/config.json").read_text())
+    for left_out in ((), ("moe_layers",)):
+        content = {name: value for name, value in described.items() if name not in left_out}
+        content |= {"attention_chunk_size": chunk}
+        content |= {} if chunk else {"layer_types": None}
+        (tmp_path / "stock/config.json").write_text(json.dumps(content))
+        model = load_whole(llamoe.LlamoeForCausalLM, tmp_path / "stock")
+        assert model.config.moe_layers == [] and model.config.attention_chunk_size == chunk
+        assert max_abs(run(model, input_ids=tokens()), expected) < 1e-5
+    model.save_pretrained(tmp_path / layout, layout=layout)
+    assert (
+        max_abs(run(load_whole(llamoe.LlamoeForCausalLM, tmp_path / layout), input_ids=tokens()), expected)
+        < 1e-5
+    )
+    if layout == "stock":
+        assert (
+            max_abs(run(load_whole(Llama4ForCausalLM, tmp_path / layout), input_ids=tokens()), expected)
+            < 1e-5
+        )
+
+
+@pytest.mark.parametrize("layout", ["stock", "llamoe"])
+def test_tools_take_it(layout, tmp_path):
+    config = multimodal_config(**GUARD)
+    model = make_asymmetric(llamoe.LlamoeForConditionalGeneration(config))
+    expected = run(model, input_ids=tokens())
+    size = sum(parameter.numel() for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "model", layout=layout)
+    counted = llamoe.count_parameters(config)
+    assert counted.total == counted.active == size
+    report = inspect(tmp_path / "model")
+    assert report.stored == size and not report.mismatches and not report.problems
+    assert report.parameters == {"total": size, "active": size}
+    assert "num_local_experts" not in report.sizes
+    convert(tmp_path / "model", tmp_path / "converted", layout=layout)
+    converted = load_whole(llamoe.LlamoeForConditionalGeneration, tmp_path / "converted")
+    assert max_abs(run(converted, input_ids=tokens()), expected) == 0
+    # A text model out of the same folder.
+    text = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "model")
+    assert max_abs(run(text, input_ids=tokens()), expected) < 1e-5
+
+
+def test_it_trains_whatever_is_asked_of_routers():
+    """There are none: no losses of theirs, no load."""
+    config = llamoe.from_stock(stock_text_config(**GUARD))
+    config.output_router_logits = config.output_expert_load = True
+    config.router_z_loss_coef = 0.1
+    model = llamoe.LlamoeForCausalLM(config)
+    output = model(tokens(), labels=tokens())
+    output.loss.backward()
+    assert output.aux_loss is None and output.expert_load is None
+    assert all(parameter.grad is not None for parameter in model.parameters())

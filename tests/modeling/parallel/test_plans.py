@@ -1,0 +1,197 @@
+"""The plans as data, and accelerate's configuration files: what can be told without a second process."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DeepSpeedPlugin, prepare_multi_gpu_env
+from support.models import MODELS, for_models, multimodal_config, text_config, vision_config
+from support.paths import EXAMPLES
+from transformers import Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
+from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+import llamoe
+from llamoe.configuration.parallel import check_parallel, wildcard
+from llamoe.modeling import _compat
+from llamoe.modeling.moe.layer import MixtureOfExperts
+
+FILES = EXAMPLES / "accelerate"
+
+# Layers that are whole on each device.
+WHOLE = ("patch_embedding.linear", "multi_modal_projector.linear_1")
+
+
+def names_in(model):
+    parts = [*model.named_modules(), *model.named_parameters()]
+    return {wildcard(name) for name, _ in parts}
+
+
+def build(config, model_class):
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def test_plans_hold_those_of_stock():
+    dense, text = llamoe.LlamoeDenseConfig, llamoe.LlamoeTextConfig
+    assert dense.base_model_tp_plan == LlamaConfig.base_model_tp_plan
+    assert text.base_model_tp_plan == Llama4TextConfig.base_model_tp_plan
+    # But for two small layers whose outputs stock gathers, under a name that SGLang does not know.
+    for ours, stock in (
+        (llamoe.LlamoeVisionConfig, Llama4VisionConfig),
+        (llamoe.LlamoeConfig, Llama4Config),
+    ):
+        kept = {name: style for name, style in stock.base_model_tp_plan.items() if name not in WHOLE}
+        assert (ours.base_model_tp_plan or {}).items() >= kept.items()
+    for ours in (dense, text):
+        assert ours.base_model_pp_plan == LlamaConfig.base_model_pp_plan
+        assert ours.base_model_fsdp_plan == LlamaConfig.base_model_fsdp_plan
+
+
+@for_models()
+def test_every_rule_names_a_part_and_a_known_style(case):
+    model = build(case.make_config(), case.model_class)
+    names = names_in(model)
+    assert model.tp_plan
+    for plan in (model.tp_plan, model._ep_plan):
+        assert plan.keys() <= names
+        assert set(plan.values()) <= set(ALL_PARALLEL_STYLES)
+    assert model.fsdp_plan.keys() <= names
+    assert set(model.fsdp_plan.values()) <= {"free_full_weight", "keep_full_weight"}
+    assert bool(model._ep_plan) == case.has_experts
+    assert model.pp_plan.keys() <= names
+    assert bool(model.pp_plan) == case.is_text
+
+
+@for_models()
+def test_plans_cover_all_but_small_weights(case):
+    model = build(case.make_config(), case.model_class)
+    for name, parameter in model.named_parameters():
+        owner = wildcard(name.rpartition(".")[0])
+        planned = owner in model.tp_plan or wildcard(name) in model.tp_plan
+        small = parameter.ndim < 2 or name.endswith(("router.weight", "positional_embedding_vlm"))
+        small = small or owner.endswith(WHOLE)
+        # Later releases add the embedding by themselves.
+        assert planned or small or owner.endswith("embed_tokens"), name
+    layers = [
+        name for name, module in model.named_modules() if type(module).__name__ in model._no_split_modules
+    ]
+    assert {wildcard(name) for name in layers} <= model.fsdp_plan.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "absent", "present"),
+    [
+        (dict(moe_layers=[]), "experts", "feed_forward.gate_proj"),
+        (dict(interleave_moe_layer_step=1), "feed_forward.gate_proj", "experts"),
+    ],
+)
+def test_a_model_drops_the_rules_for_what_it_lacks(fields, absent, present):
+    model = build(text_config(**fields), llamoe.LlamoeForCausalLM)
+    assert model.tp_plan.keys() <= names_in(model)
+    assert not any(f".{absent}" in rule for rule in model.tp_plan)
+    assert any(f".{present}" in rule for rule in model.tp_plan)
+    assert bool(model._ep_plan) == bool(model.config.moe_layers)
+
+
+def test_a_tower_without_adapter_drops_its_rules():
+    config = vision_config()
+    config.use_adapter = False
+    model = build(config, llamoe.LlamoeVisionModel)
+    assert model.tp_plan.keys() <= names_in(model)
+    assert not any("adapter" in rule for rule in model.tp_plan)
+
+
+@for_models()
+def test_plans_are_not_written_to_config_json(case, tmp_path):
+    build(case.make_config(), case.model_class).config.save_pretrained(tmp_path)
+    assert "plan" not in (tmp_path / "config.json").read_text().replace("layer_plan", "")
+
+
+@pytest.mark.parametrize("name", ["llama-2-70b", "llama-4-scout", "llama-4-maverick"])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_published_models_are_shared_by_up_to_eight_devices(name, devices):
+    check_parallel(llamoe.preset(name), devices, devices)
+
+
+@pytest.mark.parametrize(
+    ("config", "tp_size", "ep_size", "message"),
+    [
+        (
+            text_config(),
+            3,
+            1,
+            r"LlamoeTextConfig.num_key_value_heads = 2: .* by 3 devices; valid: a multiple of 3",
+        ),
+        (text_config(), 4, 1, r"LlamoeTextConfig.num_attention_heads = 6: .* 1, 2, 3 or 6 devices"),
+        (text_config(), 1, 2, r"LlamoeTextConfig.num_local_experts = 5: .* 1 or 5 devices"),
+        (multimodal_config(), 1, 2, r"LlamoeTextConfig.num_local_experts = 5"),
+        (vision_config(), 4, 1, r"LlamoeVisionConfig.num_attention_heads = 6"),
+    ],
+)
+def test_what_cannot_be_shared_is_named(config, tp_size, ep_size, message):
+    with pytest.raises(ValueError, match=message):
+        check_parallel(config, tp_size, ep_size)
+
+
+def test_heads_are_checked_only_where_they_are_shared():
+    if "ep_size" in DistributedConfig.__dataclass_fields__:
+        assert _compat.parallel_sizes(DistributedConfig(tp_size=4, ep_size=4)) == (4, 4)
+        assert _compat.parallel_sizes(DistributedConfig(fsdp_size=4, ep_size=2)) == (1, 2)
+        assert _compat.parallel_sizes(DistributedConfig(tp_size=4, tp_plan={}, ep_size=4)) == (1, 4)
+    else:
+        assert _compat.parallel_sizes(DistributedConfig(tp_size=4, enable_expert_parallel=True)) == (1, 4)
+    assert _compat.parallel_sizes(DistributedConfig(tp_size=4)) == (4, 1)
+    assert _compat.parallel_sizes(DistributedConfig(fsdp_size=4)) == (1, 1)
+
+
+def test_a_style_that_transformers_has_is_not_replaced():
+    before = ALL_PARALLEL_STYLES["colwise"]
+    _compat.register_parallel_style("colwise", object())
+    assert ALL_PARALLEL_STYLES["colwise"] is before
+
+
+def launch_arguments(name):
+    path = str(FILES / f"{name}.yaml")
+    arguments = launch_command_parser().parse_args(["--config_file", path, "training.py"])
+    return load_config_from_file(path), _validate_launch_command(arguments)[0]
+
+
+def test_the_file_for_one_gpu_is_plain():
+    config, arguments = launch_arguments("1gpu")
+    assert (config.num_processes, config.mixed_precision) == (1, "bf16")
+    assert not arguments.use_fsdp and not arguments.use_deepspeed
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_the_files_for_several_gpus_ask_for_fsdp2(count):
+    config, arguments = launch_arguments(f"{count}gpu")
+    assert (config.num_processes, config.mixed_precision) == (count, "bf16")
+    variables = prepare_multi_gpu_env(arguments)
+    assert variables["ACCELERATE_USE_FSDP"] == "true"
+    assert variables["FSDP_VERSION"] == "2"
+    assert variables["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
+    assert variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+    # Left out, so that accelerate takes each model's own `_no_split_modules`.
+    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in variables
+
+
+def test_the_file_for_zero3_makes_each_mixture_a_leaf(monkeypatch):
+    config, arguments = launch_arguments("8gpu_zero3")
+    assert (config.num_processes, arguments.zero_stage) == (8, 3)
+    # DeepSpeed is not installed where these tests run: accelerate's own code finds the classes, and what it would
+    # hand to DeepSpeed is looked at.
+    leaves = []
+    deepspeed = ModuleType("deepspeed.utils")
+    deepspeed.set_z3_leaf_modules = lambda model, classes: leaves.append(classes)
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", deepspeed)
+    monkeypatch.setattr("accelerate.utils.dataclasses.compare_versions", lambda *_: False)
+    plugin = SimpleNamespace(transformer_moe_cls_names=arguments.deepspeed_moe_layer_cls_names)
+    for case in MODELS:
+        if case.has_experts:
+            DeepSpeedPlugin.set_moe_leaf_modules(plugin, build(case.make_config(), case.model_class))
+    assert leaves == [[MixtureOfExperts]] * 4

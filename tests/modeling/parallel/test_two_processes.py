@@ -1,0 +1,352 @@
+"""Two processes on the CPU, joined by gloo, against one: what worker.py measured, all in a single launch."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import time
+from itertools import product
+
+import pytest
+import torch
+from support.models import MODELS
+from support.paths import EXAMPLES, SUPPORT, environment
+
+import llamoe
+from llamoe.conversion import convert
+from llamoe.modeling._compat import adapts_shards
+
+EXAMPLE = EXAMPLES / "train_parallel.py"
+# Seconds, on a machine that is busy.
+PATIENCE = 420 + 2 * int(os.environ.get("LLAMOE_SAVES", 0))
+
+LOGITS = 1e-5  # of deviation 1; measured up to 5e-6
+WEIGHTS = 1e-5  # after a step of training; measured up to 4e-7
+# Relative to a parameter's largest gradient, which sums in another order move by some roundings: up to 9e-6 where
+# few tokens meet many weights.
+GRADIENTS = 3e-5
+
+
+def write_checkpoints(folder):
+    cases = {case.name: case for case in MODELS}
+    experts = dict(num_local_experts=6)
+    dense, text = cases["LlamoeDenseForCausalLM"], cases["LlamoeForCausalLM"]
+    tied = dense.make(tie_word_embeddings=True)
+    with torch.no_grad():
+        tied.model.embed_tokens.weight.mul_(tied.config.hidden_size**-0.5)
+    models = {
+        "dense": dense.make(),
+        "tied": tied,
+        "text": text.make(**experts),
+        # Widths, too, that two devices do not divide; the vocabulary is odd everywhere.
+        "top1": text.make(num_experts_per_tok=1, intermediate_size=51, intermediate_size_mlp=93, **experts),
+        "multimodal": cases["LlamoeForConditionalGeneration"].make(**experts),
+        # Of two devices that share its mixtures, one holds no expert.
+        "lone": text.make(num_local_experts=1, num_experts_per_tok=1, intermediate_size=51),
+    }
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        if not name.startswith(("dense", "tied")):
+            convert(folder / name, folder / f"{name}-split", experts="split", shard_size="60KB")
+
+
+def run_together(folder, *checks, count=2):
+    command = [sys.executable, str(SUPPORT / "process_worker.py"), str(folder), *checks]
+    processes = []
+    try:
+        for rank in map(str, range(count)):
+            with open(folder / f"output-{rank}.txt", "w") as output:
+                own = environment(
+                    RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count)
+                )
+                processes.append(
+                    subprocess.Popen(command, env=own, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+                )
+        end = time.monotonic() + PATIENCE
+        codes = [process.wait(timeout=max(1, end - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    tails = [(folder / f"output-{rank}.txt").read_text()[-3000:] for rank in range(count)]
+    assert not any(codes), "\n".join(tails)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What each check yielded in both processes; test workers share one launch."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, failed = base / "two-processes", base / "two-processes-failed"
+    results = folder / "results.json"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        end = time.monotonic() + PATIENCE + 60
+        while not (base / "two-processes-done").exists():
+            assert not failed.exists(), failed.read_text()
+            assert time.monotonic() < end, "the worker that launched the processes has not reported"
+            time.sleep(0.5)
+    else:
+        try:
+            write_checkpoints(folder)
+            run_together(folder)
+        except BaseException as error:
+            failed.write_text(str(error))
+            raise
+        (base / "two-processes-done").touch()
+    return json.loads(results.read_text())
+
+
+def both(measured, check):
+    for figures in measured[check]:
+        assert "error" not in figures, figures["error"]
+    return measured[check]
+
+
+def assert_equal_outputs(figures):
+    assert 0.3 < figures["deviation"] < 3
+    assert figures["logits"] < LOGITS
+    assert figures["other tokens"] == 0
+
+
+def assert_equal_training(figures):
+    assert figures["loss"] < 1e-5
+    assert figures["gradients"] < GRADIENTS
+    for name in ("trained", "trained and reloaded"):
+        assert figures.get(name, 0.0) < WEIGHTS
+
+
+@pytest.mark.parametrize("name", ["dense", "tied", "text", "top1", "multimodal"])
+def test_tensor_parallel_equals_one_process(measured, name, record_parity):
+    for figures in both(measured, f"tensor-{name}"):
+        assert_equal_outputs(figures)
+        assert_equal_training(figures)
+        # transformers 5.17 keeps whole what two devices do not divide.
+        assert figures["sharded"] > (0.85 if name != "top1" else 0.3)
+        record_parity(f"tensor parallel, {name}", "one process", "float32", figures["logits"])
+
+
+@pytest.mark.parametrize("name", ["llamoe", "eager", "grouped_mm", "batched_mm", "multimodal"])
+def test_expert_parallel_equals_one_process(measured, name, record_parity):
+    for figures in both(measured, f"expert-{name}"):
+        assert_equal_outputs(figures)
+        assert_equal_training(figures)
+        assert figures["sharded"] > 0.1  # the experts; attention as well in later releases
+        record_parity(f"expert parallel, {name}", "one process", "float32", figures["logits"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *product(("dense", "text", "multimodal"), ("ddp", "fsdp", "accelerate")),
+        *product(("text", "multimodal"), ("fsdp+expert",)),  # a dense model has no experts
+    ],
+)
+def test_a_step_on_shared_rows_equals_one_process(measured, name, kind):
+    if f"training-{name} {kind}" not in measured:
+        pytest.skip("this transformers cannot combine FSDP2 with expert parallelism")
+    for figures in both(measured, f"training-{name} {kind}"):
+        assert_equal_training(figures)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "accelerate", "fsdp+expert", "expert"])
+def test_experts_and_processes_without_a_token_neither_hang_nor_lose_gradients(measured, kind):
+    if f"starved-{kind}" not in measured:
+        pytest.skip("this transformers cannot combine FSDP2 with expert parallelism")
+    for figures in both(measured, f"starved-{kind}"):
+        assert_equal_training(figures)
+
+
+@pytest.mark.parametrize("name", ["dense", "tied", "text"])
+def test_pipeline_parallel_equals_one_process(measured, name):
+    for figures in both(measured, f"pipeline-{name}"):
+        assert_equal_outputs(figures)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "expert", "fsdp", "fsdp+expert", "accelerate"])
+@pytest.mark.parametrize("name", ["text", "top1", "multimodal", "lone"])
+def test_split_experts_are_fused_into_shards(measured, name, kind):
+    if name == "lone" and "expert" in kind:
+        pytest.skip("two devices do not share one expert")
+    if f"split-{name} {kind}" not in measured:
+        pytest.skip("this transformers cannot combine FSDP2 with expert parallelism")
+    for figures in both(measured, f"split-{name} {kind}"):
+        assert figures["weights"] == 0
+        # transformers 5.17 keeps whole what two devices do not divide.
+        assert figures["sharded"] or name in ("top1", "lone")
+        if kind != "accelerate":
+            assert figures["saved"] == 0 and figures["stacked"]
+
+
+def test_split_experts_are_fused_in_pipeline_stages(measured):
+    for figures in both(measured, "split_pipeline-text"):
+        assert_equal_outputs(figures)
+
+
+@pytest.mark.parametrize("name", ["dense", "multimodal"])
+def test_each_process_writes_and_reads_its_own_shards(measured, name):
+    for figures in both(measured, f"shards-{name}"):
+        assert figures["files"] > 1
+        assert figures["weights"] == 0
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor", "torch"])
+def test_one_save_after_the_other(measured, kind):
+    """LLAMOE_SAVES=200 is as many, in place of four."""
+    for figures in both(measured, f"saves-{kind}"):
+        assert figures == {"weights": 0, "left": []}
+
+
+def test_one_process_alone_has_shards_of_its_own(tmp_path):
+    write_checkpoints(tmp_path)
+    run_together(tmp_path, "saves-torch", "given-torch", count=1)
+    measured = json.loads((tmp_path / "results.json").read_text())
+    assert both(measured, "saves-torch") == [{"weights": 0, "left": []}]
+    assert both(measured, "given-torch") == [{"weights": 0}]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor", "torch"])
+def test_a_state_dict_that_is_given_is_what_is_saved(measured, kind):
+    for figures in both(measured, f"given-{kind}"):
+        assert figures["weights"] == 0
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor", "torch"])
+def test_a_process_that_saves_alone_is_told_who_is_missing(measured, kind):
+    first, second = both(measured, f"alone-{kind}")
+    assert first["message"].startswith("save_pretrained waits for process 1 since 1 s: the weights of this ")
+    assert "Call save_pretrained in every process" in first["message"]
+    assert first["seconds"] < 10
+    for figures in (first, second):
+        assert not figures["left"]
+        assert figures["weights"] == 0  # saved together afterwards
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor", "torch"])
+def test_an_adapter_on_shards_is_saved(measured, kind):
+    for figures in both(measured, f"adapters-{kind}"):
+        if kind != "torch" and not adapts_shards():
+            assert figures["message"].startswith("The weights of this LlamoeDenseForCausalLM are shared by 2")
+            assert "Install peft>=0.21.1" in figures["message"]
+            continue
+        assert figures["weights"] == 0
+        assert figures["files"] == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "generation_config.json",
+        ]
+
+
+@pytest.mark.parametrize("what", ["weights", "adapter"])
+def test_what_accelerate_has_gathered_is_saved_by_one_process(measured, what):
+    first, second = both(measured, f"gathered-{what}")
+    assert first["weights"] == second["weights"] == 0
+    assert first["given"] and not second["given"]
+
+
+def test_trainer_saves_under_fsdp2(measured):
+    for figures in both(measured, "trainer-text"):
+        assert figures["weights"] == 0
+        assert figures["learned"] > 1e-3 and figures["in between"] > 1e-3
+
+
+def test_pipeline_stages_are_not_saved_in_part(measured):
+    for figures in both(measured, "stages-dense"):
+        assert "is in 2 pipeline stages, and no process has all of its weights" in figures["message"]
+        assert not figures["left"]
+
+
+@pytest.mark.parametrize("order", ["over whole", "over shards"])
+def test_shards_of_a_job_and_a_whole_checkpoint_replace_each_other(measured, order):
+    for figures in both(measured, f"exchanged-{order}"):
+        assert figures == {"weights": 0, "left": []}
+
+
+def test_the_text_part_of_a_multimodal_folder_loads_into_shards(measured):
+    for figures in both(measured, "text_of-multimodal"):
+        assert figures["weights"] == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("heads", r"LlamoeDenseConfig.num_attention_heads = 3: cannot be shared evenly by 2 devices; valid:"),
+        (
+            "stages",
+            "pp_size = 2: a LlamoeForConditionalGeneration has no pipeline stages, which are for text",
+        ),
+        ("experts", r"LlamoeTextConfig.num_local_experts = 5: cannot be shared evenly by 2 devices; valid:"),
+    ],
+)
+def test_what_devices_cannot_share_is_told_before_loading(measured, what, message):
+    for figures in both(measured, f"refused-{what}"):
+        assert figures["message"].startswith(message)
+
+
+def test_the_example_trains_the_same_in_all_four_ways(measured):
+    runs = [both(measured, f"example-{parallel}")[0]["losses"] for parallel in ("ddp", "fsdp", "tp", "ep")]
+    for losses in runs:
+        assert losses == pytest.approx(runs[0], abs=1e-5)
+        assert losses[1] < losses[0] - 0.1
+
+
+def test_the_example_starts_with_torchrun(tmp_path):
+    model = next(case for case in MODELS if case.name == "LlamoeForCausalLM").make(num_local_experts=4)
+    model.save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["--model", "model", "--parallel", "ep", "--steps", "2", "--save", "trained"]
+    done = subprocess.run(
+        [*command, str(EXAMPLE), *arguments],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ep step")]
+    losses = [float(line.split()[-1]) for line in lines]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    trained = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "trained")
+    assert not torch.equal(trained.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("rank", "content", "says"),
+    [
+        (None, None, "no such folder, nor such a model in reach"),
+        (None, '{"model_type": "llamoe_text", "hidden_size": 0}', ".*hidden_size = 0: .*"),
+        ("0", None, "no such folder, nor such a model in reach"),
+        ("1", None, None),
+    ],
+)
+def test_a_model_that_the_example_cannot_read_is_told_once(
+    rank, content, says, tmp_path, monkeypatch, capsys
+):
+    """The script looks before it starts its processes. Started by torchrun, only the first process tells."""
+    if content is not None:
+        (tmp_path / "nope").mkdir()
+        (tmp_path / "nope/config.json").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--model", "nope"])
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr()
+    expected = "" if says is None else f"train_parallel: nope: {says}\n"
+    assert re.fullmatch(expected, printed.err) and not printed.out
+
+
+def test_the_example_starts_its_processes_itself(tmp_path):
+    case = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
+    case.make(num_local_experts=6).save_pretrained(tmp_path / "model")
+    command = [sys.executable, str(EXAMPLE), "--model", "model", "--parallel", "ddp", "--steps", "1"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("ddp step 0: loss ") and done.stdout.count("\n") == 1

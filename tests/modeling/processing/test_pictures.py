@@ -1,0 +1,354 @@
+"""Pictures from files: the usual formats, upright, as transformers reads them where it reads them well."""
+
+import base64
+import http.server
+import io
+import os
+import random
+import struct
+import threading
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+import llamoe
+
+Image = pytest.importorskip("PIL.Image", reason="pictures need the extra 'vision'")
+pytest.importorskip("torchvision", reason="pictures need the extra 'vision'")
+from PIL import EpsImagePlugin, ImageFile, ImageOps  # noqa: E402
+from support.pictures import drawn, encode, make_processor  # noqa: E402
+from transformers.image_utils import load_image  # noqa: E402
+
+from llamoe.modeling.processing.pictures import PictureError  # noqa: E402
+
+ORIENTATION = 0x112
+# What every sort of file holds, and how it is written.
+KINDS = {
+    "rgb.png": ("RGB", "PNG", {}),
+    "rgb.jpg": ("RGB", "JPEG", {}),
+    "rgb.webp": ("RGB", "WEBP", {"lossless": True}),
+    "rgb.bmp": ("RGB", "BMP", {}),
+    "palette.gif": ("P", "GIF", {}),
+    "palette.png": ("P", "PNG", {}),
+    "transparent_palette.png": ("P", "PNG", {"transparency": 3}),
+    "grey.png": ("L", "PNG", {}),
+    "grey.jpg": ("L", "JPEG", {}),
+    "black_and_white.png": ("1", "PNG", {}),
+    "transparent.png": ("RGBA", "PNG", {}),
+    "transparent.webp": ("RGBA", "WEBP", {"lossless": True}),
+    "transparent_grey.png": ("LA", "PNG", {}),
+    "cmyk.jpg": ("CMYK", "JPEG", {}),
+}
+
+
+def pixels(picture):
+    return np.asarray(picture).astype(int)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_as_transformers_reads_it(kind, tmp_path):
+    mode, file_format, options = KINDS[kind]
+    path = tmp_path / kind
+    path.write_bytes(encode(drawn(mode), file_format, **options))
+    picture = llamoe.read_picture(path)
+    assert picture.mode == "RGB" and picture.size == (60, 40)
+    assert np.array_equal(pixels(picture), pixels(load_image(str(path))))
+    for source in (str(path), path.read_bytes(), io.BytesIO(path.read_bytes())):
+        assert np.array_equal(pixels(llamoe.read_picture(source)), pixels(picture))
+    with open(path, "rb") as file:
+        assert np.array_equal(pixels(llamoe.read_picture(file)), pixels(picture))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
+def test_photos_are_turned_upright(orientation, file_format, tmp_path):
+    """A camera that is held on its side writes what its sensor saw, and which side was up."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    upright = drawn("RGB")
+    turns = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # the operations of PIL that undo each
+    stored = upright if orientation == 1 else upright.transpose(Image.Transpose(turns[orientation]))
+    path = tmp_path / "photo"
+    options = {"quality": 100} if file_format == "JPEG" else {"lossless": True}
+    path.write_bytes(encode(stored, file_format, exif=exif.tobytes(), **options))
+    picture = llamoe.read_picture(path)
+    assert picture.size == (60, 40)
+    # JPEG keeps this smooth picture to a few steps; any other turn of it is off by a hundred and more.
+    assert abs(pixels(picture) - pixels(upright)).max() <= (12 if file_format == "JPEG" else 0)
+    if orientation > 1 and picture.size == stored.size:
+        assert abs(pixels(stored) - pixels(upright)).max() > 100
+    assert np.array_equal(pixels(picture), pixels(load_image(str(path))))
+    # What is left of EXIF does not turn it once more.
+    assert np.array_equal(pixels(ImageOps.exif_transpose(picture)), pixels(picture))
+
+
+def test_grey_of_16_bits_keeps_its_shades(tmp_path):
+    """Pillow cuts every number above 255 to white; the same scene in colours of 16 bits it reads well."""
+    fine = (np.arange(40 * 60).reshape(40, 60) * 27).astype(np.uint16)
+    grey, colours = tmp_path / "grey.png", tmp_path / "colours.png"
+    Image.fromarray(fine).save(grey)
+    colours.write_bytes(png_of_16_bits(np.stack([fine] * 3, axis=-1)))
+    with Image.open(grey) as opened:
+        assert opened.mode.startswith("I")
+    given = pixels(llamoe.read_picture(grey))
+    assert np.array_equal(given, np.stack([fine // 256] * 3, axis=-1))
+    assert np.array_equal(given, pixels(llamoe.read_picture(colours)))
+    assert given.min() == 0 and given.max() == fine.max() // 256 and len(np.unique(given)) > 200
+
+
+def chunk(name, content):
+    """A part of a PNG."""
+    checked = name + content
+    return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+
+def png_of_16_bits(array):
+    """A PNG with three channels of 16 bits, which Pillow cannot write."""
+    height, width, _ = array.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
+    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize("file_format", ["GIF", "WEBP", "PNG", "MPO"])
+def test_of_several_frames_the_first(file_format, tmp_path):
+    frames = [drawn("RGB"), Image.new("RGB", (60, 40), "red"), Image.new("RGB", (60, 40), "blue")]
+    path = tmp_path / "frames"
+    options = {"lossless": True} if file_format == "WEBP" else {}
+    path.write_bytes(encode(frames[0], file_format, save_all=True, append_images=frames[1:], **options))
+    with Image.open(path) as opened:
+        assert opened.n_frames == 3
+    difference = abs(pixels(llamoe.read_picture(path)) - pixels(frames[0])).max()
+    assert difference <= {"GIF": 60, "MPO": 24}.get(file_format, 0)  # a palette, and JPEG's losses
+
+
+# What is refused
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 40\n%%EndComments\n(pwned) print\nshowpage\n%%EOF\n"
+
+
+@pytest.mark.parametrize("name", ["picture.eps", "picture.png", "picture.jpg", "picture"])
+def test_no_other_program_is_started(name, tmp_path, monkeypatch):
+    """Pillow goes by content: an EPS under any name starts Ghostscript, a program for a language of its own."""
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was called"))
+    path = tmp_path / name
+    path.write_bytes(EPS)
+    with Image.open(path) as opened:
+        assert opened.format == "EPS"
+    for source in (path, EPS):
+        with pytest.raises(
+            PictureError, match=r"of another format; expected a JPEG, PNG, WebP, GIF or BMP\.$"
+        ):
+            llamoe.read_picture(source)
+
+
+@pytest.mark.parametrize(
+    "file_format", ["TIFF", "PPM", "ICO", "PCX", "TGA", "SGI", "DDS", "PDF", "JPEG2000", "IM"]
+)
+def test_rare_formats_are_refused_by_name(file_format, tmp_path):
+    try:
+        content = encode(drawn("RGB"), file_format)
+    except (OSError, KeyError) as error:
+        pytest.skip(f"this Pillow does not write {file_format}: {error}")
+    with pytest.raises(PictureError, match="expected a JPEG, PNG, WebP, GIF or BMP"):
+        llamoe.read_picture(content)
+
+
+def claims(width, height):
+    """A PNG of a few bytes that says it is of this size."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99)))
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("size", [(60_000, 60_000), (2**31 - 1, 2**31 - 1), (100_000_000, 1), (9_460, 9_460)])
+def test_bombs_are_refused_before_they_are_unpacked(size, monkeypatch):
+    Image.init()
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(PictureError, match="pixels.* smaller"):
+        llamoe.read_picture(claims(*size))
+
+
+def test_the_most_pixels_can_be_chosen():
+    content = encode(drawn("RGB"), "PNG")
+    assert llamoe.read_picture(content, max_pixels=2400).size == (60, 40)
+    with pytest.raises(PictureError, match=r"60 x 40 pixels are more than 2,399"):
+        llamoe.read_picture(content, max_pixels=2399)
+
+
+def test_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty.png").touch()
+    cases = {
+        tmp_path / "none.png": "no such picture",
+        tmp_path: "is no file",
+        tmp_path / "pipe": "is no file",  # opening it would wait for ever
+        tmp_path / "empty.png": "is no picture",
+        "x" * 5000: "name|no such picture",
+        "a\0b": "name|no such picture",
+        "": "is no file|no such picture",
+    }
+    for path, message in cases.items():
+        with pytest.raises(PictureError, match=message):
+            llamoe.read_picture(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_files_are_read_or_refused_in_a_sentence(kind):
+    """Cut short, and with bits flipped: a picture, or an error that is an OSError and a ValueError."""
+    mode, file_format, options = KINDS[kind]
+    content = encode(drawn(mode), file_format, **options)
+    choose = random.Random(kind)
+    refused = []
+    for case in range(60):
+        damaged = bytearray(content)
+        if case % 3 == 0:
+            damaged = damaged[: choose.randrange(len(damaged))]
+        for _ in range(choose.choice([0, 1, 8]) if case % 3 == 0 else choose.choice([1, 4, 40])):
+            if damaged:
+                damaged[choose.randrange(len(damaged))] ^= 1 << choose.randrange(8)
+        try:
+            assert llamoe.read_picture(bytes(damaged)).mode == "RGB"
+        except PictureError as error:
+            refused.append(str(error))
+    assert len(refused) >= 10 and all(message.startswith("picture of ") for message in refused)
+    assert issubclass(PictureError, OSError) and issubclass(PictureError, ValueError)
+
+
+# In a chat
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return make_processor(llamoe.LlamoeProcessor)
+
+
+def chat(**picture):
+    return [{"role": "user", "content": [{"type": "image", **picture}, {"type": "text", "text": "what ?"}]}]
+
+
+def pixel_values(processor, conversation):
+    return processor.apply_chat_template(
+        conversation, tokenize=True, return_dict=True, return_tensors="pt", chat_template=TEMPLATE
+    )["pixel_values"]
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ '<|image|>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "photo.jpg", "photo.webp", "fine_grey.png"])
+def test_a_chat_reads_what_read_picture_reads(kind, processor, tmp_path):
+    path = tmp_path / kind
+    if kind.startswith("photo"):
+        exif = Image.Exif()
+        exif[ORIENTATION] = 6
+        path.write_bytes(
+            encode(drawn("RGB"), "JPEG" if kind.endswith("jpg") else "WEBP", exif=exif.tobytes())
+        )
+    elif kind == "fine_grey.png":
+        Image.fromarray((np.arange(40 * 60).reshape(40, 60) * 27).astype(np.uint16)).save(path)
+    else:
+        mode, file_format, options = KINDS[kind]
+        path.write_bytes(encode(drawn(mode), file_format, **options))
+    expected = pixel_values(processor, chat(image=llamoe.read_picture(path)))
+    encoded = base64.encodebytes(path.read_bytes()).decode()
+    for picture in (
+        {"path": str(path)},
+        {"image": str(path)},
+        {"url": str(path)},
+        {"base64": encoded},
+        {"url": f"data:image/png;base64,{encoded}"},
+    ):
+        assert torch.equal(pixel_values(processor, chat(**picture)), expected), list(picture)
+    assert torch.equal(
+        processor(text="<|image|>", images=str(path), return_tensors="pt")["pixel_values"], expected
+    )
+
+
+@pytest.fixture
+def address(tmp_path):
+    """Of a server in this process, and the folder that it serves."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, directory=str(tmp_path))
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_addresses(address, processor, tmp_path):
+    (tmp_path / "picture.png").write_bytes(encode(drawn("RGB"), "PNG"))
+    (tmp_path / "hostile.png").write_bytes(EPS)
+    expected = pixel_values(processor, chat(image=drawn("RGB")))
+    assert torch.equal(pixel_values(processor, chat(url=f"{address}/picture.png")), expected)
+    for name, message in (("hostile.png", "of another format"), ("none.png", "404")):
+        with pytest.raises(PictureError, match=message):
+            pixel_values(processor, chat(url=f"{address}/{name}"))
+
+
+def test_what_a_chat_names_wrongly(processor, tmp_path):
+    (tmp_path / "hostile.png").write_bytes(EPS)
+    cases = {
+        str(tmp_path / "hostile.png"): "of another format",
+        base64.b64encode(EPS).decode(): "of another format",
+        "no such file.png": "no such picture; neither a file nor an address",
+        "data:image/png;base64,!!!": "no such picture",
+    }
+    for given, message in cases.items():
+        with pytest.raises(PictureError, match=message):
+            pixel_values(processor, chat(url=given))
+    with pytest.raises(PictureError) as caught:
+        pixel_values(processor, chat(url="!" * 10_000_000))
+    assert len(str(caught.value)) < 300
+
+
+def test_pictures_arrays_and_tensors_go_through_as_they_are(processor):
+    picture = drawn("RGB")
+    array = np.array(picture)
+    expected = pixel_values(processor, chat(image=picture))
+    for given in (array, torch.from_numpy(array).permute(2, 0, 1)):
+        assert torch.equal(
+            processor(text="<|image|>", images=given, return_tensors="pt")["pixel_values"], expected
+        )
+
+
+@pytest.mark.parametrize("conversation", [[], (), None])
+def test_an_empty_chat(conversation, processor):
+    for options in ({}, {"tokenize": True, "return_dict": True}):
+        with pytest.raises(ValueError, match=r"The conversation is .*; expected one message or more"):
+            processor.apply_chat_template(conversation, **options)
+
+
+@pytest.mark.parametrize("images", [[None], [[None]], [Image.new("RGB", (30, 40)), None]])
+def test_none_is_no_picture(images, processor):
+    with pytest.raises(PictureError, match="images holds None where a picture was expected"):
+        processor(images=images, text=processor.fake_image_token * len(images))
+
+
+def test_what_is_neither_a_file_nor_a_picture(processor, tmp_path):
+    (tmp_path / "notes.txt").write_text("a red circle")
+    for source in (tmp_path / "notes.txt", str(tmp_path / "notes.txt")):
+        with pytest.raises(PictureError, match=r"notes\.txt: is no picture, or of another format"):
+            processor(images=[source], text=processor.fake_image_token)
+    for source in (None, 5, {}):
+        with pytest.raises(PictureError, match=f"a {type(source).__name__} is no picture; expected a path"):
+            llamoe.read_picture(source)
+    with pytest.raises(ValueError, match="text is an empty list"):
+        processor(text=[])

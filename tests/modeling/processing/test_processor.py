@@ -1,0 +1,333 @@
+"""From pictures and prompts to tokens: transformers' own Llama 4 processor in front of our model and of stock's."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from support.models import make_asymmetric, max_abs, stock_multimodal_config
+from transformers import Llama4ForConditionalGeneration
+
+import llamoe
+
+Image = pytest.importorskip("PIL.Image", reason="pictures need the extra 'vision'")
+pytest.importorskip("torchvision", reason="pictures need the extra 'vision'")
+from support.pictures import SPECIAL, make_processor  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return make_processor()
+
+
+@pytest.fixture(scope="module")
+def pair(processor):
+    """Stock and ours with equal weights.
+
+    One chunk and one temperature for all positions: stock counts both along the padded row, and would differ there.
+    """
+    token = processor.tokenizer.convert_tokens_to_ids
+    config = stock_multimodal_config(
+        {"attention_chunk_size": 8192, "floor_scale": 8192, "num_experts_per_tok": 2}
+    )
+    config.image_token_index = token("<|patch|>")
+    config.text_config.pad_token_id = token("<|finetune_right_pad|>")
+    stock = make_asymmetric(Llama4ForConditionalGeneration(config))
+    ours = llamoe.LlamoeForConditionalGeneration(config)
+    ours.load_state_dict(stock.state_dict())
+    return stock, ours.eval()
+
+
+def picture(height, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator)
+    return Image.fromarray(pixels.numpy())
+
+
+# Tiles
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "rows", "columns"),
+    [
+        (80, 100, 1, 1),
+        (336, 336, 1, 1),
+        (337, 336, 2, 1),
+        (336, 337, 1, 2),
+        (500, 700, 2, 3),
+        (1000, 1500, 3, 5),
+        (2000, 500, 6, 2),
+    ],
+)
+def test_tiles_and_tokens_of_a_picture(height, width, rows, columns):
+    """A picture of several tiles is followed by one tile with the whole; each has as many tokens as our config says."""
+    processor = make_processor(size=336)
+    inputs = processor(text="<|image|> what ?", images=picture(height, width), return_tensors="pt")
+    tiles = rows * columns + (rows * columns > 1)
+    vision = llamoe.preset("llama-4-scout").vision_config
+    assert vision.tokens_per_tile == 144
+    assert inputs["pixel_values"].shape == (tiles, 3, vision.image_size, vision.image_size)
+    ids = inputs["input_ids"][0].tolist()
+    count = {token: ids.count(processor.tokenizer.convert_tokens_to_ids(token)) for token in SPECIAL}
+    assert count["<|patch|>"] == tiles * vision.tokens_per_tile
+    assert count["<|tile_x_separator|>"] == (rows * (columns - 1) if tiles > 1 else 0)
+    assert count["<|tile_y_separator|>"] == (rows if tiles > 1 else 0)
+    assert count["<|image_start|>"] == count["<|image|>"] == count["<|image_end|>"] == 1
+    assert inputs.keys() == {"input_ids", "attention_mask", "pixel_values"}
+
+
+# Ours against stock
+
+BATCHES = {
+    "one_picture": (["<|image|> what is this ?"], [(40, 50)]),
+    "many_tiles": (["what is <|image|> ?"], [(120, 150)]),
+    "two_in_a_prompt": (["<|image|> and <|image|> what is in the picture ?"], [(56, 56), (57, 56)]),
+    "two_rows": (["<|image|> what ?", "this is the picture <|image|> and this one"], [(60, 60), (30, 110)]),
+    "uneven_rows": (
+        ["what is this ?", "<|image|> and <|image|> ?", "the picture <|image|> is what ?"],
+        [(30, 40), (57, 90), (200, 60)],
+    ),
+    "no_picture": (["what is this ?", "is this the picture and what is in this one ?"], []),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_forward_and_generate_equal_stock(batch, processor, pair):
+    stock, ours = pair
+    text, sizes = BATCHES[batch]
+    pictures = [picture(*size, seed=seed) for seed, size in enumerate(sizes)] or None
+    inputs = processor(text=text, images=pictures, padding=True, return_tensors="pt").to(dtype=torch.float32)
+    mask = inputs["attention_mask"].bool()
+    assert mask[:, -1].all(), "the processor pads on the left"
+    with torch.no_grad():
+        expected, given = stock(**inputs).logits[mask], ours(**inputs).logits[mask]
+    assert max_abs(given, expected) < 2e-5 * expected.std()
+    # Below the likeliest token there is always another one: no two logits are so near that noise decides.
+    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=-1)
+    assert torch.equal(ours.generate(**inputs, **options), stock.generate(**inputs, **options))
+
+
+def test_what_is_in_the_picture_matters(processor, pair):
+    _, ours = pair
+    results = []
+    for seed in range(2):
+        inputs = processor(text="<|image|> what ?", images=picture(120, 60, seed), return_tensors="pt")
+        with torch.no_grad():
+            results.append(ours(**inputs.to(dtype=torch.float32)).logits[:, -1])
+    assert max_abs(*results) > 0.05
+
+
+def test_pictures_in_bfloat16_as_stocks_processor_gives_them(processor, pair):
+    """Our tower casts pixels to the dtype of its weights, where stock stops with an error of torch's."""
+    _, ours = pair
+    inputs = processor(text="<|image|> what ?", images=picture(120, 60), return_tensors="pt")
+    inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+    with torch.no_grad():
+        assert torch.equal(ours(**inputs).logits, ours(**inputs.to(dtype=torch.float32)).logits)
+
+
+def test_chat_template(processor, pair, tmp_path):
+    stock, ours = pair
+    picture(90, 40).save(tmp_path / "picture.png")
+    content = [
+        {"type": "image", "path": str(tmp_path / "picture.png")},
+        {"type": "text", "text": "what is this ?"},
+    ]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    ).to(dtype=torch.float32)
+    assert inputs["pixel_values"].shape[0] == 3
+    with torch.no_grad():
+        expected = stock(**inputs).logits
+        assert max_abs(ours(**inputs).logits, expected) < 2e-5 * expected.std()
+
+
+def test_a_processor_saved_beside_the_model_is_found(processor, pair, tmp_path):
+    from transformers import AutoProcessor
+
+    _, ours = pair
+    ours.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    found = AutoProcessor.from_pretrained(tmp_path)
+    assert type(found) is llamoe.LlamoeProcessor
+    text, images = "<|image|> what ?", picture(120, 60)
+    given, expected = (maker(text=text, images=images, return_tensors="pt") for maker in (found, processor))
+    assert given["pixel_values"].dtype is torch.float32  # with stock's numbers
+    assert all(torch.equal(given[name], expected[name]) for name in expected)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "pictures", "numbers"),
+    [
+        ("<|image|> and <|image|> ?", 1, (2, 1)),
+        ("<|image|> ?", 2, (1, 2)),
+        ("what ?", 1, (0, 1)),
+        (["<|image|> ?", "<|image|> <|image|>"], 2, (3, 2)),
+        (["what ?", "<|image|> ?"], 2, (1, 2)),
+        ("<|image|> ?", 0, (1, 0)),
+        (["what ?", "<|image|> ?"], 0, (1, 0)),
+    ],
+)
+def test_markers_and_pictures_do_not_match(text, pictures, numbers, processor, pair):
+    """In the processor, before a picture is resized; early releases' lets markers pass where there is no picture."""
+    if not pictures and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("this transformers' processor takes markers without any picture")
+
+    def ask():
+        images = [picture(60, 60, seed) for seed in range(pictures)] or None
+        inputs = processor(text=text, images=images, padding=True, return_tensors="pt")
+        pair[1](**inputs.to(dtype=torch.float32))
+
+    with pytest.raises(ValueError, match=r"image") as caught:
+        ask()
+    message = str(caught.value)
+    assert str(numbers[0]) in message
+    assert str(numbers[1]) in message or "no images" in message
+
+
+def test_more_markers_than_pictures_past_the_processor(processor, pair):
+    """Who tokenizes by hand has markers and patches without pictures: the model says so."""
+    _, ours = pair
+    whole = processor(
+        text=["<|image|> and <|image|> ?"], images=[picture(50, 50), picture(50, 50)], return_tensors="pt"
+    )
+    inputs = whole.to(dtype=torch.float32)
+    inputs["pixel_values"] = inputs["pixel_values"][:1]
+    with pytest.raises(ValueError, match="8 image tokens.* 4 image features"):
+        ours(**inputs)
+    del inputs["pixel_values"]
+    for call in (ours, ours.generate):
+        with pytest.raises(ValueError, match="8 image tokens.* 0 image features"):
+            call(**inputs)
+
+
+def test_markers_that_were_never_expanded(processor, pair):
+    """A prompt that went through the tokenizer alone keeps its markers and has no place for the features."""
+    _, ours = pair
+    ids = processor.tokenizer("<|image|> what ?", return_tensors="pt")
+    pixels = processor.image_processor(picture(50, 50), return_tensors="pt")["pixel_values"].float()
+    with pytest.raises(ValueError, match="0 image tokens.* 4 image features"):
+        ours(**ids, pixel_values=pixels)
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "empty", "missing", "folder"])
+def test_unreadable_picture(damage, processor, tmp_path):
+    path = tmp_path / "picture.png"
+    if damage == "text":
+        path.write_text("no picture at all")
+    elif damage == "cut":
+        picture(60, 60).save(path)
+        path.write_bytes(path.read_bytes()[:2000])
+    elif damage == "empty":
+        path.touch()
+    elif damage == "folder":
+        path.mkdir()
+    content = [{"type": "image", "path": str(path)}, {"type": "text", "text": "what ?"}]
+    # transformers' and torchvision's own errors: there is no picture yet that could reach a model.
+    with pytest.raises((OSError, ValueError, RuntimeError), match=r"(?i)image|picture|png|file"):
+        processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt"
+        )
+
+
+@pytest.mark.parametrize("size", [28, 84])
+def test_processor_of_another_size_than_the_tower(size, pair):
+    _, ours = pair
+    inputs = make_processor(size=size)(text="<|image|> ?", images=picture(20, 20), return_tensors="pt")
+    with pytest.raises(
+        ValueError, match=rf"pixel_values must be .* 56, 56\]; got \[1, 3, {size}, {size}\].*size"
+    ):
+        ours(**inputs.to(dtype=torch.float32))
+
+
+# Our thin processor
+
+
+def ours_like(processor):
+    return llamoe.LlamoeProcessor(
+        processor.image_processor, processor.tokenizer, patch_size=14, pixel_shuffle_ratio=0.5
+    )
+
+
+@pytest.mark.parametrize("max_patches", [1, 5, 16])
+def test_gap_07_servers_know_what_a_picture_will_take(max_patches):
+    """vLLM's backend for transformers models plans with these counts before it has seen a picture."""
+    processor = ours_like(make_processor(max_patches=max_patches))
+    sizes = [(30, 40), (57, 90), (200, 60), (56, 56), (1000, 1500), (1, 900)]
+    counts = processor._get_num_multimodal_tokens(image_sizes=sizes)
+    patch = processor.tokenizer.convert_tokens_to_ids("<|patch|>")
+    for size, tokens, tiles in zip(sizes, counts.num_image_tokens, counts.num_image_patches, strict=True):
+        inputs = processor(
+            text="<|image|> ?", images=picture(*size), return_tensors="pt", return_mm_token_type_ids=True
+        )
+        assert len(inputs["pixel_values"]) == tiles
+        is_patch = inputs["input_ids"] == patch
+        assert int(is_patch.sum()) == tokens
+        assert torch.equal(torch.as_tensor(inputs["mm_token_type_ids"]) == 1, is_patch)
+
+
+def test_our_processor_gives_what_stocks_does_and_is_found_again(processor, pair, tmp_path):
+    from transformers import AutoProcessor
+
+    mine = ours_like(processor)
+    for text, sizes in BATCHES.values():
+        pictures = [picture(*size, seed=seed) for seed, size in enumerate(sizes)] or None
+        given, expected = (
+            maker(text=text, images=pictures, padding=True, return_tensors="pt")
+            for maker in (mine, processor)
+        )
+        assert given.keys() == expected.keys()
+        assert all(torch.equal(given[name], expected[name]) for name in expected)  # dtypes are not compared
+    pair[1].save_pretrained(tmp_path)
+    mine.save_pretrained(tmp_path)
+    assert type(AutoProcessor.from_pretrained(tmp_path)) is llamoe.LlamoeProcessor
+
+
+@pytest.mark.parametrize(
+    ("text", "pictures"),
+    [("<|image|> ?", 0), (["what ?", "<|image|> ?"], 0), ("what ?", 1), ("<|image|>", 2)],
+)
+def test_our_processor_counts_markers_under_every_release(text, pictures, processor):
+    markers = str(text).count("<|image|>")
+    images = [picture(60, 60, seed) for seed in range(pictures)] or None
+    with pytest.raises(ValueError, match=rf"{markers} image markers .* {pictures} images"):
+        ours_like(processor)(text=text, images=images, return_tensors="pt")
+
+
+@pytest.mark.parametrize(
+    "order", [["processor"], ["processor", "model"], ["model", "processor"]], ids="-".join
+)
+def test_our_processor_loads_without_our_import(order, processor, pair, tmp_path):
+    parts = {"processor": ours_like(processor), "model": pair[1]}
+    for name in order:
+        parts[name].save_pretrained(tmp_path / "folder")
+    code = """
+import sys
+from transformers import AutoProcessor
+first = AutoProcessor.from_pretrained(sys.argv[1], trust_remote_code=True)
+first.save_pretrained(sys.argv[2])
+again = AutoProcessor.from_pretrained(sys.argv[2], trust_remote_code=True)
+print(type(first).__module__, type(first).__name__, type(again) is type(first), first.patch_size)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "folder"), str(tmp_path / "again")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "llamoe.modeling.processing.processor LlamoeProcessor True 14"
+    assert [path.name for path in (tmp_path / "again").glob("*.py")] == ["llamoe_hub.py"]

@@ -1,0 +1,284 @@
+"""What trainers and servers ask of a processor: pixels for NumPy, the tokenizer's words, the assistant's tokens."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from support.models import max_abs, stock_multimodal_config
+from support.paths import TINY
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+import llamoe
+
+pytest.importorskip("PIL", reason="pictures need the extra 'vision'")
+pytest.importorskip("torchvision", reason="pictures need the extra 'vision'")
+from support.pictures import drawn, make_processor
+from transformers import Llama4Processor
+
+PICTURE = TINY.parent / "pictures" / "two_shapes.png"
+
+
+@pytest.fixture(scope="module")
+def processors():
+    return make_processor(llamoe.LlamoeProcessor), make_processor(Llama4Processor)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model = AutoModelForImageTextToText.from_pretrained(TINY, dtype=torch.float32)
+    return model.eval(), AutoProcessor.from_pretrained(TINY)
+
+
+# Pixels
+
+PICTURES = [drawn("RGB"), drawn("RGB").resize((150, 90)), drawn("RGB").resize((20, 31))]
+TEXTS = ["<|image|> what ?", "<|image|> and <|image|> ?"]
+
+
+def test_pixels_are_float32_with_stocks_numbers(processors):
+    ours, stock = (
+        processor(text=TEXTS, images=PICTURES, padding=True, return_tensors="pt") for processor in processors
+    )
+    assert ours["pixel_values"].dtype is torch.float32 and stock["pixel_values"].dtype is torch.bfloat16
+    assert torch.equal(ours["pixel_values"], stock["pixel_values"].float())
+    assert ours.keys() == stock.keys() and torch.equal(ours["input_ids"], stock["input_ids"])
+
+
+def test_pixels_as_arrays_and_as_lists(processors):
+    """Without `return_tensors` TRL's GRPO makes an array of what it is given, and the model takes it."""
+    ours, stock = processors
+    expected = ours(text=TEXTS, images=PICTURES, padding=True, return_tensors="pt")["pixel_values"]
+    array = ours(text=TEXTS, images=PICTURES, padding=True, return_tensors="np")["pixel_values"]
+    assert array.dtype == np.float32 and np.array_equal(array, expected.numpy())
+    with pytest.raises((TypeError, ValueError)):  # "Got unsupported ScalarType BFloat16"
+        stock(text=TEXTS, images=PICTURES, padding=True, return_tensors="np")
+    listed = ours(text=TEXTS, images=PICTURES)
+    assert isinstance(listed["pixel_values"], list) and isinstance(listed["input_ids"][0], list)
+    assert torch.equal(torch.tensor(np.array(listed["pixel_values"])), expected)
+    only = ours(text="<|image|>", images=PICTURES[0], images_kwargs={"return_tensors": "np"})["pixel_values"]
+    assert isinstance(only, np.ndarray) and only.dtype == np.float32
+
+
+@pytest.mark.parametrize(("do_rescale", "do_normalize"), [(True, True), (True, False), (False, False)])
+def test_what_is_asked_for_of_pixels_stays(do_rescale, do_normalize, processors):
+    """Whole numbers where nothing is computed, and whatever the call chooses."""
+    options = dict(do_rescale=do_rescale, do_normalize=do_normalize, max_patches=3)
+    ours, stock = (
+        processor(text="<|image|>", images=PICTURES[1], return_tensors="pt", **options)["pixel_values"]
+        for processor in processors
+    )
+    assert ours.dtype is (torch.float32 if stock.dtype is torch.bfloat16 else stock.dtype)
+    assert torch.equal(ours, stock.to(ours.dtype))
+
+
+def test_dtypes_that_are_chosen_afterwards_stay(processors, tiny):
+    ours = processors[0](text="<|image|>", images=PICTURES[0], return_tensors="pt")
+    assert ours.to(dtype=torch.bfloat16)["pixel_values"].dtype is torch.bfloat16
+    assert ours["input_ids"].dtype is torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_cast_pixels_wherever_they_come_in(dtype, processors):
+    """In float32, in 16 bits and in float64: the forward pass, features alone, the tower, the base model, generate."""
+    config = stock_multimodal_config()
+    config.image_token_index = processors[0].tokenizer.convert_tokens_to_ids("<|patch|>")
+    model = llamoe.LlamoeForConditionalGeneration(config).to(dtype).eval()
+    inputs = processors[0](text=TEXTS, images=PICTURES, padding=True, return_tensors="pt")
+    exact = dict(inputs, pixel_values=inputs["pixel_values"].to(dtype))
+    calls = {
+        "forward": lambda inputs: model(**inputs).logits,
+        "base": lambda inputs: model.model(**inputs).last_hidden_state,
+        "features": lambda inputs: model.get_image_features(inputs["pixel_values"]).pooler_output,
+        "tower": lambda inputs: model.vision_model(inputs["pixel_values"]).last_hidden_state,
+        "generate": lambda inputs: model.generate(**inputs, max_new_tokens=3, do_sample=False),
+        "beams": lambda inputs: model.generate(**inputs, max_new_tokens=3, num_beams=2, do_sample=False),
+    }
+    with torch.no_grad():
+        for name, call in calls.items():
+            expected = call(exact)
+            for given in (torch.float32, torch.bfloat16, torch.float64):
+                # Numbers of bfloat16, which each of the dtypes holds.
+                pixels = inputs["pixel_values"].to(given)
+                assert torch.equal(call(dict(inputs, pixel_values=pixels)), expected), (name, given)
+
+
+# The tokenizer's words
+
+
+def test_it_answers_for_its_tokenizer(tiny):
+    _, processor = tiny
+    tokenizer = processor.tokenizer
+    assert processor.get_vocab() == tokenizer.get_vocab() and len(processor.get_vocab()) == 548
+    for name in (
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "vocab_size",
+    ):
+        assert getattr(processor, name) == getattr(tokenizer, name) is not None
+    ids = processor.convert_tokens_to_ids(["<|eot|>", "<|patch|>"])
+    assert ids == [5, 14] and processor.convert_ids_to_tokens(ids) == ["<|eot|>", "<|patch|>"]
+    assert processor.convert_tokens_to_string(["Ġred", "Ġcircle"]) == " red circle"
+    assert processor.backend_tokenizer is tokenizer.backend_tokenizer
+    assert (
+        processor.batch_decode([[5, 14]]) == ["<|eot|><|patch|>"]
+        and "pixel_values" in processor.model_input_names
+    )
+
+
+def test_what_a_trainer_sets_is_set_on_the_tokenizer():
+    processor = make_processor(llamoe.LlamoeProcessor)
+    processor.pad_token = processor.eos_token
+    assert processor.tokenizer.pad_token == processor.pad_token == "<|eot|>"
+    assert processor.pad_token_id == processor.tokenizer.eos_token_id
+    assert "pad_token" not in processor.to_dict()
+
+
+def question(picture=PICTURE):
+    content = [{"type": "image", "path": str(picture)}, {"type": "text", "text": "What is in the picture?"}]
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock", "tokenizer"])
+def test_stop_strings_end_an_answer_whatever_is_given_as_tokenizer(kind, tiny):
+    """`transformers serve` gives the processor that it has, and maps `stop` to `stop_strings`."""
+    model, processor = tiny
+    given = {
+        "ours": processor,
+        "stock": Llama4Processor.from_pretrained(TINY),
+        "tokenizer": processor.tokenizer,
+    }[kind]
+    inputs = processor.apply_chat_template(
+        [question()], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    output = model.generate(
+        **inputs, stop_strings=["circle on"], tokenizer=given, max_new_tokens=30, do_sample=False
+    )
+    assert processor.decode(output[0, inputs["input_ids"].shape[1] :]) == "a red circle on"
+
+
+# The assistant's tokens
+
+UNMARKED = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|header_start|>' + message['role'] + '<|header_end|>
+
+' }}
+    {%- if message['content'] is string %}
+        {{- message['content'] }}
+    {%- else %}
+        {%- for part in message['content'] %}
+            {{- '<|image|>' if part['type'] == 'image' else part['text'] }}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|header_start|>assistant<|header_end|>
+
+' }}
+{%- endif %}
+"""
+ANSWERS = ["a red circle.", "a red circle on the left."]
+DIALOGUE = [
+    {"role": "system", "content": "be short"},
+    question(),
+    {"role": "assistant", "content": [{"type": "text", "text": ANSWERS[0]}]},
+    {"role": "user", "content": [{"type": "text", "text": "and where? "}, *question()["content"][:1]]},
+    {"role": "assistant", "content": ANSWERS[1]},
+]
+
+
+def without_pictures(messages):
+    return [
+        {**message, "content": [part for part in message["content"] if part["type"] == "text"]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
+
+
+def test_the_marks_change_no_text(tiny):
+    _, processor = tiny
+    assert re.search(r"\{%-? generation", processor.chat_template)
+    for messages in (DIALOGUE, DIALOGUE[:2], DIALOGUE[1:3], without_pictures(DIALOGUE)):
+        for prompt in (True, False):
+            marked, plain = (
+                processor.apply_chat_template(messages, chat_template=template, add_generation_prompt=prompt)
+                for template in (None, UNMARKED)
+            )
+            assert marked == plain
+
+
+def marked_texts(processor, ids, marks):
+    """Each unbroken run of marked tokens."""
+    marks = [int(mark) for mark in marks]
+    edges = np.flatnonzero(np.diff([0, *marks, 0])).reshape(-1, 2)
+    return [processor.decode([int(token) for token in ids[begin:end]]) for begin, end in edges]
+
+
+@pytest.mark.parametrize("max_patches", [1, 4])
+def test_the_assistants_tokens_behind_pictures(max_patches, tiny):
+    """Rows of unlike length, one without a picture, and pictures of one tile and of several."""
+    _, processor = tiny
+    conversations = [DIALOGUE, without_pictures(DIALOGUE[1:3]), DIALOGUE[:2]]
+    inputs = processor.apply_chat_template(
+        conversations,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        return_assistant_tokens_mask=True,
+        processor_kwargs={"padding": True, "max_patches": max_patches},
+    )
+    assert len(inputs["pixel_values"]) == 3 * (1 if max_patches == 1 else 5)
+    assert inputs["assistant_masks"].shape == inputs["input_ids"].shape
+    assert {"offset_mapping", "text_replacement_offsets"}.isdisjoint(inputs)
+    texts = [
+        marked_texts(processor, ids, marks)
+        for ids, marks in zip(inputs["input_ids"], inputs["assistant_masks"], strict=True)
+    ]
+    ended = [f"{answer}<|eot|>" for answer in ANSWERS]
+    assert texts == [ended, ended[:1], []]
+    plain = processor.apply_chat_template(
+        conversations,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"padding": True, "max_patches": max_patches},
+    )
+    assert plain.keys() == inputs.keys() - {"assistant_masks"}
+    assert all(torch.equal(plain[name], inputs[name]) for name in plain)
+
+
+def test_the_assistants_tokens_without_tensors_and_by_the_tokenizer(tiny):
+    _, processor = tiny
+    ended = [f"{answer}<|eot|>" for answer in ANSWERS]
+    options = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    inputs = processor.apply_chat_template([DIALOGUE], **options)
+    assert marked_texts(processor, inputs["input_ids"][0], inputs["assistant_masks"][0]) == ended
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    inputs = tokenizer.apply_chat_template(without_pictures(DIALOGUE), **options)
+    assert marked_texts(processor, inputs["input_ids"], inputs["assistant_masks"]) == ended
+
+
+def test_a_loss_on_the_assistants_tokens_alone(tiny):
+    """What `assistant_only_loss` makes of the mask: the loss of exactly these tokens."""
+    model, processor = tiny
+    inputs = processor.apply_chat_template(
+        [DIALOGUE], tokenize=True, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
+    )
+    marks = inputs.pop("assistant_masks")
+    labels = inputs["input_ids"].masked_fill(marks == 0, -100)
+    with torch.no_grad():
+        output = model(**inputs, labels=labels)
+    targets = marks[:, 1:].bool()
+    logits = output.logits[:, :-1][targets].float()
+    expected = torch.nn.functional.cross_entropy(logits, inputs["input_ids"][:, 1:][targets])
+    assert len(logits) == int(marks.sum()) > 10
+    # The router's loss comes on top where it is asked for; here it is not.
+    assert max_abs(output.loss, expected) < 1e-5

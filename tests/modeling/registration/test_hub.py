@@ -1,0 +1,425 @@
+"""Folders that load by `trust_remote_code=True` where nobody has imported llamoe."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from support.models import (
+    MODELS,
+    dense_config,
+    for_models,
+    make_asymmetric,
+    max_abs,
+    multimodal_config,
+    stock_dense_config,
+    stock_model,
+    text_config,
+    vision_config,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    modeling_utils,
+)
+
+import llamoe
+
+MODULE = "llamoe_hub.py"
+HEADS = [
+    ("LlamoeDenseForSequenceClassification", dense_config, "AutoModelForSequenceClassification"),
+    ("LlamoeDenseForTokenClassification", dense_config, "AutoModelForTokenClassification"),
+    ("LlamoeDenseForQuestionAnswering", dense_config, "AutoModelForQuestionAnswering"),
+    ("LlamoeForSequenceClassification", text_config, "AutoModelForSequenceClassification"),
+]
+ALL = [(case.name, case.make_config, case.auto_class.__name__) for case in MODELS] + HEADS
+BASES = {
+    "LlamoeDenseConfig": "LlamoeDenseModel",
+    "LlamoeTextConfig": "LlamoeTextModel",
+    "LlamoeVisionConfig": "LlamoeVisionModel",
+    "LlamoeConfig": "LlamoeModel",
+}
+
+
+def make(name, make_config):
+    return make_asymmetric(getattr(llamoe, name)(make_config()))
+
+
+def make_tokenizer():
+    words = {f"w{i}": i for i in range(101)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2")
+
+
+def read_config(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def files(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def run_python(code, *arguments, modules):
+    """A process that finds llamoe, and keeps what transformers copies from the folders to itself."""
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "HF_MODULES_CACHE": str(modules)},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# What is written
+
+
+@pytest.mark.parametrize(("name", "make_config", "auto"), ALL, ids=[row[0] for row in ALL])
+def test_folder_says_how_it_is_loaded(name, make_config, auto, tmp_path):
+    model = make(name, make_config)
+    model.save_pretrained(tmp_path)
+    config_class = type(model.config).__name__
+    expected = {
+        "AutoConfig": f"llamoe_hub.{config_class}",
+        "AutoModel": f"llamoe_hub.{BASES[config_class]}",
+        auto: f"llamoe_hub.{name}",
+    }
+    if name == "LlamoeForConditionalGeneration":
+        expected["AutoModelForMultimodalLM"] = f"llamoe_hub.{name}"
+    assert read_config(tmp_path)["auto_map"] == expected
+    module = (tmp_path / MODULE).read_text()
+    assert len(module.splitlines()) < 30 and "torch" not in module
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".py", ".safetensors"}
+    assert [path.name for path in tmp_path.glob("*.py")] == [MODULE]
+
+
+def test_sharded_save_has_it_too(tmp_path):
+    make("LlamoeForCausalLM", text_config).save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 and MODULE in files(tmp_path)
+
+
+def test_stock_layout_has_none_and_takes_ours_away(tmp_path):
+    model = make("LlamoeDenseForCausalLM", dense_config)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "notes.py").write_text("# a user's own\n")
+    model.save_pretrained(tmp_path, layout="stock")
+    assert "auto_map" not in read_config(tmp_path) and read_config(tmp_path)["model_type"] == "llama"
+    assert MODULE not in files(tmp_path) and "notes.py" in files(tmp_path)
+    (tmp_path / MODULE).write_text("# somebody else's file of that name\n")
+    model.save_pretrained(tmp_path, layout="stock")
+    assert MODULE in files(tmp_path)
+
+
+def test_config_by_itself(tmp_path):
+    for make_config in (dense_config, text_config, vision_config, multimodal_config):
+        config = make_config()
+        folder = tmp_path / config.model_type
+        config.save_pretrained(folder)
+        name = type(config).__name__
+        assert files(folder) == {"config.json", MODULE}
+        assert read_config(folder)["auto_map"] == {
+            "AutoConfig": f"llamoe_hub.{name}",
+            "AutoModel": f"llamoe_hub.{BASES[name]}",
+        }
+        loaded = AutoConfig.from_pretrained(folder)
+        assert type(loaded) is type(config) and loaded == config
+        config.to_json_file(tmp_path / "other.json")
+        assert "auto_map" not in json.loads((tmp_path / "other.json").read_text())
+
+
+def test_what_was_read_is_not_written_again(tmp_path):
+    """Another class, another hub: the entries are those of the save at hand."""
+    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path)
+    content = read_config(tmp_path)
+    content["auto_map"] = {auto: f"someone/else--{entry}" for auto, entry in content["auto_map"].items()}
+    content["auto_map"]["AutoModelForMaskedLM"] = "modeling_other.Other"
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    model = llamoe.LlamoeDenseForSequenceClassification.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "again")
+    assert read_config(tmp_path / "again")["auto_map"] == {
+        "AutoConfig": "llamoe_hub.LlamoeDenseConfig",
+        "AutoModel": "llamoe_hub.LlamoeDenseModel",
+        "AutoModelForSequenceClassification": "llamoe_hub.LlamoeDenseForSequenceClassification",
+    }
+    model.save_pretrained(tmp_path / "stock", layout="stock")
+    assert "auto_map" not in read_config(tmp_path / "stock")
+
+
+@for_models()
+def test_registering_for_auto_classes_copies_nothing(case, tmp_path):
+    model = case.make()
+    model.register_for_auto_class(case.auto_class.__name__)
+    model.config.register_for_auto_class()
+    assert not model.is_remote_code() and not model.config.is_remote_code()
+    model.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.py")] == [MODULE]
+    assert read_config(tmp_path)["auto_map"][case.auto_class.__name__] == f"llamoe_hub.{case.name}"
+
+
+def test_subclass_of_a_user_is_exported_as_usual(tmp_path):
+    """Its file is theirs to copy; what it builds on comes from the installed llamoe."""
+    source = tmp_path / "my_model.py"
+    source.write_text(
+        "from llamoe import LlamoeDenseForCausalLM\n\n\nclass Mine(LlamoeDenseForCausalLM):\n    pass\n"
+    )
+    spec = importlib.util.spec_from_file_location("my_model", source)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["my_model"] = module
+    try:
+        spec.loader.exec_module(module)
+        module.Mine.register_for_auto_class("AutoModelForCausalLM")
+        model = make_asymmetric(module.Mine(dense_config()))
+        for folder in (tmp_path / "once", tmp_path / "twice"):
+            model.save_pretrained(folder)
+            assert {path.name for path in folder.glob("*.py")} == {MODULE, "my_model.py"}
+            assert read_config(folder)["auto_map"] == {
+                "AutoConfig": "llamoe_hub.LlamoeDenseConfig",
+                "AutoModel": "llamoe_hub.LlamoeDenseModel",
+                "AutoModelForCausalLM": "my_model.Mine",
+            }
+    finally:
+        del sys.modules["my_model"]
+
+
+def test_adapters_alone_get_no_module(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = make("LlamoeDenseForCausalLM", dense_config)
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+    model.add_adapter(config)
+    model.save_pretrained(tmp_path / "added")
+    model = make("LlamoeDenseForCausalLM", dense_config)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "wrapped")
+    for folder in ("added", "wrapped"):
+        assert "adapter_model.safetensors" in files(tmp_path / folder)
+        assert not files(tmp_path / folder) & {MODULE, "config.json"}
+
+
+def test_other_processes_of_a_job_write_nothing(tmp_path):
+    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path, is_main_process=False)
+    assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize("layout", ["llamoe", "stock"])
+def test_refused_save_leaves_nothing_behind(layout, tmp_path):
+    model = make("LlamoeDenseForCausalLM", dense_config)
+    model.config.__dict__["num_hidden_layers"] = -1  # past the check on assignment
+    with pytest.raises(ValueError, match="num_hidden_layers"):
+        model.save_pretrained(tmp_path / "folder", layout=layout)
+    assert not list(tmp_path.rglob("*.*"))
+    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path / "folder")  # nothing is stuck
+    assert MODULE in files(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("layout", ["llamoe", "stock"])
+def test_what_is_pushed_is_the_finished_folder(layout, tmp_path, monkeypatch):
+    pushed = []
+
+    class Api:
+        def create_repo(self, repo_id, **_):
+            return self
+
+        repo_id = "me/model"
+
+    def upload(self, folder, *_, **__):
+        pushed.append((files(folder), read_config(folder)))
+
+    if hasattr(modeling_utils, "hf_api"):
+        monkeypatch.setattr(modeling_utils, "hf_api", Api)
+    else:
+        monkeypatch.setattr(modeling_utils, "create_repo", Api().create_repo)
+    monkeypatch.setattr(modeling_utils.PreTrainedModel, "_upload_modified_files", upload)
+    monkeypatch.setattr(
+        modeling_utils, "create_and_tag_model_card", lambda *_, **__: type("Card", (), {"save": id})
+    )
+    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path, push_to_hub=True, layout=layout)
+    (names, config) = pushed[0]
+    assert ("model.safetensors" in names) and (MODULE in names) == ("auto_map" in config) == (
+        layout == "llamoe"
+    )
+    assert config["model_type"] == ("llamoe_dense" if layout == "llamoe" else "llama")
+
+
+# Loading
+
+
+LOAD = """
+import json, os, sys
+import torch, transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+root, found = sys.argv[1], {}
+for name in sorted(os.listdir(root)):
+    try:
+        AutoModel.from_pretrained(f"{root}/{name}", trust_remote_code=False)
+    except ValueError as error:
+        found[name] = {"refused": str(error)}
+found["tokenizer"] = AutoTokenizer.from_pretrained(f"{root}/LlamoeDenseForCausalLM")("w7 w9")["input_ids"]
+assert "llamoe" not in sys.modules
+
+from transformers.cli.serving.model_manager import ModelManager
+manager = ModelManager(trust_remote_code=True, device="cpu", model_timeout=-1)
+served, tokenizer = manager.load_model_and_processor(f"{root}/LlamoeDenseForCausalLM@main")
+found["served"] = [type(served).__name__, manager.get_model_modality(served, tokenizer).name]
+
+def outputs(model, name):
+    with torch.no_grad():
+        return model(**torch.load(f"{root}/{name}/inputs.pt"))[0]
+
+for name in sorted(os.listdir(root)):
+    auto = getattr(transformers, json.load(open(f"{root}/{name}/auto.json")))
+    model = auto.from_pretrained(f"{root}/{name}", trust_remote_code=True)
+    import llamoe
+    first = outputs(model, name)
+    model.save_pretrained(f"{root}/{name}/again")
+    again = auto.from_pretrained(f"{root}/{name}/again", trust_remote_code=True)
+    base = AutoModel.from_pretrained(f"{root}/{name}/again", trust_remote_code=True)
+    found[name].update(
+        ours=type(model) is type(again) is getattr(llamoe, name),
+        config=type(model.config) is getattr(llamoe, type(model.config).__name__),
+        base=type(base).__name__,
+        output=(first - torch.load(f"{root}/{name}/expected.pt")).abs().max().item(),
+        again=(outputs(again, name) - first).abs().max().item(),
+        files=sorted(os.listdir(f"{root}/{name}/again")),
+    )
+    if model.can_generate():
+        inputs = torch.load(f"{root}/{name}/inputs.pt")
+        one, two = (m.generate(**inputs, max_new_tokens=5, do_sample=False) for m in (model, again))
+        found[name]["generated"] = [one.shape[1] - inputs["input_ids"].shape[1], torch.equal(one, two)]
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+reference = AutoConfig.from_pretrained(f"{root}/LlamoeModel").auto_map["AutoModel"]
+found["dynamic"] = get_class_from_dynamic_module(reference, f"{root}/LlamoeModel") is llamoe.LlamoeModel
+print()
+print(json.dumps(found))
+"""
+
+
+def test_round_trip_without_our_import(tmp_path):
+    """Load, save, load in a process whose script knows only transformers; its server's loader among them."""
+    root = tmp_path / "folders"
+    chosen = [(case.name, case.make_config, case.auto_class.__name__) for case in MODELS]
+    chosen += [HEADS[0], HEADS[3]]
+    generative = set()
+    for name, make_config, auto in chosen:
+        model = make(name, make_config)
+        model.save_pretrained(root / name, max_shard_size="40KB" if name == "LlamoeForCausalLM" else "5GB")
+        case = next((case for case in MODELS if case.name == name), MODELS[0])
+        inputs = case.inputs(padding=(5, 0, 3), length=31)
+        with torch.no_grad():
+            torch.save(model(**inputs)[0], root / name / "expected.pt")
+        torch.save(inputs, root / name / "inputs.pt")
+        (root / name / "auto.json").write_text(json.dumps(auto))
+        generative |= {name} if model.can_generate() else set()
+    make_tokenizer().save_pretrained(root / "LlamoeDenseForCausalLM")
+    found = run_python(LOAD, root, modules=tmp_path / "modules")
+    assert found.pop("tokenizer") == [7, 9]
+    assert found.pop("served") == ["LlamoeDenseForCausalLM", "LLM"]
+    assert found.pop("dynamic") is True
+    assert found.keys() == {name for name, _, _ in chosen}
+    for name, _, _ in chosen:
+        entry = found[name]
+        assert "contains custom code" in entry["refused"] and "`trust_remote_code=True`" in entry["refused"]
+        assert entry["ours"] and entry["config"] and entry["output"] == entry["again"] == 0, (name, entry)
+        assert entry["base"] in BASES.values() and MODULE in entry["files"]
+        assert [file for file in entry["files"] if file.endswith(".py")] == [MODULE]
+        assert entry.get("generated") == ([5, True] if name in generative else None), name
+
+
+MISSING = """
+import importlib.abc, json, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "llamoe":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from transformers import AutoConfig, AutoModelForCausalLM
+messages = []
+for load in (AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained):
+    for _ in range(2):
+        try:
+            load(sys.argv[1], trust_remote_code=True)
+        except Exception as error:
+            messages.append([type(error).__name__, str(error)])
+print()
+print(json.dumps(messages))
+"""
+
+
+def test_missing_llamoe_is_told_helpfully(tmp_path):
+    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path / "model")
+    messages = run_python(MISSING, tmp_path / "model", modules=tmp_path / "modules")
+    assert messages == 4 * [
+        [
+            "ImportError",
+            "This folder holds a llamoe model, and the package llamoe is not installed: pip install llamoe",
+        ]
+    ]
+
+
+def test_older_llamoe_is_told_helpfully(tmp_path):
+    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path)
+    spec = importlib.util.spec_from_file_location("llamoe_hub", tmp_path / MODULE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.LlamoeDenseForCausalLM is llamoe.LlamoeDenseForCausalLM
+    with pytest.raises(
+        ImportError, match=r"needs LlamoeOfTomorrow, which llamoe \S+ does not have: pip install -U"
+    ):
+        module.LlamoeOfTomorrow  # noqa: B018
+    assert not hasattr(module, "__path__")
+
+
+@pytest.mark.parametrize("trust", [None, True, False])
+def test_no_question_is_asked_where_llamoe_is_imported(trust, tmp_path, monkeypatch):
+    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trust)
+    assert type(model) is llamoe.LlamoeDenseForCausalLM
+
+
+# What transformers looks up by name
+
+
+def test_tools_that_go_by_names_know_ours():
+    names = transformers.models.auto.modeling_auto
+    assert names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["llamoe_dense"] == "LlamoeDenseForCausalLM"
+    assert names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["llamoe_text"] == "LlamoeForCausalLM"
+    assert names.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["llamoe"] == "LlamoeForConditionalGeneration"
+    for name, _, _ in ALL:
+        assert getattr(transformers, name) is getattr(llamoe, name)
+
+
+def test_trainer_smooths_labels_of_the_next_token_and_saves_whole_folders(tmp_path):
+    """Trainer shifts the labels only for classes that it finds among the causal language models' names."""
+    pytest.importorskip("accelerate")
+    stock = stock_model(LlamaForCausalLM, stock_dense_config())
+    ours = llamoe.LlamoeDenseForCausalLM(stock_dense_config())
+    ours.load_state_dict(stock.state_dict())
+    ids = torch.randint(3, 90, (2, 19))
+    losses = []
+    for model in (stock, ours):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / type(model).__name__),
+            label_smoothing_factor=0.2,
+            use_cpu=True,
+            report_to=[],
+        )
+        trainer = transformers.Trainer(model=model.eval(), args=arguments)
+        losses.append(trainer.compute_loss(model, {"input_ids": ids, "labels": ids.clone()}).item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert {"config.json", MODULE, "model.safetensors"} <= files(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert max_abs(again(ids).logits, ours(ids).logits) == 0

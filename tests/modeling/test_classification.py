@@ -1,0 +1,491 @@
+"""Heads for sequences, tokens and answers: equal to stock's where stock has them, written out where it has none."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from support.models import (
+    LENGTH,
+    gradient_differences,
+    load_whole,
+    make_asymmetric,
+    max_abs,
+    multimodal_config,
+    stock_dense_config,
+    stock_model,
+    stock_multimodal_config,
+    stock_text_config,
+    text_config,
+)
+from torch.nn import functional as F
+from transformers import (
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    LlamaForCausalLM,
+    LlamaModel,
+)
+
+import llamoe
+
+AUTO = {
+    "SequenceClassification": AutoModelForSequenceClassification,
+    "TokenClassification": AutoModelForTokenClassification,
+    "QuestionAnswering": AutoModelForQuestionAnswering,
+}
+KINDS = list(AUTO)
+for_kinds = pytest.mark.parametrize("kind", KINDS)
+NUM_LABELS = 5
+
+
+def ours(kind):
+    return getattr(llamoe, f"LlamoeDenseFor{kind}")
+
+
+def stock(kind):
+    return getattr(transformers, f"LlamaFor{kind}")
+
+
+def pair(kind, **overrides):
+    """Stock's model and ours with the same weights."""
+    config = stock_dense_config(num_labels=NUM_LABELS, **overrides)
+    reference = stock_model(stock(kind), config)
+    model = ours(kind)(config)
+    model.load_state_dict(reference.state_dict())
+    return reference, model.eval()
+
+
+def rows(padding="both"):
+    """Three rows; one padded on the left, one on the right, or none. Padding is token 0."""
+    ids = torch.randint(3, 90, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    if padding in ("left", "both"):
+        ids[0, :9] = 0
+    if padding in ("right", "both"):
+        ids[1, -6:] = 0
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def targets(kind):
+    if kind == "SequenceClassification":
+        return {"labels": torch.tensor([4, 0, 2])}
+    if kind == "TokenClassification":
+        labels = torch.randint(0, NUM_LABELS, (3, LENGTH), generator=torch.Generator().manual_seed(2))
+        return {"labels": labels.masked_fill(rows()["input_ids"] == 0, -100)}
+    return {"start_positions": torch.tensor([11, 3, 0]), "end_positions": torch.tensor([20, 3, 52])}
+
+
+def real(name, tensor, mask):
+    """A tensor's values where there is a token: what padding gets is nobody's business."""
+    return tensor[mask.bool()] if tensor.ndim > 1 and tensor.shape[:2] == mask.shape else tensor
+
+
+def assert_outputs_agree(given, expected, mask, tolerance=2e-5):
+    assert given.keys() == expected.keys()
+    for name, theirs in expected.items():
+        if isinstance(theirs, torch.Tensor):
+            mine, theirs = (real(name, tensor, mask) for tensor in (given[name], theirs))
+            assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
+            assert max_abs(mine, theirs) < tolerance * theirs.std(correction=0).clamp(min=1), name
+
+
+# The dense family against stock
+
+
+@for_kinds
+@pytest.mark.parametrize("padding", ["none", "left", "right", "both"])
+def test_dense_heads_equal_stock(kind, padding, record_parity):
+    reference, model = pair(kind)
+    inputs = rows(padding)
+    with torch.no_grad():
+        expected, given = (m(**inputs, **targets(kind)) for m in (reference, model))
+    assert_outputs_agree(given, expected, inputs["attention_mask"])
+    for name in ("logits", "start_logits", "end_logits"):
+        if name in expected:
+            mine, theirs = (
+                real(name, output[name], inputs["attention_mask"]) for output in (given, expected)
+            )
+            assert 0.3 < theirs.std() < 3
+            record_parity(ours(kind).__name__, stock(kind).__name__, "float32", max_abs(mine, theirs))
+
+
+@for_kinds
+def test_dense_gradients_equal_stock(kind):
+    reference, model = pair(kind)
+    for m in (reference, model):
+        m(**rows(), **targets(kind)).loss.backward()
+    differences = gradient_differences(model, reference)
+    assert max(relative for _, relative in differences.values()) < 1e-4, differences
+
+
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ({"num_labels": 1}, torch.tensor([0.3, -1.2, 4.0])),
+        ({"num_labels": 4, "problem_type": "regression"}, torch.linspace(-1, 1, 12).view(3, 4)),
+        ({"num_labels": 4}, torch.tensor([[0.0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]])),
+        ({"num_labels": 4}, torch.tensor([[3], [0], [1]])),
+        ({"num_labels": 4, "problem_type": "single_label_classification"}, torch.tensor([3, -100, 1])),
+    ],
+    ids=["number", "numbers", "several_labels", "column", "ignored"],
+)
+def test_problems_of_sequences_equal_stock(options, labels):
+    config = stock_dense_config(**options)
+    reference = stock_model(transformers.LlamaForSequenceClassification, config)
+    model = llamoe.LlamoeDenseForSequenceClassification(copy.deepcopy(config))
+    model.load_state_dict(reference.state_dict())
+    expected, given = (m(**rows(), labels=labels).loss for m in (reference, model))
+    assert given.item() == pytest.approx(expected.item(), rel=1e-5) and expected.item() > 0
+
+
+@for_kinds
+def test_embeddings_tuples_and_hidden_states_equal_stock(kind):
+    reference, model = pair(kind)
+    inputs = {"inputs_embeds": torch.randn(3, 17, 72), "attention_mask": torch.ones(3, 17, dtype=torch.long)}
+    with torch.no_grad():
+        for options in ({"return_dict": False}, {"output_hidden_states": True}):
+            expected, given = (m(**inputs, **options) for m in (reference, model))
+            assert type(given) is type(expected) and len(given) == len(expected)
+            theirs, mine = (o if isinstance(o, tuple) else o.to_tuple() for o in (expected, given))
+            assert max_abs(mine[0], theirs[0]) < 2e-5
+            if options.get("output_hidden_states"):
+                for a, b in zip(given.hidden_states, expected.hidden_states, strict=True):
+                    assert max_abs(a, b) < 5e-5
+    if kind == "SequenceClassification":
+        long = torch.randint(3, 90, (2, 40))
+        with torch.no_grad():
+            past = model.model(long[:, :30], use_cache=True).past_key_values
+            given = model(long[:, 30:], past_key_values=past).logits
+            assert max_abs(given, model(long).logits) < 2e-5
+
+
+@for_kinds
+@pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
+def test_folders_go_both_ways(kind, max_shard_size, tmp_path):
+    reference, _ = pair(kind)
+    reference.save_pretrained(tmp_path / "stock", max_shard_size=max_shard_size)
+    model = load_whole(ours(kind), tmp_path / "stock")
+    assert model.num_labels == NUM_LABELS if kind != "QuestionAnswering" else True
+    model.save_pretrained(tmp_path / "ours", max_shard_size=max_shard_size)
+    again = load_whole(AUTO[kind], tmp_path / "ours")
+    assert type(again) is ours(kind)
+    model.save_pretrained(tmp_path / "back", layout="stock")
+    back = load_whole(AUTO[kind], tmp_path / "back")
+    assert type(back) is stock(kind)
+    assert back.state_dict().keys() == model.state_dict().keys() == reference.state_dict().keys()
+    for other in (model, again, back):
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), reference.parameters(), strict=True))
+    assert back.config.id2label == reference.config.id2label
+
+
+@for_kinds
+def test_dtypes(kind, tmp_path):
+    _, model = pair(kind)
+    model.bfloat16().save_pretrained(tmp_path)
+    assert {p.dtype for p in ours(kind).from_pretrained(tmp_path, dtype="auto").parameters()} == {
+        torch.bfloat16
+    }
+    config = llamoe.LlamoeDenseConfig.from_pretrained(tmp_path)
+    assert config.dtype == torch.bfloat16
+    made = ours(kind)(config)  # stock's would be in two dtypes here, and could not run
+    assert {p.dtype for p in made.parameters()} == {torch.float32}
+    made(**rows())
+
+
+@for_kinds
+@pytest.mark.parametrize("source", ["stock_lm", "stock_base", "lm", "base", "answers"])
+def test_head_over_other_folders_finds_the_model(kind, source, tmp_path):
+    """Only the head is new. Stock's question answering finds nothing in folders of other classes, nor they in its."""
+    reference = {
+        "stock_lm": lambda: stock_model(LlamaForCausalLM, stock_dense_config()),
+        "stock_base": lambda: stock_model(LlamaModel, stock_dense_config()),
+        "lm": lambda: make_asymmetric(llamoe.LlamoeDenseForCausalLM(stock_dense_config())),
+        "base": lambda: make_asymmetric(llamoe.LlamoeDenseModel(stock_dense_config())),
+        "answers": lambda: stock_model(stock("QuestionAnswering"), stock_dense_config()),
+    }[source]()
+    reference.save_pretrained(tmp_path)
+    model, info = ours(kind).from_pretrained(tmp_path, output_loading_info=True, num_labels=3)
+    head = {key for key in model.state_dict() if key.startswith(("score", "qa_outputs"))}
+    assert info["missing_keys"] == (set() if kind == "QuestionAnswering" and source == "answers" else head)
+    expected = dict(reference.base_model.state_dict())
+    found = model.base_model.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    if kind != "QuestionAnswering":
+        assert model.num_labels == 3 and len(model.score.weight) == 3
+
+
+@pytest.mark.parametrize("name", ["LlamoeDenseModel", "LlamoeDenseForCausalLM"])
+@for_kinds
+def test_other_classes_find_the_model_in_heads_folders(kind, name, tmp_path):
+    reference, _ = pair(kind)
+    reference.save_pretrained(tmp_path)
+    model, info = getattr(llamoe, name).from_pretrained(tmp_path, output_loading_info=True)
+    assert {key for key in info["missing_keys"] if "lm_head" not in key} == set()
+    found, expected = model.base_model.state_dict(), reference.base_model.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_another_number_of_labels(tmp_path):
+    """A new head of another size over an old one, on request as in stock."""
+    pair("SequenceClassification")[1].save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"score\.weight has shape \[5, 72\].*\[3, 72\]"):
+        llamoe.LlamoeDenseForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    model = llamoe.LlamoeDenseForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=3, ignore_mismatched_sizes=True
+    )
+    assert model.score.weight.shape == (3, 72)
+
+
+# The mixture
+
+MIXTURE = llamoe.LlamoeForSequenceClassification
+
+
+def mixture(**text):
+    return make_asymmetric(MIXTURE(text_config(num_labels=NUM_LABELS, **text)))
+
+
+def written_out(model, inputs, pad=0):
+    """The base model, one linear layer, and each row's rightmost token that is no padding."""
+    hidden = model.model(**inputs).last_hidden_state
+    last = [max(i for i, token in enumerate(row.tolist()) if token != pad) for row in inputs["input_ids"]]
+    return torch.stack([F.linear(hidden[row, i], model.score.weight) for row, i in enumerate(last)])
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "both"])
+def test_mixture_head_is_a_linear_layer_on_the_last_token(padding):
+    model, inputs = mixture(), rows(padding)
+    labels = torch.tensor([4, 0, 2])
+    with torch.no_grad():
+        output, expected = model(**inputs, labels=labels), written_out(model, inputs)
+    assert output.logits.shape == (3, NUM_LABELS) and 0.3 < expected.std() < 3
+    assert max_abs(output.logits, expected) < 1e-5
+    assert output.loss.item() == pytest.approx(F.cross_entropy(expected, labels).item(), rel=1e-5)
+    assert output.router_logits is None and output.aux_loss is None
+
+
+@pytest.mark.parametrize(
+    "whole", ["stock_multimodal", "multimodal", "multimodal_base", "stock_text", "text", "text_base"]
+)
+def test_mixture_head_over_other_folders(whole, tmp_path):
+    make = {
+        "stock_multimodal": lambda: stock_model(Llama4ForConditionalGeneration, stock_multimodal_config()),
+        "multimodal": lambda: make_asymmetric(llamoe.LlamoeForConditionalGeneration(multimodal_config())),
+        "multimodal_base": lambda: make_asymmetric(llamoe.LlamoeModel(multimodal_config())),
+        "stock_text": lambda: stock_model(Llama4ForCausalLM, stock_text_config()),
+        "text": lambda: make_asymmetric(llamoe.LlamoeForCausalLM(text_config())),
+        "text_base": lambda: make_asymmetric(llamoe.LlamoeTextModel(text_config())),
+    }
+    reference = make[whole]()
+    reference.save_pretrained(tmp_path / "whole")
+    autos = [MIXTURE] if "stock" in whole else [MIXTURE, AutoModelForSequenceClassification]
+    for auto in autos:
+        model, info = auto.from_pretrained(tmp_path / "whole", num_labels=7, output_loading_info=True)
+        assert type(model) is MIXTURE and model.score.weight.shape == (7, 72)
+        assert info["missing_keys"] == {"score.weight"}
+        expected = {
+            key.split("layers.")[-1]: value
+            for key, value in reference.state_dict().items()
+            if "vision" not in key
+        }
+        for key, tensor in model.model.state_dict().items():
+            if "layers." in key:
+                assert torch.equal(tensor, expected[key.split("layers.")[-1]]), key
+    model.save_pretrained(tmp_path / "ours")
+    again = load_whole(AutoModelForSequenceClassification, tmp_path / "ours")
+    assert type(again) is MIXTURE and again.config.num_labels == 7
+    with torch.no_grad():
+        assert torch.equal(again(**rows()).logits, model(**rows()).logits)
+    base, info = AutoModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert type(base) is llamoe.LlamoeTextModel and not info["missing_keys"]
+
+
+def test_labels_of_a_multimodal_config_are_those_of_its_text_part():
+    config = multimodal_config()
+    assert config.text_config.num_labels == 2
+    config.num_labels = 7
+    config.problem_type = "single_label_classification"
+    model = AutoModelForSequenceClassification.from_config(config)
+    assert type(model) is MIXTURE and model.score.weight.shape == (7, 72)
+    assert model.config.problem_type == "single_label_classification"
+    assert MIXTURE(config).num_labels == 7
+    given = stock_multimodal_config({"num_labels": 4})
+    assert MIXTURE(given).num_labels == 4  # said for the text part, and not again for the whole
+    assert llamoe.LlamoeConfig(text_config=given.text_config, num_labels=2).text_config.num_labels == 2
+    names = {0: "red", 1: "green", 2: "blue"}
+    whole = llamoe.LlamoeConfig(text_config=given.text_config, id2label=names)
+    assert whole.text_config.id2label == names and MIXTURE(whole).num_labels == 3
+
+
+def test_mixture_head_has_no_stock_layout_class(tmp_path):
+    """Stock has no class for it: its folder is refused in that layout, with the reason, and nothing is written."""
+    with pytest.raises(
+        ValueError, match=r"LlamoeForSequenceClassification has no counterpart in transformers"
+    ):
+        mixture().save_pretrained(tmp_path / "stock", layout="stock")
+    assert not (tmp_path / "stock").exists()
+
+
+@pytest.mark.parametrize("by", ["argument", "config"])
+def test_router_losses_are_added(by):
+    model, inputs = mixture(), rows("none")
+    labels = torch.tensor([4, 0, 2])
+    plain = model(**inputs, labels=labels).loss
+    lm = llamoe.LlamoeForCausalLM(model.config)
+    lm.model = model.model
+    options = {"output_router_logits": True} if by == "argument" else {}
+    model.config.output_router_logits = by == "config"
+    model.config.router_aux_loss_coef, model.config.router_z_loss_coef = 0.7, 0.3
+    output = model(**inputs, labels=labels, **options)
+    expected = lm(**inputs, labels=inputs["input_ids"], **options)
+    assert len(output.router_logits) == len(expected.router_logits) == len(model.config.moe_layers)
+    assert output.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-6)
+    z_loss = torch.stack([r.float().logsumexp(-1).square().mean() for r in output.router_logits]).mean()
+    assert output.loss.item() == pytest.approx(
+        (plain + 0.7 * output.aux_loss + 0.3 * z_loss).item(), rel=1e-5
+    )
+    model.zero_grad()
+    (output.loss - plain.detach()).backward()
+    for layer in model.model.layers:
+        if hasattr(layer.feed_forward, "router"):
+            assert layer.feed_forward.router.weight.grad.abs().max() > 0
+
+
+def test_router_losses_say_that_reentrant_checkpointing_loses_them():
+    model = mixture(router_z_loss_coef=0.3).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant"):
+        model(**rows(), labels=torch.tensor([4, 0, 2]))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(**rows(), labels=torch.tensor([4, 0, 2])).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# What all have in common
+
+
+def every_head():
+    for kind in KINDS:
+        yield kind, pair(kind)[1]
+    yield "SequenceClassification", mixture()
+
+
+def test_backends_resizing_and_what_transformers_asks_of_a_model(tmp_path):
+    for kind, model in every_head():
+        inputs = rows()
+        mask = inputs["attention_mask"]
+        assert not model.can_generate() and model._no_split_modules
+        assert model.get_input_embeddings() is model.base_model.embed_tokens
+        with torch.no_grad():
+            before = real("", model(**inputs)[0], mask)
+            model.set_attn_implementation("eager")
+            assert model.base_model.config._attn_implementation == "eager"
+            output = model(**inputs, output_attentions=True)
+            assert len(output.attentions) == len(model.base_model.layers)
+            assert max_abs(real("", output[0], mask), before) < 5e-5
+            model.resize_token_embeddings(111)
+            assert model.config.vocab_size == 111
+            assert max_abs(real("", model(**inputs)[0], mask), before) < 5e-5
+        model.train().gradient_checkpointing_enable()
+        model(**inputs, **targets(kind)).loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        model.save_pretrained(tmp_path / type(model).__name__)
+        load_whole(type(model), tmp_path / type(model).__name__)
+
+
+@pytest.mark.parametrize("family", ["dense", "mixture"])
+def test_lora_for_classification(family, tmp_path):
+    """peft trains the new head whole, as for every classifier, and the adapter comes back with it."""
+    peft = pytest.importorskip("peft")
+    model = pair("SequenceClassification")[1] if family == "dense" else mixture()
+    model.save_pretrained(tmp_path / "base")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=3, target_modules=["q_proj", "v_proj"])
+    trained = peft.get_peft_model(model, config).train()
+    names = [name for name, parameter in trained.named_parameters() if parameter.requires_grad]
+    assert any("score.modules_to_save" in name for name in names) and any("lora_A" in name for name in names)
+    optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=1e-2)
+    labels, losses = torch.tensor([4, 0, 2]), []
+    for _ in range(6):
+        loss = trained(**rows(), labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0], losses
+    trained.eval().save_pretrained(tmp_path / "adapter")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    automatic = peft.AutoPeftModelForSequenceClassification.from_pretrained(
+        tmp_path / "adapter", num_labels=NUM_LABELS
+    )
+    with torch.no_grad():
+        expected = trained(**rows()).logits
+        assert max_abs(again(**rows()).logits, expected) < 1e-6
+        assert max_abs(automatic(**rows()).logits, expected) < 1e-6
+        assert max_abs(again.merge_and_unload()(**rows()).logits, expected) < 5e-5
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("family", ["dense", "mixture"])
+def test_several_rows_need_a_padding_token(family):
+    model = pair("SequenceClassification")[1] if family == "dense" else mixture()
+    model.config.pad_token_id = None
+    with pytest.raises(ValueError, match=r"padding token.*3 sequences.*model\.config\.pad_token_id ="):
+        model(**rows())
+    with pytest.raises(ValueError, match=r"padding token"):
+        model(inputs_embeds=torch.randn(2, 9, 72))
+    one = rows("none")["input_ids"][:1]
+    with torch.no_grad():
+        alone = model(one).logits
+        model.config.pad_token_id = 0
+        assert torch.equal(model(one).logits, alone)
+
+
+@pytest.mark.parametrize("family", ["dense", "mixture"])
+@pytest.mark.parametrize(
+    ("labels", "match"),
+    [
+        (torch.tensor([1, 2]), r"labels is torch\.int64 of shape \[2\]; expected: int64 of shape \[3\]"),
+        (torch.tensor([1, 2, 5]), r"labels contain 5, but the model has num_labels = 5"),
+        (torch.tensor([1, -1, 2]), r"labels contain -1"),
+        (torch.rand(3), r"floating of shape \[3, 5\] for problem_type 'multi_label_classification'"),
+    ],
+    ids=["number", "too_large", "negative", "floating"],
+)
+def test_wrong_labels_of_sequences(family, labels, match):
+    model = pair("SequenceClassification")[1] if family == "dense" else mixture()
+    with pytest.raises(ValueError, match=match):
+        model(**rows(), labels=labels)
+
+
+def test_wrong_labels_of_tokens_and_answers():
+    model = pair("TokenClassification")[1]
+    with pytest.raises(ValueError, match=rf"labels is .*\[3\]; expected: of shape \[3, {LENGTH}\]"):
+        model(**rows(), labels=torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="labels contain 9"):
+        model(**rows(), labels=torch.full((3, LENGTH), 9))
+    model = pair("QuestionAnswering")[1]
+    with pytest.raises(ValueError, match="got no end_positions"):
+        model(**rows(), start_positions=torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"end_positions is .*\[2\]; expected: of shape \[3\]"):
+        model(
+            **rows(),
+            start_positions=torch.zeros(3, dtype=torch.long),
+            end_positions=torch.zeros(2, dtype=torch.long),
+        )
+
+
+@for_kinds
+def test_config_and_inputs_of_others_are_refused(kind):
+    with pytest.raises(ValueError, match="LlamoeDenseConfig"):
+        ours(kind)(text_config())
+    with pytest.raises(ValueError, match="'gpt2'"):
+        ours(kind)(transformers.GPT2Config())
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        pair(kind)[1]()

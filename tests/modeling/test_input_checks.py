@@ -1,0 +1,635 @@
+"""What a user can get wrong with files and inputs: one clear error each, before any heavy work."""
+
+import json
+import os
+import re
+import shutil
+from contextlib import nullcontext
+
+import pytest
+import torch
+from safetensors import safe_open
+from support.models import (
+    IMAGE_TOKEN,
+    TOKENS_PER_TILE,
+    VISION,
+    make_asymmetric,
+    stock_dense_config,
+    stock_multimodal_config,
+    stock_text_config,
+)
+from transformers import Llama4VisionConfig
+
+import llamoe
+from llamoe.configuration.errors import CheckpointError
+from llamoe.modeling.checkpoints import checkpoint_files, safetensors_files
+from llamoe.modeling.input_checks import check_next_tokens, check_row_inputs
+
+TENSOR = "model.layers.1.self_attn.q_proj.weight"
+SHAPE = [120, 72]
+BYTES = 4 * 120 * 72
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One model as a single file and in shards."""
+    folder = tmp_path_factory.mktemp("saved")
+    model = make_asymmetric(llamoe.LlamoeDenseForCausalLM(stock_dense_config()))
+    model.save_pretrained(folder / "single")
+    model.save_pretrained(folder / "sharded", max_shard_size="60KB")
+    return folder
+
+
+@pytest.fixture
+def no_weights_are_read(monkeypatch):
+    """What reads tensors would be heavy on a real checkpoint; our checks stand before it."""
+    monkeypatch.setattr(
+        "transformers.PreTrainedModel._load_pretrained_model",
+        lambda *_, **__: pytest.fail("weights were read"),
+    )
+
+
+def load(folder, **options):
+    return llamoe.LlamoeDenseForCausalLM.from_pretrained(folder, **options)
+
+
+def refused(folder, *, names, says, **options):
+    """Loading raises an error that all users of transformers catch, names the file and says what is wrong."""
+    with pytest.raises(CheckpointError) as caught:
+        load(folder, **options)
+    assert all(isinstance(caught.value, kind) for kind in (OSError, ValueError, RuntimeError))
+    message = str(caught.value)
+    assert str(folder / names) in message and re.search(says, message), message
+    assert len(message) < 600, "a message, not a dump"
+
+
+# Damaged safetensors files
+
+
+def test_a_header_is_read_once_in_a_load_and_anew_when_the_file_changes(saved, tmp_path, monkeypatch):
+    shutil.copytree(saved / "sharded", tmp_path, dirs_exist_ok=True)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    opened = []
+
+    def count(path, **options):
+        opened.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(safetensors_files, "safe_open", count)  # the last thing that is done to each header
+    load(tmp_path)
+    assert sorted(map(str, opened)) == list(map(str, shards))
+
+    path = next(path for path in shards if TENSOR in checkpoint_files.read_header(path))
+    damaged = with_entry(shape=SHAPE[::-1])(path.read_bytes())
+    with checkpoint_files.each_header_once():
+        assert checkpoint_files.read_header(path)[TENSOR].shape == tuple(SHAPE)
+        opened.clear()
+        link = tmp_path / "link"
+        link.symlink_to(path)
+        assert checkpoint_files.read_header(link)[TENSOR].shape == tuple(SHAPE)
+        assert not opened, "another name of the same file"
+        path.write_bytes(damaged)
+        changed = path.stat().st_mtime_ns + 1_000_000_000  # where the file system's clock is coarse
+        os.utime(path, ns=(changed, changed))
+        assert checkpoint_files.read_header(path)[TENSOR].shape == tuple(SHAPE[::-1])
+    refused(tmp_path, names=path.name, says=f"{re.escape(TENSOR)} has shape")
+
+
+def with_header(change):
+    """Edit the parsed header; `change` may return another header (or bytes), or a pair with other data."""
+
+    def damage(content):
+        length = int.from_bytes(content[:8], "little")
+        header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+        changed = change(header)
+        header, data = (
+            changed if isinstance(changed, tuple) else (header if changed is None else changed, data)
+        )
+        raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+        return len(raw).to_bytes(8, "little") + raw + data
+
+    return damage
+
+
+def with_entry(**fields):
+    return with_header(lambda header: header[TENSOR].update(fields))
+
+
+def without(field):
+    return with_header(lambda header: header[TENSOR].pop(field) and None)
+
+
+def moved(begin, end):
+    def change(header):
+        offsets = header[TENSOR]["data_offsets"]
+        header[TENSOR]["data_offsets"] = [offsets[0] + begin, offsets[1] + end]
+
+    return with_header(change)
+
+
+def integers(header):
+    """The whole file as int8 without a word about quantization."""
+    position, result = 0, {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            size = torch.Size(entry["shape"]).numel()
+            result[name] = {
+                "dtype": "I8",
+                "shape": entry["shape"],
+                "data_offsets": [position, position + size],
+            }
+            position += size
+    return result, b"\x01" * position
+
+
+DAMAGE = {
+    "empty": (lambda content: b"", "0 bytes.*cut short"),
+    "cut_in_length": (lambda content: content[:5], "5 bytes.*cut short"),
+    "cut_behind_length": (lambda content: content[:8], "8 bytes.*cut short"),
+    "cut_in_header": (lambda content: content[:1000], "1000 bytes.*cut short"),
+    "cut_in_data": (lambda content: content[:-1000], "need 578200 bytes.* has 577200; it is cut short"),
+    "one_byte_less": (lambda content: content[:-1], "it is cut short"),
+    "one_byte_more": (lambda content: content + b"\0", "it is too long"),
+    "zeros": (lambda content: bytes(len(content)), "header is not JSON"),
+    "huge_length": (lambda content: b"\xff" * 8 + content[8:], f"{2**64 - 1} bytes long"),
+    "length_of_web_page": (lambda content: b"<html>404</html>", "no safetensors file"),
+    "git_lfs_pointer": (
+        lambda content: b"version https://git-lfs.github.com/spec/v1\n",
+        "no safetensors file",
+    ),
+    "shorter_length": (
+        lambda c: (int.from_bytes(c[:8], "little") - 1).to_bytes(8, "little") + c[8:],
+        "JSON|long",
+    ),
+    "longer_length": (lambda c: (int.from_bytes(c[:8], "little") + 1).to_bytes(8, "little") + c[8:], "JSON"),
+    "no_json": (with_header(lambda _: b'{"a": '), "header is not JSON"),
+    "no_utf8": (with_header(lambda _: b'{"\xff": 1}'), "header is not JSON"),
+    "deep_json": (with_header(lambda _: b"[" * 100_000), "header is not JSON"),
+    "long_number": (with_header(lambda _: b'{"a": ' + b"9" * 5000 + b"}"), "header is not JSON"),
+    "surrogate": (with_header(lambda header: header.update({"\ud800": header.pop(TENSOR)})), "header"),
+    "list": (with_header(lambda _: [1]), "JSON object, not list"),
+    "null": (with_header(lambda _: b"null"), "JSON object, not NoneType"),
+    "metadata_list": (with_header(lambda header: header.update(__metadata__=[1])), "metadata"),
+    "metadata_number": (with_header(lambda header: header.update(__metadata__={"a": 1})), "metadata"),
+    "entry_is_number": (
+        with_header(lambda header: header.update({TENSOR: 5})),
+        rf"{TENSOR}.*cannot be read: 5",
+    ),
+    "no_dtype": (without("dtype"), f"{TENSOR}.*cannot be read"),
+    "no_shape": (without("shape"), f"{TENSOR}.*cannot be read"),
+    "no_offsets": (without("data_offsets"), f"{TENSOR}.*cannot be read"),
+    "unknown_dtype": (with_entry(dtype="FLOAT"), f"{TENSOR}.*cannot be read.*FLOAT"),
+    "other_dtype": (with_entry(dtype="F16"), f"{TENSOR}.* F16 has {BYTES} bytes.* {BYTES // 2} are needed"),
+    "integer_dtype": (with_entry(dtype="I32"), f"{TENSOR} has dtype I32.*no quantization_config"),
+    "all_integers": (with_header(integers), "has dtype I8.*no quantization_config"),
+    "shape_product": (
+        with_entry(shape=[120, 73]),
+        rf"{TENSOR}.*\[120, 73\].*{BYTES} bytes.*{4 * 120 * 73} are",
+    ),
+    "negative_shape": (with_entry(shape=[-120, -72]), f"{TENSOR}.*cannot be read"),
+    "fractional_shape": (with_entry(shape=[120.0, 72]), f"{TENSOR}.*cannot be read"),
+    "astronomic_shape": (with_entry(shape=[2**40, 2**40]), f"{TENSOR}.*are needed"),
+    "transposed": (with_entry(shape=SHAPE[::-1]), rf"{TENSOR} has shape \[72, 120\].*\[120, 72\]"),
+    "flat": (with_entry(shape=[120 * 72]), rf"{TENSOR} has shape \[8640\].*\[120, 72\]"),
+    "overlapping": (moved(-4, -4), f"{TENSOR}.*begins at byte.*overlap"),
+    "gap": (moved(4, 4), f"{TENSOR}.*begins at byte.*gap"),
+    "longer_span": (moved(0, 4), f"{TENSOR}.*has {BYTES + 4} bytes"),
+    "negative_offset": (with_entry(data_offsets=[-BYTES, 0]), f"{TENSOR}.*(begins at byte -|cannot be read)"),
+    "reversed_offsets": (with_entry(data_offsets=[BYTES, 0]), f"{TENSOR}.*has -{BYTES} bytes"),
+    "three_offsets": (with_entry(data_offsets=[0, 1, 2]), f"{TENSOR}.*cannot be read"),
+    "offsets_of_letters": (with_entry(data_offsets="ab"), f"{TENSOR}.*cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("files", ["single", "sharded"])
+def test_damaged_file(files, damage, saved, tmp_path, no_weights_are_read):
+    change, says = DAMAGE[damage]
+    if files == "sharded" and damage == "surrogate":
+        pytest.skip("the index notices first that the tensor has gone")
+    shutil.copytree(saved / files, tmp_path / "model")
+    name = "model.safetensors"
+    if files == "sharded":
+        index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
+        name = index["weight_map"][TENSOR]
+        says = re.sub(r"need \d+ bytes.* has \d+", r"need \\d+ bytes.* has \\d+", says)
+        if damage == "cut_in_header":  # this shard's header is shorter
+            change, says = (lambda content: content[:100]), "100 bytes.*cut short"
+    path = tmp_path / "model" / name
+    path.write_bytes(change(path.read_bytes()))
+    refused(tmp_path / "model", names=name, says=says)
+
+
+INDEX_DAMAGE = {
+    "no_json": ('{"weight_map"', "not a valid JSON"),
+    "empty": ("", "not a valid JSON"),
+    "no_text": (b"\xff\xfe\0", "not a valid JSON"),
+    "list": ("[]", "JSON object"),
+    "null": ("null", "JSON object"),
+    "deep": ("[" * 100_000, "not a valid JSON"),
+    "no_weight_map": ({"weight_map": ...}, "not an index.*weight_map"),
+    "no_metadata": ({"metadata": ...}, "metadata"),
+    "weight_map_is_list": ({"weight_map": [1]}, "not an index"),
+    "weight_map_is_empty": ({"weight_map": {}}, "not an index|names no"),
+    "file_is_number": ({"weight_map": {TENSOR: 5}}, "not an index"),
+    "tensor_elsewhere": (
+        {"weight_map": {TENSOR: "model-00001-of-00013.safetensors"}},
+        f"{TENSOR}.*00001.*does not",
+    ),
+    "tensor_nowhere": (
+        {"weight_map": {"foo": "model-00001-of-00013.safetensors"}},
+        "'foo'.*00001.*does not hold",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", INDEX_DAMAGE)
+def test_damaged_index(damage, saved, tmp_path, no_weights_are_read):
+    content, says = INDEX_DAMAGE[damage]
+    shutil.copytree(saved / "sharded", tmp_path / "model")
+    path = tmp_path / "model/model.safetensors.index.json"
+    if isinstance(content, dict):
+        index = json.loads(path.read_text())
+        for key, value in content.items():
+            if value is ...:
+                del index[key]
+            elif isinstance(value, dict) and value:
+                index[key].update(value)
+            else:
+                index[key] = value
+        content = json.dumps(index)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(tmp_path / "model", names=path.name, says=says)
+
+
+@pytest.mark.parametrize("how", ["gone", "folder"])
+def test_missing_shard(how, saved, tmp_path, no_weights_are_read):
+    shutil.copytree(saved / "sharded", tmp_path / "model")
+    name = "model-00007-of-00013.safetensors"
+    (tmp_path / "model" / name).unlink()
+    if how == "folder":
+        (tmp_path / "model" / name).mkdir()
+    refused(tmp_path / "model", names=name, says="no such file|not a file|is a (directory|folder)")
+
+
+@pytest.mark.parametrize("files", ["single", "sharded"])
+def test_weights_of_another_size(files, saved, no_weights_are_read):
+    with pytest.raises(CheckpointError, match=r"weight has shape \[101, 72\].* \[103, 72\]"):
+        load(saved / files, vocab_size=103)
+
+
+# Folders and their config.json
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, r"no such file.*config\.json|config\.json: no such file|no file named config\.json"),
+        ("", "not a valid JSON"),
+        ('{"model_type"', "not a valid JSON"),
+        (b"\xff\xfe\0", "not a valid JSON"),
+        ("[]", "JSON object"),
+        ("null", "JSON object"),
+        ("5", "JSON object"),
+        ('{"model_type": "gpt2"}', "'gpt2'.*'llamoe_dense'"),
+        ('{"model_type": "llamoe_text"}', "LlamoeTextConfig reads"),
+        ('{"model_type": 5}', "model_type = 5"),
+        ('{"model_type": "llama", "hidden_size": "72"}', "hidden_size = '72': wrong type str"),
+        ('{"model_type": "llama", "num_key_value_heads": 5}', "num_key_value_heads = 5"),
+    ],
+    ids=lambda value: repr(value)[:40] if value is None or isinstance(value, (str, bytes)) else None,
+)
+def test_bad_config_file(content, says, saved, tmp_path, no_weights_are_read):
+    """What is no JSON is transformers' own OSError, which names the file; all else is a ValueError of ours."""
+    shutil.copytree(saved / "single", tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    kind = OSError if says == "not a valid JSON" else ValueError
+    with pytest.raises(kind, match=says):
+        load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("what", ["no_folder", "file", "empty_folder", "no_weights"])
+def test_nothing_to_load(what, saved, tmp_path, no_weights_are_read):
+    path = tmp_path / "model"
+    if what == "file":
+        path.write_text("hello")
+    elif what != "no_folder":
+        path.mkdir()
+        if what == "no_weights":
+            shutil.copy(saved / "single/config.json", path)
+    says = {"no_folder": "no such folder", "file": "(is a file|not a folder)"}.get(
+        what, "no file named|no such file"
+    )
+    with pytest.raises(OSError, match=says) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
+@pytest.mark.parametrize("subfolder", ["", "original"])
+def test_a_folder_of_meta_says_how_to_convert_it(name, subfolder, tmp_path):
+    """Meta has two names, either of which may be there alone when a download has stopped."""
+    place = tmp_path / subfolder
+    place.mkdir(exist_ok=True)
+    (place / name).write_text("{}")
+    for model_class in (llamoe.LlamoeDenseForCausalLM, llamoe.LlamoeForConditionalGeneration):
+        with pytest.raises(llamoe.CheckpointError, match=f"`llamoe convert {place}/? OUT`"):
+            model_class.from_pretrained(tmp_path, subfolder=subfolder)
+
+
+# Saving
+
+
+def test_unknown_layout_writes_nothing(tmp_path):
+    model = llamoe.LlamoeDenseForCausalLM(stock_dense_config())
+    with pytest.raises(ValueError, match="layout='gguf'.*'llamoe' and 'stock'"):
+        model.save_pretrained(tmp_path / "model", layout="gguf")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "says"),
+    [
+        ("LlamoeForCausalLM", lambda: {"mlp_bias": True}, "mlp_bias = True"),
+        ("LlamoeForCausalLM", lambda: {"rope_interleave": False}, "rope_interleave = False"),
+        ("LlamoeModel", dict, "LlamoeModel has no counterpart"),
+        ("LlamoeVisionModel", lambda: {"use_rope": False}, "use_rope = False"),
+    ],
+)
+def test_stock_layout_that_stock_cannot_express(name, config, says, tmp_path):
+    make = {
+        "LlamoeForCausalLM": stock_text_config,
+        "LlamoeModel": stock_multimodal_config,
+        "LlamoeVisionModel": lambda: Llama4VisionConfig(**VISION),
+    }[name]
+    whole = llamoe.from_stock(make())
+    for field, value in config().items():
+        setattr(whole, field, value)
+    model = getattr(llamoe, name)(whole)
+    with pytest.raises(ValueError, match=says):
+        model.save_pretrained(tmp_path / "model", layout="stock")
+    assert not (tmp_path / "model").exists()
+    model.save_pretrained(tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with pytest.raises(ValueError, match=says):
+        model.save_pretrained(tmp_path / "model", layout="stock")
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+
+
+def test_saving_onto_a_file(tmp_path):
+    """transformers only logs that nothing was saved."""
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises((OSError, ValueError), match="model"):
+        llamoe.LlamoeDenseForCausalLM(stock_dense_config()).save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "mine"
+
+
+# Inputs of a forward pass
+
+IDS = torch.arange(3, 45).view(2, 21)
+EMBEDS = torch.ones(2, 21, 72)
+MASK = torch.ones_like(IDS)
+POSITIONS = torch.arange(21)[None]
+HIDES_TWO = torch.ones_like(IDS).index_fill_(1, torch.tensor([0, 1]), 0)
+
+
+@pytest.fixture(scope="module")
+def heads():
+    configs = [
+        ("LlamoeDenseForCausalLM", stock_dense_config),
+        ("LlamoeForCausalLM", stock_text_config),
+        ("LlamoeForConditionalGeneration", stock_multimodal_config),
+    ]
+    models = {name: make_asymmetric(getattr(llamoe, name)(config())) for name, config in configs}
+    for model in models.values():
+        for module in model.modules():
+            if hasattr(module, "input_layernorm"):
+                module.register_forward_pre_hook(lambda *_: pytest.fail("a layer ran"))
+    return models
+
+
+BAD_INPUTS = {
+    "nothing": ({}, "exactly one of input_ids and inputs_embeds; got neither"),
+    "both": ({"input_ids": IDS, "inputs_embeds": EMBEDS}, "exactly one of .*; got both"),
+    "ids_1d": ({"input_ids": IDS[0]}, r"input_ids .* shape \[21\]"),
+    "ids_3d": ({"input_ids": IDS[None]}, r"input_ids .* shape \[1, 2, 21\]"),
+    "ids_float": ({"input_ids": IDS.float()}, r"input_ids .* torch.float32"),
+    "ids_bool": ({"input_ids": IDS > 5}, r"input_ids .* torch.bool"),
+    "ids_int8": ({"input_ids": IDS.to(torch.int8)}, r"input_ids .* torch.int8"),
+    "ids_empty": ({"input_ids": IDS[:, :0]}, r"input_ids .* \[2, 0\]"),
+    "id_too_large": ({"input_ids": IDS + 80}, r"input_ids.* 124 .*vocab_size = 101"),
+    "id_negative": ({"input_ids": IDS - 4}, r"input_ids.* -1 .*vocab_size = 101"),
+    "embeds_2d": ({"inputs_embeds": EMBEDS[0]}, r"inputs_embeds .*\[21, 72\].* 72\]"),
+    "embeds_narrow": ({"inputs_embeds": EMBEDS[..., :70]}, r"inputs_embeds .*\[2, 21, 70\].* 72\]"),
+    "embeds_integer": ({"inputs_embeds": EMBEDS.long()}, r"inputs_embeds .* torch.int64"),
+    "mask_short": ({"input_ids": IDS, "attention_mask": MASK[:, 1:]}, r"attention_mask .*\[2, 20\].* 21"),
+    "mask_long": (
+        {"input_ids": IDS, "attention_mask": torch.ones(2, 22)},
+        r"attention_mask .*\[2, 22\].* 21",
+    ),
+    "mask_rows": (
+        {"input_ids": IDS, "attention_mask": torch.ones(3, 21)},
+        r"attention_mask .*\[3, 21\].* \[?2",
+    ),
+    "mask_1d": ({"input_ids": IDS, "attention_mask": MASK[0]}, r"attention_mask .*\[21\]"),
+    "mask_3d": (
+        {"input_ids": IDS, "attention_mask": torch.ones(2, 21, 21)},
+        r"attention_mask .*\[2, 21, 21\]",
+    ),
+    "positions_short": (
+        {"input_ids": IDS, "position_ids": POSITIONS[:, 1:]},
+        r"position_ids .*\[1, 20\].* 21",
+    ),
+    "positions_1d": ({"input_ids": IDS, "position_ids": POSITIONS[0]}, r"position_ids .*\[21\]"),
+    "positions_rows": (
+        {"input_ids": IDS, "position_ids": POSITIONS.expand(3, -1)},
+        r"position_ids .*\[3, 21\]",
+    ),
+    "positions_negative": (
+        {"input_ids": IDS, "position_ids": POSITIONS - 3},
+        r"position_ids is -3 at row 0, token 0, which no attention_mask hides.*0 or more",
+    ),
+    "positions_negative_in_sight": (
+        {"input_ids": IDS, "attention_mask": HIDES_TWO, "position_ids": POSITIONS - 3},
+        r"position_ids is -1 at row 0, token 2, .*attention_mask",
+    ),
+    "labels_short": ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels .*\[2, 20\].*\[2, 21"),
+    "labels_transposed": ({"input_ids": IDS, "labels": IDS.T}, r"labels .*\[21, 2\].*\[2, 21"),
+    "labels_rows": ({"input_ids": IDS, "labels": IDS[:1]}, r"labels .*\[1, 21\].*\[2, 21"),
+    "label_negative": (
+        {"input_ids": IDS, "labels": torch.where(IDS == 7, -1, IDS)},
+        "labels contain -1, .*vocabulary of 101; expected: 0 to 100, or -100",
+    ),
+    "label_too_large": ({"input_ids": IDS, "labels": IDS + 80}, "labels contain 101, .*vocabulary of 101"),
+    "no_rows": ({"input_ids": IDS[:0]}, r"input_ids .*\[0, 21\]; .*one row"),
+    "no_rows_of_embeds": ({"inputs_embeds": EMBEDS[:0]}, r"inputs_embeds .*\[0, 21, 72\]; .*one row"),
+    "ids_list": ({"input_ids": IDS.tolist()}, 'input_ids is a list; expected: a tensor.*return_tensors="pt"'),
+    "ids_numpy": ({"input_ids": IDS.numpy()}, "input_ids is a ndarray; expected: a tensor"),
+    "embeds_list": ({"inputs_embeds": EMBEDS.tolist()}, "inputs_embeds is a list; expected: a tensor"),
+    "mask_list": (
+        {"input_ids": IDS, "attention_mask": MASK.tolist()},
+        "attention_mask is a list; expected: a tensor",
+    ),
+    "labels_list": ({"input_ids": IDS, "labels": IDS.tolist()}, "labels is a list; expected: a tensor"),
+}
+
+
+@pytest.mark.parametrize("inputs", BAD_INPUTS)
+@pytest.mark.parametrize(
+    "name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM", "LlamoeForConditionalGeneration"]
+)
+def test_bad_inputs(name, inputs, heads):
+    given, says = BAD_INPUTS[inputs]
+    with pytest.raises(ValueError, match=says):
+        heads[name](**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"input_ids": IDS.tolist()}, "input_ids is a list; expected: a tensor"),
+        ({"inputs": IDS.tolist()}, "inputs is a list; expected: a tensor"),
+        ({"inputs": {"input_ids": IDS}}, r"inputs is a dict; expected: a tensor.*generate\(\*\*inputs\)"),
+        ({"input_ids": IDS[:0]}, r"input_ids is of shape \[0, 21\]; expected: one row or more"),
+        ({"inputs_embeds": EMBEDS[:0]}, r"inputs_embeds is of shape \[0, 21, 72\]; expected: one row"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM", "LlamoeForConditionalGeneration"]
+)
+def test_bad_inputs_of_generate(name, given, says, heads):
+    with pytest.raises(ValueError, match=says):
+        heads[name].generate(**given, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("how", ["first of a row", "ignore_index", "shift_labels", "a loss of one's own"])
+def test_labels_that_mean_something_else(how):
+    """What no loss looks at, or a loss that was chosen reads in its own way, is not refused."""
+    model = make_asymmetric(llamoe.LlamoeDenseForCausalLM(stock_dense_config()))
+    labels, extra = torch.where(torch.arange(21) % 5 == 2, -1, IDS), {}
+    counts = torch.where(labels == -1, -100, labels)
+    expected = model(input_ids=IDS, labels=counts).loss
+    if how == "first of a row":
+        labels = counts.index_fill(1, torch.tensor([0]), -1)
+    elif how == "ignore_index":
+        extra = {"ignore_index": -1}
+    elif how == "shift_labels":
+        extra = {"shift_labels": torch.cat([counts[:, 1:], torch.full((2, 1), -100)], 1)}
+    else:
+        loss = model.loss_function
+        model.loss_function = lambda labels, **kwargs: loss(labels=labels.where(labels != -1, -100), **kwargs)
+    assert torch.equal(model(input_ids=IDS, labels=labels, **extra).loss, expected)
+
+
+def test_labels_are_looked_into_on_the_cpu_alone():
+    """Elsewhere one would wait for the values, which tensors without any refuse."""
+    config, labels = stock_dense_config(), torch.full((2, 3), -1)
+    for device, refused in (("cpu", True), ("meta", False)):
+        with pytest.raises(ValueError, match="labels contain -1") if refused else nullcontext():
+            check_next_tokens(config, labels.to(device))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("SequenceClassification", {"input_ids": IDS.tolist()}, "input_ids is a list"),
+        ("SequenceClassification", {"input_ids": IDS, "labels": [0, 1]}, "labels is a list"),
+        ("SequenceClassification", {"input_ids": IDS, "labels": torch.tensor([0, -1])}, "labels contain -1"),
+        ("SequenceClassification", {"input_ids": IDS[:0]}, "one row"),
+        ("TokenClassification", {"input_ids": IDS.tolist()}, "input_ids is a list"),
+        ("TokenClassification", {"input_ids": IDS, "labels": (IDS % 2).tolist()}, "labels is a list"),
+        ("TokenClassification", {"input_ids": IDS, "labels": IDS % 2 - 1}, "labels contain -1"),
+        ("QuestionAnswering", {"input_ids": IDS.tolist()}, "input_ids is a list"),
+        (
+            "QuestionAnswering",
+            {"input_ids": IDS, "start_positions": [0, 1], "end_positions": [2, 3]},
+            "start_positions is a list",
+        ),
+    ],
+)
+def test_bad_inputs_of_classifiers(name, given, says):
+    model = getattr(llamoe, f"LlamoeDenseFor{name}")(stock_dense_config(pad_token_id=0))
+    with pytest.raises(ValueError, match=says):
+        model(**given)
+
+
+@pytest.mark.parametrize("content", [{"max_new_tokens": -5}, {"max_new_tokens": "x"}], ids=str)
+def test_bad_generation_config(content, saved, tmp_path):
+    shutil.copytree(saved / "single", tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"^generation_config\.json: transformers cannot read it"):
+        load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("padding", [-48, -47, -1, 46, 47, None])
+def test_padding_token_of_the_vocabulary(padding):
+    config = llamoe.LlamoeDenseConfig.from_dict(stock_dense_config(vocab_size=47).to_dict())
+    config.pad_token_id = padding
+    if padding in (-48, 47):
+        with pytest.raises(ValueError, match=f"pad_token_id = {padding}: is no token of a vocabulary of 47"):
+            llamoe.LlamoeDenseModel(config)
+    else:
+        llamoe.LlamoeDenseModel(config)
+
+
+def test_negative_positions_are_looked_for_on_the_cpu_alone():
+    """Elsewhere one would wait for the values, which tensors without any refuse."""
+    for device, refused in (("cpu", True), ("meta", False)):
+        with pytest.raises(ValueError, match="position_ids is -1") if refused else nullcontext():
+            check_row_inputs(2, 21, MASK.to(device), (POSITIONS - 1).to(device), None)
+
+
+def test_mask_of_the_new_tokens_only(heads):
+    """With a cache the mask covers cached tokens too; a shorter one would silently hide the new tokens."""
+    model = make_asymmetric(llamoe.LlamoeForCausalLM(stock_text_config()))
+    past = model(input_ids=IDS, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask .*\[2, 3\].* 24"):
+        model(input_ids=IDS[:, :3], attention_mask=MASK[:, :3], past_key_values=past)
+
+
+SIZE = VISION["image_size"]
+PIXELS = torch.zeros(2, 3, SIZE, SIZE)
+
+
+def ids_with_images(tiles, less=0):
+    ids = IDS.clone()
+    ids.view(-1)[5 : 5 + TOKENS_PER_TILE * tiles - less] = IMAGE_TOKEN
+    return ids
+
+
+BAD_PIXELS = {
+    "3d": (PIXELS[0], r"pixel_values must be \[tiles, 3, 56, 56\]; got \[3, 56, 56\].*pixel_values\[None\]"),
+    "5d": (PIXELS[None], r"got \[1, 2, 3, 56, 56\].*flatten"),
+    "size": (PIXELS[..., :42, :42], r"got \[2, 3, 42, 42\].*image_size"),
+    "channels": (PIXELS[:, :1], r"got \[2, 1, 56, 56\]"),
+    "channels_last": (PIXELS.permute(0, 2, 3, 1), r"got \[2, 56, 56, 3\]"),
+    "no_tile": (PIXELS[:0], r"got \[0, 3, 56, 56\].*None"),
+    "integers": (PIXELS.to(torch.uint8), "torch.uint8.*image processor"),
+    "too_few_tokens": (torch.cat([PIXELS, PIXELS[:1]]), "8 image tokens.* 12 image features"),
+    "too_many_tokens": (PIXELS[:1], "8 image tokens.* 4 image features"),
+    "list": (list(PIXELS), "pixel_values is a list; expected: a tensor"),
+    "list_of_none": ([None], "pixel_values is a list; expected: a tensor"),
+    "no_pixels": (None, "8 image tokens.* 0 image features"),
+}
+
+
+@pytest.mark.parametrize("pixels", BAD_PIXELS)
+def test_bad_pixels(pixels, heads):
+    """Also where the numbers differ: the number of tiles is known before the tower runs."""
+    given, says = BAD_PIXELS[pixels]
+    with pytest.raises(ValueError, match=says):
+        heads["LlamoeForConditionalGeneration"](input_ids=ids_with_images(2), pixel_values=given)
+
+
+def test_truncation_inside_an_image(heads):
+    with pytest.raises(ValueError, match="6 image tokens.* 8 image features.*truncate"):
+        heads["LlamoeForConditionalGeneration"](input_ids=ids_with_images(2, less=2), pixel_values=PIXELS)
+
+
+def test_image_features_twice(heads):
+    model = heads["LlamoeForConditionalGeneration"]
+    with pytest.raises(ValueError, match="pixel_values or mm_encoder_outputs"):
+        model(input_ids=ids_with_images(2), pixel_values=PIXELS, mm_encoder_outputs={"image": object()})

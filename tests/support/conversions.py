@@ -1,0 +1,156 @@
+"""What the tests of the converters share: Meta's models as cases, folders as sums, what a finished folder has."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from support.meta_reference import llama4_logits, llama_logits
+from support.meta_releases import (
+    LLAMA_1,
+    LLAMA_2,
+    LLAMA_3,
+    MAVERICK,
+    PATCH_OFFSET,
+    SCOUT,
+    SPECIAL_TOKENS,
+    fuse,
+    in_one_storage,
+    join,
+    llama4_extras,
+    llama_extras,
+    make_weights,
+    read_ranks,
+    sentencepiece_model,
+    split,
+    tiktoken_model,
+    unfuse,
+    write_folder,
+)
+
+
+@dataclass(frozen=True)
+class MetaCase:
+    """A synthetic model of Meta's, with what the tests must know of it.
+
+    Attributes:
+        name: for the table of parity.
+        params: content of params.json.
+        vocabulary: rows of the embedding, special tokens included; a multiple of every file count.
+        counts: of files that its tensors can be cut into.
+    """
+
+    name: str
+    params: dict
+    vocabulary: int
+    counts: tuple[int, ...]
+
+    @property
+    def is_llama4(self) -> bool:
+        return "moe_args" in self.params
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.params.get("vision_args"))
+
+    @property
+    def embedding_axis(self) -> int:
+        return 0 if self.special_tokens else 1
+
+    @property
+    def special_tokens(self) -> int:
+        """How many rows of the embedding belong to the special tokens after those of a tiktoken file."""
+        return SPECIAL_TOKENS.get(" ".join(self.name.split()[:2]), 0)
+
+    @property
+    def patch_id(self) -> int:
+        return self.vocabulary - self.special_tokens + PATCH_OFFSET
+
+    def weights(self, dtype=torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Whole weights by unfused names."""
+        return make_weights(self.params, self.vocabulary, dtype, seed)
+
+    def tokenizer(self) -> bytes:
+        """A tokenizer.model of as many tokens as the embedding has rows."""
+        if self.special_tokens:
+            return tiktoken_model(self.vocabulary - self.special_tokens)
+        return _sentencepiece_model(self.vocabulary)
+
+    def write(
+        self, folder: Path, weights: dict, files: int, *, release=True, extras=True, one_storage=False
+    ) -> Path:
+        """Write whole weights as a folder of Meta's.
+
+        Args:
+            release: with the fused names of Llama 4's releases.
+            extras: with the entries that are no weights.
+            one_storage: each file's tensors as slices of one storage.
+        """
+        ranks = split(weights, files, self.embedding_axis)
+        if self.is_llama4 and release:
+            ranks = [fuse(rank, self.params) for rank in ranks]
+        if one_storage:
+            ranks = [in_one_storage(rank) for rank in ranks]
+        if extras:
+            version = 2 if "n_kv_heads" in self.params else 1
+            more = llama4_extras(self.params) if self.is_llama4 else llama_extras(self.params, version)
+            ranks = [rank | more for rank in ranks]
+        return write_folder(folder, ranks, self.params, self.tokenizer())
+
+    def read(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Whole weights by unfused names from a folder of Meta's, read by plain torch."""
+        ranks = read_ranks(folder)
+        return join([unfuse(rank, self.params, len(ranks)) for rank in ranks], self.embedding_axis)
+
+    def inputs(self, length: int = 50) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Two rows of ids without a token twice in a row and, where the model sees, three tiles for them."""
+        generator = torch.Generator().manual_seed(1)
+        plain = self.vocabulary - self.special_tokens
+        ids = torch.randint(3, plain, (2, length), generator=generator)
+        if not self.has_images:
+            return ids, None
+        args = self.params["vision_args"]
+        size, patch = args["image_size"], args["patch_size"]
+        patches = (size["height"] // patch["height"]) * (size["width"] // patch["width"])
+        tokens = round(patches * args["pixel_shuffle_ratio"] ** 2)
+        ids[0, 3 : 3 + 2 * tokens] = self.patch_id
+        ids[1, 5 : 5 + tokens] = self.patch_id
+        return ids, torch.randn(3, 3, size["height"], size["width"], generator=generator)
+
+    @torch.no_grad()
+    def logits(self, weights: dict, ids: torch.Tensor, tiles: torch.Tensor | None = None, **params):
+        """What Meta's maths gives in float64; `params` replace entries of params.json."""
+        weights = {name: value.double() for name, value in weights.items()}
+        params = {**self.params, **params}
+        if self.is_llama4:
+            tiles = tiles if tiles is None else tiles.double()
+            return llama4_logits(weights, params, ids, tiles, self.patch_id)
+        return llama_logits(weights, params, ids)
+
+
+@cache
+def _sentencepiece_model(vocabulary: int) -> bytes:
+    return sentencepiece_model(vocabulary)
+
+
+META_LLAMA_1 = MetaCase("LLaMA 1", LLAMA_1, 306, (1, 2, 3, 6))
+META_LLAMA_2 = MetaCase("Llama 2", LLAMA_2, 310, (1, 2))
+META_LLAMA_3 = MetaCase("Llama 3", LLAMA_3, 520, (1, 2))
+META_SCOUT = MetaCase("Llama 4 Scout", SCOUT, 2312, (1, 2))
+META_MAVERICK = MetaCase("Llama 4 Maverick", MAVERICK, 2313, (1, 3))
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """Every file below a folder, by its relative path, as a hash of its bytes."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def looks_finished(folder: Path) -> bool:
+    """Whether a loader could take a folder for a whole checkpoint: by Hugging Face's files or by Meta's."""
+    names = ("model.safetensors", "model.safetensors.index.json", "params.json")
+    return any((folder / name).exists() for name in names)

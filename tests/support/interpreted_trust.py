@@ -1,0 +1,672 @@
+"""The trial of the kernels, and who trusts them when, under Triton's interpreter; `test_trust` starts this.
+
+The kernels run for real, whole or spoilt on purpose: their source with one line changed. `on_a_gpu` has the CPU taken
+for a device that may use kernels; a second process inherits the interpreter.
+"""
+
+import importlib.util
+import json
+import logging
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from support import triton_interpreter  # noqa: F401
+from support.models import MODELS, make_asymmetric, max_abs, stock_text_config
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import CompileConfig
+
+import llamoe
+from llamoe.modeling import kernels
+from llamoe.modeling.kernels import few_rows, few_rows_triton, trial, trust
+from llamoe.modeling.kernels.trial import describe, find_difference, find_difference_apart, made_up_experts
+from llamoe.modeling.moe import dispatch
+from llamoe.modeling.moe.dispatch import try_kernels
+from llamoe.modeling.moe.layer import Experts
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
+
+CPU = torch.device("cpu")
+SIZES = dict(num_local_experts=3, hidden_size=40, intermediate_size=24)
+SOURCE = Path(few_rows_triton.__file__)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, tmp_path):
+    """A process that knows nothing yet, and a folder for what it finds out."""
+    for name in ("_ANSWERS", "_ANSWERS_TO"):
+        monkeypatch.setattr(trust, name, {})
+    monkeypatch.setattr(trust, "_ASKED_IN_VAIN", set())
+    monkeypatch.setenv("LLAMOE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """No second process, as in a program that embeds Python."""
+    monkeypatch.setattr(sys, "executable", "")
+
+
+@pytest.fixture
+def two_counts(monkeypatch):
+    """Two numbers of rows instead of all that matter, for the interpreter is slow."""
+    monkeypatch.setattr(trial, "row_counts_of_launches", lambda *sizes: [1, 17])
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch, in_this_process, two_counts):
+    """The CPU as a device that takes kernels, which are known to be the faster way for up to 64 rows."""
+    monkeypatch.setattr(dispatch, "_is_on_host", lambda weight: weight.is_meta)
+    monkeypatch.setattr(trust, "KNOWN_ROWS", {"Triton's interpreter": 64})
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Numbers of rows for which kernels were launched."""
+    counted = []
+    run_kernels = few_rows.run_kernels
+
+    def run(x_NH, *args):
+        counted.append(len(x_NH))
+        return run_kernels(x_NH, *args)
+
+    monkeypatch.setattr(few_rows, "run_kernels", run)
+    return counted
+
+
+def stacks(dtype=torch.float32, num_experts=3, hidden=40, intermediate=24):
+    return made_up_experts(
+        describe(
+            torch.empty(num_experts, hidden, 2 * intermediate, dtype=dtype),
+            torch.empty(num_experts, intermediate, hidden, dtype=dtype),
+        ),
+        CPU,
+    )
+
+
+def make_experts(**sizes):
+    config = llamoe.from_stock(stock_text_config(**{**SIZES, **sizes}))
+    config._experts_implementation = "llamoe"
+    return make_asymmetric(Experts(config)).requires_grad_(False)
+
+
+def rows(experts, num_rows, top_k=1):
+    x = torch.randn(num_rows, experts.down_proj.shape[2])
+    ids = torch.randint(experts.num_experts, (num_rows, top_k))
+    return x, ids, torch.rand(num_rows, top_k)
+
+
+def by_hand(experts, x, ids, weights):
+    """In float64, one row and expert at a time."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for row in range(len(x)):
+        for expert, factor in zip(ids[row].tolist(), weights[row].double(), strict=True):
+            gate, up = (x[row].double() @ experts.gate_up_proj[expert].double()).chunk(2)
+            out[row] += factor * ((gate / (1 + (-gate).exp()) * up) @ experts.down_proj[expert].double())
+    return out
+
+
+# How kernels are spoilt: a line of their source, and what stands there instead.
+SPOILT = {
+    "last column": (
+        "weight = tl.load(weight_ptrs, mask=exists[:, None] & column_exists[None, :]",
+        "weight = tl.load(weight_ptrs, mask=exists[:, None] & (columns < hidden_size - 1)[None, :]",
+    ),
+    "last inner column": (
+        "exists = tl.arange(0, DEPTH) < end - position",
+        "exists = tl.arange(0, DEPTH) < end - position - 1",
+    ),
+    "one expert": (
+        "expert_ptr = weight_ptr + expert.to(tl.int64) * stride_we",
+        "expert_ptr = weight_ptr + tl.where(expert == 1, 2, expert).to(tl.int64) * stride_we",
+    ),
+    "17 rows of one expert": (
+        "rows, row_exists = _rows_of(expert, ids, start, R, LARGE_M)",
+        "rows, row_exists = _rows_of(expert, ids, start, R, LARGE_M); "
+        "row_exists = row_exists & (tl.arange(0, LARGE_M) < tl.where(count == 17, 16, count))",
+    ),
+    "the last row of a second tile": (
+        "for start in range(0, count, LARGE_M):",
+        "for start in range(0, count - 1, LARGE_M):",
+    ),
+    "rows of no expert": (
+        "zeros = tl.zeros((R, COLUMNS), out_ptr.dtype.element_ty)",
+        "zeros = tl.full((R, COLUMNS), 1e-3, tl.float32)",
+    ),
+    "gate and up change places": (
+        "activated = _round(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)",
+        "gate, up = up, gate; activated = _round(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)",
+    ),
+    "not a number": ("1.0 + tl.exp(-gate)", "tl.exp(-gate) * 0.0 + (gate - gate)"),
+    "as with TF32": ("return tl.dot(a, b,", "return tl.dot(a.to(tl.float16).to(tl.float32), b,"),
+    "does not compile": ("number = tl.cumsum(", 'tl.static_assert(R == 0, "no such R"); number = tl.cumsum('),
+}
+
+
+def spoil(monkeypatch, folder, old, new):
+    """Put kernels from a changed source in the place of ours."""
+    text = SOURCE.read_text()
+    assert old in text
+    file = folder / "spoilt.py"
+    file.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location("spoilt", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    put(monkeypatch, module)
+
+
+def put(monkeypatch, module):
+    monkeypatch.setattr(kernels, "few_rows_triton", module)
+    monkeypatch.setitem(sys.modules, few_rows_triton.__name__, module)
+
+
+class OutOfSharedMemory:
+    """A kernel that the device has too little shared memory for, as Triton says it."""
+
+    def __getitem__(self, grid):
+        raise triton.runtime.errors.OutOfResources(232448, 101376, "shared memory")
+
+
+# Right kernels
+
+
+def test_right_kernels_differ_in_nothing():
+    assert find_difference(*stacks()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_right_kernels_in_sixteen_bits(dtype, two_counts):
+    """With more to round than elsewhere."""
+    assert find_difference(*stacks(dtype, 2, 130, 70)) is None
+
+
+@pytest.mark.parametrize("sizes", [(1, 33, 1), (2, 1, 19)], ids=str)
+def test_right_kernels_of_odd_sizes(sizes, two_counts):
+    assert find_difference(*stacks(torch.bfloat16, *sizes)) is None
+
+
+def test_right_kernels_on_stacks_as_they_lie(two_counts):
+    """A slice of wider weights, and an output-first stack; nothing else is read."""
+    gate_up, down = (stack.clone() for stack in stacks())
+    wide = torch.full((6, 40, 51), float("nan"))
+    wide[::2, :, :48] = gate_up
+    transposed = down.transpose(1, 2).contiguous().transpose(1, 2)
+    assert find_difference(wide[::2, :, :48], transposed) is None
+    description = describe(wide[::2, :, :48], transposed)
+    assert description == "torch.float32 3 40 24 4080 51 1 960 1 24"
+    again = made_up_experts(description, CPU)
+    assert describe(*again) == description.replace(" 4080 ", " 16 ").replace(" 960 ", " 16 ")
+    assert find_difference(*again) is None
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_what_weights_hold_condemns_no_kernel(value, two_counts):
+    gate_up, down = stacks(torch.float16, num_experts=2)
+    assert find_difference(gate_up, torch.full_like(down, value)) is None
+
+
+def test_numbers_that_overflow_condemn_no_kernel(two_counts):
+    gate_up, down = (stack.clone() for stack in stacks(torch.float16, num_experts=2))
+    down *= 6e4 / down.abs().max()
+    assert find_difference(gate_up, down) is None
+
+
+def test_a_trial_leaves_random_numbers_alone(two_counts):
+    state = torch.get_rng_state()
+    find_difference(*stacks(hidden=8, intermediate=4))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# Spoilt kernels
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_spoilt_kernels_are_found(how, monkeypatch, tmp_path):
+    spoil(monkeypatch, tmp_path, *SPOILT[how])
+    difference = find_difference(*stacks())
+    expected = "it fails: .*no such R" if how == "does not compile" else "numbers are wrong.*may be rounding"
+    assert difference is not None and re.search(f"^with \\d+ rows .*{expected}", difference), difference
+
+
+@pytest.mark.parametrize("how", ["last inner column", "one expert"])
+def test_spoilt_kernels_are_found_in_sixteen_bits(how, monkeypatch, tmp_path):
+    spoil(monkeypatch, tmp_path, *SPOILT[how])
+    for dtype in (torch.bfloat16, torch.float16):
+        assert "numbers are wrong" in find_difference(*stacks(dtype))
+
+
+def test_too_little_shared_memory_is_a_failure(monkeypatch):
+    monkeypatch.setattr(few_rows_triton, "gate_up_kernel", OutOfSharedMemory())
+    difference = find_difference(*stacks())
+    assert "with 1 rows it fails: OutOfResources: out of resource: shared memory" in difference
+    assert "232448" in difference and "101376" in difference
+
+
+# In a process of its own
+
+
+def test_another_process_goes_first(monkeypatch, tmp_path):
+    """It launches kernels that are right, while those of this one are not; and does so where they are not."""
+    spoil(monkeypatch, tmp_path, *SPOILT["not a number"])
+    description = describe(*stacks())
+    assert find_difference_apart(description, CPU) is None
+    monkeypatch.setattr(trial, "_PATIENCE", 0.01)  # for so long nothing starts
+    assert "numbers are wrong" in find_difference_apart(description, CPU)
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    assert "numbers are wrong" in find_difference_apart(description, CPU)
+
+
+def test_a_kernel_that_takes_the_process_along(monkeypatch, tmp_path):
+    """As a compiler does that aborts; what it says last is kept."""
+    copy = tmp_path / "copy"
+    # In a checkout three folders that stand side by side, in a wheel one with two of them inside.
+    root = Path(llamoe.__file__).parents[1]
+    for folder in ("llamoe", "configuration", "modeling"):
+        if (root / folder).is_dir():
+            shutil.copytree(root / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    spoilt = copy / SOURCE.relative_to(root)
+    spoilt.write_text(
+        spoilt.read_text() + '\nimport os\nos.write(2, b"LLVM ERROR: Cannot select\\n")\nos.abort()\n'
+    )
+    monkeypatch.syspath_prepend(str(copy))
+    difference = find_difference_apart(describe(*stacks()), CPU)
+    assert difference == "the process that launched it ended with -6: LLVM ERROR: Cannot select"
+
+
+# Trust
+
+
+@torch.no_grad()
+def test_first_use_tries_and_remembers(on_a_gpu, launches, caplog, tmp_path):
+    """A long prompt, too: it does not take the kernel, but what follows it will."""
+    caplog.set_level(logging.INFO, "llamoe")
+    experts = make_experts()
+    inputs = rows(experts, 70)
+    assert max_abs(experts(*inputs), by_hand(experts, *inputs)) < 1e-5
+    # Made-up experts and these, with three kinds of ids each.
+    assert launches == 2 * (3 * [1] + 3 * [17]) and "for up to 64 rows" in caplog.text
+    for num_rows, top_k in ((1, 1), (64, 1), (32, 2), (65, 1), (33, 2)):
+        del launches[:]
+        inputs = rows(experts, num_rows, top_k)
+        assert max_abs(experts(*inputs), by_hand(experts, *inputs)) < 1e-5
+        assert launches == ([num_rows * top_k] if num_rows * top_k <= 64 else [])
+    (file,) = (tmp_path / "cache").glob("*.json")
+    content = json.loads(file.read_text())
+    assert content["answer"]["rows"] == 64 and content["question"]["torch"] == torch.__version__
+    assert [path.suffix for path in (tmp_path / "cache").iterdir() if path != file] == [".lock"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["last inner column", "does not compile"])
+def test_a_spoilt_kernel_is_not_used_and_said_once(how, on_a_gpu, caplog, monkeypatch, tmp_path):
+    """Nor in the next process, which reads why; forced it is launched all the same."""
+    spoil(monkeypatch, tmp_path, *SPOILT[how])
+    experts = make_experts()
+    inputs = rows(experts, 5)
+    for process in range(2):
+        for _ in range(3):
+            assert max_abs(experts(*inputs), by_hand(experts, *inputs)) < 1e-5
+        (record,) = caplog.records
+        assert record.levelname == "WARNING" and "does not use the kernel" in record.getMessage()
+        assert (
+            "numbers are wrong" if process and how != "does not compile" else "rows"
+        ) in record.getMessage()
+        caplog.clear()
+        trust._ANSWERS.clear()
+        trust._ANSWERS_TO.clear()
+        if process == 0:  # the second one could not try
+            monkeypatch.setattr(trust, "_try", None)
+    experts.config._experts_implementation = "llamoe_kernel"
+    if how == "does not compile":
+        with pytest.raises(Exception, match="no such R"):
+            experts(*inputs)
+    else:
+        assert max_abs(experts(*inputs), by_hand(experts, *inputs)) > 1e-3
+    assert not caplog.records
+
+
+def answer_twice(monkeypatch, change):
+    """Try, change something, and come as a new process: whether it tried again."""
+    tried = []
+    monkeypatch.setattr(trust, "_try", lambda *args: tried.append(1) or trust.Answer(16))
+    experts = make_experts()
+
+    def ask():
+        return trust.rows_to_trust(
+            CPU,
+            describe(experts.gate_up_proj, experts.down_proj),
+            (experts.gate_up_proj, experts.down_proj),
+            None,
+        )
+
+    assert ask() == 16 and ask() == 16 and tried == [1]
+    (file,) = Path(os.environ["LLAMOE_CACHE"]).glob("*.json")
+    change(file)
+    trust._ANSWERS.clear()
+    trust._ANSWERS_TO.clear()
+    assert ask() == 16
+    return len(tried) == 2
+
+
+def edit(**changes):
+    def change(file):
+        content = json.loads(file.read_text())
+        content["answer"].update(changes)
+        file.write_text(json.dumps(content))
+
+    return change
+
+
+def edit_and_seal(file):
+    content = json.loads(file.read_text())
+    content["answer"]["rows"] = 10**9
+    content["seal"] = trust._seal(content["question"], trust.Answer(10**9))
+    file.write_text(json.dumps(content))
+
+
+def swap_for_another(file):
+    """The answer to another question, by this one's name."""
+    content = json.loads(file.read_text())
+    content["question"]["driver"] = "older"
+    content["seal"] = trust._seal(content["question"], trust.Answer(**content["answer"]))
+    file.write_text(json.dumps(content))
+
+
+def replace_by_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    {
+        "nothing": (lambda file: None, False),
+        "empty": (lambda file: file.write_text(""), True),
+        "cut off": (lambda file: file.write_text(file.read_text()[:-9]), True),
+        "no JSON": (lambda file: file.write_bytes(b"\xff\x00{"), True),
+        "another kind": (lambda file: file.write_text("[1, 2]"), True),
+        "deep": (lambda file: file.write_text("[" * 10**5), True),
+        "more rows": (edit(rows=64), True),
+        "rows of another type": (edit(rows="16"), True),
+        "a new field": (edit(colour="red"), True),
+        "too many rows, sealed": (edit_and_seal, True),
+        "another question": (swap_for_another, True),
+        "a folder": (replace_by_folder, True),
+    }.values(),
+)
+def test_only_a_whole_answer_to_the_question_counts(change, again, monkeypatch):
+    assert answer_twice(monkeypatch, change) is again
+
+
+@pytest.mark.parametrize("name", trust._SOURCES)
+def test_a_changed_source_is_tried_anew(name, monkeypatch, tmp_path):
+    here = Path(trust.__file__).parent
+    for each in trust._SOURCES:
+        shutil.copy(here / each, tmp_path)
+
+    def change(file):
+        with open(tmp_path / name, "a") as source:
+            source.write("# another one\n")
+
+    monkeypatch.setattr(trust, "__file__", str(tmp_path / "trust.py"))
+    assert answer_twice(monkeypatch, change)
+
+
+@pytest.mark.parametrize("what", ["driver", "device", "shared_memory"])
+def test_another_device_is_tried(what, monkeypatch):
+    facts = trial.device_facts(CPU)
+    assert answer_twice(
+        monkeypatch,
+        lambda file: monkeypatch.setattr(trust, "device_facts", lambda device: {**facts, what: "another"}),
+    )
+
+
+@pytest.mark.parametrize("place", ["/dev/null/cache", "~nobody-of-this-name/cache"])
+def test_a_folder_that_takes_no_file_is_no_error(place, monkeypatch, caplog):
+    monkeypatch.setenv("LLAMOE_CACHE", place)
+    monkeypatch.setattr(trust, "_try", lambda *args: trust.Answer(16))
+    experts = make_experts()
+    pair = experts.gate_up_proj, experts.down_proj
+    assert trust.rows_to_trust(CPU, describe(*pair), pair, None) == 16
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+@torch.no_grad()
+def test_no_memory_is_no_verdict(on_a_gpu, monkeypatch, tmp_path):
+    """It is not kept, and not tried again in this process."""
+    calls = []
+
+    def run(*args):
+        calls.append(1)
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    monkeypatch.setattr(few_rows, "run_kernels", run)
+    experts = make_experts()
+    inputs = rows(experts, 5)
+    for _ in range(2):
+        assert max_abs(experts(*inputs), by_hand(experts, *inputs)) < 1e-5
+    assert calls == [1] and not list((tmp_path / "cache").glob("*.json"))
+
+
+def test_of_several_processes_one_tries(monkeypatch, tmp_path):
+    log = tmp_path / "log"
+    log.touch()
+    experts = make_experts()
+    pair = experts.gate_up_proj, experts.down_proj
+
+    def slowly(*args):
+        with open(log, "a") as file:
+            file.write("tried\n")
+        time.sleep(2)
+        return trust.Answer(32)
+
+    def ask():
+        sys.exit(trust.rows_to_trust(CPU, describe(*pair), pair, None))
+
+    monkeypatch.setattr(trust, "_try", slowly)
+    started = [multiprocessing.get_context("fork").Process(target=ask) for _ in range(4)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [32] * 4
+    assert log.read_text() == "tried\n"
+
+
+# Graphs
+
+
+def compiled(experts):
+    graphs = []
+
+    def backend(module, inputs, **_):
+        graphs.append({node.target for node in module.graph.nodes})
+        return module
+
+    torch._dynamo.reset()
+    return torch.compile(experts, fullgraph=True, backend=backend), graphs
+
+
+def has_kernel(graph):
+    return any("few_rows_experts" in str(target) for target in graph)
+
+
+@torch.no_grad()
+def test_a_compiler_is_told_what_is_known(on_a_gpu, launches, caplog):
+    """Nothing runs while it reads along; it takes the other way, and says so once."""
+    caplog.set_level(logging.INFO, "llamoe")
+    experts = make_experts()
+    inputs = rows(experts, 5)
+    for _ in range(2):
+        call, graphs = compiled(experts)
+        assert max_abs(call(*inputs), by_hand(experts, *inputs)) < 1e-5
+        assert len(graphs) == 1 and not has_kernel(graphs[0]) and launches == []
+    (record,) = caplog.records
+    assert record.levelname == "INFO" and "before the kernel for few rows was tried" in record.getMessage()
+
+    experts(*inputs)
+    assert launches.pop() == 5
+    call, graphs = compiled(experts)
+    del launches[:]
+    assert max_abs(call(*inputs), by_hand(experts, *inputs)) < 1e-5
+    assert len(graphs) == 1 and has_kernel(graphs[0]) and launches == [5]
+
+    # A process that begins by compiling finds the answer on disk.
+    trust._ANSWERS.clear()
+    trust._ANSWERS_TO.clear()
+    call, graphs = compiled(experts)
+    call(*inputs)
+    assert len(graphs) == 1 and has_kernel(graphs[0])
+
+
+@torch.no_grad()
+def test_sizes_that_a_compiler_leaves_open(on_a_gpu):
+    """Experts that are no parameters, as in expert parallelism, and any number of rows."""
+    experts = make_experts()
+    try_kernels(experts)
+    for name in ("gate_up_proj", "down_proj"):
+        stack = getattr(experts, name).detach()
+        delattr(experts, name)
+        setattr(experts, name, stack)
+    torch._dynamo.reset()
+    call = torch.compile(experts, fullgraph=True, dynamic=True, backend="eager")
+    for num_rows in (5, 9, 70):
+        inputs = rows(experts, num_rows)
+        assert max_abs(call(*inputs), by_hand(experts, *inputs)) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("trace", ["jit", "export"])
+def test_programs_for_all_numbers_of_rows_do_without(trace, on_a_gpu, launches):
+    """Known or not: nothing is tried while somebody traces."""
+    experts = make_experts()
+    inputs = rows(experts, 5)
+    for is_known in (False, True):
+        if is_known:
+            experts(*inputs)
+            del launches[:]
+        if trace == "jit":
+            program = torch.jit.trace(experts, inputs, check_trace=False)
+        else:
+            program = torch.export.export(experts, inputs).module()
+        assert max_abs(program(*inputs), by_hand(experts, *inputs)) < 1e-5 and launches == []
+
+
+@torch.no_grad()
+def test_fake_tensors_are_told_what_is_known(on_a_gpu, launches):
+    """As in a tracer that has only shapes."""
+    experts = make_experts()
+    x, ids, weights = rows(experts, 5)
+
+    def call(x, gate_up, down):
+        parameters = {"gate_up_proj": gate_up, "down_proj": down}
+        return torch.func.functional_call(experts, parameters, (x, ids, weights))
+
+    for is_known in (False, True):
+        if is_known:
+            experts(x, ids, weights)
+            del launches[:]
+        inputs = x, experts.gate_up_proj.detach(), experts.down_proj.detach()
+        traced = make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        assert has_kernel({node.target for node in traced.graph.nodes}) is is_known and launches == []
+        assert max_abs(traced(*inputs), by_hand(experts, x, ids, weights)) < 1e-5
+        assert launches == [5] * is_known
+
+
+@torch.no_grad()
+def test_nothing_is_tried_while_a_cuda_graph_is_captured(on_a_gpu, launches, monkeypatch):
+    experts = make_experts()
+    inputs = rows(experts, 5)
+    monkeypatch.setattr(trust, "_is_capturing", lambda device: True)
+    experts(*inputs)
+    assert launches == []
+    monkeypatch.setattr(trust, "_is_capturing", lambda device: False)
+    experts(*inputs)
+    monkeypatch.setattr(trust, "_is_capturing", lambda device: True)
+    del launches[:]
+    experts(*inputs)
+    assert launches == [5]
+
+
+@torch.no_grad()
+def test_transforms_of_torch_func_pass_the_kernel_by(on_a_gpu, launches):
+    experts = make_experts()
+    x, ids, weights = rows(experts, 4)
+    given = torch.func.vmap(lambda row: experts(row[None], ids[:1], weights[:1])[0])(x)
+    expected = by_hand(experts, x, ids[:1].expand(4, 1), weights[:1].expand(4, 1))
+    assert max_abs(given, expected) < 1e-5 and launches == []
+
+
+def test_generate_tries_before_it_compiles(on_a_gpu, launches):
+    """Each step of the one graph then runs the kernel, two experts for each of two tokens."""
+    case = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
+    layers = dict(
+        num_hidden_layers=2, no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"]
+    )
+    model = case.make(**layers)
+    inputs = case.inputs(padding=(0, 2), length=70)
+    options = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, cache_implementation="static")
+    graphs = []
+
+    def backend(module, inputs, **_):
+        graphs.append({node.target for node in module.graph.nodes})
+        return module
+
+    compile_config = CompileConfig(fullgraph=True, backend=backend)
+    compile_config._compile_all_devices = True
+    torch._dynamo.reset()
+    given = model.generate(**inputs, **options, compile_config=compile_config)
+    assert len(graphs) == 1 and has_kernel(graphs[0])
+    assert launches[-4:] == [17, 4, 4, 4]
+    model.set_experts_implementation("llamoe_loop")
+    assert torch.equal(given, model.generate(**inputs, **options, disable_compile=True))
+
+
+def test_try_kernels_tries_nothing_that_is_not_asked_for(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(trust, "_try", None)
+    experts = make_experts()
+    for name in ("llamoe_loop", "llamoe_grouped", "llamoe_kernel", "eager", "batched_mm"):
+        experts.config._experts_implementation = name
+        try_kernels(experts)
+    experts.config._experts_implementation = "llamoe"
+    try_kernels(experts.to(torch.float64))  # which the kernel does not take
+    try_kernels(experts.to("meta"))
+
+
+# Times
+
+
+@torch.no_grad()
+def test_an_interpreted_kernel_is_not_the_faster_way(on_a_gpu, launches, monkeypatch, caplog):
+    """Where nothing is known of the device it is timed, by one row first."""
+    caplog.set_level(logging.INFO, "llamoe")
+    monkeypatch.setattr(trust, "KNOWN_ROWS", {})
+    experts = make_experts()
+    inputs = rows(experts, 5)
+    experts(*inputs)
+    assert launches[-1] == 1 and launches.count(1) > 5
+    del launches[:]
+    assert max_abs(experts(*inputs), by_hand(experts, *inputs)) < 1e-5 and launches == []
+    assert "for up to 0 rows" in caplog.text and "1: " in caplog.text and " ms" in caplog.text
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+def test_rows_up_to_which_the_kernel_is_faster():
+    down = torch.empty(3, 24, 40)
+
+    def sleeping(milliseconds):
+        return lambda x, ids: time.sleep(milliseconds(len(x)) / 1000)
+
+    for kernel, other, expected in (
+        (lambda n: n, lambda n: 12, 8),
+        (lambda n: 1, lambda n: 9, few_rows.TRITON_MAX_ROWS),
+        (lambda n: 9, lambda n: 1, 0),
+    ):
+        fastest, times = trial.find_fastest_rows(sleeping(kernel), sleeping(other), down)
+        assert fastest == expected and times.count("ms") == len(times.split(","))

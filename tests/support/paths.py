@@ -1,0 +1,16 @@
+"""Where the tests find the examples, and the programs that they start."""
+
+import os
+from pathlib import Path
+
+SUPPORT = Path(__file__).resolve().parent
+TESTS = SUPPORT.parent
+ROOT = TESTS.parent
+EXAMPLES = ROOT / "examples"
+TINY = EXAMPLES / "llamoe-tiny"
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Environment of a program that imports `support`: this process's, one thread, and `variables`."""
+    path = filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"} | variables

@@ -1,0 +1,366 @@
+"""One of the processes that run a model together and compare with one process; test_two_processes.py starts it.
+
+Every check compares with the same model loaded without any sharding in this process, and yields figures: largest
+differences, or whether something holds. What both processes measured is written to results.json by the first.
+"""
+
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from safetensors import safe_open
+from support import process_saves as saves  # noqa: F401  (registers its checks)
+from support.models import IMAGE_TOKEN, MULTIMODAL, TOKENS_PER_TILE, VISION, Case, max_abs
+from support.paths import EXAMPLES
+from support.process_checks import (
+    CHECKS,
+    CLASSES,
+    FOLDER,
+    check,
+    expert_parallel,
+    load,
+    tensor_parallel,
+    weight_difference,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+import llamoe
+from llamoe.modeling._compat import gather
+
+BACKENDS = ("llamoe", "eager", "grouped_mm", "batched_mm")
+LEARNING_RATE = 0.5
+
+
+def padded_rows(name):
+    """Three rows, left-padded, the second with two tiles and the third with one where there are images."""
+    case = MULTIMODAL if name == "multimodal" else Case(CLASSES[name], None, None, None)
+    return case.inputs(padding=(5, 0, 9), length=29)
+
+
+def even_rows(name):
+    """Four rows without padding and with a tile each, so that each of two processes gets half of all."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = {"input_ids": torch.randint(3, 90, (4, 23), generator=generator)}
+    if name == "multimodal":
+        inputs["input_ids"][:, 3 : 3 + TOKENS_PER_TILE] = IMAGE_TOKEN
+        size = VISION["image_size"]
+        inputs["pixel_values"] = torch.randn(4, 3, size, size, generator=generator)
+    return inputs
+
+
+def half(inputs):
+    """The rows of this process."""
+    return {name: value.chunk(2)[dist.get_rank()] for name, value in inputs.items()}
+
+
+def relative_gradient_difference(model, reference):
+    """The largest difference of a parameter's gradient, relative to its largest entry."""
+    worst = 0.0
+    expected = dict(reference.named_parameters())
+    floor = max(p.grad.abs().max().item() for p in expected.values()) / 100
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        scale = max(expected[name].grad.abs().max().item(), floor)
+        worst = max(worst, max_abs(gather(parameter.grad), expected[name].grad) / scale)
+    return worst
+
+
+def loss_of(model, inputs):
+    return model(**inputs, labels=inputs["input_ids"]).loss
+
+
+def step(model, inputs):
+    """One step of training; the loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loss = loss_of(model.train(), inputs)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def generate(model, inputs):
+    return model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)
+
+
+def compare_outputs(model, reference, inputs):
+    with torch.no_grad():
+        expected, given = reference(**inputs).logits, model(**inputs).logits
+    tokens, expected_tokens = generate(model, inputs), generate(reference, inputs)
+    assert tokens.shape[1] == inputs["input_ids"].shape[1] + 8
+    return {
+        "deviation": expected.std().item(),
+        "logits": max_abs(given, expected),
+        "other tokens": int((tokens != expected_tokens).sum()),
+    }
+
+
+def compare(name, distributed_config, layout="llamoe", **kwargs):
+    """Forward, generation, a step of training, saved and loaded again: against one process."""
+    if name != "dense" and name != "tied":  # the router's losses as well
+        text = dict(output_router_logits=True, router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
+        kwargs |= {"text_config": text} if name == "multimodal" else text
+    reference = load(name, **kwargs)
+    model = load(name, distributed_config=distributed_config, **kwargs)
+    inputs = padded_rows(name)
+    figures = compare_outputs(model, reference, inputs)
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor) and p.to_local().shape != p.shape]
+    figures["sharded"] = sum(p.numel() for p in sharded) / sum(p.numel() for p in model.parameters())
+
+    figures["loss"] = abs(step(model, inputs) - step(reference, inputs)).item()
+    figures["gradients"] = relative_gradient_difference(model, reference)
+    folder = FOLDER / f"saved-{name}-{layout}-{distributed_config.enable_expert_parallel}"
+    model.save_pretrained(folder, layout=layout, max_shard_size="60KB")
+    again = type(reference).from_pretrained(folder)
+    stock_type = json.loads((folder / "config.json").read_text())["model_type"]
+    assert stock_type == (again.config.stock_model_type if layout == "stock" else again.config.model_type)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return figures | {"trained and reloaded": weight_difference(again, reference)}
+
+
+@check("dense", "tied", "text", "top1", "multimodal")
+def tensor(name):
+    return compare(name, tensor_parallel(), layout="stock" if name == "multimodal" else "llamoe")
+
+
+@check(*BACKENDS, "multimodal")
+def expert(name):
+    if name in BACKENDS:
+        return compare("text", expert_parallel(), experts_implementation=name)
+    return compare(name, expert_parallel())
+
+
+@check("heads", "experts", "stages")
+def refused(what):
+    """What devices cannot share is told before a weight is read: the folders' weights have other shapes."""
+    try:
+        if what == "heads":
+            load("dense", num_attention_heads=3, num_key_value_heads=3, distributed_config=tensor_parallel())
+        elif what == "stages":
+            load("multimodal", distributed_config=DistributedConfig(pp_size=2))
+        else:
+            load("text", num_local_experts=5, distributed_config=expert_parallel())
+    except ValueError as error:
+        return {"message": str(error)}
+
+
+@check("multimodal")
+def text_of(name):
+    """The text model of a multimodal folder, whose keys are renamed, straight into shards."""
+    folder = FOLDER / name
+    reference = llamoe.LlamoeForCausalLM.from_pretrained(folder)
+    model = llamoe.LlamoeForCausalLM.from_pretrained(folder, distributed_config=tensor_parallel())
+    return {"weights": weight_difference(model, reference)}
+
+
+def starved_rows():
+    """Two rows of two tokens; all choose, in each layer, among the first half of the experts."""
+    model = load("top1")
+    ids = torch.randint(3, 90, (400, 2), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        logits = model(ids, output_router_logits=True).router_logits
+    chosen = torch.stack([layer.argmax(-1).view(ids.shape) for layer in logits])
+    fits = (chosen < model.config.num_local_experts // 2).all(-1).all(0)
+    rows = ids[fits][:2]
+    assert len(rows) == 2
+    # In the first mixture the two rows use at most four of the six experts, all on the first process.
+    return {"input_ids": rows}
+
+
+def shard_with_accelerate(name):
+    """FSDP2 as `Accelerator.prepare` applies it on GPUs, with what the files in examples/accelerate ask for.
+
+    On the CPU an `Accelerator` does data parallelism only, so that its function is called with the little of one that
+    it reads.
+    """
+    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    os.environ.update(environment)
+    try:
+        model = load(name)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        assert plugin.cpu_ram_efficient_loading
+    finally:
+        for variable in environment:
+            os.environ.pop(variable, None)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("fsdp",)),
+        device=torch.device("cpu"),
+        mixed_precision="no",
+        is_main_process=dist.get_rank() == 0,
+    )
+    model = fsdp2_prepare_model(accelerator, model)
+    units = {type(unit).__name__ for unit in model.modules() if isinstance(unit, FSDPModule)}
+    assert {f"FSDP{layer}" for layer in model._no_split_modules} < units
+    return model
+
+
+def train(name, kind, inputs):
+    """One step on the rows of both processes; what is left is compared with one process that has all rows."""
+    reference = load(name)
+    expected_loss = step(reference, inputs)
+    mine = half(inputs)
+    if kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(load(name))
+        loss = step(model, mine)
+    elif kind == "accelerate":
+        model = shard_with_accelerate(name)
+        loss = step(model, mine)
+    elif kind == "expert":
+        model, mine = load(name, distributed_config=expert_parallel()), inputs
+        loss = step(model, mine)
+    else:
+        extra = {"ep_size": 2} if kind == "fsdp+expert" else {}
+        model = load(name, distributed_config=DistributedConfig(fsdp_size=2, **extra))
+        loss = step(model, mine)
+    dist.all_reduce(loss)
+    figures = {
+        "loss": abs(loss / 2 - expected_loss).item(),
+        "gradients": relative_gradient_difference(unwrapped(model), reference),
+    }
+    figures["trained"] = weight_difference(model, reference)
+    if kind.startswith("fsdp"):
+        folder = FOLDER / f"saved-{kind}-{name}"
+        model.save_pretrained(folder)
+        figures["trained and reloaded"] = weight_difference(
+            type(reference).from_pretrained(folder), reference
+        )
+    return figures
+
+
+def unwrapped(model):
+    return getattr(model, "module", model)
+
+
+KINDS = ["ddp", "fsdp", "accelerate"]
+if "ep_size" in DistributedConfig.__dataclass_fields__:
+    KINDS.append("fsdp+expert")
+
+
+@check(
+    *[
+        f"{name} {kind}"
+        for name in ("dense", "text", "multimodal")
+        for kind in KINDS
+        if (name, kind) != ("dense", "fsdp+expert")
+    ]
+)
+def training(name):
+    name, kind = name.split()
+    return train(name, kind, even_rows(name))
+
+
+@check(*KINDS, "expert")
+def starved(kind):
+    return train("top1", kind, starved_rows())
+
+
+@check("dense", "tied", "text")
+def pipeline(name):
+    model = load(name, distributed_config=DistributedConfig(pp_size=2))
+    return compare_outputs(model, load(name), padded_rows(name))
+
+
+SPLIT = {
+    "tensor": tensor_parallel,
+    "expert": expert_parallel,
+    "fsdp": lambda: DistributedConfig(fsdp_size=2),
+    "fsdp+expert": lambda: DistributedConfig(fsdp_size=2, ep_size=2),
+}
+
+
+@check(
+    *[
+        f"{name} {kind}"
+        for name in ("text", "top1", "multimodal", "lone")
+        for kind in (*SPLIT, "accelerate")
+        # A single expert is shared by no two devices; the pair of FSDP2 and experts came with `ep_size`.
+        if (name != "lone" or "expert" not in kind) and (kind != "fsdp+expert" or kind in KINDS)
+    ]
+)
+def split(what):
+    """A checkpoint with one linear layer an expert, straight into shards, and saved from them."""
+    name, kind = what.split()
+    if kind == "accelerate":
+        model = shard_with_accelerate(f"{name}-split")
+    else:
+        model = load(f"{name}-split", distributed_config=SPLIT[kind]())
+    figures = {"weights": weight_difference(model, load(name))}
+    stacks = [p for key, p in model.named_parameters() if ".experts." in key]
+    figures["sharded"] = all(isinstance(p, DTensor) and p.to_local().shape != p.shape for p in stacks)
+    if kind != "accelerate":
+        folder = FOLDER / f"saved-split-{what}"
+        model.save_pretrained(folder)
+        again = type(model).from_pretrained(folder)
+        figures["saved"] = weight_difference(again, load(name))
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            figures["stacked"] = set(file.keys()) == {key for key, _ in again.named_parameters()}
+    return figures
+
+
+@check("text")
+def split_pipeline(name):
+    model = load(f"{name}-split", distributed_config=DistributedConfig(pp_size=2))
+    return compare_outputs(model, load(name), padded_rows(name))
+
+
+@check("dense", "multimodal")
+def shards(name):
+    """A checkpoint in which each process writes its own shards, joined by the one process that reads it."""
+    model = load(name, distributed_config=DistributedConfig(fsdp_size=2))
+    folder = FOLDER / f"shards-{name}"
+    model.save_pretrained(folder, distributed_checkpoint=True)
+    again = type(model).from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
+    return {
+        "files": len(list(folder.rglob("*.safetensors"))),
+        "weights": weight_difference(again, load(name)),
+    }
+
+
+@check("ddp", "fsdp", "tp", "ep")
+def example(parallel):
+    sys.path.insert(0, str(EXAMPLES))
+    from train_parallel import train as train_example
+
+    losses = train_example(str(FOLDER / "text"), parallel, steps=2)
+    return {"losses": losses}
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{FOLDER / 'rendezvous'}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=90),
+    )
+    results = {}
+    for key in sys.argv[2:] or CHECKS:
+        torch.manual_seed(0)
+        try:
+            figures = CHECKS[key]()
+        except Exception:
+            figures = {"error": traceback.format_exc()}
+            print(key, figures["error"], flush=True)
+        both = [None] * dist.get_world_size()
+        dist.all_gather_object(both, figures)
+        results[key] = both
+    if dist.get_rank() == 0:
+        (FOLDER / "results.json").write_text(json.dumps(results, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
