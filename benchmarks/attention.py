@@ -5,11 +5,11 @@ from transformers import Llama4TextModel
 
 import llamoe
 
-from . import OURS, REFERENCE, work
+from . import OURS, REFERENCE, roofline
 from .harness import Case, Cases, Contestant, tolerance_of
 from .memory import available_bytes
-from .pairs import model_pair, text_config
 from .shapes import Setting, Shape
+from .shared_weights import model_pair, text_config
 
 QUADRATIC_NUMBERS = 2
 """Bytes for each pair of tokens while a mask is built: the mask, and one of the two masks that it combines."""
@@ -66,13 +66,13 @@ def chunked(
         length = tokens
 
 
-def _work(model, tokens: int, chunk: int) -> work.Work:
+def _work(model, tokens: int, chunk: int) -> roofline.Work:
     """The work of a decoder whose scores stay inside chunks, without the head."""
     layer = sum(p.numel() for p in model.layers.parameters())
     itemsize = next(model.parameters()).element_size()
     pairs = tokens // chunk * chunk * (chunk + 1) // 2
     attended = 4 * pairs * model.config.num_attention_heads * model.config.head_dim
-    return work.Work(
+    return roofline.Work(
         (layer + 2 * tokens * model.config.hidden_size) * itemsize, 2 * tokens * layer + attended
     )
 

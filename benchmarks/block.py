@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from . import REFERENCE, is_of, work
+from . import REFERENCE, is_of, roofline
 from .harness import ROUNDS, Case, Cases, Contestant, tolerance_of, tolerance_of_gradients
 from .memory import available_bytes
-from .pairs import block_pair
 from .routing import draw_experts, shares, steer
 from .shapes import Setting, Shape
+from .shared_weights import block_pair
 
 PEERS = ("grouped_mm", "batched_mm")
 MANY = 8192
@@ -62,7 +62,7 @@ def inference(
             + (", Zipf" if skew == "zipf" else "")
             + (", one layer again and again" if is_repeated else ""),
             contestants=contestants,
-            work=work.of_block(shape, tokens, routing["distinct"], setting.dtype.itemsize),
+            work=roofline.of_block(shape, tokens, routing["distinct"], setting.dtype.itemsize),
             tolerance=tolerance_of(setting.dtype),
             facts={
                 "phase": phase,
@@ -108,7 +108,7 @@ def training(setting: Setting, shape: Shape, tokens: int) -> Cases:
         return run
 
     tolerance = tolerance_of_gradients(setting.dtype)
-    forward = work.of_block(shape, tokens, routing["distinct"], setting.dtype.itemsize)
+    forward = roofline.of_block(shape, tokens, routing["distinct"], setting.dtype.itemsize)
     for frozen in (False, True):
         stock.experts.requires_grad_(not frozen)
         contestants = {
@@ -118,7 +118,7 @@ def training(setting: Setting, shape: Shape, tokens: int) -> Cases:
         yield Case(
             name=f"T = {tokens}, {'experts frozen' if frozen else 'all weights'}",
             contestants=contestants,
-            work=work.of_training(forward, 0.5 if frozen else 0.0),
+            work=roofline.of_training(forward, 0.5 if frozen else 0.0),
             tolerance=tolerance,
             facts={
                 "phase": "training",

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from . import attention, block, loading, models, parts, session
+from . import attention, block, command_line, loading, models, small_modules
 from .clocks import ProcessorClock
 from .harness import Group
 from .shapes import MANY_SMALL, MINI, MINI_128, Setting
@@ -34,8 +34,8 @@ GROUPS: dict[str, Group] = {
     "chunked": partial(
         attention.chunked, SETTING, MINI, chunk=1024, counts=(2, 4, 8), long=65536, patience=60.0
     ),
-    "vision": partial(parts.vision, SETTING, hidden=512, layers=4, heads=8, output=512, tiles=(1, 2)),
-    "parts": partial(parts.small, SETTING, MINI, 1024),
+    "vision": partial(small_modules.vision, SETTING, hidden=512, layers=4, heads=8, output=512, tiles=(1, 2)),
+    "parts": partial(small_modules.small, SETTING, MINI, 1024),
     "loading": partial(loading.loading, SETTING, MINI, LAYERS, "100MB"),
     "loading-many": partial(loading.loading, SETTING, MANY_SMALL, 12, "100KB", dense=True),
 }
@@ -43,9 +43,11 @@ GROUPS: dict[str, Group] = {
 
 def main() -> int:
     """Run the groups named on the command line."""
-    options, budget = session.options(session.parser("cpu", GROUPS, __doc__), "cpu")
+    options, budget = command_line.options(command_line.parser("cpu", GROUPS, __doc__), "cpu")
     torch.set_num_threads(1)
-    return session.run("cpu", GROUPS, options.cases, ProcessorClock(), SETTING.dtype, options.output, budget)
+    return command_line.run(
+        "cpu", GROUPS, options.cases, ProcessorClock(), SETTING.dtype, options.output, budget
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from . import attention, block, loading, models, parts, session
+from . import attention, block, command_line, loading, models, small_modules
 from .clocks import DeviceClock
 from .harness import Cases, Group
 from .memory import available_bytes
@@ -56,8 +56,10 @@ GROUPS: dict[str, Group] = {
     "chunked": partial(
         attention.chunked, SETTING, SCOUT, chunk=8192, counts=(2, 4), long=65536, patience=30.0
     ),
-    "vision": partial(parts.vision, SETTING, hidden=1408, layers=34, heads=16, output=4096, tiles=(1, 8)),
-    "parts": partial(parts.small, SETTING, SCOUT, 8192),
+    "vision": partial(
+        small_modules.vision, SETTING, hidden=1408, layers=34, heads=16, output=4096, tiles=(1, 8)
+    ),
+    "parts": partial(small_modules.small, SETTING, SCOUT, 8192),
     "loading": partial(loading.loading, SETTING, SCOUT, 1, "1GB"),
     "loading-many": partial(loading.loading, SETTING, MANY_SMALL, 12, "50KB", dense=True),
 }
@@ -65,7 +67,7 @@ GROUPS: dict[str, Group] = {
 
 def main() -> int:
     """Run the groups named on the command line."""
-    options, budget = session.options(session.parser("gpu", GROUPS, __doc__, seconds=0.5), "gpu")
+    options, budget = command_line.options(command_line.parser("gpu", GROUPS, __doc__, seconds=0.5), "gpu")
     if not torch.cuda.is_available():
         print(
             "benchmarks.gpu needs a CUDA device, and torch finds none; `python -m benchmarks.cpu` needs none.",
@@ -73,7 +75,7 @@ def main() -> int:
         )
         return 2
     torch.cuda.set_device(SETTING.device)
-    return session.run(
+    return command_line.run(
         "gpu", GROUPS, options.cases, DeviceClock(SETTING.device), SETTING.dtype, options.output, budget
     )
 

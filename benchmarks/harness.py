@@ -13,7 +13,7 @@ from . import OURS, REFERENCE, is_of
 from .clocks import Clock
 from .hardware import Rates
 from .memory import peak_of
-from .work import Work
+from .roofline import Work
 
 
 @dataclass(frozen=True)

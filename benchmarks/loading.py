@@ -26,8 +26,8 @@ import llamoe
 
 from . import AGAIN, OURS, REFERENCE
 from .harness import ROUNDS, Budget, Cases, Tolerance, quartiles
-from .pairs import text_config
 from .shapes import Setting, Shape
+from .shared_weights import text_config
 
 CLASSES = {REFERENCE: Llama4ForCausalLM, OURS: llamoe.LlamoeForCausalLM, AGAIN: Llama4ForCausalLM}
 LOADS = 9

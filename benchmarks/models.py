@@ -7,10 +7,10 @@ from transformers import DynamicCache, Llama4ForCausalLM, LlamaForCausalLM, PreT
 
 import llamoe
 
-from . import AGAIN, OURS, REFERENCE, work
+from . import AGAIN, OURS, REFERENCE, roofline
 from .harness import ROUNDS, SURE_ROUNDS, Case, Cases, Contestant, tolerance_of, tolerance_of_gradients
-from .pairs import dense_config, model_pair, text_config
 from .shapes import Setting, Shape
+from .shared_weights import dense_config, model_pair, text_config
 
 PAST = 64
 """Cached tokens in each row while decoding."""
@@ -67,10 +67,10 @@ def _contestants(models: dict, make: Callable) -> dict[str, Contestant]:
     return {name: Contestant(torch.no_grad()(make(model))) for name, model in models.items()}
 
 
-def _work(models: dict, ids: torch.Tensor, past: int = 0) -> work.Work:
+def _work(models: dict, ids: torch.Tensor, past: int = 0) -> roofline.Work:
     ours = models[OURS]
-    hit = work.experts_hit(ours, input_ids=ids) if isinstance(ours, llamoe.LlamoeForCausalLM) else []
-    return work.of_decoder(ours, *ids.shape, past, hit)
+    hit = roofline.experts_hit(ours, input_ids=ids) if isinstance(ours, llamoe.LlamoeForCausalLM) else []
+    return roofline.of_decoder(ours, *ids.shape, past, hit)
 
 
 def _prefill(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases:
@@ -139,7 +139,7 @@ def _training(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases
         yield Case(
             name=f"training, T = {length}",
             contestants={name: Contestant(step(model), outputs=list) for name, model in models.items()},
-            work=work.of_training(_work(models, ids)),
+            work=roofline.of_training(_work(models, ids)),
             tolerance=tolerance,
             facts={"phase": "training", "tokens": length},
             least=_rounds(models),

@@ -72,12 +72,12 @@ def merge(results: dict, new: dict, order: Sequence[str]) -> dict:
 def write(results: dict, folder: Path, name: str) -> None:
     """Write the page and, where matplotlib is installed, the figure."""
     try:
-        from .figure import draw
+        from .plot import draw
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
         _say_once(
-            "matplotlib is not installed: no figure. `python -m benchmarks.figure` draws it from the results."
+            "matplotlib is not installed: no figure. `python -m benchmarks.plot` draws it from the results."
         )
     else:
         draw(results, folder / f"{name}.svg")

@@ -15,23 +15,23 @@ from benchmarks import (
     attention,
     bars,
     block,
+    command_line,
     cpu,
     gpu,
     harness,
     loading,
     models,
-    parts,
     readme,
     report,
     routing,
-    session,
+    small_modules,
 )
 from benchmarks.clocks import ProcessorClock
 from benchmarks.hardware import Rates
 from benchmarks.harness import Budget, Case, Contestant, Tolerance
 from benchmarks.memory import peak_of
+from benchmarks.roofline import Work, of_block, of_decoder
 from benchmarks.shapes import Setting, Shape
-from benchmarks.work import Work, of_block, of_decoder
 
 CPU = torch.device("cpu")
 SETTING = Setting(CPU, torch.float32)
@@ -103,7 +103,7 @@ def test_work_is_counted_as_written_out():
     assert of_block(TINY, 11, 3, 4) == Work(
         4 * (4 * expert + router + 2 * 11 * 72), 2 * 11 * (2 * expert + router)
     )
-    from benchmarks.pairs import text_config
+    from benchmarks.shared_weights import text_config
     from llamoe import LlamoeForCausalLM, from_stock
 
     model = LlamoeForCausalLM(from_stock(text_config(TINY, 2)))
@@ -168,15 +168,15 @@ GROUPS = {
     "decoder": partial(models.mixture, SETTING, TINY, 2, prefill=(9,), decode=(1, 3), training=(9,)),
     "dense": partial(models.dense, SETTING, TINY, 2, prefill=(9,), decode=(3,), training=(9,)),
     "chunked": partial(attention.chunked, SETTING, TINY, chunk=8, counts=(2,), long=40, patience=60.0),
-    "vision": partial(parts.vision, SETTING, hidden=64, layers=1, heads=4, output=32, tiles=(1,)),
-    "parts": partial(parts.small, SETTING, TINY, 9, compiled=False),
+    "vision": partial(small_modules.vision, SETTING, hidden=64, layers=1, heads=4, output=32, tiles=(1,)),
+    "parts": partial(small_modules.small, SETTING, TINY, 9, compiled=False),
 }
 
 
 def run_session(folder, clock, chosen, rounds=2):
     budget = Budget(seconds=0.0, least=rounds, most=rounds)
     rates = dict(rounds=1, side=64, nbytes=MB)
-    return session.run("cpu", GROUPS, chosen, clock, torch.float32, folder, budget, **rates)
+    return command_line.run("cpu", GROUPS, chosen, clock, torch.float32, folder, budget, **rates)
 
 
 def test_a_contestant_that_fails_while_it_is_timed_loses_its_samples_alone(clock):
@@ -265,7 +265,7 @@ def test_a_failure_is_the_exit_status(tmp_path, clock, capsys):
         yield make_case(lambda x: x + 1)
 
     rates = dict(rounds=1, side=64, nbytes=MB)
-    status = session.run("cpu", {"a": group}, ["a"], clock, torch.float32, tmp_path, QUICK, **rates)
+    status = command_line.run("cpu", {"a": group}, ["a"], clock, torch.float32, tmp_path, QUICK, **rates)
     assert status == 1
     assert "FAILED: a, a case: llamoe differs from stock" in capsys.readouterr().err
     assert "llamoe differs from stock" in (tmp_path / "cpu.md").read_text()
@@ -282,7 +282,7 @@ def test_a_failing_group_does_not_stop_the_others(tmp_path, clock, capsys):
 
     groups = {"block-16": broken, "dense": whole}
     rates = dict(rounds=1, side=64, nbytes=MB)
-    assert session.run("cpu", groups, list(groups), clock, torch.float32, tmp_path, QUICK, **rates) == 1
+    assert command_line.run("cpu", groups, list(groups), clock, torch.float32, tmp_path, QUICK, **rates) == 1
     assert "the group failed: RuntimeError: no data" in capsys.readouterr().err
     results = json.loads((tmp_path / "cpu.json").read_text())
     assert [(case["group"], len(case["contestants"])) for case in results["cases"]] == [
@@ -314,7 +314,7 @@ def test_options_that_cannot_be_obeyed_are_refused(tmp_path, monkeypatch, capsys
     (tmp_path / "file").write_text("")
     (tmp_path / "cpu.json").write_text('{"cases": [')
     monkeypatch.setattr(sys, "argv", ["cpu", *(word.format(folder=tmp_path) for word in words)])
-    monkeypatch.setattr(session, "RESULTS", tmp_path / "none")
+    monkeypatch.setattr(command_line, "RESULTS", tmp_path / "none")
     with pytest.raises(SystemExit) as stopped:
         cpu.main()
     assert stopped.value.code == 2
@@ -323,11 +323,11 @@ def test_options_that_cannot_be_obeyed_are_refused(tmp_path, monkeypatch, capsys
 
 def test_the_command_of_a_run_leaves_out_where_it_wrote():
     assert (
-        session.command("gpu", ["--output", "/a/b", "--cases", "dense"])
+        command_line.command("gpu", ["--output", "/a/b", "--cases", "dense"])
         == "python -m benchmarks.gpu --cases dense"
     )
     assert (
-        session.command("gpu", ["--cases", "dense", "--output=/a"])
+        command_line.command("gpu", ["--cases", "dense", "--output=/a"])
         == "python -m benchmarks.gpu --cases dense"
     )
 

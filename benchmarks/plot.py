@@ -1,6 +1,6 @@
 """Draws the results: ratio of the block over the number of tokens T, ratio of the models, peak memory.
 
-python -m benchmarks.figure benchmarks/results/cpu.json
+python -m benchmarks.plot benchmarks/results/cpu.json
 """
 
 import json

@@ -17,9 +17,9 @@ from llamoe.modeling.layers.rotary import RotaryEmbedding, rotary_tables, rotate
 
 from . import OURS, REFERENCE
 from .harness import Case, Cases, Contestant, tolerance_of
-from .pairs import dense_config, draw_weights, model_pair, text_config, vision_config
+from .roofline import Work
 from .shapes import Setting, Shape
-from .work import Work
+from .shared_weights import dense_config, draw_weights, model_pair, text_config, vision_config
 
 EPS = 1e-5
 IN_TURN = 64
