@@ -77,9 +77,7 @@ def test_root_and_tests_are_no_packages():
 
 def test_tests_mirror_the_rooms():
     """Who looks for the tests of a room finds a folder of its name."""
-    rooms = {
-        str(path.parent.relative_to(ROOT)) for f in LIBRARY for path in (ROOT / f).rglob("__init__.py")
-    }
+    rooms = {str(path.parent.relative_to(ROOT)) for f in LIBRARY for path in (ROOT / f).rglob("__init__.py")}
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
     assert {str(folder) for folder in folders if folder.parts} - {"examples", "fuzz"} == rooms
 
