@@ -56,7 +56,7 @@ def record_parity(request):
     return record
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def guard():
     """A process of little memory and time, which opens hostile files."""
     from support.guarded import Guard

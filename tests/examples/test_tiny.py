@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from support import programs
 from support.paths import EXAMPLES
 
 FOLDER = EXAMPLES / "llamoe-tiny"
@@ -45,9 +46,8 @@ def tiny():
 
 
 def run(script: str, *arguments) -> subprocess.CompletedProcess:
-    """Runs an example script as a user does, with whatever Python runs the tests."""
-    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    """Runs an example script in a process of its own."""
+    return programs.run([EXAMPLES / script, *arguments])
 
 
 def draw(shape: str, colour: str, box: tuple[int, int, int, int], picture: Image.Image) -> None:

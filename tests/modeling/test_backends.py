@@ -2,11 +2,10 @@
 
 import copy
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
+from support import programs
 from support.models import MODELS, MULTIMODAL, for_models, main_output, max_abs, run, text_config
 from transformers import AutoModelForCausalLM
 
@@ -207,13 +206,7 @@ def stock_results(tmp_path_factory):
             inputs[name] = case.inputs(padding=(0, 0, 0))
             expected[name] = run(saved, **inputs[name])
     torch.save(inputs, folder / "inputs.pt")
-    done = subprocess.run(
-        [sys.executable, "-c", READ_STOCK, folder, folder / "results.pt"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = programs.run(["-c", READ_STOCK, folder, folder / "results.pt"])
     assert done.returncode == 0, done.stderr
     return expected, torch.load(folder / "results.pt")
 

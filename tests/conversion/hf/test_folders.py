@@ -1,13 +1,12 @@
 """Hugging Face folders in and out: shards, dtypes, layouts, experts stacked or one by one."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support import programs
 from support.models import MULTIMODAL, for_models, make_asymmetric, stock_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -359,4 +358,4 @@ def test_experts_with_a_gap_are_named(tmp_path):
 
 def test_importing_llamoe_does_not_import_conversion():
     code = "import sys, llamoe; sys.exit('llamoe.conversion' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert programs.run(["-c", code]).returncode == 0

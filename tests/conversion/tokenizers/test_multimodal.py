@@ -3,11 +3,10 @@
 import base64
 import io
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from support import programs
 from transformers import AutoTokenizer
 
 import llamoe
@@ -236,14 +235,7 @@ def test_processors_load_where_only_transformers_is_imported(model, size, tmp_pa
         folders[write(tmp_path / name, files, config, "stock")] = (config, 0.5, 0.5)
     files, _, config = assembled(model, size, image=48, patch=8, ratio=0.5)
     folders[write(tmp_path / "assembled", files, config)] = (config, CLIP_MEAN[1], CLIP_STD[1])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *map(str, folders)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = programs.run(["-c", SCRIPT, *folders])
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["llamoe"] is False

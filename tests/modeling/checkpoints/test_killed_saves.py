@@ -6,11 +6,10 @@ LLAMOE_KILLS=N kills N saves at random moments, and one at every step of the exc
 import json
 import os
 import secrets
-import subprocess
-import sys
 
 import pytest
-from support.paths import SUPPORT, environment
+from support import programs
+from support.paths import SUPPORT
 
 KILLS = int(os.environ.get("LLAMOE_KILLS", 0))
 SEED = os.environ.get("LLAMOE_KILL_SEED") or secrets.token_hex(4)
@@ -18,8 +17,7 @@ SEED = os.environ.get("LLAMOE_KILL_SEED") or secrets.token_hex(4)
 
 def kill_saves(folder, *arguments):
     """Run killed_saves.py; what each of its cases was and what is wrong with it."""
-    command = [sys.executable, str(SUPPORT / "killed_saves.py"), str(folder), *arguments]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    done = programs.run([SUPPORT / "killed_saves.py", folder, *arguments], timeout=3600)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -8,11 +8,9 @@ in which every file is whole, training goes on to the very weights of a run that
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 
-from support.paths import environment
+from support import programs
 
 KILLS = int(os.environ.get("LLAMOE_KILLS", 0)) or 4
 
@@ -149,23 +147,8 @@ main()
 
 
 def test_what_a_killed_trainer_leaves(tmp_path, capsys):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            CHILD,
-            str(tmp_path),
-            str(KILLS),
-            os.environ.get("LLAMOE_SEED", "0"),
-        ],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=300 + 60 * KILLS,
-        check=False,
-    )
+    arguments = [tmp_path, KILLS, os.environ.get("LLAMOE_SEED", "0")]
+    done = programs.run(["-c", CHILD, *arguments], timeout=300 + 60 * KILLS)
     assert done.returncode == 0, done.stderr
     runs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"number"')]
     assert len(runs) == KILLS

@@ -11,6 +11,7 @@ from itertools import product
 
 import pytest
 import torch
+from support import programs
 from support.models import MODELS
 from support.paths import EXAMPLES, SUPPORT, environment
 
@@ -53,24 +54,25 @@ def write_checkpoints(folder):
 
 
 def run_together(folder, *checks, count=2):
-    command = [sys.executable, str(SUPPORT / "process_worker.py"), str(folder), *checks]
     processes = []
     try:
-        for rank in map(str, range(count)):
-            with open(folder / f"output-{rank}.txt", "w") as output:
-                own = environment(
-                    RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count)
+        for rank in range(count):
+            own = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=count, LOCAL_WORLD_SIZE=count)
+            output, own = folder / f"output-{rank}.txt", {name: str(value) for name, value in own.items()}
+            processes.append(
+                programs.start(
+                    [SUPPORT / "process_worker.py", folder, *checks], output, output, folder, os.environ | own
                 )
-                processes.append(
-                    subprocess.Popen(command, env=own, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
-                )
+            )
         end = time.monotonic() + PATIENCE
-        codes = [process.wait(timeout=max(1, end - time.monotonic())) for process in processes]
+        for process in processes:
+            process.join(max(1, end - time.monotonic()))
+        codes = [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
     tails = [(folder / f"output-{rank}.txt").read_text()[-3000:] for rank in range(count)]
-    assert not any(codes), "\n".join(tails)
+    assert codes == [0] * count, "\n".join(tails)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
 """After `llamoe.adopt` unchanged scripts get our classes for stock folders; `llamoe.release` undoes it."""
 
 import json
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 import transformers
+from support import programs
 from support.models import make_asymmetric, max_abs, stock_dense_config, stock_model, stock_multimodal_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -365,9 +364,7 @@ def test_unchanged_script_gets_our_classes_and_stock_results(folders, tmp_path):
     runner = "import llamoe, runpy, sys; llamoe.adopt(); sys.argv.pop(0); runpy.run_path(sys.argv[0])"
     results = []
     for command in (arguments, ["-c", runner, *arguments]):
-        done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
-        )
+        done = programs.run(command)
         assert done.returncode == 0, done.stderr
         assert "not supported" not in done.stderr, done.stderr
         results.append(json.loads(done.stdout.splitlines()[-1]))

@@ -1,0 +1,90 @@
+"""Runs Python programs in processes that begin with torch and transformers imported.
+
+Importing them takes most of a short program's time. A server imports them once and forks for every program
+(multiprocessing's `forkserver`). What must begin as a user's process does, and what asks for the memory or the time
+of the import, is started with `subprocess`.
+"""
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(
+    [
+        "torch",
+        "transformers",
+        "transformers.generation",
+        "transformers.modeling_utils",
+        "transformers.models.llama4.modeling_llama4",
+    ]
+)
+
+
+def start(arguments, output, errors, cwd=None, env=None):
+    """Start `python ARGUMENTS`, where the arguments begin with `-c`, `-m` or a script's path.
+
+    Args:
+        arguments: of Python.
+        output: path of a file for what the program prints.
+        errors: path of a file for its errors; may be the same.
+        cwd: folder in which it runs; this process's by default.
+        env: its environment; this process's by default.
+
+    Returns:
+        a `multiprocessing` process.
+    """
+    arguments = [str(argument) for argument in arguments]
+    env = dict(os.environ if env is None else env)
+    process = _PROCESSES.Process(
+        target=_execute, args=(arguments, str(output), str(errors), str(cwd or Path.cwd()), env)
+    )
+    process.start()
+    return process
+
+
+def run(arguments, cwd=None, env=None, timeout=300) -> subprocess.CompletedProcess:
+    """Run a program to its end, as `subprocess.run` with `capture_output=True` and `text=True` does."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        process = start(arguments, output, errors, cwd, env)
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(arguments, timeout, output.read_text(), errors.read_text())
+        return subprocess.CompletedProcess(
+            arguments, process.exitcode, output.read_text(), errors.read_text()
+        )
+
+
+def _execute(arguments, output, errors, cwd, env):
+    for path, number in ((output, 1), (errors, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    # Threads that one process starts are lost in those that it forks.
+    torch.set_num_threads(1)
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    match arguments:
+        case "-c", code, *rest:
+            sys.argv = ["-c", *rest]
+            sys.path.insert(0, "")
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        case "-m", module, *rest:
+            sys.argv = [module, *rest]
+            sys.path.insert(0, cwd)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case script, *rest:
+            sys.argv = [script, *rest]
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
