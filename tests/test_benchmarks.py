@@ -448,7 +448,7 @@ def test_the_summary_has_the_ratios_of_the_results():
         ]
     }
     text = readme.summary(results, None)
-    assert [float(number) for number in re.findall(r"([\d.]+) times", text)] == [5.0, 6.5, 42.6]
+    assert [float(number) for number in re.findall(r"([\d.]+)\s+times", text)] == [5.0, 6.5, 42.6]
     assert "prefill" not in readme.summary({"cases": results["cases"][:1]}, None)
 
 
