@@ -27,7 +27,7 @@ class Page(HTMLParser):
             (self.loaded if tag == "link" else self.links).add(given["href"])
 
 
-def names(init: str) -> list[str]:
+def names(init: str | Path) -> list[str]:
     """The `__all__` of a package's `__init__.py`."""
     for node in ast.parse(Path(init).read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":

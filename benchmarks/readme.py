@@ -97,7 +97,7 @@ def _measured(results: dict, name: str) -> list[str]:
         f"same weights; the outputs are compared. Every case stands in [the results]"
         f"(../benchmarks/results/{name}.md), which these commands wrote:",
         commands,
-        "Stock's time over ours, each in its fastest mode:",
+        "Stock's time over ours, each in its fastest mode. T tokens are one row's, B tokens are one of each row:",
         "\n".join(rows),
         "More ratios of stock's time over ours, and of memory. Noise is how far stock differs from itself when it is "
         "measured twice:",

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -122,3 +123,28 @@ def test_figures_of_speed_are_those_of_the_results(monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "argv", ["readme", "--check"])
     assert readme.main() == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ('<a href="api/all.html#llamoe.adopt">adopt</a>', "every link and name holds"),
+        ('<script src="https://cdn.example/x.js"></script>', "loads https://cdn.example/x.js"),
+        ('<link rel="stylesheet" href="//fonts.example/x.css">', "loads //fonts.example/x.css"),
+        ('<a href="nowhere.html">there</a>', "nowhere.html leads nowhere"),
+        ('<a href="api/all.html#llamoe.adapt">adapt</a>', "all.html#llamoe.adapt names no heading"),
+        ("", "llamoe.adopt is described on no page"),
+    ],
+)
+def test_the_check_of_the_built_pages(body, says, tmp_path):
+    """`make docs` ends with it."""
+    check = [sys.executable, str(ROOT / ".ci/check_pages.py"), str(tmp_path)]
+    inits = [ROOT / name / "__init__.py" for name in ("llamoe", "configuration", "conversion")]
+    names = {name for init in inits for name in runpy.run_path(check[1])["names"](init)}
+    (tmp_path / "api").mkdir()
+    headings = [f'<h2 id="llamoe.{name}">' for name in sorted(names) if body or name != "adopt"]
+    (tmp_path / "api/all.html").write_text("".join(headings))
+    (tmp_path / "index.html").write_text(body)
+    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert says in done.stdout
+    assert done.returncode == int("holds" not in says)

@@ -111,6 +111,7 @@ def workspace(tmp_path, monkeypatch):
     """A folder in which the repository's examples are found; what pages change in this process is undone."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_PROXY", "localhost")
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "stdin", io.StringIO(TYPED))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
@@ -124,10 +125,12 @@ def run_command(words, server):
     program, *arguments = words
     if program == "llamoe" or (program == "python" and arguments[0].startswith("examples/")):
         sys.argv = words if program == "llamoe" else arguments
+        status = None
         try:
             cli.main() if program == "llamoe" else runpy.run_path(arguments[0], run_name="__main__")
         except SystemExit as end:
-            assert not end.code, words
+            status = end.code
+        assert not status, words
     elif words[:2] == ["transformers", "serve"]:
         pytest.importorskip("fastapi", reason="the extra serve is not installed")
         server.start(words)
