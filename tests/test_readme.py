@@ -42,6 +42,15 @@ def test_the_readme_is_read_in_a_few_minutes():
     assert read("README.md").count("\n") <= 150
 
 
+def test_the_bound_on_differences_is_that_of_the_table():
+    text = read("README.md")
+    rows = re.findall(r"^\| .* \| ([\d.e;, -]+) \|$", text, re.MULTILINE)
+    largest = max(float(number) for row in rows for number in row.split("; "))
+    assert len(rows) == 7
+    (bound,) = map(float, re.findall(r"differ by at most ([\d.e-]+) in float32", text))
+    assert 0 <= bound - largest < 1e-6
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
 def test_each_page_says_first_whom_it_is_for(page):
     title, _, first, *_ = read(page).splitlines()
