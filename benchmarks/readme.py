@@ -35,9 +35,9 @@ def summary(of_cpu: dict | None, of_gpu: dict | None) -> str:
         ("its prefill of 1,024 tokens", found.ratio("decoder", phase="prefill", tokens=1024)),
         ("a layer of 128 experts", found.ratio("block-128", tokens=1024, routing="uniform")),
     ]
-    measured = [f"{ratio:.1f} times as long for {what}" for what, ratio in ratios if ratio is not None]
+    measured = [f"{ratio:.1f} times as much for {what}" for what, ratio in ratios if ratio is not None]
     if measured:
-        said = f"On one CPU core stock takes {', '.join(measured)} ([all figures](docs/performance.md))."
+        said = f"Stock needs more time than llamoe on one CPU core: {', '.join(measured)}. [All figures](docs/performance.md)."
     else:
         said = "No figures of a CPU are committed."
     return textwrap.fill(f"- **Less work.** {said}", 118, subsequent_indent="  ")
