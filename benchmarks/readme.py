@@ -37,7 +37,8 @@ def summary(of_cpu: dict | None, of_gpu: dict | None) -> str:
     ]
     measured = [f"{ratio:.1f} times as much for {what}" for what, ratio in ratios if ratio is not None]
     if measured:
-        said = f"Stock needs more time than llamoe on one CPU core: {', '.join(measured)}. [All figures](docs/performance.md)."
+        said = f"Stock needs more time than llamoe on one CPU core: {', '.join(measured)}."
+        said += " [All figures](docs/performance.md)."
     else:
         said = "No figures of a CPU are committed."
     return textwrap.fill(f"- **Less work.** {said}", 118, subsequent_indent="  ")
