@@ -24,11 +24,11 @@ PYTEST := -m pytest -n $(WORKERS) --maxprocesses=8 --dist=worksteal
 
 LIBRARY := $(wildcard configuration modeling conversion)
 # Tests of the repository itself; everything else must pass on an installed wheel, far from the checkout.
-NOT_IN_WHEEL := test_benchmarks.py test_layout.py test_readme.py test_readme_conversion.py test_wheel.py
+NOT_IN_WHEEL := test_benchmarks.py test_layout.py test_readme.py test_snippets.py test_wheel.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest fuzz kill lint format types wheel bench clean
+.PHONY: help demo test test-lowest fuzz kill lint format installed-names types docs wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,10 +69,21 @@ format: $(VENV)/.installed-dev ## format the code and repair what can be repaire
 	$(BIN) -m ruff check --fix .
 	$(BIN) -m ruff format .
 
-types: $(VENV)/.installed-dev ## check types
+# The library folders under the names that they have when installed, for tools that read files without importing them.
+installed-names: | $(BIN)
 	@rm -rf $(VENV)/types && mkdir -p $(VENV)/types/llamoe
 	@ln -s $(addprefix $(CURDIR)/,llamoe/__init__.py llamoe/py.typed $(LIBRARY)) $(VENV)/types/llamoe/
+
+types: $(VENV)/.installed-dev installed-names ## check types
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN) -m pyright --pythonpath $(BIN)
+
+# The pages are linked under the paths that they have here: their links hold in the repository and on the site.
+docs: $(VENV)/.installed-docs installed-names ## build the pages and the reference of all names in site/
+	@rm -rf site $(VENV)/pages && mkdir -p $(VENV)/pages/benchmarks
+	@ln -s $(addprefix $(CURDIR)/,README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples) $(VENV)/pages/
+	@ln -s $(CURDIR)/benchmarks/results $(VENV)/pages/benchmarks/
+	@NO_MKDOCS_2_WARNING=1 $(BIN) -m mkdocs build --strict --quiet
+	@$(BIN) .ci/check_pages.py site
 
 wheel: $(VENV)/.installed-test ## build the source archive and the wheel in dist/
 	@rm -rf build dist
@@ -83,7 +94,7 @@ bench: $(VENV)/.installed-bench ## measure speed and memory against transformers
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN) -m benchmarks.cpu $(ARGS)
 
 clean: ## remove what was built or installed here
-	rm -rf $(VENV) $(LOWEST) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extras that come with an extra.
@@ -91,6 +102,7 @@ WITH-vision := vision
 WITH-test := vision test
 WITH-dev := vision test dev
 WITH-bench := bench
+WITH-docs := docs
 
 $(VENV)/.installed-%: pyproject.toml | $(BIN)
 	$(PIP) install -q -e '.[$*]'

@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu                       # mini shapes, one thread; also `make bench`
     python -m benchmarks.gpu --output folder       # Scout- and Maverick-shaped layers in bfloat16
-    python -m benchmarks.readme                    # the README's section on speed, from the results
+    python -m benchmarks.readme                    # the README's and docs/performance.md's figures, from the results
 
 Reading order: bars (targets for the figures), hardware (machine, versions, measured rates), memory and clocks (what is
 measured), harness (how a case runs), shapes and roofline (sizes, and the least that a case must read and compute),

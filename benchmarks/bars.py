@@ -35,17 +35,21 @@ class Bar:
     unit: str = "×"
     allowance: Callable[["Results"], float] | None = None
 
+    def measured(self, found: "Results") -> str:
+        """The number with its unit, or "not measured"."""
+        value = self.value(found)
+        return "not measured" if value is None else f"{value:.3g}{self.unit}"
+
     def judged(self, found: "Results") -> tuple[str, str, str, bool | None]:
         """Target, limit, measured value, and whether the target is reached: None if it was not measured."""
         text, limit, value = self.text, self.limit, self.value(found)
         if self.allowance:
             noise = self.allowance(found)
-            text += f" (median; {noise:.2g} less is noise: stock against itself)"
+            text += f" (median; {noise:.2g} less is noise, since stock measured twice differs by as much)"
             limit -= noise
         bound = f"{'at most' if self.at_most else 'at least'} {limit:.3g}{self.unit}"
-        if value is None:
-            return text, bound, "not measured", None
-        return text, bound, f"{value:.3g}{self.unit}", value <= limit if self.at_most else value >= limit
+        is_reached = None if value is None else value <= limit if self.at_most else value >= limit
+        return text, bound, self.measured(found), is_reached
 
 
 class Results:

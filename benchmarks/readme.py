@@ -1,12 +1,13 @@
-"""Writes the README's section on speed from the committed results.
+"""Writes the figures of speed into the README and docs/performance.md, from the committed results.
 
 python -m benchmarks.readme
-python -m benchmarks.readme --check    # exit status 1 if the section does not match the results
+python -m benchmarks.readme --check    # exit status 1 if the pages do not match the results
 """
 
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 from . import OURS, REFERENCE, cpu, gpu, is_of, report
@@ -21,8 +22,30 @@ COPIES = "an expert's for each token"
 GROUPS = {"cpu": cpu.GROUPS, "gpu": gpu.GROUPS}
 
 
+def summary(of_cpu: dict | None, of_gpu: dict | None) -> str:
+    """The README's sentence on speed: how much longer stock takes.
+
+    Args:
+        of_cpu: results of `benchmarks.cpu`, or None.
+        of_gpu: results of `benchmarks.gpu`, or None; no figure is taken from them.
+    """
+    found = Results(of_cpu or {})
+    ratios = [
+        ("a decoding step of a decoder with 16 experts", found.ratio("decoder", phase="decode", tokens=1)),
+        ("its prefill of 1,024 tokens", found.ratio("decoder", phase="prefill", tokens=1024)),
+        ("a layer of 128 experts", found.ratio("block-128", tokens=1024, routing="uniform")),
+    ]
+    measured = [f"{ratio:.1f} times as much for {what}" for what, ratio in ratios if ratio is not None]
+    if measured:
+        said = f"Stock needs more time than llamoe on one CPU core: {', '.join(measured)}."
+        said += " [All figures](docs/performance.md)."
+    else:
+        said = "No figures of a CPU are committed."
+    return textwrap.fill(f"- **Less work.** {said}", 118, subsequent_indent="  ")
+
+
 def section(of_cpu: dict | None, of_gpu: dict | None) -> str:
-    """The text between the README's markers.
+    """The figures of docs/performance.md.
 
     Args:
         of_cpu: results of `benchmarks.cpu`, or None.
@@ -37,40 +60,49 @@ def section(of_cpu: dict | None, of_gpu: dict | None) -> str:
     if not of_cpu:
         missing.append("No figures of a CPU are committed.")
     if not of_gpu:
-        missing.append(
-            "No GPU was measured: `python -m benchmarks.gpu` is there for one, its figures are not."
-        )
+        missing.append("No GPU was measured. `python -m benchmarks.gpu` measures one.")
     missing.append("Whole published models, several devices and servers such as vLLM were not measured.")
-    paragraphs.append("\n".join(f"- {line}" for line in missing))
+    paragraphs += ["What is missing:", "\n".join(f"- {line}" for line in missing)]
     return "\n\n".join(paragraphs)
 
 
 def _measured(results: dict, name: str) -> list[str]:
     about = results["runs"][0]
     if name == "cpu":
-        where = f"One thread of a CPU ({about['processor']}), float32, hidden size 512, experts of 1024; processor time"
+        where = (
+            f"Processor time of one thread of a CPU ({about['processor']}), in float32, with a hidden size of 512 and "
+            "experts of 1,024"
+        )
     else:
-        where = f"One {about['device']}, bfloat16, layers of Scout's and Maverick's sizes; time between CUDA events"
+        where = (
+            f"Time between CUDA events on one {about['device']}, in bfloat16, with layers of Scout's and Maverick's "
+            "sizes"
+        )
     versions = about["versions"]
     found = Results(results)
-    commands = ", ".join(dict.fromkeys(f"`{run['command']}`" for run in results["runs"]))
+    commands = "\n".join(dict.fromkeys(f"- `{run['command']}`" for run in results["runs"]))
     rows = [
-        f"| stock's time over ours, each in its fastest mode; tokens: | {' | '.join(map(str, TOKENS[name]))} |",
+        f"| tokens | {' | '.join(f'{count:,}' for count in TOKENS[name])} |",
         "|---" * (len(TOKENS[name]) + 1) + "|",
     ]
     for group, title, phases in _LINES[name]:
         cells = [_cell(found, group, phases, tokens) for tokens in TOKENS[name]]
         if any(cell != "—" for cell in cells):
             rows.append(f"| {title} | " + " | ".join(cells) + " |")
-    bars = []
+    figures = ["| | measured | noise |", "|---|---|---|"]
     for bar in BARS[name]:
-        text, limit, measured, is_reached = bar.judged(found)
-        bars.append(f"| {text} | {measured} | {limit}{', **not reached**' if is_reached is False else ''} |")
+        noise = f"± {bar.allowance(found):.2g}" if bar.allowance else ""
+        figures.append(f"| {bar.text} | {bar.measured(found)} | {noise} |")
     return [
-        f"{where}, against transformers {versions['transformers']} with torch {versions['torch']}, on the same "
-        f"weights, outputs compared ([all figures](benchmarks/results/{name}.md), {commands}).",
+        f"{where}. The other side is transformers {versions['transformers']} with torch {versions['torch']}, on the "
+        f"same weights; the outputs are compared. Every case stands in [the results]"
+        f"(../benchmarks/results/{name}.md), which these commands wrote:",
+        commands,
+        "Stock's time over ours, each in its fastest mode. T tokens are one row's, B tokens are one of each row:",
         "\n".join(rows),
-        "\n".join(["| | measured | wanted |", "|---|---|---|", *bars]),
+        "More ratios of stock's time over ours, and of memory. Noise is how far stock differs from itself when it is "
+        "measured twice:",
+        "\n".join(figures),
     ]
 
 
@@ -128,41 +160,48 @@ def _left_out(results: dict, name: str) -> list[str]:
     return lines + [f"**Failed**: {line}" for line in report.failures(results)]
 
 
-def replaced(text: str, body: str) -> str:
-    """The README's text with a new body between the markers.
+def replaced(text: str, body: str, name: str = "README.md") -> str:
+    """A page's text with a new body between the markers.
 
     Raises:
         ValueError: the markers do not stand once each, in order.
     """
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"README.md needs the line {BEGIN} and after it {END}, once each")
+        raise ValueError(f"{name} needs the line {BEGIN} and after it {END}, once each")
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"
 
 
+PAGES = {"README.md": summary, "docs/performance.md": section}
+
+
 def main() -> int:
-    """Write the section, or check it."""
+    """Write the figures, or check them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if it is stale")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 if a page is stale"
+    )
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     options = parser.parse_args()
-    results = (
+    results = [
         json.loads(path.read_text()) if (path := options.results / f"{name}.json").exists() else None
         for name in ("cpu", "gpu")
-    )
-    text = options.readme.read_text()
+    ]
+    pages = {name: (options.root / name).read_text() for name in PAGES}
     try:
-        wanted = replaced(text, section(*results))
+        wanted = {name: replaced(text, PAGES[name](*results), name) for name, text in pages.items()}
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
+    stale = [name for name in PAGES if pages[name] != wanted[name]]
     if options.check:
-        if text != wanted:
-            print("README.md is stale: run `python -m benchmarks.readme`", file=sys.stderr)
-        return int(text != wanted)
-    options.readme.write_text(wanted)
+        for name in stale:
+            print(f"{name} is stale: run `python -m benchmarks.readme`", file=sys.stderr)
+        return int(bool(stale))
+    for name in stale:
+        (options.root / name).write_text(wanted[name])
     return 0
 
 

@@ -141,7 +141,6 @@ _MAVERICK = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 
-# Name to model type and fields; read-only at the top level, and `preset` copies them.
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "llama-7b": _dense(4096, 32, 32, 32, 11008, rms_norm_eps=1e-6),
@@ -169,6 +168,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "metaclip-2-g14-378": _metaclip("g14", act="gelu", image_size=378),
     }
 )
+"""Name to model type and fields; read-only at the top level, and `preset` copies them."""
 
 
 def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:

@@ -1,52 +1,68 @@
-"""The README is a promise: its Python runs, its commands exist."""
+"""The pages are a promise: links lead somewhere, commands, files and figures are those of the repository."""
 
 import ast
 import re
+import runpy
 import shlex
 import subprocess
 import sys
-from pathlib import Path
+import tomllib
 
 import pytest
+from support.documents import PAGES, ROOT, anchors, blocks, read
 
-ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
-
-
-def blocks(document, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def commands():
-    lines = "\n".join(block for name in DOCUMENTS for block in blocks(name, "(?:bash|sh|console)"))
-    for line in lines.replace("\\\n", " ").splitlines():
-        if line.split("#")[0].strip():
-            yield shlex.split(line, comments=True)
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "bash":
+                yield from (shlex.split(line, comments=True) for line in block.commands)
 
 
-def test_python_runs_from_top_to_bottom(tmp_path):
-    """All blocks in one process, in the repository root, as a reader would paste them; it shows what they print."""
-    code = "\n".join(blocks("README.md", "python"))
-    assert code
-    script = tmp_path / "readme.py"
-    script.write_text(code)
+def test_the_first_answer_is_all_that_the_first_snippet_prints(tmp_path):
+    """In the repository root, as a reader would paste it; it is the answer that the picture stands beside."""
+    script = tmp_path / "first.py"
+    script.write_text(blocks("README.md")[1].code)
     done = subprocess.run(
         [sys.executable, script], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    for line in filter(None, map(str.strip, done.stdout.splitlines())):
-        assert line in (ROOT / "README.md").read_text()
+    assert f"<br>**{done.stdout.strip()}**" in read("README.md")
+    # transformers draws a bar while it loads.
+    assert not re.sub(r"(Loading weights: .*?\]|\s)", "", done.stderr)
 
 
 def test_first_example_is_short():
-    assert len(ast.parse(blocks("README.md", "python")[0]).body) <= 8
+    assert len(ast.parse(blocks("README.md")[1].code).body) <= 8
+
+
+def test_the_readme_is_read_in_a_few_minutes():
+    assert read("README.md").count("\n") <= 150
+
+
+def test_the_bound_on_differences_is_that_of_the_table():
+    text = read("README.md")
+    rows = re.findall(r"^\| .* \| ([\d.e;, -]+) \|$", text, re.MULTILINE)
+    largest = max(float(number) for row in rows for number in row.split("; "))
+    assert len(rows) == 7
+    (bound,) = map(float, re.findall(r"differ by at most ([\d.e-]+) in float32", text))
+    assert 0 <= bound - largest < 1e-6
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_each_page_says_first_whom_it_is_for(page):
+    title, _, first, *_ = read(page).splitlines()
+    assert title.startswith("# ")
+    assert first.startswith(("For people who ", "For people whose "))
 
 
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {words[1] for words in commands() if words[0] == "make" and len(words) > 1}
-    for document in DOCUMENTS:
-        named |= set(re.findall(r"`make ([a-z-]+)", (ROOT / document).read_text()))
+    named = {words[1] for words in commands() if words[0] == "make"}
+    for page in PAGES:
+        named |= set(re.findall(r"`make ([a-z-]+)", read(page)))
     assert named
     assert named <= targets
 
@@ -56,26 +72,88 @@ def test_commands_name_files_that_exist():
     assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document):
-    links = re.findall(r"\]\(([^)#]+)", (ROOT / document).read_text())
-    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+def test_extras_exist():
+    extras = {
+        extra
+        for page in PAGES
+        for found in re.findall(r"pip install [^`\n]*?\.\[([\w,]+)\]", read(page))
+        for extra in found.split(",")
+    }
+    assert extras
+    assert extras <= set(PROJECT["optional-dependencies"])
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_paths_in_backticks_exist(document):
-    text = (ROOT / document).read_text()
-    paths = re.findall(r"`((?:configuration|modeling|conversion|tests|examples|llamoe)/[\w./-]*)`", text)
+@pytest.mark.parametrize("page", ["README.md", "docs/limits.md"])
+def test_versions_are_those_that_are_installed(page):
+    """Each page names the lower bounds of pyproject.toml."""
+    bounds = {"Python": PROJECT["requires-python"].removeprefix(">=")}
+    for requirement in PROJECT["dependencies"]:
+        name, lowest = re.match(r"([\w-]+)>=(\d+\.\d+(?:\.[1-9]\d*)?)", requirement).groups()
+        bounds[name] = lowest
+    text = " ".join(read(page).split())
+    named = dict(re.findall(r"\b(Python|torch|transformers|accelerate|peft) (\d[\d.]*\d) or newer", text))
+    assert named.keys() >= {"Python", "torch", "transformers"}
+    assert named == {name: bounds[name] for name in named}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_links_lead_somewhere(page):
+    wrong = []
+    for link in re.findall(r"\]\(([^)]+)", read(page)):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if "://" in link:
+            continue
+        if not target.exists():
+            wrong.append(link)
+        elif anchor and anchor not in anchors(str(target.resolve().relative_to(ROOT.resolve()))):
+            wrong.append(link)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_in_backticks_exist(page):
+    paths = re.findall(
+        r"`((?:configuration|modeling|conversion|tests|examples|benchmarks|llamoe)/[\w./-]*)`", read(page)
+    )
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_figures_of_speed_are_those_of_the_results():
+def test_every_command_has_a_row():
+    from llamoe.conversion import cli
+
+    names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+    assert set(re.findall(r"^\| `llamoe (\w+)`", read("docs/checkpoints.md"), re.MULTILINE)) == names
+
+
+def test_figures_of_speed_are_those_of_the_results(monkeypatch, capsys):
     """`python -m benchmarks.readme` writes them."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.readme", "--check"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    from benchmarks import readme
+
+    monkeypatch.setattr(sys, "argv", ["readme", "--check"])
+    assert readme.main() == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ('<a href="api/all.html#llamoe.adopt">adopt</a>', "every link and name holds"),
+        ('<script src="https://cdn.example/x.js"></script>', "loads https://cdn.example/x.js"),
+        ('<link rel="stylesheet" href="//fonts.example/x.css">', "loads //fonts.example/x.css"),
+        ('<a href="nowhere.html">there</a>', "nowhere.html leads nowhere"),
+        ('<a href="api/all.html#llamoe.adapt">adapt</a>', "all.html#llamoe.adapt names no heading"),
+        ("", "llamoe.adopt is described on no page"),
+    ],
+)
+def test_the_check_of_the_built_pages(body, says, tmp_path):
+    """`make docs` ends with it."""
+    check = [sys.executable, str(ROOT / ".ci/check_pages.py"), str(tmp_path)]
+    inits = [ROOT / name / "__init__.py" for name in ("llamoe", "configuration", "conversion")]
+    names = {name for init in inits for name in runpy.run_path(check[1])["names"](init)}
+    (tmp_path / "api").mkdir()
+    headings = [f'<h2 id="llamoe.{name}">' for name in sorted(names) if body or name != "adopt"]
+    (tmp_path / "api/all.html").write_text("".join(headings))
+    (tmp_path / "index.html").write_text(body)
+    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert says in done.stdout
+    assert done.returncode == int("holds" not in says)

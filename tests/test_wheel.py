@@ -44,7 +44,7 @@ def wheel(tmp_path_factory):
     """Built from a copy, since setuptools leaves folders behind, and by way of the source archive."""
     folder = tmp_path_factory.mktemp("build")
     clutter = shutil.ignore_patterns(
-        ".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache"
+        ".git", ".venv*", "build", "dist", "site", "*.egg-info", "__pycache__", ".*_cache"
     )
     shutil.copytree(ROOT, folder / "source", ignore=clutter)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder / "source", cwd=folder)

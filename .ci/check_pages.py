@@ -1,0 +1,74 @@
+"""Checks the built pages in site/: nothing comes from the network, every link leads somewhere, every name is described.
+
+python .ci/check_pages.py site
+"""
+
+import ast
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+
+class Page(HTMLParser):
+    """Anchors, links and loaded files of a page."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.anchors, self.links, self.loaded = set(), set(), set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        """Sort an element's addresses: what a browser fetches by itself, and what a reader may follow."""
+        given = dict(attrs)
+        self.anchors |= {given[name] for name in ("id", "name") if given.get(name)}
+        self.loaded |= {given["src"]} if given.get("src") else set()
+        if given.get("href"):
+            (self.loaded if tag == "link" else self.links).add(given["href"])
+
+
+def names(init: str | Path) -> list[str]:
+    """The `__all__` of a package's `__init__.py`."""
+    for node in ast.parse(Path(init).read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return ast.literal_eval(node.value)
+    raise SystemExit(f"{init} has no __all__")
+
+
+def main(site: Path) -> int:
+    """Print what is wrong; the exit status is 1 if something is."""
+    pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
+    wrong = []
+    for path, page in pages.items():
+        wrong += [f"{path}: loads {url}" for url in page.loaded if urlsplit(url).netloc]
+        # 404.html stands for any address, so its links begin at the root.
+        for url in page.links | page.loaded if path.name != "404.html" else ():
+            parts = urlsplit(url)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if not target.is_file():
+                wrong.append(f"{path}: {url} leads nowhere")
+            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
+                wrong.append(f"{path}: {url} names no heading of its page")
+    # The last part of each anchor: a function may stand there under its file's name, llamoe.conversion.convert.convert.
+    described = {
+        anchor.rpartition(".")[2]
+        for path, page in pages.items()
+        for anchor in page.anchors
+        if path.parent.name == "api"
+    }
+    for package, init in (
+        ("llamoe", "llamoe/__init__.py"),
+        ("llamoe.configuration", "configuration/__init__.py"),
+        ("llamoe.conversion", "conversion/__init__.py"),
+    ):
+        wrong += [
+            f"{package}.{name} is described on no page" for name in names(init) if name not in described
+        ]
+    print("\n".join(wrong) or f"{len(pages)} pages: every link and name holds")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

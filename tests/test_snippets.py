@@ -1,0 +1,235 @@
+"""Every block of code in the pages runs, on small stand-ins with the names that the pages use.
+
+A page's blocks run in its order, Python in one namespace. Commands run in this process, too, where they are Python,
+since importing torch costs more than what most of them do. A block that says at its beginning why it is not run is
+parsed.
+"""
+
+import importlib.util
+import io
+import os
+import re
+import runpy
+import shlex
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from support.conversions import META_LLAMA_2
+from support.documents import NOT_RUN, PAGES, ROOT, blocks, read
+from support.models import make_asymmetric
+from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+from typer.main import get_command
+
+import llamoe
+from llamoe.conversion import cli, verify
+
+# What a user types at `examples/chat.py`.
+TYPED = "Who are you?\nAnd I?\n\n"
+
+
+def write_metaclip(folder):
+    sizes = {"image_size": 224, "patch_size": 14}
+    tower = randomize(open_clip_tower(**sizes))
+    write_open_clip(folder, visual_state(tower), open_clip_config(**sizes))
+
+
+def write_llama(folder):
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    make_asymmetric(LlamaForCausalLM(config)).save_pretrained(folder)
+
+
+STAND_INS = {
+    "llama-2-7b-chat": lambda folder: META_LLAMA_2.write(folder, META_LLAMA_2.weights(), 2),
+    "llama-2-7b": lambda folder: META_LLAMA_2.write(folder, META_LLAMA_2.weights(), 2),
+    "llama-2-7b-hf": write_llama,
+    "metaclip-l14": write_metaclip,
+}
+
+
+class Server:
+    """`transformers serve` in a process of its own, on a free port in place of 8000."""
+
+    def __init__(self, folder):
+        self.folder, self.process, self.words = folder, None, None
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            self.port = free.getsockname()[1]
+
+    def start(self, words):
+        if self.words == words:
+            return
+        assert self.process is None, "one server is enough for these pages"
+        self.words = words
+        command = [
+            sys.executable,
+            "-m",
+            "transformers.cli.transformers",
+            *words[1:],
+            "--port",
+            str(self.port),
+        ]
+        self.log = (self.folder / "log").open("w+")
+        own = {"HF_MODULES_CACHE": str(self.folder / "modules"), "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | own, stdout=self.log, stderr=subprocess.STDOUT
+        )
+        for _ in range(1200):
+            with socket.socket() as client:
+                if client.connect_ex(("localhost", self.port)) == 0:
+                    return
+            assert self.process.poll() is None, (self.folder / "log").read_text()
+            time.sleep(0.1)
+        raise TimeoutError((self.folder / "log").read_text())
+
+    def stop(self):
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait(timeout=60)
+            self.log.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """A folder in which the repository's examples are found; what pages change in this process is undone."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_PROXY", "localhost")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(TYPED))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    verbosity = logging.get_verbosity()
+    yield tmp_path
+    logging.set_verbosity(verbosity)
+    llamoe.release()
+
+
+def run_command(words, server):
+    program, *arguments = words
+    if program == "llamoe" or (program == "python" and arguments[0].startswith("examples/")):
+        sys.argv = words if program == "llamoe" else arguments
+        status = None
+        try:
+            cli.main() if program == "llamoe" else runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+        assert not status, words
+    elif words[:2] == ["transformers", "serve"]:
+        pytest.importorskip("fastapi", reason="the extra serve is not installed")
+        server.start(words)
+    else:
+        # Setting up: `.ci/run` begins with a fresh folder, and takes these very steps.
+        steps = re.findall(r"^step (.*)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+        assert words in (["make", "help"], [".ci/run"]) or " ".join(words) in steps or program == "git", words
+
+
+def run_page(page, server):
+    # One namespace a page, as for a reader who goes through it.
+    namespace = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.is_run and block.language == "bash":
+            for line in block.commands:
+                run_command(shlex.split(line, comments=True), server)
+        elif block.is_run:
+            code = block.code.replace("localhost:8000", f"localhost:{server.port}")
+            # Empty lines ahead, so that a traceback names the line of the page.
+            exec(compile("\n" * (block.line - 1) + code, ROOT / page, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.is_run for block in blocks(page))])
+def test_page_runs(page, workspace, server, capsys):
+    text = "\n".join(block.code for block in blocks(page))
+    for name, write in STAND_INS.items():
+        if re.search(rf"(?<![\w-]){name}(?![\w-])", text):
+            write(workspace / name)
+    run_page(page, server)
+    printed = capsys.readouterr().out
+    for expected in re.findall(r"^ *print\(.*\)  # (.*)", text, re.MULTILINE):
+        assert expected in printed.splitlines()
+    CHECKS.get(page, lambda *_: None)(workspace, printed)
+
+
+def check_conversions(folder, printed):
+    """What the commands of docs/checkpoints.md have made is what it says."""
+    assert printed.count(">") >= 2
+    assert verify(folder / "llama-2-7b-chat", folder / "chat").same_function
+    assert verify(folder / "llama-2-7b", folder / "moe").same_function
+    model = AutoModelForImageTextToText.from_pretrained(folder / "multimodal")
+    assert type(model) is llamoe.LlamoeForConditionalGeneration
+    assert model.config.vision_config.image_size == 336
+    assert model.config.text_config.num_local_experts == 8
+    processor = AutoProcessor.from_pretrained(folder / "multimodal")
+    chat = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": Image.new("RGB", (400, 300), "red")},
+                {"type": "text", "text": "What?"},
+            ],
+        }
+    ]
+    inputs = processor.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    generated = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert generated.shape[1] > inputs["input_ids"].shape[1]
+    tower = load_file(folder / "tower/model.safetensors")
+    state = model.state_dict()
+    name = "model.layers.1.mlp.fc1.weight"
+    assert torch.equal(state[f"vision_model.{name}"], tower[name])
+    # What transformers reads without llamoe.
+    LlamaForCausalLM.from_pretrained(folder / "for-everybody")
+
+
+CHECKS = {"docs/checkpoints.md": check_conversions}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_are_of_languages_that_run(page):
+    assert {block.language for block in blocks(page)} <= {"python", "bash"}
+
+
+LEFT_OUT = [block for page in PAGES for block in blocks(page) if not block.is_run]
+
+
+@pytest.mark.parametrize("block", LEFT_OUT, ids=lambda block: f"{block.page}:{block.line}")
+def test_what_is_not_run_is_parsed(block, tmp_path):
+    """The reason stands in its first line; programs and modules are there, and options are the commands' own."""
+    assert block.code.splitlines()[0].removeprefix(NOT_RUN).strip().endswith(".")
+    if block.language == "python":
+        compile(block.code, block.page, "exec")
+        return
+    done = subprocess.run(["bash", "-n"], input=block.code, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for line in block.commands:
+        words = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z_]+=", word)]
+        if words[0] == "llamoe":
+            command = get_command(cli.app).commands[words[1]]
+            command.make_context(words[1], words[2:], resilient_parsing=False)
+        elif words[:2] == ["python", "-m"]:
+            assert importlib.util.find_spec(words[2]), line
+        else:
+            assert words[0] in ("make", "accelerate", "python"), line
+
+
+def test_the_readme_has_a_place_for_each_task():
+    """Fine-tune, place, convert and serve stand there with code."""
+    text = read("README.md")
+    assert [word for word in ("Fine-tune", "Place", "Convert", "Serve") if f"\n**{word}** " not in text] == []
