@@ -29,7 +29,7 @@ from llamoe.modeling.kernels import few_rows, few_rows_triton, trial, trust
 from llamoe.modeling.kernels.trial import describe, find_difference, find_difference_apart, made_up_experts
 from llamoe.modeling.moe import dispatch
 from llamoe.modeling.moe.dispatch import try_kernels
-from llamoe.modeling.moe.layer import Experts
+from llamoe.modeling.moe.stores import Experts
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from support import max_abs, stock_dense_config, stock_text_config
+from support import apply_rotary, max_abs, stock_dense_config, stock_text_config
 from torch.nn import functional as F
 
 import llamoe
 from llamoe.modeling.layers.feed_forward import FeedForward, activation
 from llamoe.modeling.layers.normalization import L2Norm, RMSNorm
-from llamoe.modeling.layers.rotary import RotaryEmbedding, apply_rotary, rotary_tables, rotate
+from llamoe.modeling.layers.rotary import RotaryEmbedding, rotary_tables, rotate
 
 HALVES = [torch.bfloat16, torch.float16]
 

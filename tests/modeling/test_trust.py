@@ -19,7 +19,7 @@ from llamoe.modeling import _compat
 from llamoe.modeling.kernels import few_rows, trial, trust
 from llamoe.modeling.kernels.few_rows import PLANS, TRITON_MAX_ROWS, constants, row_counts_of_launches
 from llamoe.modeling.kernels.trial import describe, made_up_experts
-from llamoe.modeling.moe.layer import Experts
+from llamoe.modeling.moe.stores import Experts
 
 CPU = torch.device("cpu")
 
@@ -165,9 +165,9 @@ def test_compilers_get_no_product_that_waits_for_the_host(monkeypatch):
     for capability in ((8, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
         fits.append(experts.fits_grouped_mm(gpu))
-        monkeypatch.setattr("llamoe.modeling.moe.layer.is_torchdynamo_compiling", lambda: True)
+        monkeypatch.setattr("llamoe.modeling.moe.stores.is_torchdynamo_compiling", lambda: True)
         fits.append(experts.fits_grouped_mm(gpu))
-        monkeypatch.setattr("llamoe.modeling.moe.layer.is_torchdynamo_compiling", lambda: False)
+        monkeypatch.setattr("llamoe.modeling.moe.stores.is_torchdynamo_compiling", lambda: False)
     assert fits == [True, False, True, True]
 
 
