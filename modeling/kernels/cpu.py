@@ -17,7 +17,7 @@ Shapes: R rows, I columns in, O columns out, P parts; in attention B batch, H qu
 D head_dim.
 """
 
-import functools
+import math
 import os
 from typing import Any
 
@@ -36,9 +36,8 @@ LINEAR_MAX_ROWS = 3
 
 # Smaller weights gain less than the extra calls cost.
 _LINEAR_MIN_WEIGHTS = 1 << 15
-# Numbers of parts that a weight is cut into, best first; and those for more than `_MANY_THREADS` threads.
-_PARTS = (16, 8, 4, 2)
-_PARTS_FOR_MANY_THREADS = (64, *_PARTS)
+# Powers of two: how many parts a weight is cut into at most; and that for more than `_MANY_THREADS` threads.
+_MAX_PARTS, _MAX_PARTS_FOR_MANY_THREADS = 16, 64
 _MANY_THREADS = 8
 # Whether MKL's batched product beats its plain one. It does nowhere else.
 _BATCHES_ARE_FASTER = torch.backends.mkl.is_available() and "AMD" in torch.cpu.get_capabilities().get(
@@ -101,7 +100,8 @@ def _is_plain(linear: nn.Linear, dtype: torch.dtype) -> bool:
 
 def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
     num_out, num_in = weight_OI.shape
-    parts = _divisor(num_out, torch.get_num_threads())
+    has_many_threads = torch.get_num_threads() > _MANY_THREADS
+    parts = math.gcd(num_out, _MAX_PARTS_FOR_MANY_THREADS if has_many_threads else _MAX_PARTS)
     if parts == 1 or not x.numel():
         return nn.functional.linear(x, weight_OI, bias_O)
     num_rows = x.numel() // num_in
@@ -111,12 +111,6 @@ def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.T
     shape = (*x.shape[:-1], num_out)
     out = out_POR.view(shape) if num_rows == 1 else out_POR.view(num_out, num_rows).T.reshape(shape)
     return out if bias_O is None else out + bias_O
-
-
-@functools.lru_cache(maxsize=256)
-def _divisor(size: int, num_threads: int) -> int:
-    choices = _PARTS if num_threads <= _MANY_THREADS else _PARTS_FOR_MANY_THREADS
-    return next((parts for parts in choices if size % parts == 0), 1)
 
 
 def are_single_queries(

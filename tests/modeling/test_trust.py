@@ -244,7 +244,7 @@ def test_the_trial_goes_through_in_both_processes_on_a_gpu():
 @torch.no_grad()
 def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     """Tried before, used within; without an answer nothing is tried while it is captured."""
-    monkeypatch.setattr(trust, "KNOWN_ROWS", {torch.cuda.get_device_name(): 64})
+    monkeypatch.setattr(trust, "find_fastest_rows", lambda *_: (64, "not measured"))
     experts = experts_on_gpu()
     inputs = rows_on_gpu(experts, 5)
     experts(*inputs)
@@ -279,7 +279,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
 @pytest.mark.gpu
 @torch.no_grad()
 def test_the_host_waits_for_the_trial_only(nothing_known, monkeypatch):
-    monkeypatch.setattr(trust, "KNOWN_ROWS", {torch.cuda.get_device_name(): 64})
+    monkeypatch.setattr(trust, "find_fastest_rows", lambda *_: (64, "not measured"))
     experts = experts_on_gpu()
     inputs = rows_on_gpu(experts, 5)
     experts(*inputs)
@@ -294,7 +294,7 @@ def test_the_host_waits_for_the_trial_only(nothing_known, monkeypatch):
 @pytest.mark.gpu
 @torch.no_grad()
 def test_compiled_with_cuda_graphs_after_the_first_use(nothing_known, monkeypatch):
-    monkeypatch.setattr(trust, "KNOWN_ROWS", {torch.cuda.get_device_name(): 64})
+    monkeypatch.setattr(trust, "find_fastest_rows", lambda *_: (64, "not measured"))
     experts = experts_on_gpu()
     inputs = rows_on_gpu(experts, 5)
     experts(*inputs)
