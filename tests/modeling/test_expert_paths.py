@@ -163,6 +163,7 @@ def test_every_path_equals_the_sum_by_hand(path, num_tokens, top_k):
     assert out.shape == x.shape
     if num_tokens:  # sums of about fifty terms of order one
         assert max_abs(out, by_hand(experts, x, ids, weights)) < 1e-5
+        assert max_abs(out, experts.loop_over_experts(x, ids, weights)) < 1e-5
 
 
 @torch.no_grad()
