@@ -291,7 +291,7 @@ def _grouped_or_eager(
     """The `grouped_mm` of transformers where it supports these sizes and dtypes, else `eager`."""
     dtype = compute_dtype(experts.down_proj)
     seen = experts if dtype == experts.down_proj.dtype else _ExpertsInDtype(experts, dtype)
-    if Experts.fits_grouped_mm(seen):  # pyright: ignore[reportArgumentType]
+    if Experts.fits_grouped_mm(seen):
         return grouped_mm_experts_forward(seen, hidden_states, top_k_index, top_k_weights)
     return _eager(experts, hidden_states, top_k_index, top_k_weights)
 
