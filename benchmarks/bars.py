@@ -186,7 +186,7 @@ CPU = [
         1.0,
     ),
     Bar("whole decoder, prefill, T = 1024", lambda r: r.ratio("decoder", phase="prefill", tokens=1024), 5),
-    Bar("whole decoder, decode, B = 1", lambda r: r.ratio("decoder", phase="decode", tokens=1), 5),
+    Bar("whole decoder, decode, B = 1", lambda r: r.ratio("decoder", phase="decode", tokens=1), 4.5),
     Bar("training step, 16 experts, T = 256", lambda r: r.ratio("training-16"), 4),
     Bar("training step, 128 experts, T = 256", lambda r: r.ratio("training-128"), 8),
     Bar(

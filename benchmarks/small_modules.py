@@ -1,7 +1,7 @@
 """Cases of the vision tower and of small parts: norms, SwiGLU, rotary embedding; eager and compiled."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding, apply_rotary_emb
 
 import llamoe
-from llamoe.modeling.kernels.cpu import apply_linear, multiply_row
+from llamoe.modeling.kernels.cpu import apply_linear
 from llamoe.modeling.layers.feed_forward import FeedForward
 from llamoe.modeling.layers.normalization import RMSNorm
 from llamoe.modeling.layers.rotary import RotaryEmbedding, rotary_tables, rotate
@@ -62,7 +62,7 @@ def _encoder_weights(tower: nn.Module) -> int:
 
 
 def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) -> Cases:
-    """RMSNorm, SwiGLU, rotary embedding, and one token's products with the weight of a linear layer and of an expert.
+    """RMSNorm, SwiGLU, rotary embedding, and one token's product with the weight of a linear layer.
 
     Args:
         setting: device and dtype.
@@ -77,8 +77,6 @@ def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) ->
         _rotary_interleaved(setting, shape, tokens),
         _norms(setting, shape, 1),
         _linear_layer(setting, shape),
-        _expert_product(setting, shape.hidden, 2 * shape.expert),
-        _expert_product(setting, shape.expert, shape.hidden),
     ):
         for compiles in (False, True) if compiled and not name.endswith("T = 1") else (False,):
             yield Case(
@@ -178,26 +176,11 @@ def _rotated_together(
 
 def _linear_layer(setting: Setting, shape: Shape):
     x = setting.randn(1, shape.hidden)
-    weights = _in_turn(setting, shape.expert, shape.hidden)
     layers = [nn.Linear(shape.hidden, shape.expert, bias=False, device="meta") for _ in range(IN_TURN)]
     for layer in layers:
-        layer.weight = nn.Parameter(next(weights))
+        layer.weight = nn.Parameter(setting.randn(shape.expert, shape.hidden, offset=2))
+    # In a model, a weight has left the caches before its next turn, so these are more than the caches hold.
     turn = itertools.cycle(layers)
     functions = {REFERENCE: lambda: next(turn)(x), OURS: lambda: apply_linear(next(turn), x)}
-    return "linear layer, T = 1", functions, set(), _product(layers[0].weight, x)
-
-
-def _expert_product(setting: Setting, num_in: int, num_out: int):
-    x = setting.randn(1, num_in)
-    turn = _in_turn(setting, num_in, num_out)
-    functions = {REFERENCE: lambda: torch.mm(x, next(turn)), OURS: lambda: multiply_row(x, next(turn))}
-    return f"expert's {num_in} × {num_out}, T = 1", functions, set(), _product(next(turn), x)
-
-
-def _in_turn(setting: Setting, *shape: int) -> Iterator[torch.Tensor]:
-    # In a model, a weight has left the caches before its next turn, so these are more than the caches hold.
-    return itertools.cycle([setting.randn(*shape, offset=2) for _ in range(IN_TURN)])
-
-
-def _product(weight: torch.Tensor, x: torch.Tensor) -> Work:
-    return Work(weight.nbytes + x.nbytes, 2 * weight.numel())
+    weight = layers[0].weight
+    return "linear layer, T = 1", functions, set(), Work(weight.nbytes + x.nbytes, 2 * weight.numel())

@@ -47,7 +47,7 @@ from .input_checks import (
 )
 from .kernels import apply_linear
 from .layers import FeedForward, RMSNorm, RotaryEmbedding, rotary_tables
-from .moe import MixtureOfExperts, Router, TrainsRouters, expert_load, load_balancing_loss
+from .moe import MixtureOfExperts, Router, TrainsRouters, expert_load
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -342,15 +342,11 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
                 stacklevel=2,
             )
         if router_logits := outputs.get("router_logits"):
-            top_k = self.config.num_experts_per_tok
             token_mask = mask_of_new_tokens(attention_mask, hidden_states.shape[1])
-            if balance:
-                aux_loss = load_balancing_loss(router_logits, top_k, token_mask)
+            share = 1.0 if loss is None else _share_of_batch(labels, loss.device, **kwargs)
+            loss, aux_loss = self._with_router_losses(loss, router_logits, token_mask, balance, share)
             if count:
-                load = expert_load(router_logits, top_k, token_mask)
-            if loss is not None:
-                share = _share_of_batch(labels, loss.device, **kwargs)
-                loss = self._add_router_losses(loss, aux_loss, router_logits, token_mask, share)
+                load = expert_load(router_logits, self.config.num_experts_per_tok, token_mask)
         return LlamoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,

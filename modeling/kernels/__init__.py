@@ -6,22 +6,13 @@ use). Files named `…_triton` import Triton, which is not installed everywhere 
 import it only when a kernel is about to run.
 """
 
-from .cpu import (
-    CPU_SHORTCUT_MAX_ROWS,
-    apply_linear,
-    are_single_queries,
-    attend_to_single_queries,
-    can_use_shortcut,
-    multiply_few,
-    multiply_row,
-)
+from .cpu import apply_linear, are_single_queries, attend_to_single_queries, can_use_shortcut
 from .few_rows import TRITON_MAX_ROWS, few_rows_experts, few_rows_fits
 from .tracing import is_readable, is_recorded, is_tracing
 from .trial import Way, describe
 from .trust import rows_known, rows_to_trust
 
 __all__ = [
-    "CPU_SHORTCUT_MAX_ROWS",
     "TRITON_MAX_ROWS",
     "Way",
     "apply_linear",
@@ -34,8 +25,6 @@ __all__ = [
     "is_readable",
     "is_recorded",
     "is_tracing",
-    "multiply_few",
-    "multiply_row",
     "rows_known",
     "rows_to_trust",
 ]

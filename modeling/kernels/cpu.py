@@ -1,24 +1,24 @@
-"""Faster float32 paths for decoding on a CPU: the same numbers up to the order of summation.
+"""Faster calls for inference on a CPU: the same numbers up to the order of summation.
 
-They are used only in inference, without hooks, autocast, tracing or compilation: `can_use_shortcut` checks all of
-that, but for hooks of single modules, which the caller checks.
+`can_use_shortcut` is the one guard: only in inference, without autocast, tracing, compilation, hooks on all modules or
+transforms. What a shortcut needs besides, it checks itself. `LLAMOE_CPU_SHORTCUTS=0` in the environment, read when
+llamoe is imported, turns all of them off: the model then runs the formulas that `layers`, `attention` and `moe` show.
 
-A decode step on a CPU is bound by the number of calls and by reading weights: for a few rows, a product reads a matrix
-and little else. torch calls MKL's plain product, which reaches a third to a half of the memory's speed on a CPU and
-reads input-first weights on one thread only. Other calls are faster, each for its own kind of weight
-(`python -m benchmarks.cpu --cases parts` compares them, on weights that are in no cache):
+* `apply_linear`: on AMD processors, a linear layer of a few rows in float32. A decode step is bound by reading weights.
+  torch calls MKL's plain product, which reaches the memory's speed on Intel's processors and about half of it on AMD's.
+  There MKL's batched product is faster, with the weight's rows cut into a batch. On Intel's it takes 2.5 times as long.
+* `attend_to_single_queries`: attention of one query a row, reading each key once. torch's own way copies the cached
+  keys for each query head that shares them, or takes a slow kernel: at 4096 cached tokens it costs 3 times as much in
+  float32, and 15 times in bfloat16.
 
-* output first (`nn.Linear`): MKL's batched product, with the weight's rows cut into a batch;
-* input first (experts), narrow: the sum of the weight's rows, weighted by the input, as embeddings are summed;
-* input first, wide, and several threads: the batched product again, with the input cut into a batch.
-
-In 16 bits the plain product is as good. The layers stay `nn.Linear`, which adapters, quantizers and tracers know.
+`python -m benchmarks.cpu --cases parts` measures the linear layer, on weights that are in no cache.
 
 Shapes: R rows, I columns in, O columns out, P parts; in attention B batch, H query heads, G key/value heads, K keys,
 D head_dim.
 """
 
-import functools
+import math
+import os
 from typing import Any
 
 import torch
@@ -28,28 +28,32 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .._compat import is_under_functorch
 
-CPU_SHORTCUT_MAX_ROWS = 3
-"""Up to this many tokens norms and products use shortcuts. Above, norms keep every bit and products gain little."""
+SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
+"""Whether shortcuts may be used at all."""
+
+LINEAR_MAX_ROWS = 3
+"""Up to this many rows a linear layer uses the batched product; above, it gains little."""
 
 # Smaller weights gain less than the extra calls cost.
-_MIN_WEIGHTS = 1 << 15
-# Numbers of parts that a weight is cut into, best first; and those for more than `_MANY_THREADS` threads.
-_PARTS = (16, 8, 4, 2)
-_PARTS_FOR_MANY_THREADS = (64, *_PARTS)
+_LINEAR_MIN_WEIGHTS = 1 << 15
+# Powers of two: how many parts a weight is cut into at most; and that for more than `_MANY_THREADS` threads.
+_MAX_PARTS, _MAX_PARTS_FOR_MANY_THREADS = 16, 64
 _MANY_THREADS = 8
-# Up to this many columns FBGEMM (kernels on x86 only) sums rows in one pass; above it in several.
-_MAX_SUMMED = 576 if "fbgemm" in torch.backends.quantized.supported_engines else 0
+# Whether MKL's batched product beats its plain one. It does nowhere else.
+_BATCHES_ARE_FASTER = torch.backends.mkl.is_available() and "AMD" in torch.cpu.get_capabilities().get(
+    "cpu_name", ""
+)
 
 
 def can_use_shortcut(x: torch.Tensor) -> bool:
-    """Whether `x` is float32 on the CPU in inference, without autocast, tracing, compilation or global hooks."""
+    """Whether `x` is on the CPU in inference, without autocast, tracing, compilation or global hooks."""
     return (
-        not torch.is_grad_enabled()
+        SHORTCUTS_ARE_ON
+        and not torch.is_grad_enabled()
         and type(x) is torch.Tensor
         # Checked before the tensor is read: reading it would add guards, or enter the trace.
         and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         and x.is_cpu
-        and x.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
         and not is_under_functorch()
         and forward_ad._current_level < 0
@@ -59,7 +63,7 @@ def can_use_shortcut(x: torch.Tensor) -> bool:
 
 
 def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Call a linear layer; the result is its own, up to the order of summation.
+    """`linear(x)`.
 
     Args:
         linear: `nn.Linear`, or the module of an adapter or quantizer that replaces it.
@@ -69,79 +73,35 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
         `[..., out_features]`.
     """
     if (
-        type(linear) is nn.Linear
+        _BATCHES_ARE_FASTER
+        and type(linear) is nn.Linear
         and can_use_shortcut(x)
-        and x.numel() <= CPU_SHORTCUT_MAX_ROWS * linear.in_features
+        and x.numel() <= LINEAR_MAX_ROWS * linear.in_features
+        and x.shape[-1:] == (linear.in_features,)
+        and _is_plain(linear, x.dtype)
     ):
-        weight = linear._parameters.get("weight")
-        if (
-            weight is not None
-            and _is_plain_weight(weight)
-            and x.shape[-1:] == (linear.in_features,)
-            and not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
-        ):
-            return _multiply_in_parts(x, weight, linear.bias)
+        return _multiply_in_parts(x, linear.weight, linear.bias)
     return linear(x)
 
 
-def multiply_row(x_1I: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
-    """Multiply a single row by an input-first weight, such as an expert's.
-
-    Args:
-        x_1I: `[1, I]`.
-        weight_IO: `[I, O]`, in the same dtype.
-
-    Returns:
-        `[1, O]`: `x @ weight`, up to the order of summation.
-    """
-    if can_use_shortcut(x_1I) and _is_plain_weight(weight_IO):
-        num_in, num_out = weight_IO.shape
-        num_threads = torch.get_num_threads()
-        parts = 1 if num_threads == 1 else _divisor(num_in, num_threads)
-        if num_out <= _MAX_SUMMED:
-            indices_I, offsets_P = _consecutive(num_in, parts)
-            y_PO = torch.embedding_bag(
-                weight_IO, indices_I, offsets_P, per_sample_weights=x_1I.reshape(-1), mode=0
-            )[0]
-            return y_PO if parts == 1 else y_PO.sum(0, keepdim=True)
-        if parts > 1:
-            y_P1O = torch.bmm(x_1I.reshape(parts, 1, -1), weight_IO.view(parts, -1, num_out))
-            return y_P1O.sum(0)
-    return torch.mm(x_1I, weight_IO)
-
-
-def multiply_few(x_RI: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
-    """Multiply a few rows by an input-first weight, or by the transpose of an output-first one.
-
-    Args:
-        x_RI: `[R, I]`.
-        weight_IO: `[I, O]`, in the same dtype.
-
-    Returns:
-        `[R, O]`: `x @ weight`, up to the order of summation.
-    """
-    if len(x_RI) == 1 and weight_IO.is_contiguous():
-        return multiply_row(x_RI, weight_IO)
-    if 0 < len(x_RI) <= CPU_SHORTCUT_MAX_ROWS and can_use_shortcut(x_RI) and _is_plain_weight(weight_IO.T):
-        return _multiply_in_parts(x_RI, weight_IO.T, None)
-    return torch.mm(x_RI, weight_IO)
-
-
-def _is_plain_weight(weight: torch.Tensor) -> bool:
+def _is_plain(linear: nn.Linear, dtype: torch.dtype) -> bool:
+    """Whether a layer without hooks holds an ordinary float32 weight, and is given float32."""
+    weight = linear._parameters.get("weight")
     return (
-        type(weight) in (torch.Tensor, nn.Parameter)
-        and weight.dtype == torch.float32
+        type(weight) is nn.Parameter
+        and weight.dtype == dtype == torch.float32
         and weight.is_cpu
         and weight.layout == torch.strided
         and weight.is_contiguous()
-        and weight.numel() >= _MIN_WEIGHTS
-        and torch.backends.mkl.is_available()
+        and weight.numel() >= _LINEAR_MIN_WEIGHTS
+        and not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
     )
 
 
 def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
     num_out, num_in = weight_OI.shape
-    parts = _divisor(num_out, torch.get_num_threads())
+    has_many_threads = torch.get_num_threads() > _MANY_THREADS
+    parts = math.gcd(num_out, _MAX_PARTS_FOR_MANY_THREADS if has_many_threads else _MAX_PARTS)
     if parts == 1 or not x.numel():
         return nn.functional.linear(x, weight_OI, bias_O)
     num_rows = x.numel() // num_in
@@ -151,19 +111,6 @@ def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.T
     shape = (*x.shape[:-1], num_out)
     out = out_POR.view(shape) if num_rows == 1 else out_POR.view(num_out, num_rows).T.reshape(shape)
     return out if bias_O is None else out + bias_O
-
-
-@functools.lru_cache(maxsize=256)
-def _divisor(size: int, num_threads: int) -> int:
-    choices = _PARTS if num_threads <= _MANY_THREADS else _PARTS_FOR_MANY_THREADS
-    return next((parts for parts in choices if size % parts == 0), 1)
-
-
-@functools.lru_cache(maxsize=64)
-def _consecutive(size: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers 0 to size - 1, and where each of `parts` equal parts of them begins."""
-    indices = torch.arange(size, device="cpu")
-    return indices, torch.arange(0, size, size // parts, device="cpu")
 
 
 def are_single_queries(

@@ -28,6 +28,12 @@ from typing import NamedTuple
 
 import torch
 
+try:
+    import fcntl
+except ImportError:
+    # On Windows.
+    fcntl = None
+
 from .few_rows import TRITON_MAX_ROWS
 from .trial import (
     Way,
@@ -40,9 +46,6 @@ from .trial import (
 )
 
 logger = logging.getLogger("llamoe")
-
-KNOWN_ROWS: dict[str, int] = {}
-"""Up to how many rows the kernel is faster, by device name, for devices measured in advance."""
 
 
 class Answer(NamedTuple):
@@ -171,9 +174,6 @@ def _try(
             failure = find_difference_apart(experts, device) or find_difference(*stacks)
             if failure:
                 return Answer(0, failure)
-            known = KNOWN_ROWS.get(device_facts(device)["device"])
-            if known is not None:
-                return Answer(known)
             rows, times = find_fastest_rows(*ways(), stacks[1])
             return Answer(rows, times=f"Kernel and other way, by rows: {times}")
         except Exception as error:
@@ -246,22 +246,13 @@ def _write(path: Path | None, question: dict[str, str], answer: Answer) -> None:
 def _the_only_one(path: Path | None) -> Iterator[None]:
     """Let one process at a time try, while the others wait. Best effort: it only saves time."""
     with contextlib.ExitStack() as stack:
-        try:
-            import fcntl
-
-            if path is not None:
+        if path is not None and fcntl is not None:
+            with contextlib.suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(open(path.with_suffix(".lock"), "w"))
-                _lock(fcntl, file)
-        except (ImportError, OSError):
-            pass
+                for _ in range(_PATIENCE):
+                    with contextlib.suppress(BlockingIOError):
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    time.sleep(1)
         yield
-
-
-def _lock(fcntl, file) -> None:
-    for _ in range(_PATIENCE):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            time.sleep(1)

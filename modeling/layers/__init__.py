@@ -3,7 +3,7 @@
 Reading order: normalization, rotary, feed_forward; none of them imports another one.
 """
 
-from .feed_forward import FeedForward, activation, apply_gate
+from .feed_forward import FeedForward, activation
 from .normalization import L2Norm, RMSNorm
 from .rotary import RotaryEmbedding, rotary_2d_cos_sin, rotary_tables, rotate
 
@@ -13,7 +13,6 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "activation",
-    "apply_gate",
     "rotary_2d_cos_sin",
     "rotary_tables",
     "rotate",

@@ -4,9 +4,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..kernels import apply_linear, can_use_shortcut
-
-_SILU = type(ACT2FN["silu"])
+from ..kernels import apply_linear
 
 
 def activation(name: str) -> nn.Module:
@@ -18,15 +16,6 @@ def activation(name: str) -> nn.Module:
     if name not in ACT2FN:
         raise ValueError(f"hidden_act = {name!r}: unknown activation; valid: {', '.join(sorted(ACT2FN))}.")
     return ACT2FN[name]
-
-
-def apply_gate(act_fn: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`act_fn(gate) * up`; on a CPU in the memory of `act_fn(gate)`, since allocating costs more than the product."""
-    hidden = act_fn(gate)
-    # SiLU returns new memory and does not keep it for backward.
-    if type(act_fn) is _SILU and not act_fn._forward_hooks and can_use_shortcut(hidden):
-        return hidden.mul_(up)
-    return hidden * up
 
 
 class FeedForward(nn.Module):
@@ -43,4 +32,4 @@ class FeedForward(nn.Module):
         """Map `[..., hidden_size]` to the same shape."""
         gate = apply_linear(self.gate_proj, hidden_states)
         up = apply_linear(self.up_proj, hidden_states)
-        return apply_linear(self.down_proj, apply_gate(self.act_fn, gate, up))
+        return apply_linear(self.down_proj, self.act_fn(gate) * up)

@@ -10,7 +10,8 @@ Frequencies and their scaling (linear, dynamic, yarn, longrope, llama3, proporti
 functions. `dynamic` and `longrope` choose frequencies by the length of the pass, so a prefill in pieces can differ
 from one full pass: llamoe then matches transformers on full passes only.
 
-`apply_rotary` is the definition. The decoder computes `rotary_tables` once a pass; `rotate` applies them to queries and
+A pair (a, b) at position p, whose angle is p times the pair's frequency, becomes
+`(a cos - b sin, b cos + a sin)`. The decoder computes `rotary_tables` once a pass; `rotate` applies them to queries and
 keys together, since a decode step is bound by the number of calls.
 
 The vision tower's grid has two axes (`rotary_2d_cos_sin`). Llama 4 splits the R rotated pairs of each head: the first
@@ -18,7 +19,8 @@ half rotates with the patch's column x, the second with its row y. The checkpoin
 opposite). Coordinates start at one, to tell the first patch from the class token, which is not rotated. Source: Meta's
 llama-models, `models/llama4/vision/encoder.py`.
 
-Shapes: B batch, H heads, T tokens, D head_dim, R = D/2 rotated pairs.
+Shapes: B batch, H heads, T tokens, D head_dim, R = D/2 rotated pairs. Rows of angles are `[B or 1, T, …]`: one row
+serves all rows of the batch that have the same positions.
 """
 
 import torch
@@ -112,39 +114,13 @@ class RotaryEmbedding(nn.Module):
         return cos * self.attention_scaling, sin * self.attention_scaling
 
 
-def apply_rotary(
-    x_BHTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool
-) -> torch.Tensor:
-    """Rotate each pair of channels by its position's angle.
-
-    Args:
-        x_BHTD: `[B, H, T, D]`, queries or keys.
-        cos: `[B or 1, T, R]` float32, from `RotaryEmbedding`.
-        sin: likewise.
-        interleave: pair channels (2j, 2j+1); else (j, j + D/2).
-
-    Returns:
-        `[B, H, T, D]` in the dtype of the input; computed in float32, or float64 for float64 input.
-    """
-    x = _in_float32(x_BHTD)
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleave else x.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleave else torch.cat(rotated, dim=-1)
-    return joined.to(x_BHTD.dtype)
-
-
-def _in_float32(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def rotary_tables(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple[torch.Tensor, ...]:
     """Tables of a pass's angles, which `rotate` applies in every layer.
 
     Args:
         cos: `[B or 1, T, R]` float32, from `RotaryEmbedding`.
         sin: likewise.
-        interleave: as in `apply_rotary`.
+        interleave: pair channels (2j, 2j+1); else (j, j + D/2).
 
     Returns:
         half-split: the factors of each channel and of its partner, two tensors `[B or 1, T, 1, D]` float32.
@@ -155,22 +131,19 @@ def rotary_tables(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tup
     if not interleave:
         own, other = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         return own[:, :, None], other[:, :, None]
-    if cos.device.type in ("cpu", "cuda") and not _is_traced():
+    is_traced = is_torchdynamo_compiling() or torch.jit.is_tracing()
+    if cos.device.type in ("cpu", "cuda") and not is_traced:
         return (torch.complex(cos, sin)[:, :, None],)
     return cos[:, :, None], sin[:, :, None]
 
 
-def _is_traced() -> bool:
-    return is_torchdynamo_compiling() or torch.jit.is_tracing()
-
-
 def rotate(x_BTHD: torch.Tensor, tables: tuple[torch.Tensor, ...], interleave: bool) -> torch.Tensor:
-    """Rotate each pair of channels with the tables of `rotary_tables`; the same as `apply_rotary`.
+    """Rotate each pair of channels by its position's angle.
 
     Args:
         x_BTHD: `[B, T, H, D]`, the order of the projections: queries, keys or both joined along H.
         tables: from `rotary_tables`, for the same `interleave`.
-        interleave: as in `apply_rotary`.
+        interleave: as there.
 
     Returns:
         `[B, T, H, D]` in the dtype of the input; computed in float32, or float64 for float64 input.
@@ -187,6 +160,10 @@ def rotate(x_BTHD: torch.Tensor, tables: tuple[torch.Tensor, ...], interleave: b
     partners = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
     # The tables are float32, so the products are float32, or float64 for float64 input.
     return (partners * other).add_(x_BTHD * own).to(x_BTHD.dtype)
+
+
+def _in_float32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def rotary_2d_cos_sin(

@@ -1,12 +1,14 @@
 """The mixture of experts.
 
-Reading order: grouped_product, dispatch (which product multiplies the rows of each expert), layer (router, experts, the
-formula), losses (router losses and the load of experts).
+Reading order: grouped_product (each expert's rows times its matrix), stores (where the experts' numbers are, and the
+loop that defines their result), dispatch (rows sorted by expert, and which product multiplies them), layer (which
+experts, with what weight), losses (router losses and the load of experts).
 """
 
-from .dispatch import IMPLEMENTATION, try_kernels
-from .layer import Experts, MixtureOfExperts, Router
-from .losses import TrainsRouters, expert_load, load_balancing_loss
+from .dispatch import try_kernels
+from .layer import MixtureOfExperts, Router
+from .losses import TrainsRouters, expert_load
+from .stores import IMPLEMENTATION, Experts
 
 __all__ = [
     "Experts",
@@ -15,6 +17,5 @@ __all__ = [
     "Router",
     "TrainsRouters",
     "expert_load",
-    "load_balancing_loss",
     "try_kernels",
 ]

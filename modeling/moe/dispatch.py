@@ -1,6 +1,6 @@
-"""The experts implementation `llamoe`: which of three paths computes the chosen experts, decided without the routing.
+"""How rows reach their experts: sorted or not, and which product multiplies them.
 
-The three paths have the same result:
+Three paths have the same result as the loop that defines it (`stores`):
 
 * `loop`: sort the rows by expert, then one product for each hit expert. The host counts the rows, which costs nothing
   on the CPU. The CPU takes it without gradients (a few rows go to their experts unsorted), and with gradients for large
@@ -13,7 +13,8 @@ The three paths have the same result:
 Only the number of rows, sizes, dtype, device and need for gradients decide: the choice is the same for every routing,
 and a compiler makes it once. `llamoe_loop`, `llamoe_kernel` and `llamoe_grouped` force a path. The names stand in
 transformers' registry of experts implementations. `generate` keeps them; `grouped_mm` it replaces by `batched_mm`,
-which copies an expert for each token.
+which copies an expert for each token. Two of transformers' own names get a guard here: `eager`, which compilers cannot
+follow, and `grouped_mm`, which does not take all sizes.
 
 Shapes: T tokens, k experts a token, N = T * k rows, E experts, H hidden_size, I intermediate_size, F = 2 * I.
 Of a single grouped product I columns in, O columns out.
@@ -26,31 +27,29 @@ from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
-from transformers.integrations.moe import ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from .._compat import is_exporting, is_under_functorch
 from ..kernels import (
-    CPU_SHORTCUT_MAX_ROWS,
     TRITON_MAX_ROWS,
     Way,
     describe,
     few_rows_experts,
     few_rows_fits,
     is_recorded,
-    multiply_row,
     rows_known,
     rows_to_trust,
 )
-from .grouped_product import LARGE, grouped_product, multiply_groups
+from .grouped_product import LARGE_GRADIENT_BYTES, grouped_product, groups_between, multiply_groups
+from .stores import IMPLEMENTATION, IMPLEMENTATIONS, Experts
 
 Path = Literal["loop", "kernel", "grouped"]
 PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
 
-IMPLEMENTATION = "llamoe"
-"""The name in transformers' registry; `llamoe_` before a path's name forces that path."""
-
 # Up to this many rows the CPU skips sorting: reading an expert twice is cheaper.
 CPU_UNSORTED_MAX_ROWS = 4
+# Up to this many rows an expert, on average, training large experts on the CPU takes the loop.
+CPU_LOOP_MAX_ROWS_PER_EXPERT = 3
 
 
 def compute_experts(
@@ -80,56 +79,55 @@ def compute_experts(
             f'experts_implementation="{_name(path)}" computes llamoe\'s own experts, not {type(experts).__name__}: '
             'choose "grouped_mm" or another of transformers\'.'
         )
-    gate_up_EHF, down_EIH = experts.gate_up_proj, experts.down_proj
-    dtype = compute_dtype(down_EIH)
+    stacks = experts.gate_up_proj, experts.down_proj
+    dtype = compute_dtype(experts.down_proj)
     num_rows = top_k_index.numel()
     needs_gradient = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (hidden_states, gate_up_EHF, down_EIH, top_k_weights)
+        tensor.requires_grad for tensor in (hidden_states, *stacks, top_k_weights)
     )
+    is_traced = is_recorded(hidden_states)
     if path is None:
-        path = choose_path(experts, num_rows, dtype, needs_gradient, is_recorded(hidden_states))
+        path = choose_path(experts, num_rows, dtype, needs_gradient, is_traced)
     elif reason := why_not(path, experts, num_rows, dtype, needs_gradient):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
-
     if path == "loop" and _is_transformed():
-        others = "" if is_recorded(hidden_states) else '"eager", which knows grad and jvp, or '
+        others = "" if is_traced else '"eager", which knows grad and jvp, or '
         raise ValueError(
             f'experts_implementation="{_name(path)}": transforms of torch.func need torch\'s grouped product, but '
             f"{why_not('grouped', experts, num_rows, dtype, needs_gradient) or 'the loop was asked for.'} "
             f'Choose {others}"batched_mm".'
         )
-    x_TH = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
+
+    x_TH = hidden_states.to(dtype)
+    host_counts = path == "loop" and not (needs_gradient or is_traced)
     if path == "kernel":
-        return _compute_few_rows(x_TH, gate_up_EHF, down_EIH, top_k_index, top_k_weights).to(
-            hidden_states.dtype
-        )
-    if path == "grouped":
-        product = _grouped_mm
-    elif needs_gradient or is_recorded(x_TH):
-        product = grouped_product
+        # Same layout as in the trial: kernels are compiled for strides and for the dtype of the ids.
+        ids_N = top_k_index.reshape(-1).long().contiguous()
+        y_NH = few_rows_experts(_rows_of_choices(x_TH, top_k_index), *stacks, ids_N)
+    elif host_counts and num_rows <= CPU_UNSORTED_MAX_ROWS:
+        ids = top_k_index.reshape(-1).tolist()
+        groups = [(expert, row, row + 1) for row, expert in enumerate(ids)]
+        y_NH = experts.products(_rows_of_choices(x_TH, top_k_index), groups, multiply_groups)
     else:
-        # Casts only the matrices that it reads.
-        product = multiply_groups
-        if top_k_index.shape[1] == 1 and 0 < num_rows <= CPU_UNSORTED_MAX_ROWS:
-            y_TH = _compute_one_by_one(experts, x_TH, gate_up_EHF, down_EIH, top_k_index, top_k_weights)
-            return y_TH.to(hidden_states.dtype)
-    if product is not multiply_groups and down_EIH.dtype != dtype:
-        gate_up_EHF, down_EIH = gate_up_EHF.to(dtype), down_EIH.to(dtype)
-    y_TH = _compute_sorted(experts, x_TH, gate_up_EHF, down_EIH, top_k_index, top_k_weights, product)
+        product = multiply_groups if host_counts else _grouped_mm if path == "grouped" else _grouped_product
+        y_NH = _products_of_sorted(experts, x_TH, top_k_index, product)
+    y_NH = y_NH * top_k_weights.reshape(-1, 1)
+    num_tokens, top_k = top_k_index.shape
+    y_TH = y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
     return y_TH.to(hidden_states.dtype)
 
 
-def _compute_sorted(
-    experts: Any,
-    x_TH: torch.Tensor,
-    gate_up_EHF: torch.Tensor,
-    down_EIH: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+def _rows_of_choices(x_TH: torch.Tensor, top_k_index: torch.Tensor) -> torch.Tensor:
+    """`[N, H]`: each token once for each of its experts."""
+    top_k = top_k_index.shape[1]
+    return x_TH.contiguous() if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
+
+
+def _products_of_sorted(
+    experts: Any, x_TH: torch.Tensor, top_k_index: torch.Tensor, product: Callable
 ) -> torch.Tensor:
-    """Sort the rows by expert, multiply each expert's rows in one product, and restore the rows' order."""
-    num_tokens, top_k = top_k_index.shape
+    """`[N, H]`: the outputs of all choices; the rows are sorted by expert in between."""
+    top_k = top_k_index.shape[1]
     # Ids of `num_experts` and above sort last, past every expert's end.
     ids_N, order_N = top_k_index.reshape(-1).sort(stable=True)
     expert_E = torch.arange(experts.num_experts, device=ids_N.device)
@@ -140,54 +138,21 @@ def _compute_sorted(
         # The grouped product leaves rows past the last end undefined, in forward and in backward.
         passed_over_N1 = (ids_N >= experts.num_experts)[:, None]
         x_NH = x_NH.masked_fill(passed_over_N1, 0)
-    hidden_NI = experts._apply_gate(product(x_NH, gate_up_EHF, ends_E))
-    y_NH = product(hidden_NI, down_EIH, ends_E) * top_k_weights.reshape(-1, 1)[order_N]
+    groups = groups_between(ends_E, len(ids_N)) if product is multiply_groups else ends_E
+    y_NH = experts.products(x_NH, groups, product)
     if passed_over_N1 is not None:
         y_NH = y_NH.masked_fill(passed_over_N1, 0)
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(order_N.shape[0], device=order_N.device)
-    return _sum_of_each_token(y_NH.index_select(0, place_N), num_tokens, top_k)
+    return y_NH.index_select(0, place_N)
 
 
-def _compute_one_by_one(
-    experts: Any,
-    x_TH: torch.Tensor,
-    gate_up_EHF: torch.Tensor,
-    down_EIH: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    """Send each row to its expert without sorting; the host reads the ids."""
-    y_TH = []
-    rows = x_TH.split(1) if len(x_TH) > 1 else (x_TH,)
-    for x_1H, (expert,) in zip(rows, top_k_index.tolist(), strict=True):
-        if expert >= experts.num_experts:
-            y_TH.append(torch.zeros_like(x_1H))
-            continue
-        gate_up_HF, down_IH = gate_up_EHF[expert], down_EIH[expert]
-        if down_IH.dtype != x_1H.dtype:
-            gate_up_HF, down_IH = gate_up_HF.to(x_1H.dtype), down_IH.to(x_1H.dtype)
-        y_TH.append(multiply_row(experts._apply_gate(multiply_row(x_1H, gate_up_HF)), down_IH))
-    return (y_TH[0] if len(y_TH) == 1 else torch.cat(y_TH)) * top_k_weights
+def _grouped_mm(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    return F.grouped_mm(x_NI, weight_EIO.to(x_NI.dtype), offs=ends_E)
 
 
-def _compute_few_rows(
-    x_TH: torch.Tensor,
-    gate_up_EHF: torch.Tensor,
-    down_EIH: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    num_tokens, top_k = top_k_index.shape
-    x_NH = x_TH.contiguous() if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
-    # Same layout as in the trial: kernels are compiled for strides and for the dtype of the ids.
-    ids_N = top_k_index.reshape(-1).long().contiguous()
-    y_NH = few_rows_experts(x_NH, gate_up_EHF, down_EIH, ids_N)
-    return _sum_of_each_token(y_NH * top_k_weights.reshape(-1, 1), num_tokens, top_k)
-
-
-def _sum_of_each_token(y_NH: torch.Tensor, num_tokens: int, top_k: int) -> torch.Tensor:
-    return y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
+def _grouped_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    return grouped_product(x_NI, weight_EIO.to(x_NI.dtype), ends_E)
 
 
 def choose_path(
@@ -265,8 +230,8 @@ def _chosen_by_rows(experts: Any) -> bool:
 def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
     """Whether experts are large and see so few rows that mapping memory and reading weights dominate the cost."""
     num_experts, *sizes = experts.down_proj.shape
-    is_large = num_experts * math.prod(sizes) * dtype.itemsize >= LARGE
-    return is_large and not is_exporting() and num_rows <= CPU_SHORTCUT_MAX_ROWS * num_experts
+    is_large = num_experts * math.prod(sizes) * dtype.itemsize >= LARGE_GRADIENT_BYTES
+    return is_large and not is_exporting() and num_rows <= CPU_LOOP_MAX_ROWS_PER_EXPERT * num_experts
 
 
 def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> str | None:
@@ -307,17 +272,43 @@ def _is_transformed() -> bool:
     return not torch.compiler.is_compiling() and is_under_functorch()
 
 
-def _grouped_mm(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    return F.grouped_mm(x_NI, weight_EIO, offs=ends_E)
-
-
 def _name(path: Path | None) -> str:
     return IMPLEMENTATION if path is None else f"{IMPLEMENTATION}_{path}"
 
 
-def register_paths() -> dict[str, Callable]:
-    """Add `llamoe`, and each path as `llamoe_...`, to transformers' registry of experts implementations."""
-    functions = {_name(path): partial(compute_experts, path=path) for path in (None, *PATHS)}
-    for name, function in functions.items():
-        ExpertsInterface.register(name, function)
-    return functions
+def _eager(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The loop that defines the result; for compilers and tracers `llamoe_loop`, which keeps it in an operator."""
+    if is_recorded(hidden_states):
+        return compute_experts(experts, hidden_states, top_k_index, top_k_weights, path="loop")
+    return experts.loop_over_experts(hidden_states, top_k_index, top_k_weights)
+
+
+def _grouped_or_eager(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The `grouped_mm` of transformers where it supports these sizes and dtypes, else `eager`."""
+    dtype = compute_dtype(experts.down_proj)
+    seen = experts if dtype == experts.down_proj.dtype else _ExpertsInDtype(experts, dtype)
+    if Experts.fits_grouped_mm(seen):
+        return grouped_mm_experts_forward(seen, hidden_states, top_k_index, top_k_weights)
+    return _eager(experts, hidden_states, top_k_index, top_k_weights)
+
+
+class _ExpertsInDtype:
+    """Experts with their weights cast to another dtype: autocast does not cast the weights of `grouped_mm`."""
+
+    def __init__(self, experts: Any, dtype: torch.dtype):
+        self.experts = experts
+        self.gate_up_proj = experts.gate_up_proj.to(dtype)
+        self.down_proj = experts.down_proj.to(dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.experts, name)
+
+
+for _path in (None, *PATHS):
+    ExpertsInterface.register(_name(_path), partial(compute_experts, path=_path))
+IMPLEMENTATIONS["eager"] = _eager
+IMPLEMENTATIONS["grouped_mm"] = _grouped_or_eager

@@ -1,12 +1,12 @@
 """Grouped product: each expert's rows times its matrix.
 
-Only the data tells how many rows each expert gets. On the CPU `multiply_groups` counts them and forms one product for
-each hit expert. A compiler cannot follow such a loop, and autograd would give every slice of a stack a gradient as
-large as the stack. The operator `grouped_product` keeps the loop out of the graph: compiler and autograd see its shapes
-and its gradients (also second ones), which are operators too. torch's `grouped_mm` does the same where it exists, for
-rows of a multiple of 16 bytes.
+Only the data tells how many rows each expert gets. `multiply_groups` takes the numbers from the host and forms one
+product for each hit expert. A compiler cannot follow such a loop, and autograd would give every slice of a stack a
+gradient as large as the stack. The operator `grouped_product` keeps the loop out of the graph: compiler and autograd
+see its shapes and its gradients (also second ones), which are operators too. torch's `grouped_mm` does the same where
+it exists, for rows of a multiple of 16 bytes.
 
-Shapes: N rows, E groups, I columns in, O columns out.
+Shapes: N rows, E experts, I columns in, O columns out.
 """
 
 import math
@@ -14,42 +14,54 @@ import mmap
 
 import torch
 
-from ..kernels import multiply_few
+LARGE_GRADIENT_BYTES = 32 << 20
+"""From this size a gradient gets memory of its own; the allocator keeps smaller pieces for the next step."""
 
-LARGE = 32 << 20
-"""Bytes from which a gradient gets memory of its own; the allocator keeps smaller pieces for the next step."""
+Group = tuple[int, int, int]
+"""An expert, the index of its first row, and the index after its last one."""
 
 
-def multiply_groups(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def groups_between(ends_E: torch.Tensor, num_rows: int) -> list[Group]:
+    """The groups with rows, read by the host; rows after the last end belong to no expert, number E.
+
+    Args:
+        ends_E: `[E]` integers, the index after each expert's last row.
+        num_rows: N.
+    """
+    ends = [*ends_E.tolist(), num_rows]
+    bounds = zip([0, *ends], ends, strict=False)
+    return [(expert, start, end) for expert, (start, end) in enumerate(bounds) if start < end]
+
+
+def multiply_groups(x_NI: torch.Tensor, weight_EIO: torch.Tensor, groups: list[Group]) -> torch.Tensor:
     """Multiply each group of rows by its own matrix; for neither gradients nor compilers.
 
     Args:
-        x_NI: `[N, I]`, sorted by group.
+        x_NI: `[N, I]`.
         weight_EIO: `[E, I, O]`; only matrices of groups with rows are read. They are cast to the dtype of `x_NI`.
-        ends_E: `[E]` integers, the index after each group's last row.
+        groups: cover all rows in their order; an expert may have several, and numbers from E on stand for none.
 
     Returns:
-        `[N, O]`; rows after the last group are zero.
+        `[N, O]`; rows without an expert are zero.
     """
     out_NO = x_NI.new_empty(x_NI.shape[0], weight_EIO.shape[2])
-    end = 0
-    for group, start, end in _groups_with_rows(ends_E):
-        out_NO[start:end] = multiply_few(x_NI[start:end], weight_EIO[group].to(x_NI.dtype))
-    out_NO[end:].zero_()
+    for expert, start, end in groups:
+        if expert < len(weight_EIO):
+            torch.mm(x_NI[start:end], weight_EIO[expert].to(x_NI.dtype), out=out_NO[start:end])
+        else:
+            out_NO[start:end].zero_()
     return out_NO
 
 
-def _groups_with_rows(ends_E: torch.Tensor) -> list[tuple[int, int, int]]:
-    ends = ends_E.tolist()
-    bounds = zip([0, *ends[:-1]], ends, strict=True)
-    return [(group, start, end) for group, (start, end) in enumerate(bounds) if start < end]
-
-
 def _multiply_outer(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """`[E, I, O]`: for each group, its rows of `x_NI`, transposed, times its rows of `grad_NO`."""
+    """`[E, I, O]`: for each expert, its rows of `x_NI`, transposed, times its rows of `grad_NO`."""
     shape = len(ends_E), x_NI.shape[1], grad_NO.shape[1]
-    groups = _groups_with_rows(ends_E)
-    if x_NI.is_cpu and math.prod(shape) * x_NI.itemsize >= LARGE and hasattr(mmap, "MAP_ANONYMOUS"):
+    groups = [group for group in groups_between(ends_E, len(x_NI)) if group[0] < len(ends_E)]
+    if (
+        x_NI.is_cpu
+        and math.prod(shape) * x_NI.itemsize >= LARGE_GRADIENT_BYTES
+        and hasattr(mmap, "MAP_ANONYMOUS")
+    ):
         out_EIO = _unmapped_zeros(shape, x_NI.dtype)
     else:
         out_EIO = x_NI.new_empty(shape)
@@ -77,9 +89,15 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 @torch.library.custom_op("llamoe::grouped_product", mutates_args=(), tags=_TAGS)
 def grouped_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """`multiply_groups` for autograd and compilers; `x_NI` and `weight_EIO` have one dtype."""
+    """`multiply_groups` for autograd and compilers.
+
+    Args:
+        x_NI: `[N, I]`, sorted by expert.
+        weight_EIO: `[E, I, O]` in the dtype of `x_NI`.
+        ends_E: `[E]` integers, the index after each expert's last row.
+    """
     with torch.no_grad():
-        return multiply_groups(x_NI, weight_EIO, ends_E)
+        return multiply_groups(x_NI, weight_EIO, groups_between(ends_E, len(x_NI)))
 
 
 @torch.library.custom_op("llamoe::grouped_outer_product", mutates_args=(), tags=_TAGS)
@@ -87,7 +105,7 @@ def grouped_outer_product(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: tor
     """Gradient of `grouped_product` with respect to the weight, `[E, I, O]`.
 
     Args:
-        x_NI: `[N, I]`, sorted by group.
+        x_NI: `[N, I]`, sorted by expert.
         grad_NO: `[N, O]`, gradient of the result.
         ends_E: as in `grouped_product`.
     """

@@ -117,31 +117,37 @@ class TrainsRouters(PreTrainedModel):
         aux_coef, z_coef = (getattr(self.config, f"router_{name}_loss_coef", 0.0) for name in ("aux", "z"))
         return bool(z_coef or (balance and aux_coef))
 
-    def _add_router_losses(
+    def _with_router_losses(
         self,
-        loss: torch.Tensor,
-        aux_loss: torch.Tensor | None,
+        loss: torch.Tensor | None,
         router_logits: tuple[torch.Tensor, ...],
         token_mask: torch.Tensor | None,
+        balance: bool,
         share: torch.Tensor | float = 1.0,
-    ) -> torch.Tensor:
-        """The loss plus z-loss and, if given, load-balancing loss, each times its coefficient.
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The loss with the router losses added, each times its coefficient; and the load-balancing loss itself.
 
         Args:
-            loss: the head's own.
-            aux_loss: the load-balancing loss; None: not added.
+            loss: the head's own; None without labels, and then returned as it is.
             router_logits: one `[B * T, E]` a mixture layer.
             token_mask: `[B, T]`, zeros on padding.
+            balance: whether the load-balancing loss is asked for.
             share: further factor of both router losses.
+
+        Raises:
+            ValueError: the router losses would reach no router.
         """
-        if self._has_router_losses(aux_loss is not None):
+        aux_loss = None
+        if balance:
+            aux_loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, token_mask)
+        if loss is not None and self._has_router_losses(balance):
             self._check_router_gradient(router_logits)
-        if aux_loss is not None:
-            loss = loss + share * self.config.router_aux_loss_coef * aux_loss.to(loss.device)
-        if self.config.router_z_loss_coef:
-            z_loss = router_z_loss(router_logits, token_mask).to(loss.device)
-            loss = loss + share * self.config.router_z_loss_coef * z_loss
-        return loss
+            if aux_loss is not None:
+                loss = loss + share * self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+            if self.config.router_z_loss_coef:
+                z_loss = router_z_loss(router_logits, token_mask).to(loss.device)
+                loss = loss + share * self.config.router_z_loss_coef * z_loss
+        return loss, aux_loss
 
     def _check_router_gradient(self, router_logits: tuple[torch.Tensor, ...]) -> None:
         """Refuse to train on router losses whose gradient would reach no router.

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import llamoe
 from llamoe.modeling.attention.layer import eager_attention_forward
-from llamoe.modeling.moe import layer
+from llamoe.modeling.moe import dispatch
+from llamoe.modeling.moe.stores import IMPLEMENTATIONS, Experts
 
 
 @pytest.fixture
@@ -29,14 +30,14 @@ def calls(monkeypatch):
     for module in ("attention.layer", "vision"):
         name = f"llamoe.modeling.{module}.eager_attention_forward"
         monkeypatch.setattr(name, count("eager_attention", eager_attention_forward))
-    monkeypatch.setattr(layer.Experts, "loop_over_experts", count("eager", layer.Experts.loop_over_experts))
+    monkeypatch.setattr(Experts, "loop_over_experts", count("eager", Experts.loop_over_experts))
     monkeypatch.setattr(
-        layer, "grouped_mm_experts_forward", count("grouped_mm", layer.grouped_mm_experts_forward)
+        dispatch, "grouped_mm_experts_forward", count("grouped_mm", dispatch.grouped_mm_experts_forward)
     )
-    batched = layer.EXPERTS_INTERFACE["batched_mm"]
-    layer.EXPERTS_INTERFACE["batched_mm"] = count("batched_mm", batched)
+    batched = IMPLEMENTATIONS["batched_mm"]
+    IMPLEMENTATIONS["batched_mm"] = count("batched_mm", batched)
     yield counts
-    layer.EXPERTS_INTERFACE["batched_mm"] = batched
+    IMPLEMENTATIONS["batched_mm"] = batched
 
 
 @for_models()
@@ -104,7 +105,7 @@ def test_without_grouped_mm_in_torch(case, dtype, monkeypatch):
         max_abs(run(model, **inputs), expected) < (1e-5 if dtype == torch.float32 else 0.05) * expected.std()
     )
     main_output(model(**inputs)).float().square().mean().backward()
-    experts = next(module for module in model.modules() if isinstance(module, layer.Experts))
+    experts = next(module for module in model.modules() if isinstance(module, Experts))
     assert experts.gate_up_proj.grad.abs().sum() > 0
 
 

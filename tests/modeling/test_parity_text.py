@@ -23,7 +23,7 @@ from support.models import (
 from transformers import Llama4ForCausalLM
 
 from llamoe import LlamoeForCausalLM, LlamoeTextModel
-from llamoe.modeling.moe.layer import Experts
+from llamoe.modeling.moe.stores import Experts
 
 NAME, STOCK = "LlamoeForCausalLM", "Llama4ForCausalLM"
 BACKENDS = ["llamoe", "eager", "grouped_mm", "batched_mm"]

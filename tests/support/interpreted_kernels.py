@@ -21,7 +21,7 @@ from llamoe.modeling.kernels.few_rows import (
     few_rows_fits,
     run_kernels,
 )
-from llamoe.modeling.moe.layer import Experts
+from llamoe.modeling.moe.stores import Experts
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 

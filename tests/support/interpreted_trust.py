@@ -29,7 +29,7 @@ from llamoe.modeling.kernels import few_rows, few_rows_triton, trial, trust
 from llamoe.modeling.kernels.trial import describe, find_difference, find_difference_apart, made_up_experts
 from llamoe.modeling.moe import dispatch
 from llamoe.modeling.moe.dispatch import try_kernels
-from llamoe.modeling.moe.layer import Experts
+from llamoe.modeling.moe.stores import Experts
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 
@@ -63,7 +63,7 @@ def two_counts(monkeypatch):
 def on_a_gpu(monkeypatch, in_this_process, two_counts):
     """The CPU as a device that takes kernels, which are known to be the faster way for up to 64 rows."""
     monkeypatch.setattr(dispatch, "_is_on_host", lambda weight: weight.is_meta)
-    monkeypatch.setattr(trust, "KNOWN_ROWS", {"Triton's interpreter": 64})
+    monkeypatch.setattr(trust, "find_fastest_rows", lambda *_: (64, "not measured"))
 
 
 @pytest.fixture
@@ -646,7 +646,7 @@ def test_try_kernels_tries_nothing_that_is_not_asked_for(on_a_gpu, monkeypatch):
 def test_an_interpreted_kernel_is_not_the_faster_way(on_a_gpu, launches, monkeypatch, caplog):
     """Where nothing is known of the device it is timed, by one row first."""
     caplog.set_level(logging.INFO, "llamoe")
-    monkeypatch.setattr(trust, "KNOWN_ROWS", {})
+    monkeypatch.setattr(trust, "find_fastest_rows", trial.find_fastest_rows)
     experts = make_experts()
     inputs = rows(experts, 5)
     experts(*inputs)

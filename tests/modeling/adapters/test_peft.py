@@ -17,7 +17,7 @@ from support.models import MODELS, MULTIMODAL, for_models, max_abs, run
 
 import llamoe
 from llamoe.modeling._compat import when_imported
-from llamoe.modeling.moe.layer import Experts
+from llamoe.modeling.moe.stores import Experts
 
 TYPES = {"llamoe_dense": "llama", "llamoe_text": "llama4", "llamoe": "llama4", "llamoe_vision": "llama4"}
 DENSE, TEXT = (case for case in MODELS if case.name in ("LlamoeDenseForCausalLM", "LlamoeForCausalLM"))

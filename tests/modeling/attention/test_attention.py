@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
-from support.models import MODELS, PADDING, for_models, main_output, max_abs, run
+from support.models import MODELS, PADDING, apply_rotary, for_models, main_output, max_abs, run
 from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel, StaticCache
 from transformers import modeling_flash_attention_utils as flash_utils
 
@@ -503,7 +503,7 @@ def test_weights_of_the_tower(name, implementation):
         output = ask(pixels, output_attentions=True)
         attend = layer.self_attn
         q, k = (
-            llamoe.modeling.layers.rotary.apply_rotary(
+            apply_rotary(
                 projection(states["x"]).unflatten(-1, (-1, attend.head_dim)).transpose(1, 2),
                 *states["cos_sin"],
                 interleave=True,

@@ -1,4 +1,8 @@
-"""Linear layers of few rows give the numbers of `nn.Linear`, and are called as such wherever somebody looks."""
+"""CPU shortcuts: linear layers of few rows give `nn.Linear`'s numbers, and plain calls wherever somebody looks."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,16 +13,19 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from llamoe.modeling.kernels import cpu
-from llamoe.modeling.kernels.cpu import apply_linear, multiply_row
+from llamoe.modeling.kernels.cpu import apply_linear
 from llamoe.modeling.layers.feed_forward import FeedForward
 from llamoe.modeling.layers.normalization import L2Norm
 
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    """Counts how often the batched product is taken; for weights of every size."""
+    """Counts how often the batched product is taken; on every processor, for weights of every size."""
+    if not cpu.SHORTCUTS_ARE_ON:
+        pytest.skip("LLAMOE_CPU_SHORTCUTS=0: the batched product is never taken")
     calls = []
-    monkeypatch.setattr(cpu, "_MIN_WEIGHTS", 1)
+    monkeypatch.setattr(cpu, "_BATCHES_ARE_FASTER", True)
+    monkeypatch.setattr(cpu, "_LINEAR_MIN_WEIGHTS", 1)
 
     def count(x, *args, original=cpu._multiply_in_parts):
         calls.append(tuple(x.shape))
@@ -126,82 +133,17 @@ def test_models_decode_through_it_with_and_without_an_adapter(in_parts):
     assert max_abs(adapted(input_ids).logits, expected) < 1e-5  # lora_B begins as zero
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    """One thread and several take other calls for weights that lie input first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Names of the calls that products of a single row are made of; for weights of every size."""
-    made = []
-    monkeypatch.setattr(cpu, "_MIN_WEIGHTS", 1)
-    originals = {name: getattr(torch, name) for name in ("mm", "bmm", "embedding_bag")}
-    for name in originals:
-
-        def record(*args, name=name, **kwargs):
-            made.append(name)
-            return originals[name](*args, **kwargs)
-
-        monkeypatch.setattr(torch, name, record)
-    return made
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("num_out", [1, 17, 64, 575, 576, 577, 1000])
-@pytest.mark.parametrize("num_in", [1, 7, 34, 65, 128])
-def test_a_row_times_a_weight_that_lies_input_first(num_in, num_out, threads, calls):
-    generator = torch.Generator().manual_seed(num_in + num_out)
-    stack = torch.randn(3, num_in, num_out, generator=generator)
-    x = torch.randn(1, num_in, generator=generator)
-    strided = x[..., None].expand(1, num_in, 2)[..., 1]
-    for given in (x, strided):
-        out = multiply_row(given, stack[1])
-        assert out.shape == (1, num_out)
-        # Sums of up to 128 products of normal numbers, rounded to float32 in another order.
-        torch.testing.assert_close(out.double(), x.double() @ stack[1].double(), rtol=0, atol=2e-5)
-    if cpu._MAX_SUMMED:
-        is_cut = threads > 1 and cpu._divisor(num_in, threads) > 1
-        wide = "bmm" if is_cut else "mm"
-        assert calls == 2 * ["embedding_bag" if num_out <= 576 else wide]
-
-
-def test_rows_that_are_not_plain_are_multiplied_plainly(calls):
-    x, weight = torch.randn(1, 50), torch.randn(50, 34)
-    multiply_row(x, weight)  # with gradients
-    with torch.no_grad():
-        for dtype in (torch.bfloat16, torch.float16, torch.float64):
-            assert multiply_row(x.to(dtype), weight.to(dtype)).dtype == dtype
-        transposed = weight.T.contiguous().T
-        assert max_abs(multiply_row(x, transposed), x @ weight) < 1e-5
-        with torch.autocast("cpu", torch.bfloat16):
-            assert multiply_row(x, weight).dtype == torch.bfloat16
-        assert torch.func.vmap(multiply_row, (0, None))(x[None], weight).shape == (1, 1, 34)
-    assert set(calls) == {"mm"}
-
-
-def test_indices_made_under_another_default_device_serve_the_next_call():
-    cpu._consecutive.cache_clear()
-    with torch.device("meta"):
-        indices, offsets = cpu._consecutive(12, 4)
-    assert indices.tolist() == list(range(12)) and offsets.tolist() == [0, 3, 6, 9]
-
-
-@torch.no_grad()
-def test_dual_numbers_go_the_plain_way():
+def test_dual_numbers_go_the_plain_way(in_parts):
     """Forward derivatives are there without gradients too, but not of every call that is taken for a CPU."""
     feed_forward, x, direction = FeedForward(256, 200, "silu"), torch.randn(2, 1, 256), torch.randn(2, 1, 256)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x[0], direction[0])
-        out = feed_forward(dual) + multiply_row(dual, torch.eye(256))
-        tangent = torch.autograd.forward_ad.unpack_dual(out).tangent
+        tangent = torch.autograd.forward_ad.unpack_dual(feed_forward(dual)).tangent
+    assert not in_parts
     step = 1e-3 * direction[0]
     below, above = feed_forward(x[0] - step), feed_forward(x[0] + step)
-    assert max_abs(tangent - direction[0], (above - below) / 2e-3) < 1e-3  # of central differences in float32
+    assert max_abs(tangent, (above - below) / 2e-3) < 1e-3  # of central differences in float32
 
 
 @torch.no_grad()
@@ -222,12 +164,37 @@ def test_who_looks_on_sees_the_plain_calls(in_parts):
     """Counters of operations, modes that stand for other devices, and hooks on all modules."""
     feed_forward, x, seen = FeedForward(50, 34, "silu"), torch.randn(1, 50), []
     with FlopCounterMode(display=False) as counter:
-        feed_forward(x), multiply_row(x, torch.randn(50, 34))
-    assert counter.get_total_flops() == 2 * 4 * 50 * 34
+        feed_forward(x)
+    assert counter.get_total_flops() == 2 * 3 * 50 * 34
     with FakeTensorMode(allow_non_fake_inputs=True):
-        L2Norm()(x), multiply_row(x, torch.randn(50, 34))
+        L2Norm()(x), feed_forward(x)
     assert type(L2Norm()(x)) is torch.Tensor
     hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
     feed_forward(x)
     hook.remove()
     assert len(seen) == 5 and not in_parts
+
+
+@pytest.mark.parametrize(
+    ("processor", "setting", "is_faster", "is_on"),
+    [("AMD EPYC 7763", "1", True, True), ("Intel Xeon 2.50GHz", "1", False, True), ("", "0", False, False)],
+)
+def test_the_processor_and_the_environment_decide(processor, setting, is_faster, is_on):
+    """MKL's plain product is slow on AMD's processors alone. Both are read at import, so in a process of its own."""
+    code = f"""
+import torch
+torch.cpu.get_capabilities = lambda: {{"cpu_name": {processor!r}}}
+torch.set_grad_enabled(False)
+from llamoe.modeling.kernels import cpu
+print(cpu._BATCHES_ARE_FASTER, cpu.can_use_shortcut(torch.ones(1)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "LLAMOE_CPU_SHORTCUTS": setting},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    expected = [str(is_faster and torch.backends.mkl.is_available()), str(is_on)]
+    assert done.stdout.split() == expected, done.stderr

@@ -20,7 +20,7 @@ from llamoe.modeling import _compat
 from llamoe.modeling.kernels import few_rows, trial, trust
 from llamoe.modeling.kernels.few_rows import PLANS, TRITON_MAX_ROWS, constants, row_counts_of_launches
 from llamoe.modeling.kernels.trial import describe, made_up_experts
-from llamoe.modeling.moe.layer import Experts
+from llamoe.modeling.moe.stores import Experts
 
 CPU = torch.device("cpu")
 
@@ -161,9 +161,9 @@ def test_compilers_get_no_product_that_waits_for_the_host(monkeypatch):
     for capability in ((8, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
         fits.append(experts.fits_grouped_mm(gpu))
-        monkeypatch.setattr("llamoe.modeling.moe.layer.is_torchdynamo_compiling", lambda: True)
+        monkeypatch.setattr("llamoe.modeling.moe.stores.is_torchdynamo_compiling", lambda: True)
         fits.append(experts.fits_grouped_mm(gpu))
-        monkeypatch.setattr("llamoe.modeling.moe.layer.is_torchdynamo_compiling", lambda: False)
+        monkeypatch.setattr("llamoe.modeling.moe.stores.is_torchdynamo_compiling", lambda: False)
     assert fits == [True, False, True, True]
 
 
@@ -240,7 +240,7 @@ def test_the_trial_goes_through_in_both_processes_on_a_gpu():
 @torch.no_grad()
 def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     """Tried before, used within; without an answer nothing is tried while it is captured."""
-    monkeypatch.setattr(trust, "KNOWN_ROWS", {torch.cuda.get_device_name(): 64})
+    monkeypatch.setattr(trust, "find_fastest_rows", lambda *_: (64, "not measured"))
     experts = experts_on_gpu()
     inputs = rows_on_gpu(experts, 5)
     experts(*inputs)
@@ -275,7 +275,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
 @pytest.mark.gpu
 @torch.no_grad()
 def test_the_host_waits_for_the_trial_only(nothing_known, monkeypatch):
-    monkeypatch.setattr(trust, "KNOWN_ROWS", {torch.cuda.get_device_name(): 64})
+    monkeypatch.setattr(trust, "find_fastest_rows", lambda *_: (64, "not measured"))
     experts = experts_on_gpu()
     inputs = rows_on_gpu(experts, 5)
     experts(*inputs)
@@ -290,7 +290,7 @@ def test_the_host_waits_for_the_trial_only(nothing_known, monkeypatch):
 @pytest.mark.gpu
 @torch.no_grad()
 def test_compiled_with_cuda_graphs_after_the_first_use(nothing_known, monkeypatch):
-    monkeypatch.setattr(trust, "KNOWN_ROWS", {torch.cuda.get_device_name(): 64})
+    monkeypatch.setattr(trust, "find_fastest_rows", lambda *_: (64, "not measured"))
     experts = experts_on_gpu()
     inputs = rows_on_gpu(experts, 5)
     experts(*inputs)

@@ -19,8 +19,8 @@ HAS_MEMORY = hasattr(mmap, "MAP_ANONYMOUS")
 @pytest.fixture(params=[True, False])
 def has_memory(request, monkeypatch):
     """Memory of their own for gradients of every size; and a system that has none."""
-    monkeypatch.setattr(grouped_product, "LARGE", 1)
-    monkeypatch.setattr(dispatch, "LARGE", 1)
+    monkeypatch.setattr(grouped_product, "LARGE_GRADIENT_BYTES", 1)
+    monkeypatch.setattr(dispatch, "LARGE_GRADIENT_BYTES", 1)
     if not request.param:
         monkeypatch.delattr(mmap, "MAP_ANONYMOUS", raising=False)
     return request.param and HAS_MEMORY

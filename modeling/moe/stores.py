@@ -1,0 +1,143 @@
+"""Where the numbers of the experts are, and in which form.
+
+A store answers one thing: the products of these rows with these experts (`Experts.products`). It has no part in the
+choice of rows and experts, nor in how rows are sorted and multiplied (`dispatch`). The only store so far is the
+resident stack: expert e is slice e of two parameters.
+
+`loop_over_experts` is the definition: the formula of an expert for each expert in turn. Every other way to compute
+experts is compared with it.
+
+Shapes: T tokens, k experts a token, N rows, E experts, H hidden_size, I intermediate_size, F = 2 * I.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
+from transformers.utils import is_torchdynamo_compiling
+from transformers.utils.import_utils import is_fake_tensor
+
+from .._compat import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
+from ..layers import activation
+
+IMPLEMENTATION = "llamoe"
+"""The default name in transformers' registry of experts implementations."""
+
+
+class Implementations(ExpertsInterface):
+    """transformers' registry of experts implementations, with a default for experts outside of a model."""
+
+    def get_interface(self, experts_implementation: str | None, default: Callable) -> Callable:
+        """The function of this name; of `llamoe` where no model has chosen a name."""
+        return super().get_interface(experts_implementation or IMPLEMENTATION, default)
+
+
+IMPLEMENTATIONS = Implementations()
+
+
+@use_experts_implementation(experts_interface=IMPLEMENTATIONS, is_transposed=True)
+class Experts(nn.Module):
+    """The routed experts' weights, stacked and input-first (`x @ W`), as in stock checkpoints."""
+
+    # Quantizers, peft and transformers' backends rely on these names, shapes and their order.
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    # `dispatch` accepts only experts with this mark.
+    takes_llamoe_paths = True
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.num_experts = config.num_local_experts
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+        # Gate in the first I columns, up in the last I.
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, hidden_size, 2 * intermediate_size))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, intermediate_size, hidden_size))
+        self.hidden_act = config.hidden_act
+        self.act_fn = activation(config.hidden_act)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Send each token to its experts, in the way that `config._experts_implementation` names.
+
+        Args:
+            hidden_states: `[T, H]`.
+            top_k_index: `[T, k]` experts of each token; ids of `num_experts` and above are skipped.
+            top_k_weights: `[T, k]` factors of the experts' outputs.
+
+        Returns:
+            `[T, H]`, summed over the k experts.
+        """
+        return self.loop_over_experts(hidden_states, top_k_index, top_k_weights)
+
+    def loop_over_experts(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The definition: each chosen expert in turn computes the tokens that chose it."""
+        result = torch.zeros_like(hidden_states)
+        # `unbind` once: indexing the stack per expert would write a full-size gradient for each of them.
+        gate_up, down = self.gate_up_proj.unbind(0), self.down_proj.unbind(0)
+        chosen = [expert for expert in top_k_index.unique().tolist() if expert < self.num_experts]
+        # Where no expert is chosen, one multiplies no rows, which keeps the weights in the autograd graph.
+        for expert in chosen or [0]:
+            tokens, choices = torch.where(top_k_index == expert)
+            output = self._apply_gate(hidden_states[tokens] @ gate_up[expert]) @ down[expert]
+            weighted = output * top_k_weights[tokens, choices, None]
+            result.index_add_(0, tokens, weighted.to(result.dtype))
+        return result
+
+    def products(
+        self,
+        x_NH: torch.Tensor,
+        groups: Any,
+        multiply: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor],
+    ) -> torch.Tensor:
+        """The outputs of these rows' experts, `[N, H]`: `down(act(gate(x)) * up(x))`.
+
+        Args:
+            x_NH: rows, grouped by expert.
+            groups: which rows belong to which expert, in the form that `multiply` takes.
+            multiply: the product of rows, a stack of matrices `[E, I, O]`, and `groups`.
+        """
+        hidden_NI = self._apply_gate(multiply(x_NH, self.gate_up_proj, groups))
+        return multiply(hidden_NI, self.down_proj, groups)
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
+        """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.
+
+        Args:
+            device: default: the weights' device.
+            dtype: dtype of the product; default: that of the weights.
+        """
+        weight = self.down_proj
+        device = weight.device if device is None else device
+        dtype = weight.dtype if dtype is None else dtype
+        if not grouped_mm_exists(device) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return False
+        if device.type == "cpu" and dtype == torch.float16:
+            # The CPU multiplies input-first float16 weights in a scalar loop.
+            return False
+        has_shapes_only = is_torchdynamo_compiling() or device.type == "meta" or is_fake_tensor(weight)
+        if has_shapes_only and dtype != torch.bfloat16:
+            # torch 2.11 does not know the result's shape for other dtypes.
+            return False
+        if is_torchdynamo_compiling() and grouped_mm_waits(device):
+            # A compiler may put the product into a CUDA graph, which cannot wait for the host.
+            return False
+        # Rows and their strides must be multiples of 16 bytes; a cast makes new, contiguous rows.
+        if any(size * dtype.itemsize % 16 for size in weight.shape[1:]):
+            return False
+        stacks = (self.gate_up_proj, weight) if dtype == weight.dtype else ()
+        return all(grouped_mm_takes(stack, device) for stack in stacks)
+
+    def extra_repr(self) -> str:
+        """Show the sizes in `print(model)`."""
+        _, intermediate_size, hidden_size = self.down_proj.shape
+        return f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}"
