@@ -1,6 +1,6 @@
 """Every branch on a library's version, and the few uses of transformers' and peft's private API.
 
-Supported: torch >= 2.11 and transformers >= 5.17, < 6. All other files use only what both ends of that range share.
+Supported: torch >= 2.11 and transformers >= 5.21, < 6. All other files use only what both ends of that range share.
 """
 
 import functools
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-MIN_TRANSFORMERS = (5, 17)
+MIN_TRANSFORMERS = (5, 21)
 NEXT_TRANSFORMERS_MAJOR = 6
 
 
@@ -27,7 +27,7 @@ def require_supported_transformers() -> None:
     """Refuse an unsupported transformers, before anything of it is used.
 
     Raises:
-        ImportError: transformers is absent, older than 5.17, or 6 or newer.
+        ImportError: transformers is absent, older than 5.21, or 6 or newer.
     """
     wanted = f"transformers>={MIN_TRANSFORMERS[0]}.{MIN_TRANSFORMERS[1]},<{NEXT_TRANSFORMERS_MAJOR}"
     try:
@@ -207,51 +207,6 @@ def shifts_assistant_masks() -> bool:
     return hasattr(ProcessorMixin, "_adjust_assistant_masks_indices")
 
 
-def register_parallel_style(name: str, style: object) -> None:
-    """Add a parallel style to transformers' registry if the release has none of that name.
-
-    `ep_dispatch_experts` came with 5.19. The registry moved to another file, but can still be imported from here.
-    """
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
-
-    if name not in ALL_PARALLEL_STYLES:
-        ALL_PARALLEL_STYLES.register(name, style)
-
-
-def parallel_sizes(distributed_config: Any) -> tuple[int, int]:
-    """Number of devices that share attention heads, and number that share experts; 1 for not shared.
-
-    Releases before `ep_size` have a flag instead, with which the tensor-parallel devices share only the experts.
-    Later ones set that flag too, but share what both plans name, unless the tensor-parallel plan is empty.
-    """
-    tp_size = distributed_config.tp_size or 1
-    if hasattr(distributed_config, "ep_size"):
-        return 1 if distributed_config.tp_plan == {} else tp_size, distributed_config.ep_size or 1
-    return (1, tp_size) if distributed_config.enable_expert_parallel else (tp_size, 1)
-
-
-def is_tensor_parallel_only(distributed_config: Any) -> bool:
-    """Whether a model is sharded by tensor or expert parallelism, without FSDP2.
-
-    A model that was not loaded sharded has no such configuration; unset sizes are None or 1.
-    """
-    tp_size, *others = (
-        getattr(distributed_config, name, None) or 1 for name in ("tp_size", "fsdp_size", "dp_replicate_size")
-    )
-    return tp_size > 1 and others == [1, 1]
-
-
-def shards_unevenly() -> bool:
-    """Whether a layer may be split into shards of different sizes.
-
-    5.17 cannot: it assumes that every device's shard is as large as its own. Later releases are recognised by a class
-    that came with this.
-    """
-    from transformers.distributed import tensor_parallel
-
-    return hasattr(tensor_parallel, "EmbeddingParallel")
-
-
 def gather(tensor: "torch.Tensor") -> "torch.Tensor":
     """Gather a tensor that is sharded over one mesh axis; return other tensors unchanged.
 
@@ -277,15 +232,6 @@ def gather(tensor: "torch.Tensor") -> "torch.Tensor":
         return torch.cat([shard[i] for i in range(placement.split_factor) for shard in pieces], placement.dim)
 
 
-def adapts_shards() -> bool:
-    """Whether peft gives the adapter of a sharded weight the full weight's size.
-
-    Before 0.21.1 each process uses its own shard's size. Later releases are recognised by a function that came with
-    this.
-    """
-    return hasattr(importlib.import_module("peft.tuners.lora.model"), "get_tp_plan_and_mesh")
-
-
 def default_store() -> "torch.distributed.Store":
     """The store through which the processes of a job have found each other.
 
@@ -295,24 +241,6 @@ def default_store() -> "torch.distributed.Store":
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
-
-
-def has_part(module: "torch.nn.Module", rule: str) -> bool:
-    """Whether a rule of a plan names a module or parameter inside of `module`; `*` stands for a layer's number.
-
-    This reads torch's private dicts of a module: there is no public way to ask for one child, and `getattr` also
-    finds properties.
-    """
-    if not rule:
-        return True
-    name, _, rest = rule.partition(".")
-    if not rest and module._parameters.get(name) is not None:
-        return True
-    if name == "*":
-        children = [child for number, child in module._modules.items() if number.isdecimal()]
-    else:  # a number never stands as such in a plan
-        children = [] if name.isdecimal() else [module._modules.get(name)]
-    return any(child is not None and has_part(child, rest) for child in children)
 
 
 def parameter_shapes(module: "torch.nn.Module") -> dict[str, "torch.Size"]:

@@ -234,9 +234,7 @@ def unwrapped(model):
     return getattr(model, "module", model)
 
 
-KINDS = ["ddp", "fsdp", "accelerate"]
-if "ep_size" in DistributedConfig.__dataclass_fields__:
-    KINDS.append("fsdp+expert")
+KINDS = ["ddp", "fsdp", "accelerate", "fsdp+expert"]
 
 
 @check(
@@ -276,8 +274,8 @@ SPLIT = {
         f"{name} {kind}"
         for name in ("text", "top1", "multimodal", "lone")
         for kind in (*SPLIT, "accelerate")
-        # A single expert is shared by no two devices; the pair of FSDP2 and experts came with `ep_size`.
-        if (name != "lone" or "expert" not in kind) and (kind != "fsdp+expert" or kind in KINDS)
+        # A single expert is shared by no two devices.
+        if name != "lone" or "expert" not in kind
     ]
 )
 def split(what):
