@@ -15,11 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..configuration import LlamoeConfig, from_stock
-from ..configuration.hub import written_by
+from ..configuration.hub import HUB_ARGUMENTS, written_by
 from ..configuration.stock import to_stock
-from ._compat import parameter_shapes
-from .adapters import HUB_ARGUMENTS, LoadsAdapters
-from .attention import attention_masks
+from .adapters import LoadsAdapters
 from .checkpoints import (
     SavesWhole,
     check_complete,
@@ -159,22 +157,6 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         # themselves handle sizes that the kernel does not support.
         return True
 
-    @staticmethod
-    def create_masks_for_generate(
-        config: PreTrainedConfig,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        past_key_values: Any,
-        position_ids: torch.Tensor | None = None,
-        **_,
-    ) -> dict[str, Any] | torch.Tensor | None:
-        """Prepare the masks outside of a compiled forward pass; `generate` calls this."""
-        text_config = config.get_text_config(decoder=True)
-        if "flex" in text_config._attn_implementation:
-            # `generate` makes all masks contiguous, which flex attention's cannot be.
-            return attention_mask
-        return attention_masks(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
-
     @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
         super()._init_weights(module)
@@ -236,7 +218,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         model = result[0] if isinstance(result, tuple) else result
         model._log_backends()
         if getattr(model, "is_quantized", False):
-            tell_of_experts(model, _name(model.quantization_method))
+            stacks = [module.gate_up_proj for module in model.modules() if isinstance(module, Experts)]
+            tell_of_experts(model, stacks, _name(model.quantization_method))
         return result
 
     @classmethod
@@ -253,7 +236,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         if state_dict is None and checkpoint_files:
             check_inside(load_config.pretrained_model_name_or_path, checkpoint_files)
             check_files(checkpoint_files)
-        expected = parameter_shapes(model)
+        expected = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
         stacks = {}
         if is_whole and model._has_experts:
             stacks = find_split_experts(model, state_dict, checkpoint_files, load_config, expected)

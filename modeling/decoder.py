@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, E experts.
 
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -29,8 +29,6 @@ from .attention import (
     Attention,
     attention_masks,
     cached_length,
-    check_cache,
-    mask_of_new_tokens,
     positions_from_lengths,
     positions_from_padding,
     without_padding_positions,
@@ -38,10 +36,10 @@ from .attention import (
 from .base import LlamoePreTrainedModel
 from .generation import CheckedGeneration, ChunkedGeneration
 from .input_checks import (
+    check_inputs,
     check_labels,
     check_next_tokens,
     check_padding_id,
-    check_row_inputs,
     check_tokens,
     leave_out_attentions,
 )
@@ -152,11 +150,9 @@ class DecoderModel(LlamoePreTrainedModel):
                 negative position of a real token (on the CPU), or a cache of another model.
         """
         leave_out_attentions(self.config, kwargs)
-        check_tokens(self.config, input_ids, inputs_embeds)
+        check_inputs(self.config, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        check_cache(self.config, *inputs_embeds.shape[:2], past_key_values)
-        check_row_inputs(*inputs_embeds.shape[:2], attention_mask, position_ids, past_key_values)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 
@@ -269,6 +265,22 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @staticmethod
+    def create_masks_for_generate(
+        config: PreTrainedConfig,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: torch.Tensor | None = None,
+        **_,
+    ) -> dict[str, Any] | torch.Tensor | None:
+        """Prepare the masks outside of a compiled forward pass; `generate` calls this."""
+        text_config = config.get_text_config(decoder=True)
+        if "flex" in text_config._attn_implementation:
+            # `generate` makes all masks contiguous, which flex attention's cannot be.
+            return attention_mask
+        return attention_masks(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
+
     @can_return_tuple
     def forward(
         self,
@@ -343,14 +355,13 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
             )
         if router_logits := outputs.get("router_logits"):
             top_k = self.config.num_experts_per_tok
-            token_mask = mask_of_new_tokens(attention_mask, hidden_states.shape[1])
             if balance:
-                aux_loss = load_balancing_loss(router_logits, top_k, token_mask)
+                aux_loss = load_balancing_loss(router_logits, top_k, attention_mask)
             if count:
-                load = expert_load(router_logits, top_k, token_mask)
+                load = expert_load(router_logits, top_k, attention_mask)
             if loss is not None:
                 share = _share_of_batch(labels, loss.device, **kwargs)
-                loss = self._add_router_losses(loss, aux_loss, router_logits, token_mask, share)
+                loss = self._add_router_losses(loss, aux_loss, router_logits, attention_mask, share)
         return LlamoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,

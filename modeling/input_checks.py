@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.utils import is_torchdynamo_compiling, logging
 
 from ..configuration.checks import fail
-from .attention import cached_length, without_padding_positions
+from .attention import cached_length, check_cache, without_padding_positions
 from .kernels import is_readable
 
 logger = logging.get_logger("llamoe")
@@ -99,25 +99,31 @@ def check_tokens(
         )
 
 
-def check_row_inputs(
-    batch_size: int,
-    num_tokens: int,
+def check_inputs(
+    config: PreTrainedConfig,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
     attention_mask: Any,
     position_ids: torch.Tensor | None,
     past_key_values: Cache | None,
 ) -> None:
-    """Check the inputs that accompany the tokens.
+    """Check tokens or embeddings, as `check_tokens` does, and what accompanies them.
 
     Args:
-        batch_size: B.
-        num_tokens: T, without those in the cache.
+        config: a decoder's config.
+        input_ids: `[B, T]`.
+        inputs_embeds: `[B, T, hidden_size]` instead.
         attention_mask: must be `[B, cached + T]`, or 4-D, or a dict that the library made.
         position_ids: must be `[B or 1, T]`, not negative for real tokens.
         past_key_values: the cache.
 
     Raises:
-        ValueError: another shape, or a negative position.
+        ValueError: both or none of tokens and embeddings, another shape or dtype, a negative position, or a cache of
+            another model.
     """
+    check_tokens(config, input_ids, inputs_embeds)
+    batch_size, num_tokens = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
+    check_cache(config, batch_size, num_tokens, past_key_values)
     if isinstance(attention_mask, (list, tuple)):
         check_tensors(attention_mask=attention_mask)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:

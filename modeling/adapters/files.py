@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ...configuration.hub import HUB_ARGUMENTS
 from ..moe import Experts
-from .safetensors_headers import HUB_ARGUMENTS, check_files
+from .safetensors_headers import check_files
 
 logger = logging.getLogger("llamoe")
 

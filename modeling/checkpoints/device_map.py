@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...configuration.checks import listed
-from .._compat import dispatches_whole_models_to_disk, reads_tied_weights_from_disk
+from .._compat import offloads_everything
 
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -133,17 +133,13 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
             f"device_map gives no device for {_enumerate(missing)} of {type(model).__name__}. Add {named}"
             f"{'or ' if named else ''}'': 'cpu' for everything that it does not name."
         )
-    stays = [name for name in _tied_modules(model) if _place(name, settled) == "disk"]
-    if stays and reads_tied_weights_from_disk():
-        stays = []
-    if set(settled.values()) == {"disk"} and not dispatches_whole_models_to_disk():
+    if offloads_everything():
+        return settled
+    ties = getattr(model, "all_tied_weights_keys", {}).items()
+    stays = [name.rpartition(".")[0] for pair in ties for name in pair if _place(name, settled) == "disk"]
+    if set(settled.values()) == {"disk"}:
         stays.append(_least(model))
     return settle_device_map(model, settled | dict.fromkeys(stays, "cpu")) if stays else settled
-
-
-def _tied_modules(model: nn.Module) -> list[str]:
-    pairs = getattr(model, "all_tied_weights_keys", {}).items()
-    return [name.rpartition(".")[0] for pair in pairs for name in pair]
 
 
 def _least(model: nn.Module) -> str:

@@ -14,8 +14,10 @@ Shapes: E experts, H hidden_size, I intermediate_size.
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +34,6 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import load_state_dict
 
 from ...configuration.errors import CheckpointError
-from .._compat import reading_when_needed
 from .checkpoint_files import read_header
 
 _EXPERTS = "feed_forward.experts"
@@ -296,7 +297,7 @@ def fuse_while_loading(
     turned = {name: tensor.T if name in experts else tensor for name, tensor in state_dict.items()}
     rules = _rules()
     mapping = [*(load_config.weight_mapping or []), *rules]
-    with reading_when_needed():
+    with _reading_when_needed():
         loading_info, offload_index = PreTrainedModel._load_pretrained_model(
             model, turned, files, dataclasses.replace(load_config, weight_mapping=mapping)
         )
@@ -306,3 +307,22 @@ def fuse_while_loading(
             names = sorted(stacks[key])
             raise CheckpointError(f"{key} could not be made of {names[0]} … {names[-1]}: {report}")
     return loading_info, offload_index
+
+
+@contextmanager
+def _reading_when_needed() -> Iterator[None]:
+    """Context in which transformers reads and casts each tensor when it is needed, without threads that read ahead.
+
+    Threads are faster where a tensor is used as it is. Where many tensors are fused into one, they hold the
+    checkpoint in memory twice: all layers are read while the first is being fused.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -16,7 +16,7 @@ from .cpu import (
     multiply_row,
 )
 from .few_rows import TRITON_MAX_ROWS, few_rows_experts, few_rows_fits
-from .tracing import is_readable, is_recorded, is_tracing
+from .tracing import is_exported, is_readable, is_recorded, is_tracing, is_transformed
 from .trial import Way, describe
 from .trust import rows_known, rows_to_trust
 
@@ -31,9 +31,11 @@ __all__ = [
     "describe",
     "few_rows_experts",
     "few_rows_fits",
+    "is_exported",
     "is_readable",
     "is_recorded",
     "is_tracing",
+    "is_transformed",
     "multiply_few",
     "multiply_row",
     "rows_known",

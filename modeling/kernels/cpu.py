@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
-from .._compat import is_under_functorch
+from .._private_api import is_under_functorch
 
 CPU_SHORTCUT_MAX_ROWS = 3
 """Up to this many tokens norms and products use shortcuts. Above, norms keep every bit and products gain little."""

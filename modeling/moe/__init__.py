@@ -1,7 +1,7 @@
 """The mixture of experts.
 
-Reading order: grouped_product, dispatch (which product multiplies the rows of each expert), layer (router, experts, the
-formula), losses (router losses and the load of experts).
+Reading order: grouped_mm_limits, grouped_product, dispatch (which product multiplies the rows of each expert), layer
+(router, experts, the formula), losses (router losses and the load of experts).
 """
 
 from .dispatch import IMPLEMENTATION, try_kernels

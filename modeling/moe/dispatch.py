@@ -28,7 +28,6 @@ import torch
 from torch.nn import functional as F
 from transformers.integrations.moe import ExpertsInterface
 
-from .._compat import is_exporting, is_under_functorch
 from ..kernels import (
     CPU_SHORTCUT_MAX_ROWS,
     TRITON_MAX_ROWS,
@@ -36,7 +35,9 @@ from ..kernels import (
     describe,
     few_rows_experts,
     few_rows_fits,
+    is_exported,
     is_recorded,
+    is_transformed,
     multiply_row,
     rows_known,
     rows_to_trust,
@@ -91,7 +92,7 @@ def compute_experts(
     elif reason := why_not(path, experts, num_rows, dtype, needs_gradient):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
 
-    if path == "loop" and _is_transformed():
+    if path == "loop" and is_transformed():
         others = "" if is_recorded(hidden_states) else '"eager", which knows grad and jvp, or '
         raise ValueError(
             f'experts_implementation="{_name(path)}": transforms of torch.func need torch\'s grouped product, but '
@@ -202,7 +203,7 @@ def choose_path(
         needs_gradient: whether there will be a backward pass.
         is_traced: whether a compiler or tracer records the pass, so that no trial can run.
     """
-    if _is_on_host(experts.down_proj) and not _is_transformed():
+    if _is_on_host(experts.down_proj) and not is_transformed():
         if not needs_gradient or _has_few_rows_each(experts, num_rows, dtype):
             return "loop"
     if num_rows <= _rows_of_kernel(experts, dtype, needs_gradient, is_traced):
@@ -220,7 +221,7 @@ def _rows_of_kernel(experts: Any, dtype: torch.dtype, needs_gradient: bool, is_t
     Independent of the current number of rows: the first pass without gradients, of any size, runs the kernel's trial.
     """
     # An exported or traced program serves all numbers of rows. torch.func's transforms do not support the kernel.
-    if is_exporting() or torch.jit.is_tracing() or _is_transformed():
+    if is_exported() or is_transformed():
         return -1
     if why_not("kernel", experts, 1, dtype, needs_gradient):
         return -1
@@ -266,7 +267,7 @@ def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
     """Whether experts are large and see so few rows that mapping memory and reading weights dominate the cost."""
     num_experts, *sizes = experts.down_proj.shape
     is_large = num_experts * math.prod(sizes) * dtype.itemsize >= LARGE
-    return is_large and not is_exporting() and num_rows <= CPU_SHORTCUT_MAX_ROWS * num_experts
+    return is_large and not is_exported() and num_rows <= CPU_SHORTCUT_MAX_ROWS * num_experts
 
 
 def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> str | None:
@@ -301,10 +302,6 @@ def compute_dtype(weight: torch.Tensor) -> torch.dtype:
     if device_type != "meta" and weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return weight.dtype
-
-
-def _is_transformed() -> bool:
-    return not torch.compiler.is_compiling() and is_under_functorch()
 
 
 def _grouped_mm(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:

@@ -28,10 +28,10 @@ from transformers.integrations.moe import (
 from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.import_utils import is_fake_tensor
 
-from .._compat import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
 from ..kernels import is_recorded
 from ..layers import FeedForward, activation, apply_gate
 from .dispatch import compute_dtype, compute_experts, register_paths
+from .grouped_mm_limits import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
 
 
 class Router(nn.Module):
@@ -112,8 +112,6 @@ class Experts(nn.Module):
     down_proj: nn.Parameter
     # `dispatch` accepts only experts with this mark.
     takes_llamoe_paths = True
-    # Set by transformers where experts are on several devices, but not before 5.18.
-    _is_expert_parallel = False
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .._compat import default_store, gather
+from .._private_api import default_store, gather
 
 logger = logging.getLogger("llamoe")
 

@@ -14,7 +14,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from ...configuration.hub import AUTO_CLASSES
-from .._compat import point_at
+from .._private_api import point_at
 from .auto_classes import CONFIGS, MODELS, PROCESSED
 
 # Stock model type to the one of ours that replaces it.

@@ -8,19 +8,17 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import WeightRenaming
 
 from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from ...configuration.hub import AUTO_CLASSES
+from ...configuration.hub import AUTO_CLASSES, HUB_ARGUMENTS
 from .. import classification, decoder, multimodal, vision
-from .._compat import choose_processor, name_causal_model, publish, register_model
-from ..adapters import HUB_ARGUMENTS
-from ..base import LlamoePreTrainedModel
+from .._private_api import choose_processor, name_causal_model, publish, register_model
+from ..adapters import register_with_peft
 from ..processing import LlamoeProcessor
-from .peft_targets import register_with_peft
 
 CONFIGS = {
     config_class.model_type: config_class
     for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig)
 }
-MODELS: dict[str, type[LlamoePreTrainedModel]] = {
+MODELS: dict[str, Any] = {
     name: getattr(module, name)
     for module in (decoder, classification, vision, multimodal)
     for served in AUTO_CLASSES.values()

@@ -8,7 +8,7 @@ from support import max_abs
 from transformers.distributed import DistributedConfig
 
 import llamoe
-from llamoe.modeling._compat import gather
+from llamoe.modeling._private_api import gather
 
 FOLDER = Path(sys.argv[1])
 CLASSES = {

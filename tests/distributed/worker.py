@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 import llamoe
-from llamoe.modeling._compat import gather
+from llamoe.modeling._private_api import gather
 
 BACKENDS = ("llamoe", "eager", "grouped_mm", "batched_mm")
 LEARNING_RATE = 0.5
