@@ -60,14 +60,9 @@ class SequenceClassifier(Head, GenericForSequenceClassification, LlamoePreTraine
 
         Args:
             input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            attention_mask: see there.
-            position_ids: see there.
-            past_key_values: see there.
             inputs_embeds: see there; padding cannot be found in them, so the last position counts.
             labels: `[B]` integers for one class of `num_labels`, `[B]` floating if `num_labels` is 1, or
                 `[B, num_labels]` floating for several labels at once (`config.problem_type` decides).
-            use_cache: see there.
-            **kwargs: see there.
 
         Returns:
             `logits` `[B, num_labels]`, and the requested outputs.
@@ -113,10 +108,7 @@ class LlamoeDenseForTokenClassification(Head, GenericForTokenClassification, Lla
 
         Args:
             input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            attention_mask: see there.
             labels: `[B, T]` from 0 to `num_labels - 1`, -100 for no loss.
-            inputs_embeds: see there.
-            **kwargs: see there.
 
         Returns:
             `logits` `[B, T, num_labels]`, and the requested outputs.
@@ -161,11 +153,8 @@ class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoeP
 
         Args:
             input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            attention_mask: see there.
-            inputs_embeds: see there.
             start_positions: `[B]`, the answer's first token; positions past the end are ignored.
             end_positions: `[B]`, the answer's last token.
-            **kwargs: see there.
 
         Returns:
             `start_logits` and `end_logits`, each `[B, T]`, and the requested outputs.
@@ -235,15 +224,8 @@ class LlamoeForSequenceClassification(TrainsRouters, SequenceClassifier):
 
         Args:
             input_ids: as in `SequenceClassifier.forward`, like all arguments without a description here.
-            attention_mask: see there.
-            position_ids: see there.
-            past_key_values: see there.
-            inputs_embeds: see there.
-            labels: see there.
-            use_cache: see there.
             output_router_logits: return `router_logits` and `aux_loss`, and add
                 `router_aux_loss_coef * aux_loss` to the loss.
-            **kwargs: see there.
 
         Raises:
             ValueError: see there; and router losses under reentrant gradient checkpointing.

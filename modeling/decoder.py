@@ -300,17 +300,11 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
 
         Args:
             input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            attention_mask: see there.
-            position_ids: see there.
-            past_key_values: see there.
-            inputs_embeds: see there.
             labels: `[B, T]`, -100 for no loss; shifted inside.
-            use_cache: see there.
             output_router_logits: return `router_logits` and `aux_loss`, and add
                 `router_aux_loss_coef * aux_loss` to the loss.
             output_expert_load: return `expert_load`.
             logits_to_keep: compute logits of this many last tokens (0: all), or of the tokens at these indices.
-            **kwargs: see there.
 
         Raises:
             ValueError: inputs or labels of a wrong shape, a label that is no token (on the CPU), or router losses
