@@ -16,7 +16,9 @@ from .._private_api import (
     watch_adapter_files,
 )
 from ..moe import Experts
-from .files import LoadsAdapters, mark, orient_swapped, remember_file
+from .expert_layout import mark, remember_file
+from .fitting import orient_swapped
+from .loading import LoadsAdapters
 from .safetensors_headers import check_files
 from .when_imported import when_imported
 
