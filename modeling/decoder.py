@@ -312,8 +312,7 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
         """
         # Without labels the model checks its inputs itself.
         if labels is not None:
-            check_tokens(self.config, input_ids, inputs_embeds)
-            check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
+            check_labels(labels, check_tokens(self.config, input_ids, inputs_embeds))
             # Another loss may give other labels a meaning.
             if self.loss_function is ForCausalLMLoss and kwargs.get("shift_labels") is None:
                 check_next_tokens(self.config, labels, kwargs.get("ignore_index", -100))
