@@ -5,6 +5,10 @@ what both ends of these ranges share.
 """
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MIN_TRANSFORMERS = (5, 21)
 NEXT_TRANSFORMERS_MAJOR = 6
@@ -59,3 +63,27 @@ def offloads_everything() -> bool:
     from packaging.version import Version
 
     return Version(__version__).release >= (1, 15)
+
+
+def divide_expert_gradients_once(model: "nn.Module", distributed_config: Any) -> None:
+    """Let FSDP2 divide the gradients of experts once where no two processes hold the same experts.
+
+    transformers before 5.23 asks for a sum and a division of its own there too. FSDP2 has nothing to sum then, has
+    divided already, and the experts would learn from half of their gradient.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if distributed_config.fsdp_size > 1 and distributed_config.efsdp_size == 1:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(False)
+
+
+def splits_packed_columns_unevenly() -> bool:
+    """Whether devices can share the columns of gate and up, each split by itself, if their number divides neither.
+
+    torch 2.15 can. In 2.11 saving and the backward pass raise.
+    """
+    import torch
+
+    return torch.__version__ >= (2, 15)

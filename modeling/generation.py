@@ -86,14 +86,7 @@ class ChunkedGeneration(CheckedGeneration):
             options = generation_config.cache_config or {}
             generation_config.cache_config = {"config": _fully_attending(self.config), **options}
         prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        result = prepare(generation_config, model_kwargs, *args, **kwargs)
-        # `assistant_early_exit` lowers the number of layers in the config, but not the lists of layer types. Older
-        # releases make a cache as long as the lists.
-        text_config = self.config.get_text_config(decoder=True)
-        layers = getattr(model_kwargs.get("past_key_values"), "layers", [])
-        if len(layers) == len(getattr(text_config, "layer_types", None) or ()):
-            del layers[text_config.num_hidden_layers :]
-        return result
+        return prepare(generation_config, model_kwargs, *args, **kwargs)
 
     def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
         # Without a mask, transformers takes every pad token for padding. Behind cached tokens, as in an assistant's

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...configuration.parallel import check_parallel
+from .._compat import divide_expert_gradients_once, splits_packed_columns_unevenly
 from .gathering import is_sharded, joined
 
 
@@ -75,7 +76,18 @@ class Distributed(PreTrainedModel):
                     "LlamoeForCausalLM loads the text model of a multimodal folder; tp_size and fsdp_size are for all."
                 )
             check_parallel(model.config, *parallel_sizes(distributed_config))
-        return super().maybe_distribute_model(model, distributed_config, mesh)
+            model._keep_uneven_experts(distributed_config.tp_size or 1)
+        model = super().maybe_distribute_model(model, distributed_config, mesh)
+        if mesh is not None:
+            divide_expert_gradients_once(model, distributed_config)
+        return model
+
+    def _keep_uneven_experts(self, tp_size: int) -> None:
+        """Keep experts whole on each device if this release of torch cannot split them."""
+        if splits_packed_columns_unevenly() or not self.config.get_text_config().intermediate_size % tp_size:
+            return
+        for rule in [rule for rule in self._tp_plan or {} if ".experts" in rule]:
+            del self._tp_plan[rule]
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
         """Gather the shards; `save_pretrained` calls this in every process."""
