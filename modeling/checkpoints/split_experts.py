@@ -92,18 +92,15 @@ class StackExperts(MergeModulelist):
         model: nn.Module | None = None,
         **kwargs,
     ) -> dict[str, torch.Tensor]:
-        """Stack the experts.
+        """The one target pattern, with `[experts, in, out]`; the outs of several sources, gate before up, are joined.
 
         Args:
             input_dict: source patterns to tensors `[in, out]` in the order of the experts; emptied.
-            source_patterns: gate before up.
+            source_patterns: its keys in order.
             target_patterns: one pattern.
-            full_layer_name: name of the stack.
-            model: the model that has the stack as a parameter.
+            full_layer_name: name of the stack in `model`.
+            model: the model.
             **kwargs: unused.
-
-        Returns:
-            the target pattern to `[experts, in, out]`; the outs of several sources are joined.
         """
         parts = [input_dict.pop(pattern) for pattern in source_patterns]
         if not parts[0]:
@@ -274,17 +271,7 @@ def fuse_while_loading(
 ) -> tuple[Any, Any]:
     """`PreTrainedModel._load_pretrained_model`, which also fuses the experts that `find_split_experts` found.
 
-    The rules are removed afterwards: saving would run them in reverse.
-
-    Args:
-        stacks: result of `find_split_experts`.
-        model: the empty model.
-        state_dict: the weights, if they are in memory.
-        files: otherwise the files that hold them.
-        load_config: transformers' `LoadStateDictConfig`.
-
-    Returns:
-        transformers' information on the loading, and its index of weights on disk.
+    The rules are removed afterwards: saving would run them in reverse. `stacks` is what `find_split_experts` returned.
 
     Raises:
         CheckpointError: a stack could not be made.
