@@ -25,7 +25,6 @@ from .checkpoints import (
     check_files,
     check_fit,
     check_folder,
-    check_inside,
     check_layers,
     check_offload,
     check_on_disk,
@@ -113,8 +112,6 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
             attn_implementation: "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3" or
                 another name in transformers' attention interface; or a dict of them by part: `text_config`,
                 `vision_config` and "" (the model itself).
-            *args: as in `PreTrainedModel.set_attn_implementation`.
-            **kwargs: likewise.
 
         Raises:
             ValueError: an unknown implementation or part.
@@ -134,14 +131,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         return cls._has_experts
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Name of the experts implementation to use; `llamoe` by default.
-
-        Args:
-            requested_experts: a name in transformers' registry; None: that in the environment variable
-                LLAMOE_EXPERTS, or `llamoe`.
+        """Name of the experts implementation: the requested one, that in LLAMOE_EXPERTS, or `llamoe`.
 
         Raises:
-            ValueError: an unknown implementation.
+            ValueError: transformers' registry has none of that name.
         """
         if requested_experts is not None:
             return super().get_correct_experts_implementation(requested_experts)
@@ -231,8 +224,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         is_whole = not args and "expected_keys" not in kwargs
         files = checkpoint_files if state_dict is None else None
         if files:
-            check_inside(load_config.pretrained_model_name_or_path, files)
-            check_files(files)
+            check_files(files, load_config.pretrained_model_name_or_path)
         expected = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
         stacks = {}
         if is_whole and model._has_experts:
@@ -323,12 +315,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
 
         Args:
             save_directory: the folder.
-            *args: as in `PreTrainedModel.save_pretrained`.
             layout: "llamoe" writes our model type to config.json, and llamoe_hub.py beside it, so that the folder
                 loads with `trust_remote_code=True` where llamoe is not imported. "stock" writes transformers' type
                 (`llama`, `llama4`, `llama4_text`), so that transformers, vLLM or llama.cpp read the folder without
                 llamoe.
-            **kwargs: as in `PreTrainedModel.save_pretrained`.
 
         Raises:
             ValueError: an unknown layout, or a config that stock cannot express; nothing is written then.

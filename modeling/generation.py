@@ -45,11 +45,7 @@ class CheckedGeneration(GenerationMixin):
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def adjust_generation_fn(self, *args, **kwargs):
-        """Read generation_config.json; `from_pretrained` calls this once the weights are there.
-
-        Raises:
-            CheckpointError: transformers cannot read it, and names no file.
-        """
+        """Read generation_config.json for `from_pretrained`; a broken one is a `CheckpointError` that names it."""
         try:
             super().adjust_generation_fn(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         except (TypeError, ValueError) as error:

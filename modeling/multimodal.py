@@ -81,18 +81,6 @@ class MultimodalModel(LlamoePreTrainedModel):
         self.vocab_size = config.text_config.vocab_size
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The text embedding."""
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the text embedding."""
-        self.language_model.set_input_embeddings(value)
-
-    def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """The tower, for modality "image"."""
-        return self.vision_model if modality == "image" else super().get_encoder(modality)
-
     @can_return_tuple
     def get_image_features(
         self, pixel_values: torch.FloatTensor, **kwargs: Unpack[TransformersKwargs]
@@ -175,16 +163,16 @@ class MultimodalModel(LlamoePreTrainedModel):
         images = (encoder_outputs or {}).get("image")
         if images is not None and pixel_values is not None:
             raise ValueError("Give pixel_values or mm_encoder_outputs['image'], not both.")
-        if images is None and pixel_values is None:
-            # The caller states that there are no images.
-            is_told = "image" in (encoder_outputs or {})
-            if is_first_pass and not is_told and input_ids is not None and not is_torchdynamo_compiling():
-                self._check_no_image_tokens(input_ids)
-            embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-            return embeds, None
-
+        has_images = images is not None or pixel_values is not None
+        # With the entry None the caller states that there are no images.
+        is_told = has_images or "image" in (encoder_outputs or {})
+        if is_first_pass and not is_told and input_ids is not None and not is_torchdynamo_compiling():
+            self._check_no_image_tokens(input_ids)
         if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids)
+            inputs_embeds = self.language_model.get_input_embeddings()(input_ids)
+        if not has_images:
+            return inputs_embeds, None
+
         is_image = self._image_places(input_ids, inputs_embeds)
         if pixel_values is not None:
             self.vision_model.check_pixel_values(pixel_values)
@@ -211,7 +199,9 @@ class MultimodalModel(LlamoePreTrainedModel):
         if input_ids is not None:
             return input_ids == token_id
         token = torch.full((), token_id, dtype=torch.long, device=inputs_embeds.device)
-        return (inputs_embeds == self.get_input_embeddings()(token).to(inputs_embeds.device)).all(-1)
+        return (
+            inputs_embeds == self.language_model.get_input_embeddings()(token).to(inputs_embeds.device)
+        ).all(-1)
 
     def _check_counts(self, is_image: torch.Tensor, num_features: int) -> None:
         if not is_torchdynamo_compiling() and (num_tokens := int(is_image.sum())) != num_features:
@@ -268,10 +258,6 @@ class LlamoeModel(MultimodalModel):
         view.vocab_size = config.text_config.vocab_size
         view.vision_model, view.multi_modal_projector, view.language_model = tower, projector, text_model
         return view
-
-    def get_decoder(self) -> nn.Module:
-        """The text model."""
-        return self.language_model
 
 
 class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, GenerationMixin):

@@ -259,6 +259,8 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ["image"]
     _no_split_modules = ["VisionEncoderLayer"]
+    # At its output gradients begin under checkpointing.
+    _input_embed_layer = "patch_embedding"
     # In multimodal folders the tower's keys begin with the base model's prefix.
     _checkpoint_prefixes = {r"vision_model\.": ""}
     _keys_passed_over = [r"^language_model\.", r"^multi_modal_projector\."]
@@ -290,10 +292,6 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
             std = module.config.hidden_size**-0.5
             init.normal_(module.class_embedding, std=std)
             init.normal_(module.positional_embedding_vlm, std=std)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The patch embedding, at whose output gradients begin under checkpointing."""
-        return self.patch_embedding
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(self, pixel_values: torch.Tensor, **kwargs) -> BaseModelOutputWithPooling:

@@ -225,15 +225,6 @@ def _is_inside(name: str) -> bool:
     return ".." not in parts and bool(parts[0]) and ":" not in parts[0] and "\0" not in name
 
 
-def check_inside(folder: str | os.PathLike | None, files: Iterable[str | os.PathLike]) -> None:
-    """Raise a `CheckpointError` if a file that transformers has found for a local folder lies outside of it."""
-    if folder is None or not os.path.isdir(folder):
-        return
-    for file in map(Path, files):
-        if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
-            raise CheckpointError(f"{file}: is named in {folder}, but lies outside of it.")
-
-
 def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
     """Compare an index with the content of the files.
 
@@ -255,21 +246,27 @@ def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
             raise CheckpointError(f"{found.index}: does not name {name!r}, which {path} holds.")
 
 
-def check_files(files: Iterable[str | os.PathLike]) -> dict[str, Path]:
+def check_files(
+    files: Iterable[str | os.PathLike], folder: str | os.PathLike | None = None
+) -> dict[str, Path]:
     """Check the headers of all files of a checkpoint.
 
     Args:
         files: safetensors files, and those of torch.save.
+        folder: the local folder that they must be in; other places are not checked.
 
     Returns:
         tensor to the file that holds it.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or a tensor is in two of them, of which readers may take
-        either.
+        CheckpointError: a file is missing or damaged, or lies outside of the folder; or a tensor is in two of them, of
+            which readers may take either.
     """
     held: dict[str, Path] = {}
+    is_local = folder is not None and os.path.isdir(folder)
     for file in map(Path, files):
+        if is_local and (not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts):
+            raise CheckpointError(f"{file}: is named in {folder}, but lies outside of it.")
         for name in read_header(file):
             if name in held:
                 raise CheckpointError(f"{file}: {name!r} is in {held[name]} too.")

@@ -170,7 +170,7 @@ def find_split_experts(
         model: the empty model.
         state_dict: the weights, if they are in memory.
         files: otherwise the files that hold them.
-        load_config: transformers' `LoadStateDictConfig`.
+        load_config: transformers' record of the loading.
         expected: the model's keys and shapes.
 
     Returns:
