@@ -44,7 +44,7 @@ class Head:
 
 @dataclass
 class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
-    """Output of a head for sequences.
+    """Output of `LlamoeForSequenceClassification`.
 
     Attributes:
         aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
@@ -76,7 +76,7 @@ class SequenceClassifier(TrainsRouters, Head, GenericForSequenceClassification, 
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> LlamoeSequenceClassifierOutputWithPast:
+    ) -> SequenceClassifierOutputWithPast:
         """Score each sequence.
 
         Args:
@@ -124,14 +124,18 @@ class SequenceClassifier(TrainsRouters, Head, GenericForSequenceClassification, 
                 aux_loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask)
             if loss is not None:
                 loss = self._add_router_losses(loss, aux_loss, router_logits, attention_mask)
-        return LlamoeSequenceClassifierOutputWithPast(
+        output = SequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            aux_loss=aux_loss,
-            router_logits=router_logits if balance else None,
+        )
+        if not self._has_experts:
+            return output
+        router_logits = router_logits if balance else None
+        return LlamoeSequenceClassifierOutputWithPast(
+            **output, aux_loss=aux_loss, router_logits=router_logits
         )
 
     def _last_tokens(self, input_ids: torch.Tensor | None, device: torch.device) -> torch.Tensor | int:
