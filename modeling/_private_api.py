@@ -1,7 +1,7 @@
-"""Every use of what torch, transformers, accelerate and peft keep to themselves, with its reason.
+"""Every use of what torch, transformers and peft keep to themselves, with its reason.
 
-No other file uses it, but for methods of transformers' classes that ours override. Where a public way appears, the
-function here goes. All were seen in torch 2.11 to 2.15, transformers 5.21 to 5.23 and peft 0.21.1 and 0.21.2.
+Methods of transformers' classes that ours override stand in those classes. Where a public way appears, the function
+here goes. All were seen in torch 2.11 and 2.15, transformers 5.21 and 5.23, and peft 0.21.1 and 0.21.2.
 """
 
 import functools
@@ -15,12 +15,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _has_any_global_hook
 
 
 def is_under_functorch() -> bool:
     """Whether a transform of `torch.func` (grad, vmap, jvp) is active: it supports only torch's own operators."""
     return torch._C._are_functorch_transforms_active()
+
+
+def is_observed() -> bool:
+    """Whether a transform of `torch.func`, forward-mode differentiation, a dispatch mode or a global hook is active.
+
+    Each would see, or need, other operators than those that a shortcut calls.
+    """
+    return (
+        is_under_functorch()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or _has_any_global_hook()
+    )
 
 
 def is_exporting() -> bool:

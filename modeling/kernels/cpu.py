@@ -23,10 +23,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.nn.modules.module import _has_any_global_hook
 
-from .._private_api import is_under_functorch
+from .._private_api import is_observed
 
 CPU_SHORTCUT_MAX_ROWS = 3
 """Up to this many tokens norms and products use shortcuts. Above, norms keep every bit and products gain little."""
@@ -51,10 +49,7 @@ def can_use_shortcut(x: torch.Tensor) -> bool:
         and x.is_cpu
         and x.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
-        and not is_under_functorch()
-        and forward_ad._current_level < 0
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not _has_any_global_hook()
+        and not is_observed()
     )
 
 
