@@ -44,8 +44,8 @@ def _metadata_version(package: str) -> str:
 def shifts_assistant_masks() -> bool:
     """Whether a processor's `apply_chat_template` accounts for pictures, which lengthen the text behind them.
 
-    Early releases look for the assistant's tokens at their offsets in the short text, and find other tokens or none.
-    Later releases are recognised by the method that shifts the offsets.
+    transformers before 5.23 looks for the assistant's tokens at their offsets in the short text, and finds other tokens
+    or none. Later releases are recognised by the method that shifts the offsets.
     """
     from transformers import ProcessorMixin
 
