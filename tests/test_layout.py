@@ -161,3 +161,27 @@ def test_files_import_only_what_stands_before_them(folder):
         and base not in FOR_ALL
     }
     assert not wrong
+
+
+@pytest.mark.parametrize(("folder", "most_rooms", "most_imports"), [("modeling", 18, 48)])
+def test_rooms_are_few_and_import_few_others(folder, most_rooms, most_imports):
+    """Rooms and files at a folder's top level, and the pairs of them of which one imports the other."""
+    package = package_of(ROOT / folder)
+    pairs, rooms = set(), set()
+    for path in library_files(folder):
+        if path.suffix == ".py" and path != ROOT / folder / "__init__.py":
+            room = path.relative_to(ROOT / folder).parts[0].removesuffix(".py")
+            rooms.add(room)
+            for module in imported_modules(path):
+                if module.startswith(f"{package}."):
+                    pairs.add((room, module.removeprefix(f"{package}.").split(".")[0]))
+    imports = {(room, other) for room, other in pairs if other in rooms - {room}}
+    assert len(rooms) <= most_rooms, sorted(rooms)
+    assert len(imports) <= most_imports, sorted(imports)
+
+
+@pytest.mark.parametrize("folder", ["modeling"])
+def test_no_file_is_long(folder):
+    files = [path for path in library_files(folder) if path.suffix == ".py"]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert {name: length for name, length in lengths.items() if length > 450} == {}

@@ -128,7 +128,7 @@ def test_tensor_parallel_equals_one_process(measured, name, record_parity):
     for figures in both(measured, f"tensor-{name}"):
         assert_equal_outputs(figures)
         assert_equal_training(figures)
-        # transformers 5.17 keeps whole what two devices do not divide.
+        # torch 2.11 keeps whole the experts that two devices do not divide.
         assert figures["sharded"] > (0.85 if name != "top1" else 0.3)
         record_parity(f"tensor parallel, {name}", "one process", "float32", figures["logits"])
 
@@ -173,7 +173,7 @@ def test_split_experts_are_fused_into_shards(measured, name, kind):
         pytest.skip("two devices do not share one expert")
     for figures in both(measured, f"split-{name} {kind}"):
         assert figures["weights"] == 0
-        # transformers 5.17 keeps whole what two devices do not divide.
+        # torch 2.11 keeps whole the experts that two devices do not divide.
         assert figures["sharded"] or name in ("top1", "lone")
         if kind != "accelerate":
             assert figures["saved"] == 0 and figures["stacked"]
