@@ -19,6 +19,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling, logging
 
 from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
+from .attention import mask_of_new_tokens
 from .base import LlamoePreTrainedModel
 from .input_checks import check_answers, check_class_labels, check_labels, check_padding_token, check_tensors
 from .moe import TrainsRouters, load_balancing_loss
@@ -120,10 +121,11 @@ class SequenceClassifier(TrainsRouters, Head, GenericForSequenceClassification, 
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         if router_logits := outputs.get("router_logits"):
+            token_mask = mask_of_new_tokens(attention_mask, hidden_states.shape[1])
             if balance:
-                aux_loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask)
+                aux_loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, token_mask)
             if loss is not None:
-                loss = self._add_router_losses(loss, aux_loss, router_logits, attention_mask)
+                loss = self._add_router_losses(loss, aux_loss, router_logits, token_mask)
         output = SequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,

@@ -29,6 +29,7 @@ from .attention import (
     Attention,
     attention_masks,
     cached_length,
+    mask_of_new_tokens,
     positions_from_lengths,
     positions_from_padding,
     without_padding_positions,
@@ -348,13 +349,14 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
             )
         if router_logits := outputs.get("router_logits"):
             top_k = self.config.num_experts_per_tok
+            token_mask = mask_of_new_tokens(attention_mask, hidden_states.shape[1])
             if balance:
-                aux_loss = load_balancing_loss(router_logits, top_k, attention_mask)
+                aux_loss = load_balancing_loss(router_logits, top_k, token_mask)
             if count:
-                load = expert_load(router_logits, top_k, attention_mask)
+                load = expert_load(router_logits, top_k, token_mask)
             if loss is not None:
                 share = _share_of_batch(labels, loss.device, **kwargs)
-                loss = self._add_router_losses(loss, aux_loss, router_logits, attention_mask, share)
+                loss = self._add_router_losses(loss, aux_loss, router_logits, token_mask, share)
         return LlamoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,

@@ -11,6 +11,7 @@ from .mask_inputs import without_padding_positions
 from .masks import (
     attention_masks,
     cached_length,
+    mask_of_new_tokens,
     positions_from_lengths,
     positions_from_padding,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "cached_length",
     "check_cache",
     "eager_attention_forward",
+    "mask_of_new_tokens",
     "positions_from_lengths",
     "positions_from_padding",
     "without_padding_positions",

@@ -35,6 +35,7 @@ from .mask_inputs import (
 __all__ = [
     "attention_masks",
     "cached_length",
+    "mask_of_new_tokens",
     "positions_from_lengths",
     "positions_from_padding",
 ]
@@ -78,6 +79,13 @@ def positions_from_lengths(cu_seq_lens: torch.Tensor, num_tokens: int) -> torch.
     index = torch.arange(num_tokens, device=cu_seq_lens.device)
     sequence = torch.searchsorted(cu_seq_lens, index.to(cu_seq_lens.dtype), right=True) - 1
     return (index - cu_seq_lens[sequence])[None]
+
+
+def mask_of_new_tokens(attention_mask: object, num_tokens: int) -> torch.Tensor | None:
+    """`[B, T]` with zeros on padding for the last T tokens; None where `attention_mask` is not 2-D."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        return attention_mask[:, -num_tokens:]
+    return None
 
 
 def attention_masks(

@@ -29,7 +29,7 @@ def load_balancing_loss(
     Args:
         router_logits: one `[B * T, E]` a layer.
         num_experts_per_tok: experts a token is sent to.
-        attention_mask: `[B, T]`, zeros on padding, or longer by the cached tokens; others are not read.
+        attention_mask: `[B, T]`, zeros on padding.
 
     Returns:
         scalar float32: the mean over the layers.
@@ -52,7 +52,7 @@ def router_z_loss(
 
     Args:
         router_logits: one `[B * T, E]` a layer.
-        attention_mask: as in `load_balancing_loss`.
+        attention_mask: `[B, T]`, zeros on padding.
 
     Returns:
         scalar float32: the mean over tokens and layers.
@@ -75,7 +75,7 @@ def expert_load(
     Args:
         router_logits: one `[B * T, E]` a layer.
         num_experts_per_tok: experts a token is sent to.
-        attention_mask: as in `load_balancing_loss`; padding is not counted.
+        attention_mask: `[B, T]`, zeros on padding, which is not counted.
 
     Returns:
         `[layers, E]` int64.
@@ -95,10 +95,9 @@ def _choices(logits_NE: torch.Tensor, num_experts_per_tok: int) -> torch.Tensor:
 def _token_weights(logits_NE: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """`[N]` float32: one over the number of real tokens on real tokens, zero on padding."""
     num_tokens = logits_NE.shape[0]
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
+    if attention_mask is None:
         return logits_NE.new_full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float32)
-    mask_BT = attention_mask[:, -(num_tokens // len(attention_mask)) :]
-    weights_N = mask_BT.reshape(-1).to(device=logits_NE.device, dtype=torch.float32)
+    weights_N = attention_mask.reshape(-1).to(device=logits_NE.device, dtype=torch.float32)
     return weights_N / weights_N.sum().clamp(min=1.0)
 
 
@@ -123,7 +122,7 @@ class TrainsRouters(PreTrainedModel):
         loss: torch.Tensor,
         aux_loss: torch.Tensor | None,
         router_logits: tuple[torch.Tensor, ...],
-        attention_mask: torch.Tensor | None,
+        token_mask: torch.Tensor | None,
         share: torch.Tensor | float = 1.0,
     ) -> torch.Tensor:
         """The loss plus z-loss and, if given, load-balancing loss, each times its coefficient.
@@ -132,7 +131,7 @@ class TrainsRouters(PreTrainedModel):
             loss: the head's own.
             aux_loss: the load-balancing loss; None: not added.
             router_logits: one `[B * T, E]` a mixture layer.
-            attention_mask: as in `load_balancing_loss`.
+            token_mask: `[B, T]`, zeros on padding.
             share: further factor of both router losses.
         """
         if self._has_router_losses(aux_loss is not None):
@@ -140,7 +139,7 @@ class TrainsRouters(PreTrainedModel):
         if aux_loss is not None:
             loss = loss + share * self.config.router_aux_loss_coef * aux_loss.to(loss.device)
         if self.config.router_z_loss_coef:
-            z_loss = router_z_loss(router_logits, attention_mask).to(loss.device)
+            z_loss = router_z_loss(router_logits, token_mask).to(loss.device)
             loss = loss + share * self.config.router_z_loss_coef * z_loss
         return loss
 
