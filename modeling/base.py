@@ -18,6 +18,7 @@ from ..configuration import LlamoeConfig, from_stock
 from ..configuration.hub import HUB_ARGUMENTS, written_by
 from ..configuration.stock import to_stock
 from .adapters import LoadsAdapters
+from .attention import attention_masks
 from .checkpoints import (
     SavesWhole,
     check_complete,
@@ -148,6 +149,22 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         # transformers asks every part of a multimodal model, also the tower, which has no experts. The experts
         # themselves handle sizes that the kernel does not support.
         return True
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: PreTrainedConfig,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Any,
+        position_ids: torch.Tensor | None = None,
+        **_,
+    ) -> dict[str, Any] | torch.Tensor | None:
+        """Prepare the masks outside of a compiled forward pass; `generate` calls this."""
+        text_config = config.get_text_config(decoder=True)
+        if "flex" in text_config._attn_implementation:
+            # `generate` makes all masks contiguous, which flex attention's cannot be.
+            return attention_mask
+        return attention_masks(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
 
     @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:

@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, E experts.
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -265,22 +265,6 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    @staticmethod
-    def create_masks_for_generate(
-        config: PreTrainedConfig,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
-        position_ids: torch.Tensor | None = None,
-        **_,
-    ) -> dict[str, Any] | torch.Tensor | None:
-        """Prepare the masks outside of a compiled forward pass; `generate` calls this."""
-        text_config = config.get_text_config(decoder=True)
-        if "flex" in text_config._attn_implementation:
-            # `generate` makes all masks contiguous, which flex attention's cannot be.
-            return attention_mask
-        return attention_masks(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
 
     @can_return_tuple
     def forward(

@@ -268,7 +268,6 @@ class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, Gene
 
     _text_class = LlamoeForCausalLM
     _output_class = LlamoeConditionalGenerationOutputWithPast
-    create_masks_for_generate = staticmethod(LlamoeForCausalLM.create_masks_for_generate)
     # Keys of a folder that `LlamoeModel` saved. Only this class's own loading uses them: servers run a `LlamoeModel`
     # and apply the registered patterns of both classes in sequence, and this one would undo the other's.
     _checkpoint_prefixes = {r"language_model\.(?!model\.|lm_head\.)": "language_model.model."}
