@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...configuration.base import LlamoeBaseConfig
-from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import LARGE, check_regular, read_json
 from .safetensors_files import TensorHeader, read_safetensors
@@ -377,9 +376,10 @@ def check_complete(model: "PreTrainedModel", missing: Iterable[str], load_config
     # FSDP2 derives classes of its own.
     name = type(model).__name__.removeprefix("FSDP")
     if name in (architectures or ()):
+        shown = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
         raise CheckpointError(
             f"{place}: config.json says that this is a {name}, but {len(lost)} of its weights are missing: "
-            f"{listed(lost)}. Download or copy the checkpoint again, or load it with the configuration that it was "
+            f"{shown}. Download or copy the checkpoint again, or load it with the configuration that it was "
             f"saved with. To begin with fresh weights, build {name}(config) and load the others with "
             "load_state_dict(..., strict=False)."
         )

@@ -81,7 +81,7 @@ def test_a_header_is_read_once_in_a_load_and_anew_when_the_file_changes(saved, t
 
     path = next(path for path in shards if TENSOR in checkpoint_files.read_header(path))
     damaged = with_entry(shape=SHAPE[::-1])(path.read_bytes())
-    with checkpoint_files.each_header_once():
+    with checkpoint_files.loading():
         assert checkpoint_files.read_header(path)[TENSOR].shape == tuple(SHAPE)
         opened.clear()
         link = tmp_path / "link"
