@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+# Arguments that say from where a file is read.
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
 # Auto class to the class that it returns, by model type. A folder's `auto_map` and the registration follow it.
 AUTO_CLASSES = {
     "llamoe_dense": {

@@ -8,8 +8,7 @@ parts that a model lacks (dense layers of a mixture, a tower's adapter) are drop
   its end. The stacked experts are `[E, in, out]`, transposed against a linear layer's weight: the style that splits
   their outputs is called rowwise. "Packed" means that gate and up are each split by themselves.
 * Expert parallel: whole experts on each device. Rows arrive scaled by their router score, with weights of one, so
-  transformers' dispatch also suits routing that scales the input. One spelling serves all releases: where
-  `ep_dispatch_experts` is missing (before 5.19), `modeling/parallel/expert_parallel.py` adds it.
+  transformers' dispatch also suits routing that scales the input.
 * Pipeline parallel: the children in the order in which they run, with the names of their inputs and outputs.
 * FSDP2: modules that are gathered and freed by themselves; the last modules keep their weights, as they come first in
   backward.

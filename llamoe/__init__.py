@@ -47,7 +47,7 @@ from llamoe.modeling.registration import adopt, release  # noqa: E402
 from llamoe.modeling.registration import register as _register  # noqa: E402
 from llamoe.modeling.vision import LlamoeVisionModel  # noqa: E402
 
-_register()
+_register(globals())
 
 __version__ = "0.2.0"
 

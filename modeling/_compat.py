@@ -1,25 +1,16 @@
-"""Every branch on a library's version, and the few uses of transformers' and peft's private API.
+"""Every branch on a library's version.
 
-Supported: torch >= 2.11 and transformers >= 5.17, < 6. All other files use only what both ends of that range share.
+Supported: torch >= 2.11, transformers >= 5.21 and < 6, accelerate >= 1.13, peft >= 0.21.1. All other files use only
+what both ends of these ranges share.
 """
 
-import functools
-import importlib
-import importlib.util
-import inspect
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from importlib.abc import MetaPathFinder
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
+    from torch import nn
 
-MIN_TRANSFORMERS = (5, 17)
+MIN_TRANSFORMERS = (5, 21)
 NEXT_TRANSFORMERS_MAJOR = 6
 
 
@@ -27,7 +18,7 @@ def require_supported_transformers() -> None:
     """Refuse an unsupported transformers, before anything of it is used.
 
     Raises:
-        ImportError: transformers is absent, older than 5.17, or 6 or newer.
+        ImportError: transformers is absent, older than 5.21, or 6 or newer.
     """
     wanted = f"transformers>={MIN_TRANSFORMERS[0]}.{MIN_TRANSFORMERS[1]},<{NEXT_TRANSFORMERS_MAJOR}"
     try:
@@ -50,503 +41,49 @@ def _metadata_version(package: str) -> str:
         return "(none)"
 
 
-def grouped_mm_exists(device: "torch.device") -> bool:
-    """Whether `torch.nn.functional.grouped_mm` has a kernel for a device: the CPU, and CUDA from Ampere on."""
-    import torch
-
-    if not hasattr(torch.nn.functional, "grouped_mm"):
-        return False
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type in ("cpu", "meta")
-
-
-def grouped_mm_waits(device: "torch.device") -> bool:
-    """Whether `grouped_mm` copies the groups' ends to the host even in bfloat16; no CUDA graph can hold that.
-
-    `_grouped_mm_cuda` (ATen/native/cuda/GroupedBlas.cpp, torch 2.11 to 2.15) has a kernel of its own for bfloat16 on
-    devices of capability 9 and 10. For everything else it loops over the groups on the host.
-    """
-    import torch
-
-    if device.type != "cuda":
-        return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] not in (9, 10)
-
-
-def grouped_mm_takes(weight: "torch.Tensor", device: "torch.device") -> bool:
-    """Whether `grouped_mm` accepts a stack of matrices on a device, by its strides and address.
-
-    From ATen/native/GroupedMMUtils.h: elements of a row, or of a column, are contiguous, and the next one begins a
-    multiple of 16 bytes later. On a GPU the same holds for the next matrix (torch 2.15 reports it, earlier releases
-    fail) and for the first one's address. The bfloat16 kernel (GroupMM.cu) takes fewer than 1024 matrices.
-    """
-    import torch
-
-    apart, rows, columns = weight.stride()
-    if 1 not in (rows, columns) or max(rows, columns) * weight.itemsize % 16:
-        return False
-    if device.type != "cuda":
-        return True
-    # torch's GPU allocations begin at multiples of 512 bytes. torch 2.11's compiler cannot read the offset.
-    offset = 0 if torch.compiler.is_compiling() else weight.storage_offset()
-    return len(weight) < 1024 and all(start * weight.itemsize % 16 == 0 for start in (offset, apart))
-
-
-def open_archive(path: str | os.PathLike) -> None:
-    """Let torch read the directory of one of its archives, as `torch.load` does before it reads a tensor.
-
-    Raises:
-        RuntimeError: torch cannot read this file.
-        IndexError, ValueError: what should be a number or a text is none.
-    """
-    import torch
-
-    reader = torch._C.PyTorchFileReader(os.fspath(path))
-    reader.serialization_id()
-    reader.get_all_records()
-
-
-def is_under_functorch() -> bool:
-    """Whether a transform of `torch.func` (grad, vmap, jvp) is active: it supports only torch's own operators."""
-    import torch
-
-    return torch._C._are_functorch_transforms_active()
-
-
-def is_exporting() -> bool:
-    """Whether `torch.export` traces.
-
-    In torch 2.11 `torch.compiler.is_exporting` is true in every compilation; the flag behind it is right everywhere.
-    """
-    import torch
-
-    return torch.compiler._is_exporting_flag
-
-
-def register_model(auto_class: type, config_class: type, model_class: type) -> None:
-    """Make `auto_class` return `model_class` for a config of ours.
-
-    `auto_class.register` cannot be used, for two reasons. It requires the model's own config class as the key, yet
-    the Auto classes accept multimodal configs for text models (transformers maps `llama4` to `Llama4ForCausalLM`).
-    And it omits the table of names by model type, in which `transformers serve`, Trainer's label smoothing and
-    lm-eval look up language models.
-    """
-    mapping = auto_class._model_mapping
-    mapping.register(config_class, model_class)
-    mapping._model_mapping[config_class.model_type] = model_class.__name__
-
-
-def publish(model_classes: Iterable[type]) -> None:
-    """Make classes attributes of the module `transformers`.
-
-    `transformers serve` and vLLM look only there for the architecture that config.json names. There are two such
-    modules: transformers puts a second one into `sys.modules` while it is imported, and earlier importers keep the
-    first.
-    """
-    bound = [getattr(module, "__dict__", {}).get("transformers") for module in list(sys.modules.values())]
-    for module in [sys.modules["transformers"], *bound]:
-        if isinstance(module, ModuleType) and module.__name__ == "transformers":
-            for model_class in model_classes:
-                setattr(module, model_class.__name__, model_class)
-
-
-_ABSENT = object()
-
-
-def point_at(auto_class: type, config_class: type, model_class: type) -> Callable[[], None]:
-    """Make `auto_class` return `model_class` for a stock config; transformers has no public way.
-
-    Returns:
-        a function that undoes it, unless something else has replaced the entry since.
-    """
-    entries = auto_class._model_mapping._extra_content
-    before = entries.get(config_class, _ABSENT)
-    entries[config_class] = model_class
-
-    def undo() -> None:
-        if entries.get(config_class) is not model_class:
-            return
-        if before is _ABSENT:
-            del entries[config_class]
-        else:
-            entries[config_class] = before
-
-    return undo
-
-
-def choose_processor(stock_class: type, choose: Callable[..., type | None]) -> None:
-    """Make `AutoProcessor` ask `choose(name_or_path, **kwargs)` where a folder's files name `stock_class`.
-
-    `AutoProcessor` goes by that name alone and reads its registry only where no file names a class, so there is no
-    public way. The class's own `from_pretrained` is wrapped; `_from_auto` marks calls from `AutoProcessor`.
-
-    Args:
-        stock_class: a processor class of transformers.
-        choose: returns the class that loads the folder, or None for `stock_class`.
-    """
-    original = stock_class.from_pretrained.__func__
-
-    @functools.wraps(original)
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        if cls is stock_class and kwargs.get("_from_auto"):
-            cls = choose(pretrained_model_name_or_path, **kwargs) or cls
-        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
-
-    stock_class.from_pretrained = classmethod(from_pretrained)
-
-
 def shifts_assistant_masks() -> bool:
     """Whether a processor's `apply_chat_template` accounts for pictures, which lengthen the text behind them.
 
-    Early releases look for the assistant's tokens at their offsets in the short text, and find other tokens or none.
-    Later releases are recognised by the method that shifts the offsets.
+    transformers before 5.23 looks for the assistant's tokens at their offsets in the short text, and finds other tokens
+    or none. Later releases are recognised by the method that shifts the offsets.
     """
     from transformers import ProcessorMixin
 
     return hasattr(ProcessorMixin, "_adjust_assistant_masks_indices")
 
 
-def register_parallel_style(name: str, style: object) -> None:
-    """Add a parallel style to transformers' registry if the release has none of that name.
+def offloads_everything() -> bool:
+    """Whether accelerate can have a whole model, and tied weights, on disk.
 
-    `ep_dispatch_experts` came with 5.19. The registry moved to another file, but can still be imported from here.
+    Before 1.15 it refused a whole model and pointed to `disk_offload`, which writes the weights to disk once more. And
+    it identified a tied tensor by the address of its data: on disk every address is zero, so it returned one weight
+    for another.
     """
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+    from accelerate import __version__
+    from packaging.version import Version
 
-    if name not in ALL_PARALLEL_STYLES:
-        ALL_PARALLEL_STYLES.register(name, style)
+    return Version(__version__).release >= (1, 15)
 
 
-def parallel_sizes(distributed_config: Any) -> tuple[int, int]:
-    """Number of devices that share attention heads, and number that share experts; 1 for not shared.
+def divide_expert_gradients_once(model: "nn.Module", distributed_config: Any) -> None:
+    """Let FSDP2 divide the gradients of experts once where no two processes hold the same experts.
 
-    Releases before `ep_size` have a flag instead, with which the tensor-parallel devices share only the experts.
-    Later ones set that flag too, but share what both plans name, unless the tensor-parallel plan is empty.
+    transformers before 5.23 asks for a sum and a division of its own there too. FSDP2 has nothing to sum then, has
+    divided already, and the experts would learn from half of their gradient.
     """
-    tp_size = distributed_config.tp_size or 1
-    if hasattr(distributed_config, "ep_size"):
-        return 1 if distributed_config.tp_plan == {} else tp_size, distributed_config.ep_size or 1
-    return (1, tp_size) if distributed_config.enable_expert_parallel else (tp_size, 1)
+    from torch.distributed.fsdp import FSDPModule
 
+    if distributed_config.fsdp_size > 1 and distributed_config.efsdp_size == 1:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(False)
 
-def is_tensor_parallel_only(distributed_config: Any) -> bool:
-    """Whether a model is sharded by tensor or expert parallelism, without FSDP2.
 
-    A model that was not loaded sharded has no such configuration; unset sizes are None or 1.
-    """
-    tp_size, *others = (
-        getattr(distributed_config, name, None) or 1 for name in ("tp_size", "fsdp_size", "dp_replicate_size")
-    )
-    return tp_size > 1 and others == [1, 1]
+def splits_packed_columns_unevenly() -> bool:
+    """Whether devices can share the columns of gate and up, each split by itself, if their number divides neither.
 
-
-def shards_unevenly() -> bool:
-    """Whether a layer may be split into shards of different sizes.
-
-    5.17 cannot: it assumes that every device's shard is as large as its own. Later releases are recognised by a class
-    that came with this.
-    """
-    from transformers.distributed import tensor_parallel
-
-    return hasattr(tensor_parallel, "EmbeddingParallel")
-
-
-def gather(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Gather a tensor that is sharded over one mesh axis; return other tensors unchanged.
-
-    torch 2.11's `full_tensor` refuses packed columns (gate and up, each split by itself).
-    """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return tensor
-    try:
-        return tensor.full_tensor()
-    except ValueError:
-        placement: Any = tensor.placements[0]
-        mesh = tensor.device_mesh
-        if tensor.shape[placement.dim] % (mesh.size() * placement.split_factor):
-            raise
-        local = tensor.to_local().contiguous()
-        shards = [local.new_empty(local.shape) for _ in range(mesh.size())]
-        dist.all_gather(shards, local, group=mesh.get_group())
-        pieces = [shard.chunk(placement.split_factor, placement.dim) for shard in shards]
-        return torch.cat([shard[i] for i in range(placement.split_factor) for shard in pieces], placement.dim)
-
-
-def adapts_shards() -> bool:
-    """Whether peft gives the adapter of a sharded weight the full weight's size.
-
-    Before 0.21.1 each process uses its own shard's size. Later releases are recognised by a function that came with
-    this.
-    """
-    return hasattr(importlib.import_module("peft.tuners.lora.model"), "get_tp_plan_and_mesh")
-
-
-def default_store() -> "torch.distributed.Store":
-    """The store through which the processes of a job have found each other.
-
-    torch keeps it private; another store would need an address of its own. Unlike a barrier, a store works on every
-    backend and can tell who is missing.
-    """
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
-
-
-def has_part(module: "torch.nn.Module", rule: str) -> bool:
-    """Whether a rule of a plan names a module or parameter inside of `module`; `*` stands for a layer's number.
-
-    This reads torch's private dicts of a module: there is no public way to ask for one child, and `getattr` also
-    finds properties.
-    """
-    if not rule:
-        return True
-    name, _, rest = rule.partition(".")
-    if not rest and module._parameters.get(name) is not None:
-        return True
-    if name == "*":
-        children = [child for number, child in module._modules.items() if number.isdecimal()]
-    else:  # a number never stands as such in a plan
-        children = [] if name.isdecimal() else [module._modules.get(name)]
-    return any(child is not None and has_part(child, rest) for child in children)
-
-
-def parameter_shapes(module: "torch.nn.Module") -> dict[str, "torch.Size"]:
-    """Shape of each parameter by its full name; a shared parameter appears under each of its names.
-
-    The same as `named_parameters(remove_duplicate=False)` in half of the time: its generators pass each name up
-    through every enclosing module.
-    """
-    found: dict[str, torch.Size] = {}
-
-    def collect(part: "torch.nn.Module", prefix: str) -> None:
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                found[prefix + name] = parameter.shape
-        for name, child in part._modules.items():
-            if child is not None:
-                collect(child, f"{prefix}{name}.")
-
-    collect(module, "")
-    return found
-
-
-def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
-    """Call `callback(module)` once the module is imported, or at once if it already is.
-
-    The standard library has no such hook. This finder asks the other finders for this one module's spec, runs the
-    callback after the module's own code, and then removes itself. Asking whether the module can be found, as
-    transformers does, imports nothing and changes nothing.
-    """
-    if name in sys.modules:
-        callback(sys.modules[name])
-        return
-
-    class Finder(MetaPathFinder):
-        asking_others = False
-
-        def find_spec(self, fullname, path=None, target=None):
-            if fullname != name or self.asking_others:
-                return None
-            self.asking_others = True
-            try:
-                spec = importlib.util.find_spec(name)
-            finally:
-                self.asking_others = False
-            if spec is not None and spec.loader is not None:
-                execute = spec.loader.exec_module
-
-                def exec_module(module: ModuleType) -> None:
-                    execute(module)
-                    if self in sys.meta_path:
-                        sys.meta_path.remove(self)
-                        callback(module)
-
-                # Changes only this loader, which belongs to this one spec.
-                spec.loader.exec_module = exec_module
-            return spec
-
-    sys.meta_path.insert(0, Finder())
-
-
-def replace_all_linear(replacement: Callable) -> None:
-    """Replace peft's expansion of "all-linear" by `replacement(original, peft_config, model)`.
-
-    peft does not ask models which layers that means. Several of its modules import the function by name; all share
-    one original.
-    """
-    tuners_utils = importlib.import_module("peft.tuners.tuners_utils")
-    original = tuners_utils._maybe_include_all_linear_layers
-
-    @functools.wraps(original)
-    def expand(peft_config, model):
-        return replacement(original, peft_config, model)
-
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("peft.") and (
-            vars(module).get("_maybe_include_all_linear_layers") is original
-        ):
-            vars(module)["_maybe_include_all_linear_layers"] = expand
-
-
-def watch_adapter_files(before: Callable, after: Callable) -> None:
-    """Call `before(model, model_id, **kwargs)` and `after(tensors, model_id, **kwargs)` where peft reads an adapter.
-
-    `before` runs before layers are made for the adapter; `model` is a `PeftModel` or its base. If an adapter of that
-    name already exists, peft reads the file's weights without its config.
-    """
-    peft_model = importlib.import_module("peft.peft_model")
-    hotswap = importlib.import_module("peft.utils.hotswap")
-    load_weights = peft_model.load_peft_weights
-    from_pretrained = peft_model.PeftModel.from_pretrained.__func__
-    load_adapter = peft_model.PeftModel.load_adapter
-    hotswap_adapter = hotswap.hotswap_adapter
-
-    @functools.wraps(load_weights)
-    def read(model_id, *args, **kwargs):
-        tensors = load_weights(model_id, *args, **kwargs)
-        after(tensors, model_id, **kwargs)
-        return tensors
-
-    @functools.wraps(from_pretrained)
-    def make(cls, model, model_id, *args, **kwargs):
-        before(model, model_id, **kwargs)
-        return from_pretrained(cls, model, model_id, *args, **kwargs)
-
-    @functools.wraps(load_adapter)
-    def add(self, model_id, *args, **kwargs):
-        before(self, model_id, **kwargs)
-        return load_adapter(self, model_id, *args, **kwargs)
-
-    @functools.wraps(hotswap_adapter)
-    def swap(model, model_name_or_path, *args, **kwargs):
-        before(model, model_name_or_path, **kwargs)
-        return hotswap_adapter(model, model_name_or_path, *args, **kwargs)
-
-    vars(peft_model)["load_peft_weights"] = read
-    peft_model.PeftModel.from_pretrained = classmethod(make)
-    peft_model.PeftModel.load_adapter = add
-    vars(hotswap)["hotswap_adapter"] = swap
-
-
-def before_hotswap(prepare: Callable) -> None:
-    """Let `prepare(model, tensors, adapter_name, config)` return the tensors that peft swaps into a `PeftModel`."""
-    hotswap = importlib.import_module("peft.utils.hotswap")
-    original = hotswap.hotswap_adapter_from_state_dict
-
-    @functools.wraps(original)
-    def swap(model, state_dict, adapter_name, config, *args, **kwargs):
-        return original(
-            model, prepare(model, state_dict, adapter_name, config), adapter_name, config, *args, **kwargs
-        )
-
-    vars(hotswap)["hotswap_adapter_from_state_dict"] = swap
-
-
-def turn_update_of_one_expert(is_input_first: Callable[["torch.nn.Module"], bool]) -> None:
-    """Make peft add LoRA's update to a stack of one expert in the right orientation.
-
-    peft takes a parameter `[1, in, out]` for a linear layer's weight and makes an update `[out, in]`: an error in the
-    first forward pass or, if both sizes are equal, a wrong result in silence. With more experts it respects
-    `is_transposed`, and its update has three axes.
-
-    Args:
-        is_input_first: whether a module's stacks are `[E, in, out]`.
-    """
-    wrapper = importlib.import_module("peft.tuners.lora.layer").ParamWrapper
-    original = wrapper.get_delta_weight
-
-    @functools.wraps(original)
-    def get_delta_weight(self, *args, **kwargs):
-        update = original(self, *args, **kwargs)
-        return update.T[None] if update.ndim == 2 and is_input_first(self.get_base_layer()) else update
-
-    wrapper.get_delta_weight = get_delta_weight
-
-
-def name_causal_model(model_type: str, class_name: str) -> None:
-    """Add a class to those that transformers knows as causal language models, by their names.
-
-    By these names `Trainer` decides whether label smoothing shifts the labels; unshifted, it would train to repeat
-    the input token. A multimodal model counts as a language model here, although its Auto class is another.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = class_name
-
-
-def dispatches_whole_models_to_disk() -> bool:
-    """Whether accelerate accepts a device map that puts everything on disk; up to 1.12 it pointed to `disk_offload`.
-
-    That function is no substitute: it writes the weights to disk once more.
-    """
-    from accelerate import dispatch_model
-
-    return "trying to offload the whole model" not in inspect.getsource(dispatch_model)
-
-
-def reads_tied_weights_from_disk() -> bool:
-    """Whether accelerate reads tied weights that are on disk.
-
-    Up to 1.12 it identified a tied tensor by the address of its data. On disk every address is zero, so it returned
-    one weight for another.
-    """
-    from accelerate import dispatch_model
-
-    return 'device.type != "meta"' in inspect.getsource(dispatch_model)
-
-
-@contextmanager
-def reading_when_needed() -> Iterator[None]:
-    """Context in which transformers reads and casts each tensor when it is needed, without threads that read ahead.
-
-    Threads are faster where a tensor is used as it is. Where many tensors are fused into one, they hold the
-    checkpoint in memory twice: all layers are read while the first is being fused.
-    """
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def load_without_storage(path: Any) -> Any:
-    """Unpickle a torch file with `weights_only=True`; the tensors' numbers stay in the file.
-
-    The tensors are on the meta device, and torch records where in the file their storages begin. `FakeTensorMode`,
-    which torch's documentation of serialization uses, gives the same in ten times the time.
+    torch 2.15 can. In 2.11 saving and the backward pass raise.
     """
     import torch
 
-    return torch.load(path, map_location="meta", weights_only=True)
-
-
-def save_without_storage(content: dict[str, "torch.Tensor"], path: Any) -> None:
-    """Write a torch file with room for the numbers of tensors that have none.
-
-    The values of `content` are meta tensors; the caller fills the room afterwards, at the `storage_offset` of the
-    file's tensors.
-    """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        fakes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in content.items()}
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(fakes, path)
-
-
-def storage_offset(tensor: "torch.Tensor") -> int:
-    """Offset in bytes of a tensor's storage in its file, for a tensor of `load_without_storage`."""
-    offset = tensor.untyped_storage()._checkpoint_offset  # pyright: ignore[reportAttributeAccessIssue]
-    assert offset is not None
-    return offset
+    return torch.__version__ >= (2, 15)

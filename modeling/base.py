@@ -15,10 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..configuration import LlamoeConfig, from_stock
-from ..configuration.hub import written_by
+from ..configuration.hub import HUB_ARGUMENTS, written_by
 from ..configuration.stock import to_stock
-from ._compat import parameter_shapes
-from .adapters import HUB_ARGUMENTS, LoadsAdapters
+from .adapters import LoadsAdapters
 from .attention import attention_masks
 from .checkpoints import (
     SavesWhole,
@@ -27,13 +26,11 @@ from .checkpoints import (
     check_files,
     check_fit,
     check_folder,
-    check_inside,
     check_layers,
     check_offload,
     check_on_disk,
     check_place,
     check_whole,
-    each_header_once,
     find_split_experts,
     fuse_while_loading,
     loading,
@@ -116,8 +113,6 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
             attn_implementation: "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3" or
                 another name in transformers' attention interface; or a dict of them by part: `text_config`,
                 `vision_config` and "" (the model itself).
-            *args: as in `PreTrainedModel.set_attn_implementation`.
-            **kwargs: likewise.
 
         Raises:
             ValueError: an unknown implementation or part.
@@ -137,14 +132,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         return cls._has_experts
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Name of the experts implementation to use; `llamoe` by default.
-
-        Args:
-            requested_experts: a name in transformers' registry; None: that in the environment variable
-                LLAMOE_EXPERTS, or `llamoe`.
+        """Name of the experts implementation: the requested one, that in LLAMOE_EXPERTS, or `llamoe`.
 
         Raises:
-            ValueError: an unknown implementation.
+            ValueError: transformers' registry has none of that name.
         """
         if requested_experts is not None:
             return super().get_correct_experts_implementation(requested_experts)
@@ -201,7 +192,9 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
                 `OSError`), weights that do not fit the config, a quantization that the model does not support, or a
                 device map that cannot be followed.
         """
-        device_map = kwargs.get("device_map")
+        name_or_path = pretrained_model_name_or_path
+        subfolder = kwargs.get("subfolder") or ""
+        device_map, config = kwargs.get("device_map"), kwargs.get("config")
         # Like every other device's name, it means the whole model.
         if device_map == "disk":
             device_map = kwargs["device_map"] = {"": "disk"}
@@ -209,34 +202,30 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         if isinstance(device_map, dict):
             # A copy: it is changed in place once the model is known.
             kwargs["device_map"] = dict(device_map)
-        config = kwargs.get("config")
-        if pretrained_model_name_or_path is not None:
-            check_whole(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
-        if config is None and pretrained_model_name_or_path is not None:
-            check_place(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
+        if name_or_path is not None:
+            check_whole(name_or_path, subfolder)
+            if config is None:
+                check_place(name_or_path, subfolder)
         if isinstance(config, PreTrainedConfig):
             kwargs["config"] = config = cls.resolve_config(config)
-        elif pretrained_model_name_or_path is not None and not kwargs.get("gguf_file"):
-            config = cls._config_if_quantized(config or pretrained_model_name_or_path, kwargs)
+        elif name_or_path is not None and not kwargs.get("gguf_file"):
+            config = cls._config_if_quantized(config or name_or_path, kwargs)
         cls._check_quantization(config, kwargs.get("quantization_config"))
-        with each_header_once():
-            found = None
-            if pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
-                found = check_folder(
-                    pretrained_model_name_or_path,
-                    kwargs.get("subfolder") or "",
-                    variant=kwargs.get("variant"),
-                    use_safetensors=kwargs.get("use_safetensors"),
-                    quantized=bool(
-                        kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
-                    ),
+        with loading() as state:
+            if name_or_path is not None and os.path.isdir(name_or_path):
+                quantization = kwargs.get("quantization_config") or getattr(
+                    config, "quantization_config", None
                 )
-            with loading(found):
-                result = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+                variant, use_safetensors = kwargs.get("variant"), kwargs.get("use_safetensors")
+                state.tensors = check_folder(
+                    name_or_path, subfolder, variant, use_safetensors, quantized=bool(quantization)
+                )
+            result = super().from_pretrained(name_or_path, *model_args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         model._log_backends()
         if getattr(model, "is_quantized", False):
-            tell_of_experts(model, _name(model.quantization_method))
+            stacks = [module.gate_up_proj for module in model.modules() if isinstance(module, Experts)]
+            tell_of_experts(model, stacks, _name(model.quantization_method))
         return result
 
     @classmethod
@@ -250,10 +239,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         # Here the empty model and the list of its files, downloaded or local, are first known.
         # Otherwise transformers loads an adapter into a model that is placed already.
         is_whole = not args and "expected_keys" not in kwargs
-        if state_dict is None and checkpoint_files:
-            check_inside(load_config.pretrained_model_name_or_path, checkpoint_files)
-            check_files(checkpoint_files)
-        expected = parameter_shapes(model)
+        files = checkpoint_files if state_dict is None else None
+        if files:
+            check_files(files, load_config.pretrained_model_name_or_path)
+        expected = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
         stacks = {}
         if is_whole and model._has_experts:
             stacks = find_split_experts(model, state_dict, checkpoint_files, load_config, expected)
@@ -262,19 +251,12 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
             settled = settle_device_map(model, device_map)
             # A strategy may have chosen devices by max_memory.
             check_devices(settled)
-            check_offload(
-                settled,
-                checkpoint_files if state_dict is None else None,
-                load_config.disk_offload_folder,
-                stacks,
-            )
+            check_offload(settled, files, load_config.disk_offload_folder, stacks)
             # The caller dispatches by the same dict, so it is changed in place.
             device_map.clear()
             device_map.update(settled)
-        if state_dict is None and checkpoint_files:
-            quantized = getattr(load_config, "hf_quantizer", None) is not None
-            if not getattr(load_config, "ignore_mismatched_sizes", False):
-                check_fit(checkpoint_files, expected, model._checkpoint_prefixes, quantized)
+        if files and not load_config.ignore_mismatched_sizes and load_config.hf_quantizer is None:
+            check_fit(files, expected, model._checkpoint_prefixes)
         # Set on this model alone, and only now: transformers reads it for keys that fit nowhere.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
@@ -350,12 +332,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
 
         Args:
             save_directory: the folder.
-            *args: as in `PreTrainedModel.save_pretrained`.
             layout: "llamoe" writes our model type to config.json, and llamoe_hub.py beside it, so that the folder
                 loads with `trust_remote_code=True` where llamoe is not imported. "stock" writes transformers' type
                 (`llama`, `llama4`, `llama4_text`), so that transformers, vLLM or llama.cpp read the folder without
                 llamoe.
-            **kwargs: as in `PreTrainedModel.save_pretrained`.
 
         Raises:
             ValueError: an unknown layout, or a config that stock cannot express; nothing is written then.

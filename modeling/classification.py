@@ -16,13 +16,15 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling, logging
 
 from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
 from .attention import mask_of_new_tokens
 from .base import LlamoePreTrainedModel
 from .input_checks import check_answers, check_class_labels, check_labels, check_padding_token, check_tensors
 from .moe import TrainsRouters
+
+logger = logging.get_logger("llamoe")
 
 
 class Head:
@@ -41,11 +43,29 @@ class Head:
         return input_ids if inputs_embeds is None else inputs_embeds
 
 
-class SequenceClassifier(Head, GenericForSequenceClassification, LlamoePreTrainedModel):
-    """One class, number or set of labels for a whole sequence; base of the two families' classes."""
+@dataclass
+class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
+    """Output of `LlamoeForSequenceClassification`.
+
+    Attributes:
+        aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
+        router_logits: one `[B * T, E]` a mixture layer, with `output_router_logits`.
+    """
+
+    aux_loss: torch.FloatTensor | None = None
+    router_logits: tuple[torch.FloatTensor, ...] | None = None
+
+
+class SequenceClassifier(TrainsRouters, Head, GenericForSequenceClassification, LlamoePreTrainedModel):
+    """One class, number or set of labels for a whole sequence; base of the two families' classes.
+
+    The router losses work as under the language model head. The generic head would drop their inputs, so its few
+    lines are written out here.
+    """
 
     input_modalities = ("text",)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -55,44 +75,77 @@ class SequenceClassifier(Head, GenericForSequenceClassification, LlamoePreTraine
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutputWithPast:
         """Score each sequence.
 
         Args:
             input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            attention_mask: see there.
-            position_ids: see there.
-            past_key_values: see there.
             inputs_embeds: see there; padding cannot be found in them, so the last position counts.
             labels: `[B]` integers for one class of `num_labels`, `[B]` floating if `num_labels` is 1, or
                 `[B, num_labels]` floating for several labels at once (`config.problem_type` decides).
-            use_cache: see there.
-            **kwargs: see there.
+            output_router_logits: return `router_logits` and `aux_loss`, and add
+                `router_aux_loss_coef * aux_loss` to the loss.
 
         Returns:
             `logits` `[B, num_labels]`, and the requested outputs.
 
         Raises:
-            ValueError: several sequences without a `config.pad_token_id`, or labels of a wrong shape or range.
+            ValueError: several sequences without a `config.pad_token_id`, labels of a wrong shape or range, or router
+                losses under reentrant gradient checkpointing.
         """
-        self._check(input_ids, inputs_embeds, labels)
-        return super().forward(
+        tokens = self._tokens(input_ids, inputs_embeds)
+        if tokens is not None:
+            check_padding_token(self.config, tokens.shape[0])
+            check_class_labels(self.config, labels, tokens.shape[0])
+        balance = self._has_experts and self._option("output_router_logits", output_router_logits)
+        z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
+        if self._has_experts:
+            kwargs["output_router_logits"] = bool(balance or z_loss_coef)
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            labels=labels,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
+        hidden_states = outputs.last_hidden_state
+        rows = torch.arange(len(hidden_states), device=hidden_states.device)
+        logits = self.score(hidden_states)[rows, self._last_tokens(input_ids, hidden_states.device)]
 
-    def _check(self, input_ids: Any, inputs_embeds: Any, labels: torch.Tensor | None) -> None:
-        tokens = self._tokens(input_ids, inputs_embeds)
-        if tokens is not None:
-            check_padding_token(self.config, tokens.shape[0])
-            check_class_labels(self.config, labels, tokens.shape[0])
+        loss = aux_loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        if router_logits := outputs.get("router_logits"):
+            token_mask = mask_of_new_tokens(attention_mask, hidden_states.shape[1])
+            loss, aux_loss = self._with_router_losses(loss, router_logits, token_mask, balance)
+        output = SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        if not self._has_experts:
+            return output
+        router_logits = router_logits if balance else None
+        return LlamoeSequenceClassifierOutputWithPast(
+            **output, aux_loss=aux_loss, router_logits=router_logits
+        )
+
+    def _last_tokens(self, input_ids: torch.Tensor | None, device: torch.device) -> torch.Tensor | int:
+        if input_ids is None and self.config.pad_token_id is not None and not is_torchdynamo_compiling():
+            logger.warning_once(
+                f"{type(self).__name__} cannot find padding in inputs_embeds: the last position of each row counts."
+            )
+        if input_ids is None or self.config.pad_token_id is None:
+            return -1
+        is_token = (input_ids != self.config.pad_token_id).to(device, torch.int32)
+        return (torch.arange(input_ids.shape[1], device=device, dtype=torch.int32) * is_token).argmax(-1)
 
 
 class LlamoeDenseForSequenceClassification(SequenceClassifier):
@@ -100,6 +153,22 @@ class LlamoeDenseForSequenceClassification(SequenceClassifier):
 
     config: LlamoeDenseConfig
     _checkpoint_prefixes = {r"transformer\.": "model."}
+
+
+class LlamoeForSequenceClassification(SequenceClassifier):
+    """Llama 4's decoder with a head for sequences; reads text and multimodal folders, stock's and ours."""
+
+    config: LlamoeTextConfig
+    # The loss is a mean over rows: Trainer divides it by the number of accumulation steps.
+    accepts_loss_kwargs = False
+    _has_experts = True
+    _has_stock_layout = False
+    _checkpoint_prefixes = {r"language_model\.": ""}
+    _keys_passed_over = [
+        r"^vision_model\.",
+        r"^multi_modal_projector\.",
+        r"^language_model\.lm_head\.",
+    ]
 
 
 class LlamoeDenseForTokenClassification(Head, GenericForTokenClassification, LlamoePreTrainedModel):
@@ -114,10 +183,7 @@ class LlamoeDenseForTokenClassification(Head, GenericForTokenClassification, Lla
 
         Args:
             input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            attention_mask: see there.
             labels: `[B, T]` from 0 to `num_labels - 1`, -100 for no loss.
-            inputs_embeds: see there.
-            **kwargs: see there.
 
         Returns:
             `logits` `[B, T, num_labels]`, and the requested outputs.
@@ -162,11 +228,8 @@ class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoeP
 
         Args:
             input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            attention_mask: see there.
-            inputs_embeds: see there.
             start_positions: `[B]`, the answer's first token; positions past the end are ignored.
             end_positions: `[B]`, the answer's last token.
-            **kwargs: see there.
 
         Returns:
             `start_logits` and `end_logits`, each `[B, T]`, and the requested outputs.
@@ -185,106 +248,3 @@ class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoeP
             end_positions=end_positions,
             **kwargs,
         )
-
-
-@dataclass
-class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
-    """Output of `LlamoeForSequenceClassification`.
-
-    Attributes:
-        aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
-        router_logits: one `[B * T, E]` a mixture layer, with `output_router_logits`.
-    """
-
-    aux_loss: torch.FloatTensor | None = None
-    router_logits: tuple[torch.FloatTensor, ...] | None = None
-
-
-class LlamoeForSequenceClassification(TrainsRouters, SequenceClassifier):
-    """Llama 4's decoder with a head for sequences; reads text and multimodal folders, stock's and ours.
-
-    The router losses work as under the language model head. The generic head would drop their inputs, so its few
-    lines are written out here.
-    """
-
-    config: LlamoeTextConfig
-    # The loss is a mean over rows: Trainer divides it by the number of accumulation steps.
-    accepts_loss_kwargs = False
-    _has_experts = True
-    _has_stock_layout = False
-    _checkpoint_prefixes = {r"language_model\.": ""}
-    _keys_passed_over = [
-        r"^vision_model\.",
-        r"^multi_modal_projector\.",
-        r"^language_model\.lm_head\.",
-    ]
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        output_router_logits: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> LlamoeSequenceClassifierOutputWithPast:
-        """Score each sequence.
-
-        Args:
-            input_ids: as in `SequenceClassifier.forward`, like all arguments without a description here.
-            attention_mask: see there.
-            position_ids: see there.
-            past_key_values: see there.
-            inputs_embeds: see there.
-            labels: see there.
-            use_cache: see there.
-            output_router_logits: return `router_logits` and `aux_loss`, and add
-                `router_aux_loss_coef * aux_loss` to the loss.
-            **kwargs: see there.
-
-        Raises:
-            ValueError: see there; and router losses under reentrant gradient checkpointing.
-        """
-        self._check(input_ids, inputs_embeds, labels)
-        balance = self._option("output_router_logits", output_router_logits)
-        z_loss_coef = self.config.router_z_loss_coef if labels is not None else 0.0
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_router_logits=bool(balance or z_loss_coef),
-            return_dict=True,
-            **kwargs,
-        )
-        hidden_states = outputs.last_hidden_state
-        rows = torch.arange(len(hidden_states), device=hidden_states.device)
-        logits = self.score(hidden_states)[rows, self._last_tokens(input_ids, hidden_states.device)]
-
-        loss = aux_loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        if router_logits := outputs.get("router_logits"):
-            token_mask = mask_of_new_tokens(attention_mask, hidden_states.shape[1])
-            loss, aux_loss = self._with_router_losses(loss, router_logits, token_mask, balance)
-        return LlamoeSequenceClassifierOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            aux_loss=aux_loss,
-            router_logits=router_logits if balance else None,
-        )
-
-    def _last_tokens(self, input_ids: torch.Tensor | None, device: torch.device) -> torch.Tensor | int:
-        if input_ids is None or self.config.pad_token_id is None:
-            return -1
-        is_token = (input_ids != self.config.pad_token_id).to(device, torch.int32)
-        return (torch.arange(input_ids.shape[1], device=device, dtype=torch.int32) * is_token).argmax(-1)

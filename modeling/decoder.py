@@ -29,7 +29,6 @@ from .attention import (
     Attention,
     attention_masks,
     cached_length,
-    check_cache,
     mask_of_new_tokens,
     positions_from_lengths,
     positions_from_padding,
@@ -38,10 +37,10 @@ from .attention import (
 from .base import LlamoePreTrainedModel
 from .generation import CheckedGeneration, ChunkedGeneration
 from .input_checks import (
+    check_inputs,
     check_labels,
     check_next_tokens,
     check_padding_id,
-    check_row_inputs,
     check_tokens,
     leave_out_attentions,
 )
@@ -152,11 +151,9 @@ class DecoderModel(LlamoePreTrainedModel):
                 negative position of a real token (on the CPU), or a cache of another model.
         """
         leave_out_attentions(self.config, kwargs)
-        check_tokens(self.config, input_ids, inputs_embeds)
+        check_inputs(self.config, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        check_cache(self.config, *inputs_embeds.shape[:2], past_key_values)
-        check_row_inputs(*inputs_embeds.shape[:2], attention_mask, position_ids, past_key_values)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 
@@ -288,17 +285,11 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
 
         Args:
             input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            attention_mask: see there.
-            position_ids: see there.
-            past_key_values: see there.
-            inputs_embeds: see there.
             labels: `[B, T]`, -100 for no loss; shifted inside.
-            use_cache: see there.
             output_router_logits: return `router_logits` and `aux_loss`, and add
                 `router_aux_loss_coef * aux_loss` to the loss.
             output_expert_load: return `expert_load`.
             logits_to_keep: compute logits of this many last tokens (0: all), or of the tokens at these indices.
-            **kwargs: see there.
 
         Raises:
             ValueError: inputs or labels of a wrong shape, a label that is no token (on the CPU), or router losses
@@ -306,8 +297,7 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
         """
         # Without labels the model checks its inputs itself.
         if labels is not None:
-            check_tokens(self.config, input_ids, inputs_embeds)
-            check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
+            check_labels(labels, check_tokens(self.config, input_ids, inputs_embeds))
             # Another loss may give other labels a meaning.
             if self.loss_function is ForCausalLMLoss and kwargs.get("shift_labels") is None:
                 check_next_tokens(self.config, labels, kwargs.get("ignore_index", -100))

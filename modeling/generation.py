@@ -1,4 +1,4 @@
-"""`generate` and `generate_batch` for chunked layers, which transformers' caches support only in part.
+"""`generate` and `generate_batch` for chunked layers, which transformers' caches support only in part, and for images.
 
 Two caches keep every token of every layer and refuse a config with chunked layers: the quantized one and the paged
 one of continuous batching. A quantized cache can serve chunked layers, since our masks apply the chunks; it is given
@@ -9,11 +9,19 @@ request fits into one chunk; longer requests are refused.
 import copy
 from typing import Any
 
+import torch
 from transformers import Cache, GenerationMixin, PreTrainedConfig, ProcessorMixin
 
 from ..configuration.errors import CheckpointError
 from .input_checks import check_tensors
 from .moe import try_kernels
+
+
+def is_first_pass(past_key_values: Cache | None) -> bool:
+    """Whether a cache is empty; a static one is not asked, since that would synchronise with a GPU."""
+    if past_key_values is None:
+        return True
+    return not getattr(past_key_values, "is_compileable", False) and past_key_values.get_seq_length() == 0
 
 
 class CheckedGeneration(GenerationMixin):
@@ -37,11 +45,7 @@ class CheckedGeneration(GenerationMixin):
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def adjust_generation_fn(self, *args, **kwargs):
-        """Read generation_config.json; `from_pretrained` calls this once the weights are there.
-
-        Raises:
-            CheckpointError: transformers cannot read it, and names no file.
-        """
+        """Read generation_config.json for `from_pretrained`; a broken one is a `CheckpointError` that names it."""
         try:
             super().adjust_generation_fn(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         except (TypeError, ValueError) as error:
@@ -78,14 +82,7 @@ class ChunkedGeneration(CheckedGeneration):
             options = generation_config.cache_config or {}
             generation_config.cache_config = {"config": _fully_attending(self.config), **options}
         prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        result = prepare(generation_config, model_kwargs, *args, **kwargs)
-        # `assistant_early_exit` lowers the number of layers in the config, but not the lists of layer types. Older
-        # releases make a cache as long as the lists.
-        text_config = self.config.get_text_config(decoder=True)
-        layers = getattr(model_kwargs.get("past_key_values"), "layers", [])
-        if len(layers) == len(getattr(text_config, "layer_types", None) or ()):
-            del layers[text_config.num_hidden_layers :]
-        return result
+        return prepare(generation_config, model_kwargs, *args, **kwargs)
 
     def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
         # Without a mask, transformers takes every pad token for padding. Behind cached tokens, as in an assistant's
@@ -152,6 +149,115 @@ class ChunkedGeneration(CheckedGeneration):
             raise ValueError(f"{request} and no max_new_tokens. {advice}")
         if len(input_ids) + max_new_tokens > chunk_size:
             raise ValueError(f"{request} and max_new_tokens = {max_new_tokens}. {advice}")
+
+
+class MultimodalGeneration(ChunkedGeneration):
+    """Images in `generate`: with beams, and in the first pass alone."""
+
+    def _get_candidate_generator(self, generation_config, *args, **kwargs):
+        if generation_config.assistant_early_exit is not None:
+            raise ValueError(
+                "assistant_early_exit is for text models: for texts use model.language_model.generate(...), for "
+                "pictures an assistant_model."
+            )
+        # transformers does not type this mixin.
+        get_candidate_generator = super()._get_candidate_generator  # pyright: ignore[reportAttributeAccessIssue]
+        return get_candidate_generator(generation_config, *args, **kwargs)
+
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: torch.LongTensor | None = None,
+        **model_kwargs,
+    ) -> tuple[torch.LongTensor | None, dict[str, Any]]:
+        """Repeat every row for beams and `num_return_sequences`, and its tiles as a group.
+
+        Tiles are not rows: a row has any number of them. transformers repeats each by itself, and features
+        inside the caller's object.
+        """
+        pixel_values, encoder_outputs = (
+            model_kwargs.get(name) for name in ("pixel_values", "mm_encoder_outputs")
+        )
+        images = (encoder_outputs or {}).get("image")
+        if expand_size > 1 and (images is not None or pixel_values is not None):
+            # If ids are given too, the first pass takes the embeddings.
+            embeds = model_kwargs.get("inputs_embeds")
+            is_image = self._image_places(input_ids if embeds is None else None, embeds)
+            if pixel_values is not None:
+                self.vision_model.check_pixel_values(pixel_values)
+                lengths = [self.config.vision_config.tokens_per_tile] * len(pixel_values)
+                pixel_values = pixel_values[self._repeat_tiles(is_image, lengths, expand_size)]
+            else:
+                features = images.pooler_output
+                order = self._repeat_tiles(is_image, [len(tile) for tile in features], expand_size)
+                is_stacked = isinstance(features, torch.Tensor)
+                features = features[order] if is_stacked else [features[tile] for tile in order]
+                images = type(images)(**{**images, "pooler_output": features})
+                encoder_outputs = {**encoder_outputs, "image": images}
+        kept = {"pixel_values": pixel_values, "mm_encoder_outputs": encoder_outputs}
+        kept = {name: value for name, value in kept.items() if name in model_kwargs}
+        others = {name: value for name, value in model_kwargs.items() if name not in kept}
+        expand = super()._expand_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        input_ids, others = expand(
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **others
+        )
+        return input_ids, {**others, **kept}
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.LongTensor,
+        *args,
+        pixel_values: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs,
+    ) -> dict[str, Any]:
+        """Inputs of one step of `generate`: images and `inputs_embeds` go into the first pass only."""
+        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+            input_ids,
+            *args,
+            pixel_values=pixel_values,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        if is_first_iteration:
+            return inputs
+        if not kwargs.get("use_cache", True):
+            if inputs.get("pixel_values") is None and not inputs.get("mm_encoder_outputs"):
+                # Image tokens in a text were generated.
+                inputs["mm_encoder_outputs"] = {"image": None}
+            return inputs
+        for name in ("pixel_values", "mm_encoder_outputs"):
+            inputs.pop(name, None)
+        if is_first_pass(kwargs.get("past_key_values")):
+            # An assistant's first pass, which transformers counts as a later one. It gets the features of the model
+            # that it assists, which it cannot use if their size differs.
+            encoder_outputs = kwargs.get("mm_encoder_outputs")
+            images = (encoder_outputs or {}).get("image")
+            if (
+                images is not None
+                and images.pooler_output[0].shape[-1] != self.config.text_config.hidden_size
+            ):
+                encoder_outputs = {"image": None}
+            inputs |= {"pixel_values": pixel_values, "mm_encoder_outputs": encoder_outputs}
+        return inputs
+
+    def _repeat_tiles(self, is_image: torch.Tensor, lengths: list[int], times: int) -> list[int]:
+        """Order of the tiles when each row's are repeated; tile i of the text has `lengths[i]` features."""
+        order, tile = [], 0
+        for num_tokens in is_image.sum(-1).tolist():
+            first = tile
+            while num_tokens > 0 and tile < len(lengths):
+                num_tokens -= lengths[tile]
+                tile += 1
+            order += list(range(first, tile)) * times
+            if num_tokens:
+                break
+        if num_tokens or tile < len(lengths):
+            raise ValueError(self._mismatch(int(is_image.sum()), sum(lengths)))
+        return order
 
 
 class _WithinOneChunk:

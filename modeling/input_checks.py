@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.utils import is_torchdynamo_compiling, logging
 
 from ..configuration.checks import fail
-from .attention import cached_length, without_padding_positions
+from .attention import cached_length, check_cache, without_padding_positions
 from .kernels import is_readable
 
 logger = logging.get_logger("llamoe")
@@ -21,31 +21,15 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def check_padding_id(config: PreTrainedConfig) -> None:
-    """Refuse a padding token outside of the vocabulary, for which torch's embedding has no row.
-
-    Raises:
-        ConfigurationError: there is no such row; -1 is the last one.
-    """
+    """Raise a `ConfigurationError` for a padding token for which torch's embedding has no row; -1 is the last one."""
     padding, size = config.pad_token_id, config.vocab_size
     if padding is not None and not -size <= padding < size:
-        fail(
-            config,
-            "pad_token_id",
-            padding,
-            f"is no token of a vocabulary of {size}",
-            f"below {size}, or None",
-        )
+        problem = f"is no token of a vocabulary of {size}"
+        fail(config, "pad_token_id", padding, problem, f"below {size}, or None")
 
 
 def check_tensors(**inputs: Any) -> None:
-    """Check that inputs are tensors, before anything is asked of their shapes.
-
-    Args:
-        **inputs: name to value; None passes.
-
-    Raises:
-        ValueError: a list, an array of NumPy, or anything else.
-    """
+    """Raise a `ValueError` for an input that is neither a tensor nor None: a list, say, or an array of NumPy."""
     for name, value in inputs.items():
         if value is None or isinstance(value, torch.Tensor):
             continue
@@ -57,13 +41,16 @@ def check_tensors(**inputs: Any) -> None:
 
 def check_tokens(
     config: PreTrainedConfig, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
-) -> None:
+) -> torch.Tensor:
     """Check token ids, or the embeddings given instead.
 
     Args:
         config: a decoder's config.
         input_ids: must be `[B, T]` integers from 0 to `vocab_size - 1`.
         inputs_embeds: must be `[B, T, hidden_size]`, floating.
+
+    Returns:
+        the one that is given.
 
     Raises:
         ValueError: both or none are given, or one is no tensor, or has the wrong shape, dtype or range.
@@ -72,52 +59,50 @@ def check_tokens(
     if (input_ids is None) == (inputs_embeds is None):
         given = "neither" if input_ids is None else "both"
         raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {given}.")
-    if input_ids is not None:
-        if input_ids.ndim != 2 or 0 in input_ids.shape or input_ids.dtype not in _INTEGERS:
-            _fail(
-                "input_ids",
-                input_ids,
-                "int64 or int32 of shape [batch, tokens], with one row and one token or more",
+    sizes = "with one row and one token or more"
+    if inputs_embeds is not None:
+        is_floating = inputs_embeds.is_floating_point()
+        fits = inputs_embeds.ndim == 3 and inputs_embeds.shape[-1] == config.hidden_size
+        if not (fits and is_floating) or 0 in inputs_embeds.shape:
+            wanted = f"floating of shape [batch, tokens, {config.hidden_size}], {sizes}"
+            _fail("inputs_embeds", inputs_embeds, wanted)
+        return inputs_embeds
+    if input_ids.ndim != 2 or 0 in input_ids.shape or input_ids.dtype not in _INTEGERS:
+        _fail("input_ids", input_ids, f"int64 or int32 of shape [batch, tokens], {sizes}")
+    if is_readable(input_ids):
+        lowest, highest = (value.item() for value in input_ids.aminmax())
+        if lowest < 0 or highest >= config.vocab_size:
+            raise ValueError(
+                f"input_ids contain {lowest if lowest < 0 else highest} where the model has "
+                f"vocab_size = {config.vocab_size}: use the tokenizer of this checkpoint."
             )
-        if input_ids.numel() and is_readable(input_ids):
-            lowest, highest = (value.item() for value in input_ids.aminmax())
-            if lowest < 0 or highest >= config.vocab_size:
-                raise ValueError(
-                    f"input_ids contain {lowest if lowest < 0 else highest} where the model has "
-                    f"vocab_size = {config.vocab_size}: use the tokenizer of this checkpoint."
-                )
-    if inputs_embeds is not None and (
-        inputs_embeds.ndim != 3
-        or 0 in inputs_embeds.shape
-        or inputs_embeds.shape[-1] != config.hidden_size
-        or not inputs_embeds.is_floating_point()
-    ):
-        _fail(
-            "inputs_embeds",
-            inputs_embeds,
-            f"floating of shape [batch, tokens, {config.hidden_size}], with one row and one token or more",
-        )
+    return input_ids
 
 
-def check_row_inputs(
-    batch_size: int,
-    num_tokens: int,
+def check_inputs(
+    config: PreTrainedConfig,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
     attention_mask: Any,
     position_ids: torch.Tensor | None,
     past_key_values: Cache | None,
 ) -> None:
-    """Check the inputs that accompany the tokens.
+    """Check tokens or embeddings, as `check_tokens` does, and what accompanies them.
 
     Args:
-        batch_size: B.
-        num_tokens: T, without those in the cache.
+        config: a decoder's config.
+        input_ids: `[B, T]`.
+        inputs_embeds: `[B, T, hidden_size]` instead.
         attention_mask: must be `[B, cached + T]`, or 4-D, or a dict that the library made.
         position_ids: must be `[B or 1, T]`, not negative for real tokens.
         past_key_values: the cache.
 
     Raises:
-        ValueError: another shape, or a negative position.
+        ValueError: both or none of tokens and embeddings, another shape or dtype, a negative position, or a cache of
+            another model.
     """
+    batch_size, num_tokens = check_tokens(config, input_ids, inputs_embeds).shape[:2]
+    check_cache(config, batch_size, num_tokens, past_key_values)
     if isinstance(attention_mask, (list, tuple)):
         check_tensors(attention_mask=attention_mask)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
@@ -135,18 +120,16 @@ def check_row_inputs(
             )
     if position_ids is None:
         return
+    wanted = f"shape [{batch_size} or 1, {num_tokens}]"
     if not isinstance(position_ids, torch.Tensor):
         raise ValueError(
-            f"position_ids is a {type(position_ids).__name__}; expected: integers in a tensor of shape "
-            f"[{batch_size} or 1, {num_tokens}]."
+            f"position_ids is a {type(position_ids).__name__}; expected: integers in a tensor of {wanted}."
         )
-    if (
-        position_ids.dtype not in _INTEGERS
-        or position_ids.ndim != 2
-        or position_ids.shape[1] != num_tokens
-        or position_ids.shape[0] not in (1, batch_size)
+    if position_ids.dtype not in _INTEGERS or tuple(position_ids.shape) not in (
+        (1, num_tokens),
+        (batch_size, num_tokens),
     ):
-        _fail("position_ids", position_ids, f"int64 or int32 of shape [{batch_size} or 1, {num_tokens}]")
+        _fail("position_ids", position_ids, f"int64 or int32 of {wanted}")
     if position_ids.numel() and is_readable(position_ids) and int(position_ids.min()) < 0:
         _check_negative_positions(attention_mask, position_ids, past_key_values)
 
@@ -156,13 +139,10 @@ def _check_negative_positions(
 ) -> None:
     """Refuse negative positions unless a 2-D mask hides them; other masks are not read."""
     past_length = cached_length(past_key_values)
-    masks = [
-        tensor
-        for tensor in (attention_mask, past_length)
-        if tensor is not None and not isinstance(tensor, int)
-    ]
-    if not all(isinstance(mask, torch.Tensor) and is_readable(mask) for mask in masks):
-        return
+    for known in (attention_mask, past_length):
+        is_known = known is None or isinstance(known, int)
+        if not is_known and not (isinstance(known, torch.Tensor) and is_readable(known)):
+            return
     if attention_mask is not None:
         if attention_mask.ndim != 2:
             return
@@ -178,15 +158,12 @@ def _check_negative_positions(
 
 
 def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor, num_labels: int | None = None) -> None:
-    """Check labels against `input_ids` `[B, T]` or `inputs_embeds` `[B, T, hidden_size]`.
+    """Raise a `ValueError` for labels not of shape `[B, T]`, or a class that does not exist.
 
     Args:
-        labels: must be `[B, T]`.
-        tokens: the inputs of the labels.
+        labels: the labels.
+        tokens: their `input_ids` `[B, T]` or `inputs_embeds` `[B, T, hidden_size]`.
         num_labels: number of classes, if the labels are classes.
-
-    Raises:
-        ValueError: another shape than `[B, T]`, or a class that does not exist.
     """
     if labels is None:
         return
@@ -220,11 +197,7 @@ def check_next_tokens(config: PreTrainedConfig, labels: torch.Tensor, ignored: i
 
 
 def check_padding_token(config: PreTrainedConfig, batch_size: int) -> None:
-    """Check that the padding token, which marks a sequence's end, is known if there are several sequences.
-
-    Raises:
-        ValueError: more than one sequence, and a config without `pad_token_id`.
-    """
+    """Raise a `ValueError` for several sequences without a padding token, which marks a sequence's end."""
     if config.pad_token_id is None and batch_size != 1:
         raise ValueError(
             "Cannot handle batch sizes > 1 if no padding token is defined: the class of a sequence is read at its last "
@@ -249,28 +222,23 @@ def check_class_labels(config: PreTrainedConfig, labels: torch.Tensor | None, ba
         return
     check_tensors(labels=labels)
     num_labels, problem = config.num_labels, config.problem_type
-    is_integer = labels.dtype in _INTEGERS
+    is_integer, is_one_each = labels.dtype in _INTEGERS, labels.shape in ((batch_size,), (batch_size, 1))
     if problem is None and num_labels > 1:
         problem = "single_label_classification" if is_integer else "multi_label_classification"
     if problem == "single_label_classification":
-        if labels.shape not in ((batch_size,), (batch_size, 1)) or not is_integer:
+        if not (is_one_each and is_integer):
             _fail("labels", labels, f"int64 of shape [{batch_size}], one class for each sequence")
         _check_classes(labels, num_labels)
     elif num_labels == 1:
-        if labels.shape not in ((batch_size,), (batch_size, 1)):
+        if not is_one_each:
             _fail("labels", labels, f"floating of shape [{batch_size}], one number for each sequence")
     elif labels.shape != (batch_size, num_labels) or not labels.is_floating_point():
-        _fail(
-            "labels", labels, f"floating of shape [{batch_size}, {num_labels}] for problem_type {problem!r}"
-        )
+        wanted = f"floating of shape [{batch_size}, {num_labels}] for problem_type {problem!r}"
+        _fail("labels", labels, wanted)
 
 
 def check_answers(start: torch.Tensor | None, end: torch.Tensor | None, batch_size: int) -> None:
-    """Check the positions where answers begin and end.
-
-    Raises:
-        ValueError: only one of the two, or another shape than `[B]` or `[B, 1]`.
-    """
+    """Raise a `ValueError` for only one of an answer's two positions, or one not of shape `[B]` or `[B, 1]`."""
     if (start is None) != (end is None):
         missing = "start_positions" if start is None else "end_positions"
         raise ValueError(f"Give start_positions and end_positions, or neither; got no {missing}.")

@@ -19,11 +19,10 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling
 
 from ..configuration import LlamoeConfig
-from .attention import check_cache
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
-from .generation import ChunkedGeneration
-from .input_checks import check_row_inputs, check_tokens
+from .generation import MultimodalGeneration, is_first_pass
+from .input_checks import check_inputs
 from .vision import LlamoeVisionModel
 
 
@@ -70,6 +69,7 @@ class MultimodalModel(LlamoePreTrainedModel):
     _no_split_modules = ["DecoderLayer", "VisionEncoderLayer"]
     _has_experts = True
     _text_class: ClassVar[type[LlamoePreTrainedModel]]
+    _output_class: ClassVar[type]
 
     def __init__(self, config: PreTrainedConfig):
         config = self.resolve_config(config)
@@ -80,18 +80,6 @@ class MultimodalModel(LlamoePreTrainedModel):
         self.language_model = self._text_class(config.text_config)
         self.vocab_size = config.text_config.vocab_size
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The text embedding."""
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the text embedding."""
-        self.language_model.set_input_embeddings(value)
-
-    def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """The tower, for modality "image"."""
-        return self.vision_model if modality == "image" else super().get_encoder(modality)
 
     @can_return_tuple
     def get_image_features(
@@ -111,20 +99,57 @@ class MultimodalModel(LlamoePreTrainedModel):
         output.pooler_output = self.multi_modal_projector(output.last_hidden_state)
         return output
 
-    def _check_inputs(
+    @can_return_tuple
+    def forward(
         self,
-        input_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
-        attention_mask: Any,
-        position_ids: torch.Tensor | None,
-        past_key_values: Cache | None,
-    ) -> None:
-        """Refuse invalid inputs of the text model before the tower runs."""
-        config = self.config.text_config
-        check_tokens(config, input_ids, inputs_embeds)
-        shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
-        check_cache(config, *shape, past_key_values)
-        check_row_inputs(*shape, attention_mask, position_ids, past_key_values)
+        input_ids: torch.LongTensor | None = None,
+        pixel_values: torch.FloatTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Any:
+        """Run tower and text model.
+
+        Args:
+            input_ids: `[B, T]` with one image token for every feature of every tile; either these or `inputs_embeds`.
+            pixel_values: `[tiles, C, image_size, image_size]`, the tiles of all images of all rows in the order of
+                the text; None if no row has an image.
+            attention_mask: `[B, past + T]`, zeros on padding.
+            position_ids: `[B or 1, T]`, see `DecoderModel.forward`.
+            past_key_values: KV cache of earlier tokens.
+            inputs_embeds: `[B, T, hidden_size]`; the image token's own embedding marks the places for images.
+            use_cache: whether to make a cache.
+            mm_encoder_outputs: `{"image": get_image_features(...)}` instead of `pixel_values`.
+            **kwargs: arguments of the text model, such as `output_router_logits`.
+
+        Returns:
+            the text model's output, with the tower's as `image_hidden_states`.
+
+        Raises:
+            ValueError: the numbers of image tokens and image features differ, or images of the wrong shape.
+        """
+        check_inputs(
+            self.config.text_config, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values
+        )
+        # `cache` is a paged cache.
+        is_first = is_first_pass(past_key_values) and "cache" not in kwargs
+        inputs_embeds, image_hidden_states = self._merge(
+            input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, is_first
+        )
+        outputs = self.language_model(
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **self._with_config_defaults(kwargs),
+        )
+        return self._output_class(**outputs, image_hidden_states=image_hidden_states)
 
     def _merge(
         self,
@@ -138,16 +163,16 @@ class MultimodalModel(LlamoePreTrainedModel):
         images = (encoder_outputs or {}).get("image")
         if images is not None and pixel_values is not None:
             raise ValueError("Give pixel_values or mm_encoder_outputs['image'], not both.")
-        if images is None and pixel_values is None:
-            # The caller states that there are no images.
-            is_told = "image" in (encoder_outputs or {})
-            if is_first_pass and not is_told and input_ids is not None and not is_torchdynamo_compiling():
-                self._check_no_image_tokens(input_ids)
-            embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-            return embeds, None
-
+        has_images = images is not None or pixel_values is not None
+        # With the entry None the caller states that there are no images.
+        is_told = has_images or "image" in (encoder_outputs or {})
+        if is_first_pass and not is_told and input_ids is not None and not is_torchdynamo_compiling():
+            self._check_no_image_tokens(input_ids)
         if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids)
+            inputs_embeds = self.language_model.get_input_embeddings()(input_ids)
+        if not has_images:
+            return inputs_embeds, None
+
         is_image = self._image_places(input_ids, inputs_embeds)
         if pixel_values is not None:
             self.vision_model.check_pixel_values(pixel_values)
@@ -174,22 +199,9 @@ class MultimodalModel(LlamoePreTrainedModel):
         if input_ids is not None:
             return input_ids == token_id
         token = torch.full((), token_id, dtype=torch.long, device=inputs_embeds.device)
-        return (inputs_embeds == self.get_input_embeddings()(token).to(inputs_embeds.device)).all(-1)
-
-    def _tiles_by_row(self, is_image: torch.Tensor, lengths: list[int]) -> list[list[int]]:
-        """Each row's tiles, for tiles in the order of the text; tile i has `lengths[i]` features."""
-        rows, tile = [], 0
-        for num_tokens in is_image.sum(-1).tolist():
-            first = tile
-            while num_tokens > 0 and tile < len(lengths):
-                num_tokens -= lengths[tile]
-                tile += 1
-            rows.append(list(range(first, tile)))
-            if num_tokens:
-                break
-        if num_tokens or tile < len(lengths):
-            raise ValueError(self._mismatch(int(is_image.sum()), sum(lengths)))
-        return rows
+        return (
+            inputs_embeds == self.language_model.get_input_embeddings()(token).to(inputs_embeds.device)
+        ).all(-1)
 
     def _check_counts(self, is_image: torch.Tensor, num_features: int) -> None:
         if not is_torchdynamo_compiling() and (num_tokens := int(is_image.sum())) != num_features:
@@ -225,16 +237,11 @@ class MultimodalModel(LlamoePreTrainedModel):
         return kwargs
 
 
-def _is_first_pass(past_key_values: Cache | None) -> bool:
-    if past_key_values is None:
-        return True
-    return not getattr(past_key_values, "is_compileable", False) and past_key_values.get_seq_length() == 0
-
-
 class LlamoeModel(MultimodalModel):
     """Llama 4 without a head: tower, projector and decoder."""
 
     _text_class = LlamoeTextModel
+    _output_class = LlamoeModelOutputWithPast
     _checkpoint_prefixes = {r"language_model\.model\.": "language_model."}
     _keys_passed_over = [r"^language_model\.lm_head\."]
     _has_stock_layout = False
@@ -252,49 +259,15 @@ class LlamoeModel(MultimodalModel):
         view.vision_model, view.multi_modal_projector, view.language_model = tower, projector, text_model
         return view
 
-    def get_decoder(self) -> nn.Module:
-        """The text model."""
-        return self.language_model
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        pixel_values: torch.FloatTensor | None = None,
-        attention_mask: torch.Tensor | dict | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        use_cache: bool | None = None,
-        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> LlamoeModelOutputWithPast:
-        """Run tower and decoder; arguments as in `LlamoeForConditionalGeneration.forward`."""
-        self._check_inputs(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
-        # `cache` is a paged cache.
-        is_first_pass = _is_first_pass(past_key_values) and "cache" not in kwargs
-        inputs_embeds, image_hidden_states = self._merge(
-            input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, is_first_pass
-        )
-        outputs = self.language_model(
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            return_dict=True,
-            **self._with_config_defaults(kwargs),
-        )
-        return LlamoeModelOutputWithPast(**outputs, image_hidden_states=image_hidden_states)
-
-
-class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, GenerationMixin):
+class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, GenerationMixin):
     """Llama 4 with its language model head: images and text in, text out.
 
     Reads folders of transformers' `Llama4ForConditionalGeneration`.
     """
 
     _text_class = LlamoeForCausalLM
+    _output_class = LlamoeConditionalGenerationOutputWithPast
     # Keys of a folder that `LlamoeModel` saved. Only this class's own loading uses them: servers run a `LlamoeModel`
     # and apply the registered patterns of both classes in sequence, and this one would undo the other's.
     _checkpoint_prefixes = {r"language_model\.(?!model\.|lm_head\.)": "language_model.model."}
@@ -347,7 +320,6 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
         """Replace the language model head."""
         self.language_model.set_output_embeddings(value)
 
-    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -364,137 +336,18 @@ class LlamoeForConditionalGeneration(MultimodalModel, ChunkedGeneration, Generat
     ) -> LlamoeConditionalGenerationOutputWithPast:
         """Predict the next token of every position of texts with images.
 
-        Args:
-            input_ids: `[B, T]` with one image token for every feature of every tile; either these or `inputs_embeds`.
-            pixel_values: `[tiles, C, image_size, image_size]`, the tiles of all images of all rows in the order of
-                the text; None if no row has an image.
-            attention_mask: `[B, past + T]`, zeros on padding.
-            position_ids: `[B or 1, T]`, see `DecoderModel.forward`.
-            past_key_values: KV cache of earlier tokens.
-            inputs_embeds: `[B, T, hidden_size]`; the image token's own embedding marks the places for images.
-            labels: `[B, T]`, -100 for no loss.
-            use_cache: whether to make a cache.
-            logits_to_keep: compute logits of this many last tokens (0: all).
-            mm_encoder_outputs: `{"image": get_image_features(...)}` instead of `pixel_values`.
-            **kwargs: arguments of `CausalLM.forward`, such as `output_router_logits`.
-
-        Raises:
-            ValueError: the numbers of image tokens and image features differ, or images of the wrong shape.
+        The arguments are those of `MultimodalModel.forward`, `labels` and `logits_to_keep` as in `CausalLM.forward`.
         """
-        self._check_inputs(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
-        # `cache` is a paged cache.
-        is_first_pass = _is_first_pass(past_key_values) and "cache" not in kwargs
-        inputs_embeds, image_hidden_states = self._merge(
-            input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, is_first_pass
-        )
-        outputs = self.language_model(
-            inputs_embeds=inputs_embeds,
+        return super().forward(
+            input_ids=input_ids,
+            pixel_values=pixel_values,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
-            labels=labels,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            return_dict=True,
-            **self._with_config_defaults(kwargs),
-        )
-        return LlamoeConditionalGenerationOutputWithPast(**outputs, image_hidden_states=image_hidden_states)
-
-    def _get_candidate_generator(self, generation_config, *args, **kwargs):
-        if generation_config.assistant_early_exit is not None:
-            raise ValueError(
-                "assistant_early_exit is for text models: for texts use model.language_model.generate(...), for "
-                "pictures an assistant_model."
-            )
-        # transformers does not type this mixin.
-        get_candidate_generator = super()._get_candidate_generator  # pyright: ignore[reportAttributeAccessIssue]
-        return get_candidate_generator(generation_config, *args, **kwargs)
-
-    def _expand_inputs_for_generation(
-        self,
-        expand_size: int = 1,
-        is_encoder_decoder: bool = False,
-        input_ids: torch.LongTensor | None = None,
-        **model_kwargs,
-    ) -> tuple[torch.LongTensor | None, dict[str, Any]]:
-        """Repeat every row for beams and `num_return_sequences`, and its tiles as a group.
-
-        Tiles are not rows: a row has any number of them. transformers repeats them one by one or, from 5.18 on,
-        repeats features inside the caller's object.
-        """
-        pixel_values, encoder_outputs = (
-            model_kwargs.get("pixel_values"),
-            model_kwargs.get("mm_encoder_outputs"),
-        )
-        images = (encoder_outputs or {}).get("image")
-        if expand_size > 1 and (images is not None or pixel_values is not None):
-            # If ids are given too, the first pass takes the embeddings.
-            embeds = model_kwargs.get("inputs_embeds")
-            is_image = self._image_places(input_ids if embeds is None else None, embeds)
-            if pixel_values is not None:
-                self.vision_model.check_pixel_values(pixel_values)
-                lengths = [self.config.vision_config.tokens_per_tile] * len(pixel_values)
-            else:
-                lengths = [len(features) for features in images.pooler_output]
-            rows = self._tiles_by_row(is_image, lengths)
-            order = [tile for row in rows for _ in range(expand_size) for tile in row]
-            if pixel_values is not None:
-                pixel_values = pixel_values[order]
-            else:
-                features = images.pooler_output
-                features = (
-                    features[order] if isinstance(features, torch.Tensor) else [features[i] for i in order]
-                )
-                encoder_outputs = {
-                    **encoder_outputs,
-                    "image": type(images)(**{**images, "pooler_output": features}),
-                }
-        kept = {"pixel_values": pixel_values, "mm_encoder_outputs": encoder_outputs}
-        kept = {name: value for name, value in kept.items() if name in model_kwargs}
-        others = {name: value for name, value in model_kwargs.items() if name not in kept}
-        expand = super()._expand_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        input_ids, others = expand(
-            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **others
-        )
-        return input_ids, {**others, **kept}
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: torch.LongTensor,
-        *args,
-        pixel_values: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs,
-    ) -> dict[str, Any]:
-        """Inputs of one step of `generate`: images and `inputs_embeds` go into the first pass only."""
-        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
-            input_ids,
-            *args,
-            pixel_values=pixel_values,
             inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
+            use_cache=use_cache,
+            mm_encoder_outputs=mm_encoder_outputs,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
             **kwargs,
         )
-        if is_first_iteration:
-            return inputs
-        if not kwargs.get("use_cache", True):
-            if inputs.get("pixel_values") is None and not inputs.get("mm_encoder_outputs"):
-                # Image tokens in a text were generated.
-                inputs["mm_encoder_outputs"] = {"image": None}
-            return inputs
-        # Before 5.18 the encoder's outputs would be passed in every step.
-        for name in ("pixel_values", "mm_encoder_outputs"):
-            inputs.pop(name, None)
-        if _is_first_pass(kwargs.get("past_key_values")):
-            # An assistant's first pass, which transformers counts as a later one. From 5.18 on it gets the features
-            # of the model that it assists, which it cannot use if their size differs.
-            encoder_outputs = kwargs.get("mm_encoder_outputs")
-            images = (encoder_outputs or {}).get("image")
-            if (
-                images is not None
-                and images.pooler_output[0].shape[-1] != self.config.text_config.hidden_size
-            ):
-                encoder_outputs = {"image": None}
-            inputs |= {"pixel_values": pixel_values, "mm_encoder_outputs": encoder_outputs}
-        return inputs

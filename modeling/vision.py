@@ -246,14 +246,6 @@ class VisionAdapter(nn.Module):
         return self.mlp(pixel_shuffle(patches, self.ratio))
 
 
-def init_vision_weights(module: nn.Module) -> None:
-    """Draw a tower's class token and position table from N(0, 1 / D); leave every other module alone."""
-    if isinstance(module, LlamoeVisionModel):
-        std = module.config.hidden_size**-0.5
-        init.normal_(module.class_embedding, std=std)
-        init.normal_(module.positional_embedding_vlm, std=std)
-
-
 class LlamoeVisionModel(LlamoePreTrainedModel):
     """Maps image tiles to visual tokens, and to a CLIP embedding if the config has `projection_dim`.
 
@@ -267,6 +259,8 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ["image"]
     _no_split_modules = ["VisionEncoderLayer"]
+    # At its output gradients begin under checkpointing.
+    _input_embed_layer = "patch_embedding"
     # In multimodal folders the tower's keys begin with the base model's prefix.
     _checkpoint_prefixes = {r"vision_model\.": ""}
     _keys_passed_over = [r"^language_model\.", r"^multi_modal_projector\."]
@@ -294,11 +288,10 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        init_vision_weights(module)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The patch embedding, at whose output gradients begin under checkpointing."""
-        return self.patch_embedding
+        if isinstance(module, LlamoeVisionModel):
+            std = module.config.hidden_size**-0.5
+            init.normal_(module.class_embedding, std=std)
+            init.normal_(module.positional_embedding_vlm, std=std)
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(self, pixel_values: torch.Tensor, **kwargs) -> BaseModelOutputWithPooling:
@@ -357,11 +350,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         return dtype if is_compute_dtype else self.class_embedding.dtype
 
     def check_pixel_values(self, pixel_values: torch.Tensor) -> None:
-        """Refuse pixel values that `forward` does not support.
-
-        Raises:
-            ValueError: no tensor, the wrong rank, channels or size, no tile, or an integer dtype.
-        """
+        """Raise a `ValueError` for pixels of a wrong rank, size or dtype, and for no tile at all."""
         check_tensors(pixel_values=pixel_values)
         config, shape = self.config, tuple(pixel_values.shape)
         expected = (config.num_channels, config.image_size, config.image_size)

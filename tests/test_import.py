@@ -162,19 +162,19 @@ def test_unsupported_transformers_is_refused_in_one_sentence():
     done = run_python("import transformers; transformers.__version__ = '4.57.6'; import llamoe")
     assert done.returncode != 0
     assert done.stderr.strip().splitlines()[-1] == (
-        "ImportError: llamoe needs transformers>=5.17,<6, but transformers 4.57.6 is installed: "
-        'pip install "transformers>=5.17,<6".'
+        "ImportError: llamoe needs transformers>=5.21,<6, but transformers 4.57.6 is installed: "
+        'pip install "transformers>=5.21,<6".'
     )
 
 
-@pytest.mark.parametrize("found", ["5.16.9", "5.9", "6.0.0", "6.0.0.dev0", "5.17.0", "5.23.1", "5.99.0.dev0"])
+@pytest.mark.parametrize("found", ["5.20.2", "5.9", "6.0.0", "6.0.0.dev0", "5.21.0", "5.23.1", "5.99.0.dev0"])
 def test_supported_versions(monkeypatch, found):
     import transformers
 
     from llamoe.modeling._compat import require_supported_transformers
 
     monkeypatch.setattr(transformers, "__version__", found)
-    if found in ("5.17.0", "5.23.1", "5.99.0.dev0"):
+    if found in ("5.21.0", "5.23.1", "5.99.0.dev0"):
         require_supported_transformers()
     else:
         with pytest.raises(ImportError, match=re.escape(f"transformers {found} is installed")):

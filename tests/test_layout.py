@@ -118,6 +118,8 @@ def test_changelog_names_the_version():
     assert newest[1] == version[1]
 
 
+# Files that every other file may import, wherever it stands.
+FOR_ALL = ("_compat", "_private_api")
 PACKAGES = sorted(
     str(path.parent.relative_to(ROOT)) for f in LIBRARY for path in (ROOT / f).rglob("__init__.py")
 )
@@ -127,14 +129,14 @@ PACKAGES = sorted(
 def test_nobody_uses_private_names_of_another_folder(folder):
     """A name with an underscore belongs to the folder that it stands in; what others use has none.
 
-    `_compat` alone is for all: its underscore tells users that it is not for them.
+    `_compat` and `_private_api` are for all: their underscore tells users that they are not for them.
     """
     wrong = {
         f"{path.relative_to(ROOT)} imports {module}"
         for path in library_files(folder)
         if path.suffix == ".py"
         for module in imported_modules(path)
-        if (owner := module.replace("._compat", ".compat").rpartition("._")[0])
+        if (owner := re.sub(r"\._(compat|private_api)", "", module).rpartition("._")[0])
         and module.startswith("llamoe.")
         and not package_of(path.parent).startswith(owner)
         and owner not in (f"{package_of(path.parent)}.{file.stem}" for file in path.parent.glob("*.py"))
@@ -149,13 +151,13 @@ def test_files_import_only_what_stands_before_them(folder):
     A folder inside stands there as a file does, and has an order of its own.
     """
     package = package_of(ROOT / folder)
-    files = {path.stem: [path] for path in (ROOT / folder).glob("*.py")} | {"_compat": []}
+    files = {path.stem: [path] for path in (ROOT / folder).glob("*.py")} | dict.fromkeys(FOR_ALL, [])
     for path in (ROOT / folder).glob("*/__init__.py"):
         files[path.parent.name] = list(path.parent.rglob("*.py"))
     text = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
     text = re.split(r"in this order|Reading order", text)[1]
     order = list(dict.fromkeys(word for word in re.findall(r"\w+", text) if word in files))
-    assert set(files) - {"__init__", "_compat"} <= set(order), "files that the list does not name"
+    assert set(files) - {"__init__", *FOR_ALL} <= set(order), "files that the list does not name"
     wrong = {
         f"{name} imports {module}"
         for place, name in enumerate(order)
@@ -163,6 +165,30 @@ def test_files_import_only_what_stands_before_them(folder):
         for module in imported_modules(path)
         if module.startswith(f"{package}.")
         and (base := module.removeprefix(f"{package}.").split(".")[0]) in order[place + 1 :]
-        and base != "_compat"
+        and base not in FOR_ALL
     }
     assert not wrong
+
+
+@pytest.mark.parametrize(("folder", "most_rooms", "most_imports"), [("modeling", 18, 48)])
+def test_rooms_are_few_and_import_few_others(folder, most_rooms, most_imports):
+    """Rooms and files at a folder's top level, and the pairs of them of which one imports the other."""
+    package = package_of(ROOT / folder)
+    pairs, rooms = set(), set()
+    for path in library_files(folder):
+        if path.suffix == ".py" and path != ROOT / folder / "__init__.py":
+            room = path.relative_to(ROOT / folder).parts[0].removesuffix(".py")
+            rooms.add(room)
+            for module in imported_modules(path):
+                if module.startswith(f"{package}."):
+                    pairs.add((room, module.removeprefix(f"{package}.").split(".")[0]))
+    imports = {(room, other) for room, other in pairs if other in rooms - {room}}
+    assert len(rooms) <= most_rooms, sorted(rooms)
+    assert len(imports) <= most_imports, sorted(imports)
+
+
+@pytest.mark.parametrize("folder", ["modeling"])
+def test_no_file_is_long(folder):
+    files = [path for path in library_files(folder) if path.suffix == ".py"]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert {name: length for name, length in lengths.items() if length > 450} == {}

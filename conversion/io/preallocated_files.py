@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...modeling._compat import load_without_storage, save_without_storage, storage_offset
+from ...modeling._private_api import load_without_storage, save_without_storage, storage_offset
 from .lazy_tensor import LazyTensor
 from .read_files import DTYPES
 

@@ -1,9 +1,9 @@
-"""peft's adapters: read, checked, and renamed to a model's keys.
+"""peft's adapters: read, checked, and renamed to a model's keys; and what peft must know of our models.
 
-Reading order: safetensors_headers, files.
+Reading order: safetensors_headers, expert_layout, fitting, loading, when_imported, peft_registration.
 """
 
-from .files import HUB_ARGUMENTS, LoadsAdapters, mark, orient_swapped, remember_file
-from .safetensors_headers import check_files
+from .loading import LoadsAdapters
+from .peft_registration import register_with_peft
 
-__all__ = ["HUB_ARGUMENTS", "LoadsAdapters", "check_files", "mark", "orient_swapped", "remember_file"]
+__all__ = ["LoadsAdapters", "register_with_peft"]

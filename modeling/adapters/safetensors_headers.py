@@ -13,11 +13,9 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ...configuration.errors import CheckpointError
+from ...configuration.hub import HUB_ARGUMENTS
 from ...configuration.json_files import read_json
 from ..checkpoints import WEIGHT_DTYPES, TensorHeader, read_header
-
-# Arguments that say from where a file is read.
-HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 # Names of an adapter's weights, in peft's order.
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

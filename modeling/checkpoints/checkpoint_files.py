@@ -24,41 +24,37 @@ WEIGHT_DTYPES = {"F16", "BF16", "F32", "F64"}
 _FORMATS = ("safetensors", "bin")
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
-# Headers by file identity, size and time: what changes when a file does.
-_headers_read: ContextVar[dict[tuple[int, int, int, int], dict[str, TensorHeader]] | None] = ContextVar(
-    "headers_read", default=None
-)
-# Number of tensors in the files that are being loaded.
-_tensors_found: ContextVar[int | None] = ContextVar("tensors_found", default=None)
+
+class _Loading:
+    """What is known while a model is loaded.
+
+    Attributes:
+        headers: by the file's identity, size and time: what changes when a file does.
+        tensors: number of tensors in the files; None if unknown.
+    """
+
+    def __init__(self) -> None:
+        self.headers: dict[tuple[int, int, int, int], dict[str, TensorHeader]] = {}
+        self.tensors: int | None = None
+
+
+_current: ContextVar[_Loading | None] = ContextVar("llamoe_loading", default=None)
 
 
 @contextmanager
-def each_header_once() -> Iterator[None]:
-    """Context that reads each file's header once: loading checks it twice, for completeness and for fit."""
-    token = _headers_read.set({})
+def loading() -> Iterator[_Loading]:
+    """Context that reads each file's header once, and in which `check_layers` knows the number of tensors."""
+    state = _Loading()
+    token = _current.set(state)
     try:
-        yield
+        yield state
     finally:
-        _headers_read.reset(token)
-
-
-@contextmanager
-def loading(tensors: int | None) -> Iterator[None]:
-    """Context in which `check_layers` knows the number of tensors to load; None: unknown, every model passes."""
-    token = _tensors_found.set(tensors)
-    try:
-        yield
-    finally:
-        _tensors_found.reset(token)
+        _current.reset(token)
 
 
 def check_layers(config: LlamoeBaseConfig) -> None:
-    """Refuse a model that has more layers than the checkpoint has tensors, before the layers are made.
-
-    Raises:
-        CheckpointError: each layer would have several tensors.
-    """
-    found, layers = _tensors_found.get(), getattr(config, "num_hidden_layers", 0)
+    """Raise a `CheckpointError` before more layers are made than the checkpoint being loaded has tensors."""
+    found, layers = getattr(_current.get(), "tensors", None), getattr(config, "num_hidden_layers", 0)
     if found is not None and isinstance(layers, int) and layers > found:
         raise CheckpointError(
             f"config.json describes {layers} layers, but the weights are {found} tensors, and a layer has several. "
@@ -74,7 +70,7 @@ def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, T
         kind: "safetensors" or "bin"; None goes by the name, as transformers does.
 
     Returns:
-        tensor name to header; not to be changed inside `each_header_once`.
+        tensor name to header; not to be changed inside `loading`.
 
     Raises:
         CheckpointError: the file is missing, cut short, or contradicts itself or its size; or it is a pickle that
@@ -82,9 +78,7 @@ def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, T
     """
     try:
         status = check_regular(path)
-        known = _headers_read.get()
-        if known is None:
-            return _read_header(path, kind)
+        known = (_current.get() or _Loading()).headers
         key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if key not in known:
             known[key] = _read_header(path, kind)
@@ -119,11 +113,7 @@ def _read_header(path: str | os.PathLike, kind: str | None) -> dict[str, TensorH
 
 
 def check_finished(folder: str | os.PathLike) -> None:
-    """Refuse a folder that a conversion is writing, or has left unfinished.
-
-    Raises:
-        CheckpointError: it is such a folder.
-    """
+    """Raise a `CheckpointError` for a folder that a conversion is writing, or has left unfinished."""
     if os.path.exists(os.path.join(folder, UNFINISHED)):
         raise CheckpointError(
             f"{os.path.normpath(folder)}: is unfinished. If no llamoe command is writing it any more, run that command "
@@ -134,10 +124,6 @@ def check_finished(folder: str | os.PathLike) -> None:
 def check_place(name_or_path: str | os.PathLike, subfolder: str = "") -> None:
     """Check that a local path is a folder with a checkpoint; names on the Hub pass.
 
-    Args:
-        name_or_path: a folder, or `owner/name`.
-        subfolder: the checkpoint's place in the folder.
-
     Raises:
         CheckpointError: no such folder, a file in its place, or a folder that is unfinished or without config.json.
     """
@@ -145,18 +131,16 @@ def check_place(name_or_path: str | os.PathLike, subfolder: str = "") -> None:
     if os.path.isfile(path):
         raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
     if os.path.isdir(path):
-        check_finished(os.path.join(path, subfolder))
-        described = ("config.json", "adapter_config.json")
-        if not any(os.path.isfile(os.path.join(path, subfolder, name)) for name in described):
-            place = os.path.join(path, subfolder)
-            if os.path.isfile(os.path.join(place, "params.json")) or any(
-                Path(place).glob("consolidated*.pth")
-            ):
-                raise CheckpointError(
-                    f"{place}: is a folder of Meta's, without config.json. Convert it once with "
-                    f"`llamoe convert {place} OUT`, and load OUT."
-                )
-            raise CheckpointError(f"{place}: no file named config.json in this folder.")
+        place = Path(path, subfolder)
+        check_finished(place)
+        if (place / "config.json").is_file() or (place / "adapter_config.json").is_file():
+            return
+        if (place / "params.json").is_file() or any(place.glob("consolidated*.pth")):
+            raise CheckpointError(
+                f"{place}: is a folder of Meta's, without config.json. Convert it once with "
+                f"`llamoe convert {place} OUT`, and load OUT."
+            )
+        raise CheckpointError(f"{place}: no file named config.json in this folder.")
     elif os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1:
         raise CheckpointError(f"{path}: no such folder.")
 
@@ -240,19 +224,6 @@ def _is_inside(name: str) -> bool:
     return ".." not in parts and bool(parts[0]) and ":" not in parts[0] and "\0" not in name
 
 
-def check_inside(folder: str | os.PathLike | None, files: Iterable[str | os.PathLike]) -> None:
-    """Check that the files that transformers has found for a local folder are in it.
-
-    Raises:
-        CheckpointError: one is not.
-    """
-    if folder is None or not os.path.isdir(folder):
-        return
-    for file in map(Path, files):
-        if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
-            raise CheckpointError(f"{file}: is named in {folder}, but lies outside of it.")
-
-
 def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
     """Compare an index with the content of the files.
 
@@ -274,21 +245,27 @@ def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
             raise CheckpointError(f"{found.index}: does not name {name!r}, which {path} holds.")
 
 
-def check_files(files: Iterable[str | os.PathLike]) -> dict[str, Path]:
+def check_files(
+    files: Iterable[str | os.PathLike], folder: str | os.PathLike | None = None
+) -> dict[str, Path]:
     """Check the headers of all files of a checkpoint.
 
     Args:
         files: safetensors files, and those of torch.save.
+        folder: the local folder that they must be in; other places are not checked.
 
     Returns:
         tensor to the file that holds it.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or a tensor is in two of them, of which readers may take
-        either.
+        CheckpointError: a file is missing or damaged, or lies outside of the folder; or a tensor is in two of them, of
+            which readers may take either.
     """
     held: dict[str, Path] = {}
+    is_local = folder is not None and os.path.isdir(folder)
     for file in map(Path, files):
+        if is_local and (not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts):
+            raise CheckpointError(f"{file}: is named in {folder}, but lies outside of it.")
         for name in read_header(file):
             if name in held:
                 raise CheckpointError(f"{file}: {name!r} is in {held[name]} too.")
@@ -308,8 +285,8 @@ def check_folder(
     Args:
         folder: a checkpoint's folder.
         subfolder: the place of the weights in it.
-        variant: as in `from_pretrained`: part of the file names.
-        use_safetensors: likewise; None takes either format, safetensors first.
+        variant: as in `from_pretrained`.
+        use_safetensors: likewise.
         quantized: skip pickles: they may hold objects of a quantizer that is not imported yet.
 
     Returns:
@@ -341,31 +318,23 @@ def check_folder(
 
 
 def check_fit(
-    files: Iterable[str],
-    expected: Mapping[str, tuple[int, ...]],
-    prefixes: Mapping[str, str],
-    quantized: bool,
+    files: Iterable[str], expected: Mapping[str, tuple[int, ...]], prefixes: Mapping[str, str]
 ) -> None:
-    """Compare the shapes in the headers with the model's.
+    """Compare the shapes in the headers with the model's; a quantized checkpoint's are its quantizer's business.
 
     Args:
         files: safetensors files, and those of torch.save.
         expected: the model's keys and shapes.
         prefixes: patterns of the beginning of keys in the files, and their replacement in the model.
-        quantized: whether the checkpoint is quantized: the quantizer then checks shapes and dtypes.
 
     Raises:
         CheckpointError: a tensor has another shape than the model, or a dtype that no weight has.
     """
-    if quantized:
-        return
     patterns = [(re.compile(f"^{old}"), new) for old, new in prefixes.items()]
     for path in files:
         for name, header in read_header(path).items():
-            key = name if name in expected else None
-            if key is None:
-                renamed = (pattern.sub(new, name) for pattern, new in patterns)
-                key = next((other for other in renamed if other in expected), None)
+            names = (name, *(pattern.sub(new, name) for pattern, new in patterns))
+            key = next((known for known in names if known in expected), None)
             if key is None:
                 continue
             if header.shape != expected[key]:
@@ -409,9 +378,9 @@ def check_complete(model: "PreTrainedModel", missing: Iterable[str], load_config
     if name in (architectures or ()):
         shown = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
         raise CheckpointError(
-            f"{place}: config.json says that this is a {name}, but {len(lost)} of its weights are missing: {shown}. "
-            "Download or copy the checkpoint again, or load it with the configuration that it was saved with. To "
-            f"begin with fresh weights, build {name}(config) and load the others with "
+            f"{place}: config.json says that this is a {name}, but {len(lost)} of its weights are missing: "
+            f"{shown}. Download or copy the checkpoint again, or load it with the configuration that it was "
+            f"saved with. To begin with fresh weights, build {name}(config) and load the others with "
             "load_state_dict(..., strict=False)."
         )
 

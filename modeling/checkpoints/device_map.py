@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import dispatches_whole_models_to_disk, reads_tied_weights_from_disk
+from ...configuration.checks import listed
+from .._compat import offloads_everything
 
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -117,7 +118,9 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
     names |= dict.fromkeys(model.state_dict())
     if unknown := [name for name in device_map if name not in names]:
         close = difflib.get_close_matches(unknown[0], names, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"Its parts are {_enumerate(_children(model))}."
+        parts = [*model.named_parameters(recurse=False), *model.named_children()]
+        hint = f"Its parts are {_enumerate(name for name, _ in parts)}."
+        hint = f"Did you mean {close[0]!r}?" if close else hint
         raise ValueError(
             f"device_map names {_enumerate(unknown)}, which {type(model).__name__} does not have. {hint}"
         )
@@ -132,17 +135,13 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
             f"device_map gives no device for {_enumerate(missing)} of {type(model).__name__}. Add {named}"
             f"{'or ' if named else ''}'': 'cpu' for everything that it does not name."
         )
-    stays = [name for name in _tied_modules(model) if _place(name, settled) == "disk"]
-    if stays and reads_tied_weights_from_disk():
-        stays = []
-    if set(settled.values()) == {"disk"} and not dispatches_whole_models_to_disk():
+    if offloads_everything():
+        return settled
+    ties = getattr(model, "all_tied_weights_keys", {}).items()
+    stays = [name.rpartition(".")[0] for pair in ties for name in pair if _place(name, settled) == "disk"]
+    if set(settled.values()) == {"disk"}:
         stays.append(_least(model))
     return settle_device_map(model, settled | dict.fromkeys(stays, "cpu")) if stays else settled
-
-
-def _tied_modules(model: nn.Module) -> list[str]:
-    pairs = getattr(model, "all_tied_weights_keys", {}).items()
-    return [name.rpartition(".")[0] for pair in pairs for name in pair]
 
 
 def _least(model: nn.Module) -> str:
@@ -152,15 +151,8 @@ def _least(model: nn.Module) -> str:
     return (own + [name for name, part in modules if _has_tensors(part) and not part.state_dict()])[0]
 
 
-def _children(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters(recurse=False)] + [
-        name for name, _ in model.named_children()
-    ]
-
-
 def _enumerate(names: Iterable[str]) -> str:
-    names = [repr(name) if name else "the whole model" for name in names]
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return listed((repr(name) if name else "the whole model" for name in names), limit=8)
 
 
 def _settle(
@@ -178,8 +170,13 @@ def _settle(
     children = [(own, child) for own, child in module.named_children() if _has_tensors(child)]
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     places = {prefix + own: given.get(prefix + own, device) for own, _ in tensors}
-    if not children and places:
-        _settle_leaf(name, places, settled, missing)
+    if not children and places and None not in places.values():
+        if len({str(place) for place in places.values()}) > 1:
+            raise ValueError(
+                f"device_map puts tensors of one module in different places ({places}), but modules move as a whole: "
+                f"give {name!r} one device."
+            )
+        settled[name] = next(iter(places.values()))
         return
     for tensor, place in places.items():
         if place is None:
@@ -192,18 +189,6 @@ def _settle(
 
 def _has_tensors(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
-
-
-def _settle_leaf(name: str, places: dict[str, Any], settled: dict, missing: list[str]) -> None:
-    if None in places.values():
-        missing.extend(tensor for tensor, place in places.items() if place is None)
-    elif len({str(place) for place in places.values()}) > 1:
-        raise ValueError(
-            f"device_map puts tensors of one module in different places ({places}), but modules move as a whole: "
-            f"give {name!r} one device."
-        )
-    else:
-        settled[name] = next(iter(places.values()))
 
 
 def _follow_ties(model: nn.Module, settled: dict[str, Any], missing: list[str]) -> None:
@@ -240,18 +225,15 @@ def check_offload(
     Raises:
         ValueError: weights on disk that are in no safetensors file, without a folder to write them to.
     """
-    on_disk = [name for name in fused if _place(name, device_map) == "disk"]
-    if on_disk and offload_folder is None:
+    if offload_folder is not None:
+        return
+    if on_disk := [name for name in fused if _place(name, device_map) == "disk"]:
         raise ValueError(
             f"device_map puts {_enumerate(on_disk)} on disk, where the checkpoint has one linear layer an expert: give "
             "offload_folder, a folder that takes the fused experts, or fuse them first by `llamoe convert IN OUT`."
         )
     on_disk = [name for name, device in device_map.items() if device == "disk"]
-    if (
-        on_disk
-        and offload_folder is None
-        and not (files and all(str(f).endswith(".safetensors") for f in files))
-    ):
+    if on_disk and not (files and all(str(file).endswith(".safetensors") for file in files)):
         raise ValueError(
             f"device_map puts {_enumerate(on_disk)} on disk, but only safetensors files can be read where they are: "
             "give offload_folder, a folder that takes the weights."

@@ -8,12 +8,13 @@ nothing grows beyond a small multiple of the pickle. A program that passes does 
 The instructions are those that torch's `weights_only=True` accepts, which `torch.save` writes.
 """
 
-import pickle
+import pickletools
 from collections import OrderedDict
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from io import BytesIO
+from itertools import islice
 from math import prod
-from struct import unpack_from
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -120,19 +121,22 @@ class Machine:
             CheckpointError: the pickle is damaged, wants to call an unknown name, or is made to take memory or time
                 beyond its size.
         """
-        data, instructions = self.data, _INSTRUCTIONS
-        most = _FEW_INSTRUCTIONS + (len(data) - self.position) // 3
+        most = _FEW_INSTRUCTIONS + (len(self.data) - self.position) // 3
         self.stack, self.marks, self.memo, self.copied = [], [], {}, 0
+        stream = BytesIO(self.data)
+        stream.seek(self.position)
         try:
-            for _ in range(most):
-                code = data[self.position]
-                self.position += 1
-                if code == _STOP:
+            for code, argument, begin in islice(pickletools.genops(stream), most):
+                if code.name == "STOP":
+                    self.position = stream.tell()
                     return self.stack.pop()
-                instruction = instructions.get(code)
+                if code.name == "GLOBAL":
+                    # Two lines, in which pickletools would replace escape sequences.
+                    argument = self.data[begin + 1 : stream.tell() - 1].decode().replace("\n", ".")
+                instruction = _INSTRUCTIONS.get(code.name)
                 if instruction is None:
-                    self.fail(f"has an instruction ({bytes([code])!r}) that no file of torch.save has")
-                instruction(self)
+                    self.fail(f"has an instruction ({code.name}) that no file of torch.save has")
+                instruction(self, argument)
         except CheckpointError:
             raise
         # A damaged pickle raises many types: an empty stack, a number instead of a tuple.
@@ -141,34 +145,11 @@ class Machine:
                 f"{self.origin}: is cut short or damaged ({type(error).__name__} in its pickle). Download or copy it "
                 "again."
             ) from error
-        self.fail(f"has more than {most} instructions in a pickle of {len(data)} bytes")
+        self.fail(f"has more than {most} instructions in a pickle of {len(self.data)} bytes")
 
     def fail(self, problem: str) -> NoReturn:
         """Raise this file's error."""
         raise CheckpointError(f"{self.origin}: {problem}. Download or copy it again.")
-
-    # Helpers of the instructions.
-
-    def take(self, count: int) -> bytes:
-        """The next `count` bytes."""
-        begin, end = self.position, self.position + count
-        if end > len(self.data):
-            self.fail("is cut short in its pickle")
-        self.position = end
-        return self.data[begin:end]
-
-    def number(self, form: str, size: int) -> Any:
-        """The next number, in a format of `struct`."""
-        (value,) = unpack_from(form, self.data, self.position)
-        self.position += size
-        return value
-
-    def line(self) -> str:
-        """The text up to the end of the line."""
-        end = self.data.index(b"\n", self.position)
-        text = self.data[self.position : end].decode()
-        self.position = end + 1
-        return text
 
     def since_mark(self) -> list[Any]:
         """What was pushed since the last mark, taken off the stack."""
@@ -193,9 +174,11 @@ class Machine:
                 self.fail(f"has {str(key)[:200]!r} twice")
             target[key] = value
 
-    def name(self, module: str, name: str) -> Named:
+    def name(self, whole: str) -> Named:
         """The stand-in for a class or function."""
-        whole = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        if whole.startswith("__builtin__."):
+            # Python 2's name.
+            whole = f"builtins.{whole.removeprefix('__builtin__.')}"
         if whole in _NAMES or whole in self.allowed:
             return Named(whole)
         shown = whole[:200]
@@ -319,7 +302,7 @@ def _pair(pair: Any) -> tuple[Any, Any]:
     return key, value
 
 
-def _build(machine: Machine) -> None:
+def _build(machine: Machine, _: Any) -> None:
     state = machine.stack.pop()
     made = machine.stack[-1]
     if type(made) is dict:
@@ -328,7 +311,7 @@ def _build(machine: Machine) -> None:
         machine.fail("changes an object after it was made")
 
 
-def _new(machine: Machine) -> None:
+def _new(machine: Machine, _: Any) -> None:
     # Remove the arguments.
     machine.stack.pop()
     made = machine.stack.pop()
@@ -337,7 +320,7 @@ def _new(machine: Machine) -> None:
     machine.stack.append(Named(made.name.rpartition(".")[2]))
 
 
-def _persistent(machine: Machine) -> None:
+def _persistent(machine: Machine, _: Any) -> None:
     match machine.stack.pop():
         case ("storage", Named() as kind, str(key), str(), int(numel), *part) if numel >= 0:
             dtype = _STORAGES[kind.name.rpartition(".")[2]]
@@ -352,89 +335,76 @@ def _append(machine: Machine, items: list[Any]) -> None:
     machine.stack[-1].extend(items)
 
 
-def _mark(machine: Machine) -> None:
+def _mark(machine: Machine, _: Any) -> None:
     machine.marks.append(machine.stack)
     machine.stack = []
 
 
-def _tuple(machine: Machine, size: int) -> None:
-    if len(machine.stack) < size:
-        machine.fail("is damaged in its pickle")
-    machine.stack[-size:] = [tuple(machine.stack[-size:])]
+def _tuple(size: int) -> "_Instruction":
+    def make(machine: Machine, _: Any) -> None:
+        if len(machine.stack) < size:
+            machine.fail("is damaged in its pickle")
+        machine.stack[-size:] = [tuple(machine.stack[-size:])]
 
-
-def _tuple_since_mark(machine: Machine) -> None:
-    items = machine.since_mark()
-    machine.stack.append(tuple(items))
+    return make
 
 
 def _remember(machine: Machine, index: int) -> None:
     machine.memo[index] = machine.stack[-1]
 
 
-def _push(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:
-    return lambda machine: machine.stack.append(value(machine))
-
-
-def _call(machine: Machine) -> None:
+def _call(machine: Machine, _: Any) -> None:
     arguments = machine.stack.pop()
     machine.stack[-1] = machine.call(machine.stack[-1], arguments)
 
 
-def _put_one(machine: Machine) -> None:
+def _put_one(machine: Machine, _: Any) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
     machine.put(machine.stack[-1], [key, value])
 
 
-def _put_many(machine: Machine) -> None:
+def _put_many(machine: Machine, _: Any) -> None:
     pairs = machine.since_mark()
     machine.put(machine.stack[-1], pairs)
 
 
-def _append_many(machine: Machine) -> None:
-    items = machine.since_mark()
-    _append(machine, items)
+def _push(value: Callable[[Machine, Any], Any]) -> "_Instruction":
+    def push(machine: Machine, argument: Any) -> None:
+        # Evaluated first: it may replace the stack.
+        pushed = value(machine, argument)
+        machine.stack.append(pushed)
+
+    return push
 
 
-_STOP = pickle.STOP[0]
-_INSTRUCTIONS: dict[int, Callable[[Machine], Any]] = {
-    code[0]: instruction
-    for code, instruction in {
-        pickle.PROTO: lambda machine: machine.take(1),
-        pickle.NONE: _push(lambda machine: None),
-        pickle.NEWTRUE: _push(lambda machine: True),
-        pickle.NEWFALSE: _push(lambda machine: False),
-        pickle.EMPTY_TUPLE: _push(lambda machine: ()),
-        pickle.EMPTY_LIST: _push(lambda machine: []),
-        pickle.EMPTY_DICT: _push(lambda machine: {}),
-        pickle.BININT: _push(lambda machine: machine.number("<i", 4)),
-        pickle.BININT1: _push(lambda machine: machine.number("<B", 1)),
-        pickle.BININT2: _push(lambda machine: machine.number("<H", 2)),
-        pickle.BINFLOAT: _push(lambda machine: machine.number(">d", 8)),
-        pickle.LONG1: _push(
-            lambda machine: int.from_bytes(machine.take(machine.take(1)[0]), "little", signed=True)
-        ),
-        pickle.BINUNICODE: _push(
-            lambda machine: machine.take(machine.number("<I", 4)).decode("utf-8", "surrogatepass")
-        ),
-        pickle.SHORT_BINSTRING: _push(lambda machine: machine.take(machine.take(1)[0]).decode()),
-        pickle.GLOBAL: _push(lambda machine: machine.name(machine.line(), machine.line())),
-        pickle.MARK: _mark,
-        pickle.TUPLE: _tuple_since_mark,
-        pickle.TUPLE1: lambda machine: _tuple(machine, 1),
-        pickle.TUPLE2: lambda machine: _tuple(machine, 2),
-        pickle.TUPLE3: lambda machine: _tuple(machine, 3),
-        pickle.APPEND: lambda machine: _append(machine, [machine.stack.pop()]),
-        pickle.APPENDS: _append_many,
-        pickle.SETITEM: _put_one,
-        pickle.SETITEMS: _put_many,
-        pickle.BINPUT: lambda machine: _remember(machine, machine.take(1)[0]),
-        pickle.LONG_BINPUT: lambda machine: _remember(machine, machine.number("<I", 4)),
-        pickle.BINGET: _push(lambda machine: machine.memo[machine.take(1)[0]]),
-        pickle.LONG_BINGET: _push(lambda machine: machine.memo[machine.number("<I", 4)]),
-        pickle.BINPERSID: _persistent,
-        pickle.NEWOBJ: _new,
-        pickle.REDUCE: _call,
-        pickle.BUILD: _build,
-    }.items()
+_Instruction = Callable[[Machine, Any], None]
+_PLAIN = ("BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1", "BINUNICODE")
+# By pickletools' names.
+_INSTRUCTIONS: dict[str, _Instruction] = {
+    "PROTO": lambda machine, _: None,
+    "NONE": _push(lambda machine, _: None),
+    "NEWTRUE": _push(lambda machine, _: True),
+    "NEWFALSE": _push(lambda machine, _: False),
+    "EMPTY_TUPLE": _push(lambda machine, _: ()),
+    "EMPTY_LIST": _push(lambda machine, _: []),
+    "EMPTY_DICT": _push(lambda machine, _: {}),
+    **dict.fromkeys(_PLAIN, _push(lambda machine, value: value)),
+    # torch decodes as UTF-8 what pickletools decodes as Latin-1.
+    "SHORT_BINSTRING": _push(lambda machine, text: text.encode("latin-1").decode()),
+    "GLOBAL": _push(Machine.name),
+    "MARK": _mark,
+    "TUPLE": _push(lambda machine, _: tuple(machine.since_mark())),
+    "TUPLE1": _tuple(1),
+    "TUPLE2": _tuple(2),
+    "TUPLE3": _tuple(3),
+    "APPEND": lambda machine, _: _append(machine, [machine.stack.pop()]),
+    "APPENDS": lambda machine, _: _append(machine, machine.since_mark()),
+    "SETITEM": _put_one,
+    "SETITEMS": _put_many,
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _remember),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _push(lambda machine, index: machine.memo[index])),
+    "BINPERSID": _persistent,
+    "NEWOBJ": _new,
+    "REDUCE": _call,
+    "BUILD": _build,
 }

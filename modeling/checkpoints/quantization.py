@@ -6,12 +6,12 @@ these are most of a mixture's weights.
 
 import logging
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from ...configuration.errors import CheckpointError
-from ..moe import Experts
 
 logger = logging.getLogger("llamoe")
 
@@ -74,11 +74,12 @@ def bytes_by_part(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, 
     return dict(sorted(found.items(), key=lambda entry: -entry[1][0]))
 
 
-def tell_of_experts(model: nn.Module, method: str) -> None:
+def tell_of_experts(model: nn.Module, stacks: Iterable[torch.Tensor], method: str) -> None:
     """Warn, in one sentence with bytes by part, if a quantizer has left routed experts unquantized.
 
     Args:
         model: the model that `from_pretrained` has loaded.
+        stacks: one stack of experts of each mixture.
         method: the quantizer's name.
 
     Raises:
@@ -90,7 +91,6 @@ def tell_of_experts(model: nn.Module, method: str) -> None:
                 f"{name}.weight holds quantized numbers ({module.weight.dtype}), but this layer is not quantized here. "
                 "Quantize the original checkpoint again."
             )
-    stacks = [module.gate_up_proj for module in model.modules() if isinstance(module, Experts)]
     plain = [stack for stack in stacks if _is_plain(stack)]
     if not plain:
         return

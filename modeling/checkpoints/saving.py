@@ -65,11 +65,7 @@ _current: ContextVar["_Save | None"] = ContextVar("llamoe_save", default=None)
 
 
 def check_whole(folder: str | os.PathLike, subfolder: str = "") -> None:
-    """Check that no save into a local folder was cut off during the exchange; names on the Hub pass.
-
-    Raises:
-        CheckpointError: a save was cut off.
-    """
+    """Raise a `CheckpointError` if a save into a local folder was cut off during the exchange."""
     place = Path(folder, subfolder)
     if place.is_dir() and any(place.glob(f"{_EXCHANGING}*")):
         raise CheckpointError(

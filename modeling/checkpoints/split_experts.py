@@ -14,8 +14,10 @@ Shapes: E experts, H hidden_size, I intermediate_size.
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +34,6 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import load_state_dict
 
 from ...configuration.errors import CheckpointError
-from .._compat import reading_when_needed
 from .checkpoint_files import read_header
 
 _EXPERTS = "feed_forward.experts"
@@ -91,18 +92,15 @@ class StackExperts(MergeModulelist):
         model: nn.Module | None = None,
         **kwargs,
     ) -> dict[str, torch.Tensor]:
-        """Stack the experts.
+        """The one target pattern, with `[experts, in, out]`; the outs of several sources, gate before up, are joined.
 
         Args:
             input_dict: source patterns to tensors `[in, out]` in the order of the experts; emptied.
-            source_patterns: gate before up.
+            source_patterns: its keys in order.
             target_patterns: one pattern.
-            full_layer_name: name of the stack.
-            model: the model that has the stack as a parameter.
+            full_layer_name: name of the stack in `model`.
+            model: the model.
             **kwargs: unused.
-
-        Returns:
-            the target pattern to `[experts, in, out]`; the outs of several sources are joined.
         """
         parts = [input_dict.pop(pattern) for pattern in source_patterns]
         if not parts[0]:
@@ -172,7 +170,7 @@ def find_split_experts(
         model: the empty model.
         state_dict: the weights, if they are in memory.
         files: otherwise the files that hold them.
-        load_config: transformers' `LoadStateDictConfig`.
+        load_config: transformers' record of the loading.
         expected: the model's keys and shapes.
 
     Returns:
@@ -273,17 +271,7 @@ def fuse_while_loading(
 ) -> tuple[Any, Any]:
     """`PreTrainedModel._load_pretrained_model`, which also fuses the experts that `find_split_experts` found.
 
-    The rules are removed afterwards: saving would run them in reverse.
-
-    Args:
-        stacks: result of `find_split_experts`.
-        model: the empty model.
-        state_dict: the weights, if they are in memory.
-        files: otherwise the files that hold them.
-        load_config: transformers' `LoadStateDictConfig`.
-
-    Returns:
-        transformers' information on the loading, and its index of weights on disk.
+    The rules are removed afterwards: saving would run them in reverse. `stacks` is what `find_split_experts` returned.
 
     Raises:
         CheckpointError: a stack could not be made.
@@ -296,7 +284,7 @@ def fuse_while_loading(
     turned = {name: tensor.T if name in experts else tensor for name, tensor in state_dict.items()}
     rules = _rules()
     mapping = [*(load_config.weight_mapping or []), *rules]
-    with reading_when_needed():
+    with _reading_when_needed():
         loading_info, offload_index = PreTrainedModel._load_pretrained_model(
             model, turned, files, dataclasses.replace(load_config, weight_mapping=mapping)
         )
@@ -306,3 +294,22 @@ def fuse_while_loading(
             names = sorted(stacks[key])
             raise CheckpointError(f"{key} could not be made of {names[0]} … {names[-1]}: {report}")
     return loading_info, offload_index
+
+
+@contextmanager
+def _reading_when_needed() -> Iterator[None]:
+    """Context in which transformers reads and casts each tensor when it is needed, without threads that read ahead.
+
+    Threads are faster where a tensor is used as it is. Where many tensors are fused into one, they hold the
+    checkpoint in memory twice: all layers are read while the first is being fused.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -17,7 +17,7 @@ import torch
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import check_regular
-from .._compat import open_archive
+from .._private_api import open_archive
 from .pickles import MOST_BYTES, Machine, Storage, bits_of
 
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.7, 4.3.12, 4.3.14 to 4.3.16

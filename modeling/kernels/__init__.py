@@ -8,7 +8,7 @@ import it only when a kernel is about to run.
 
 from .cpu import apply_linear, are_single_queries, attend_to_single_queries, can_use_shortcut
 from .few_rows import TRITON_MAX_ROWS, few_rows_experts, few_rows_fits
-from .tracing import is_readable, is_recorded, is_tracing
+from .tracing import is_exported, is_readable, is_recorded, is_tracing, is_transformed
 from .trial import Way, describe
 from .trust import rows_known, rows_to_trust
 
@@ -22,9 +22,11 @@ __all__ = [
     "describe",
     "few_rows_experts",
     "few_rows_fits",
+    "is_exported",
     "is_readable",
     "is_recorded",
     "is_tracing",
+    "is_transformed",
     "rows_known",
     "rows_to_trust",
 ]

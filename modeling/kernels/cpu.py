@@ -23,10 +23,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.nn.modules.module import _has_any_global_hook
 
-from .._compat import is_under_functorch
+from .._private_api import is_observed
 
 SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
 """Whether shortcuts may be used at all."""
@@ -55,10 +53,7 @@ def can_use_shortcut(x: torch.Tensor) -> bool:
         and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         and x.is_cpu
         and not torch.is_autocast_enabled("cpu")
-        and not is_under_functorch()
-        and forward_ad._current_level < 0
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not _has_any_global_hook()
+        and not is_observed()
     )
 
 

@@ -7,6 +7,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from transformers.utils import is_tracing as transformers_is_tracing
 
+from .._private_api import is_exporting, is_under_functorch
+
 
 def is_recorded(x: torch.Tensor) -> bool:
     """Whether a compiler or tracer records this computation, or the tensor has a shape only.
@@ -22,6 +24,16 @@ def is_recorded(x: torch.Tensor) -> bool:
         or x.is_meta
         or get_proxy_mode() is not None
     )
+
+
+def is_exported() -> bool:
+    """Whether `torch.export` or `torch.jit.trace` makes a program, which then serves all numbers of rows."""
+    return is_exporting() or torch.jit.is_tracing()
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is active outside of a compilation."""
+    return not torch.compiler.is_compiling() and is_under_functorch()
 
 
 def is_tracing(x: torch.Tensor) -> bool:

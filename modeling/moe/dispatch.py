@@ -29,14 +29,15 @@ import torch
 from torch.nn import functional as F
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
-from .._compat import is_exporting, is_under_functorch
 from ..kernels import (
     TRITON_MAX_ROWS,
     Way,
     describe,
     few_rows_experts,
     few_rows_fits,
+    is_exported,
     is_recorded,
+    is_transformed,
     rows_known,
     rows_to_trust,
 )
@@ -90,7 +91,7 @@ def compute_experts(
         path = choose_path(experts, num_rows, dtype, needs_gradient, is_traced)
     elif reason := why_not(path, experts, num_rows, dtype, needs_gradient):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
-    if path == "loop" and _is_transformed():
+    if path == "loop" and is_transformed():
         others = "" if is_traced else '"eager", which knows grad and jvp, or '
         raise ValueError(
             f'experts_implementation="{_name(path)}": transforms of torch.func need torch\'s grouped product, but '
@@ -167,7 +168,7 @@ def choose_path(
         needs_gradient: whether there will be a backward pass.
         is_traced: whether a compiler or tracer records the pass, so that no trial can run.
     """
-    if _is_on_host(experts.down_proj) and not _is_transformed():
+    if _is_on_host(experts.down_proj) and not is_transformed():
         if not needs_gradient or _has_few_rows_each(experts, num_rows, dtype):
             return "loop"
     if num_rows <= _rows_of_kernel(experts, dtype, needs_gradient, is_traced):
@@ -185,7 +186,7 @@ def _rows_of_kernel(experts: Any, dtype: torch.dtype, needs_gradient: bool, is_t
     Independent of the current number of rows: the first pass without gradients, of any size, runs the kernel's trial.
     """
     # An exported or traced program serves all numbers of rows. torch.func's transforms do not support the kernel.
-    if is_exporting() or torch.jit.is_tracing() or _is_transformed():
+    if is_exported() or is_transformed():
         return -1
     if why_not("kernel", experts, 1, dtype, needs_gradient):
         return -1
@@ -231,7 +232,7 @@ def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
     """Whether experts are large and see so few rows that mapping memory and reading weights dominate the cost."""
     num_experts, *sizes = experts.down_proj.shape
     is_large = num_experts * math.prod(sizes) * dtype.itemsize >= LARGE_GRADIENT_BYTES
-    return is_large and not is_exporting() and num_rows <= CPU_LOOP_MAX_ROWS_PER_EXPERT * num_experts
+    return is_large and not is_exported() and num_rows <= CPU_LOOP_MAX_ROWS_PER_EXPERT * num_experts
 
 
 def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> str | None:
@@ -266,10 +267,6 @@ def compute_dtype(weight: torch.Tensor) -> torch.dtype:
     if device_type != "meta" and weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return weight.dtype
-
-
-def _is_transformed() -> bool:
-    return not torch.compiler.is_compiling() and is_under_functorch()
 
 
 def _name(path: Path | None) -> str:

@@ -20,8 +20,8 @@ from transformers.integrations.moe import ExpertsInterface, use_experts_implemen
 from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.import_utils import is_fake_tensor
 
-from .._compat import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
 from ..layers import activation
+from .grouped_mm_limits import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
 
 IMPLEMENTATION = "llamoe"
 """The default name in transformers' registry of experts implementations."""

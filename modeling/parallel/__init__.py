@@ -1,6 +1,6 @@
 """Several devices: plans for tensor, expert, pipeline and FSDP2 parallelism, and gathering shards for a save.
 
-Reading order: gathering, expert_parallel, distribution.
+Reading order: gathering, distribution.
 """
 
 from .distribution import Distributed

@@ -4,23 +4,46 @@ The plans are data (`configuration.parallel`). Here they are joined for a model,
 devices, and undone when a checkpoint is written.
 """
 
-import torch
+from typing import Any
+
+from torch import nn
 from transformers import PreTrainedModel
 
-from ...configuration.parallel import check_parallel, wildcard
-from .._compat import (
-    adapts_shards,
-    has_part,
-    is_tensor_parallel_only,
-    parallel_sizes,
-    register_parallel_style,
-    shards_unevenly,
-)
-from ..moe import Experts
-from .expert_parallel import DispatchExperts
-from .gathering import is_sharded, joined, sharing_processes
+from ...configuration.parallel import check_parallel
+from .._compat import divide_expert_gradients_once, splits_packed_columns_unevenly
+from .gathering import is_sharded, joined
 
-register_parallel_style("ep_dispatch_experts", DispatchExperts())
+
+def parallel_sizes(distributed_config: Any) -> tuple[int, int]:
+    """Number of devices that share attention heads, and number that share experts; 1 for not shared."""
+    tp_size = distributed_config.tp_size or 1
+    return 1 if distributed_config.tp_plan == {} else tp_size, distributed_config.ep_size or 1
+
+
+def is_tensor_parallel_only(distributed_config: Any) -> bool:
+    """Whether a model is sharded by tensor or expert parallelism, without FSDP2.
+
+    A model that was not loaded sharded has no such configuration; unset sizes are None or 1.
+    """
+    tp_size, *others = (
+        getattr(distributed_config, name, None) or 1 for name in ("tp_size", "fsdp_size", "dp_replicate_size")
+    )
+    return tp_size > 1 and others == [1, 1]
+
+
+def has_part(module: nn.Module, rule: str) -> bool:
+    """Whether a rule of a plan names a module or parameter inside of `module`; `*` stands for a layer's number."""
+    if not rule:
+        return True
+    name, _, rest = rule.partition(".")
+    if not rest and name in dict(module.named_parameters(recurse=False)):
+        return True
+    # A number never stands as such in a plan.
+    return any(
+        has_part(child, rest)
+        for own, child in module.named_children()
+        if ("*" if own.isdecimal() else own) == name
+    )
 
 
 class Distributed(PreTrainedModel):
@@ -53,54 +76,18 @@ class Distributed(PreTrainedModel):
                     "LlamoeForCausalLM loads the text model of a multimodal folder; tp_size and fsdp_size are for all."
                 )
             check_parallel(model.config, *parallel_sizes(distributed_config))
-            if not shards_unevenly():
-                model._drop_uneven_rules(distributed_config.tp_size or 1)
-        return super().maybe_distribute_model(model, distributed_config, mesh)
+            model._keep_uneven_experts(distributed_config.tp_size or 1)
+        model = super().maybe_distribute_model(model, distributed_config, mesh)
+        if mesh is not None:
+            divide_expert_gradients_once(model, distributed_config)
+        return model
 
-    def _drop_uneven_rules(self, tp_size: int) -> None:
-        """Drop rules for tensors that this release cannot split, such as an odd vocabulary: they stay whole."""
-        plan = self._tp_plan or {}
-        for name, module in self.named_modules():
-            rule = wildcard(name)
-            style = plan.get(rule)
-            if style is None:
-                continue
-            if isinstance(module, Experts):
-                size = module.down_proj.shape[1]
-            elif isinstance(module, torch.nn.Embedding):
-                size = module.num_embeddings
-            else:
-                size = module.in_features if style == "rowwise" else module.out_features
-            if size % tp_size:
-                for key in [key for key in plan if f"{key}.".startswith(f"{rule}.")]:
-                    del plan[key]
-
-    def add_adapter(self, *args, **kwargs):
-        """Add a new adapter, as `PreTrainedModel.add_adapter` does.
-
-        Raises:
-            ValueError: the model is sharded, which this release of peft does not support.
-        """
-        self._check_takes_adapter()
-        return super().add_adapter(*args, **kwargs)
-
-    def load_adapter(self, *args, **kwargs):
-        """Load an adapter, as `PreTrainedModel.load_adapter` does.
-
-        Raises:
-            ValueError: the model is sharded, which this release of peft does not support.
-        """
-        self._check_takes_adapter()
-        return super().load_adapter(*args, **kwargs)
-
-    def _check_takes_adapter(self) -> None:
-        ranks = sharing_processes(self, None)
-        if is_sharded(self.parameters()) and ranks and not adapts_shards():
-            raise ValueError(
-                f"The weights of this {type(self).__name__.removeprefix('FSDP')} are shared by {len(ranks)} processes, "
-                "and this release of peft makes an adapter for the part of one. Install peft>=0.21.1, or add the "
-                "adapter first and shard the model with accelerate or fully_shard then."
-            )
+    def _keep_uneven_experts(self, tp_size: int) -> None:
+        """Keep experts whole on each device if this release of torch cannot split them."""
+        if splits_packed_columns_unevenly() or not self.config.get_text_config().intermediate_size % tp_size:
+            return
+        for rule in [rule for rule in self._tp_plan or {} if ".experts" in rule]:
+            del self._tp_plan[rule]
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
         """Gather the shards; `save_pretrained` calls this in every process."""

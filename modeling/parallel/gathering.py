@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .._compat import default_store, gather
+from ...configuration.checks import listed
+from .._private_api import default_store, gather
 
 logger = logging.getLogger("llamoe")
 
@@ -57,11 +58,7 @@ def sharing_processes(model: PreTrainedModel, state_dict: dict[str, Any] | None)
 
 
 def refuse_stages(model: PreTrainedModel) -> None:
-    """Refuse to save a model in pipeline stages: each process has other layers.
-
-    Raises:
-        ValueError: the model is in pipeline stages.
-    """
+    """Raise a `ValueError` for a model in pipeline stages: each process has other layers."""
     stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
     if stages > 1:
         raise ValueError(
@@ -71,11 +68,7 @@ def refuse_stages(model: PreTrainedModel) -> None:
 
 
 def meet_before_saving(model: PreTrainedModel, ranks: list[int]) -> None:
-    """Wait until all processes that share a model have called `save_pretrained`.
-
-    Raises:
-        RuntimeError: some have not within the process group's timeout.
-    """
+    """Wait until all processes that share a model have called `save_pretrained`; a `RuntimeError` at the timeout."""
     _meet(
         ranks,
         f"the weights of this {type(model).__name__.removeprefix('FSDP')} are shared by {len(ranks)} processes, all of "
@@ -86,11 +79,7 @@ def meet_before_saving(model: PreTrainedModel, ranks: list[int]) -> None:
 
 
 def meet_after_saving(ranks: list[int]) -> None:
-    """Wait until the process that writes has written.
-
-    Raises:
-        RuntimeError: it has not within the process group's timeout.
-    """
+    """Wait until the process that writes has written; a `RuntimeError` at the process group's timeout."""
     _meet(ranks, "the files are not written yet, or writing them failed")
 
 
@@ -111,7 +100,8 @@ def _meet(ranks: list[int], reason: str, patience: float = float("inf")) -> None
         if is_over or waited > patience:
             patience = float("inf")
             missing = [rank for rank in ranks if store.add(f"{name}/{rank}", 0) < count]
-            problem = f"save_pretrained waits for {_listed(missing)} since {waited:.0f} s: {reason}."
+            noun = "process" if len(missing) == 1 else "processes"
+            problem = f"save_pretrained waits for {noun} {listed(missing, 8)} since {waited:.0f} s: {reason}."
             if is_over and missing:
                 store.add(name, -1)
                 store.add(mine, -1)
@@ -120,11 +110,6 @@ def _meet(ranks: list[int], reason: str, patience: float = float("inf")) -> None
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
         arrivals = store.add(name, 0)
-
-
-def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"process {shown}" if len(ranks) == 1 else f"processes {shown}"
 
 
 def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
-"""Our model classes in the registries of transformers and peft.
+"""Our model classes in the registries of transformers.
 
-Reading order: peft_targets, auto_classes, adoption.
+Reading order: auto_classes, adoption.
 """
 
 from .adoption import adopt, release

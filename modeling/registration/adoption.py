@@ -7,14 +7,14 @@ say) are chosen in the same place: they are ours too while `llama` is adopted.
 """
 
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 
 import transformers
 from transformers import CONFIG_MAPPING
 
 from ...configuration.hub import AUTO_CLASSES
-from .._compat import point_at
+from .._private_api import point_at
 from .auto_classes import CONFIGS, MODELS, PROCESSED
 
 # Stock model type to the one of ours that replaces it.
@@ -24,9 +24,8 @@ _NAMES = {name: (name,) for name in _STAND_INS} | {"llama4": ("llama4", "llama4_
 
 _lock = threading.RLock()
 _undo: dict[str, list[Callable[[], None]]] = {}
-_holders: Counter[str] = Counter()
-# Number of releases of each type. A release ends the adoptions of all earlier holders.
-_releases: Counter[str] = Counter()
+# Adoptions that are in force, by stock model type.
+_holders: defaultdict[str, set["Adoption"]] = defaultdict(set)
 
 
 class Adoption:
@@ -38,42 +37,29 @@ class Adoption:
 
     def __init__(self, model_types: tuple[str, ...]):
         self.model_types = model_types
-        self._held: dict[str, int] | None = None
         self._depth = 0
 
     def _hold(self) -> None:
-        self._held = self._held or {}
         for model_type in self.model_types:
-            if self._held.get(model_type) == _releases[model_type]:
-                # Held already, and not released since.
-                continue
-            self._held[model_type] = _releases[model_type]
-            _holders[model_type] += 1
+            _holders[model_type].add(self)
             if model_type not in _undo:
                 _undo[model_type] = _point_auto_classes(model_type)
 
-    def _let_go(self) -> None:
-        held, self._held = self._held or {}, None
-        for model_type, release_count in held.items():
-            if release_count != _releases[model_type]:
-                # `release` has ended it for all holders.
-                continue
-            _holders[model_type] -= 1
-            if not _holders[model_type]:
-                _restore(model_type)
-
     def __enter__(self) -> "Adoption":
         with _lock:
-            if self._depth == 0:
-                self._hold()
             self._depth += 1
+            if self._depth == 1:
+                self._hold()
         return self
 
     def __exit__(self, *_) -> None:
         with _lock:
             self._depth -= 1
             if self._depth == 0:
-                self._let_go()
+                for model_type in self.model_types:
+                    # `release` may have ended it already, and others may have adopted the type since.
+                    _holders[model_type].discard(self)
+                    _restore_unless_held(model_type)
 
     def __repr__(self) -> str:
         return f"<llamoe adoption of {', '.join(self.model_types)}>"
@@ -114,9 +100,8 @@ def release(*model_types: str) -> None:
     chosen = _stock_types("release", model_types)
     with _lock:
         for model_type in chosen:
-            _releases[model_type] += 1
-            _holders[model_type] = 0
-            _restore(model_type)
+            _holders[model_type].clear()
+            _restore_unless_held(model_type)
 
 
 def _stock_types(function: str, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -141,6 +126,7 @@ def _point_auto_classes(model_type: str) -> list[Callable[[], None]]:
     return [*undo, lambda: PROCESSED.discard(model_type)]
 
 
-def _restore(model_type: str) -> None:
-    for undo in _undo.pop(model_type, ()):
-        undo()
+def _restore_unless_held(model_type: str) -> None:
+    if not _holders[model_type]:
+        for undo in _undo.pop(model_type, ()):
+            undo()

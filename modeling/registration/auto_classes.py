@@ -1,5 +1,6 @@
 """Registers our model types with transformers' Auto classes. Stock types stay as they are."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
@@ -8,25 +9,17 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import WeightRenaming
 
 from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from ...configuration.hub import AUTO_CLASSES
-from .. import classification, decoder, multimodal, vision
-from .._compat import choose_processor, name_causal_model, publish, register_model
-from ..adapters import HUB_ARGUMENTS
-from ..base import LlamoePreTrainedModel
+from ...configuration.hub import AUTO_CLASSES, HUB_ARGUMENTS
+from .._private_api import choose_processor, name_causal_model, publish, register_model
+from ..adapters import register_with_peft
 from ..processing import LlamoeProcessor
-from .peft_targets import register_with_peft
 
 CONFIGS = {
     config_class.model_type: config_class
     for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig)
 }
-MODELS: dict[str, type[LlamoePreTrainedModel]] = {
-    name: getattr(module, name)
-    for module in (decoder, classification, vision, multimodal)
-    for served in AUTO_CLASSES.values()
-    for name in served.values()
-    if hasattr(module, name)
-}
+# Name to model class; `register` fills it.
+MODELS: dict[str, Any] = {}
 # Model types for whose folders AutoProcessor returns ours, even if they name `Llama4Processor`; `adopt` adds stock's.
 PROCESSED = {LlamoeConfig.model_type}
 
@@ -41,8 +34,13 @@ def _processor_of(name_or_path: Any, **kwargs) -> type[LlamoeProcessor] | None:
     return LlamoeProcessor if content.get("model_type") in PROCESSED else None
 
 
-def register() -> None:
-    """Register configs, models, the processor and renamings; called once, when llamoe is imported."""
+def register(classes: Mapping[str, Any]) -> None:
+    """Register configs, models, the processor and renamings; called once, when llamoe is imported.
+
+    Args:
+        classes: name to class; those that `AUTO_CLASSES` names are registered.
+    """
+    MODELS.update((name, classes[name]) for served in AUTO_CLASSES.values() for name in served.values())
     for model_type, config_class in CONFIGS.items():
         AutoConfig.register(model_type, config_class)
     for model_type, served in AUTO_CLASSES.items():

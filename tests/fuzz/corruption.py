@@ -154,7 +154,7 @@ def our_frames(error: BaseException | None) -> list[str]:
         f"{Path(frame.filename).name}:{frame.lineno}"
         for frame in frames
         if any(Path(frame.filename).is_relative_to(root) for root in roots)
-        and "_compat" not in frame.filename
+        and "_private_api" not in frame.filename
     ]
 
 

@@ -23,7 +23,7 @@ from transformers import Llama4VisionConfig
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.modeling.checkpoints import checkpoint_files, safetensors_files
-from llamoe.modeling.input_checks import check_next_tokens, check_row_inputs
+from llamoe.modeling.input_checks import check_inputs, check_next_tokens
 
 TENSOR = "model.layers.1.self_attn.q_proj.weight"
 SHAPE = [120, 72]
@@ -81,7 +81,7 @@ def test_a_header_is_read_once_in_a_load_and_anew_when_the_file_changes(saved, t
 
     path = next(path for path in shards if TENSOR in checkpoint_files.read_header(path))
     damaged = with_entry(shape=SHAPE[::-1])(path.read_bytes())
-    with checkpoint_files.each_header_once():
+    with checkpoint_files.loading():
         assert checkpoint_files.read_header(path)[TENSOR].shape == tuple(SHAPE)
         opened.clear()
         link = tmp_path / "link"
@@ -579,7 +579,8 @@ def test_negative_positions_are_looked_for_on_the_cpu_alone():
     """Elsewhere one would wait for the values, which tensors without any refuse."""
     for device, refused in (("cpu", True), ("meta", False)):
         with pytest.raises(ValueError, match="position_ids is -1") if refused else nullcontext():
-            check_row_inputs(2, 21, MASK.to(device), (POSITIONS - 1).to(device), None)
+            tokens, mask, positions = (x.to(device) for x in (IDS, MASK, POSITIONS - 1))
+            check_inputs(llamoe.LlamoeTextConfig(), tokens, None, mask, positions, None)
 
 
 def test_mask_of_the_new_tokens_only(heads):

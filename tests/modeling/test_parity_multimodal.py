@@ -165,7 +165,7 @@ def test_greedy_generation(name, cache, stock, ours):
         inputs = dict(input_ids=inputs["input_ids"][:1])
     options = dict(max_new_tokens=14, min_new_tokens=14, do_sample=False)
     options |= dict(return_dict_in_generate=True, output_logits=True)
-    # One reference for both caches: transformers 5.17 cannot run its Llama 4 with a static one.
+    # One reference for both caches.
     expected = stock.generate(**inputs, **options)
     given = ours.generate(**inputs, cache_implementation=cache, disable_compile=True, **options)
     assert given.sequences.tolist() == expected.sequences.tolist()

@@ -248,7 +248,7 @@ def test_greedy_generation(kind, tmp_path):
     stock, ours = pair(tmp_path, attention_chunk_size=7, floor_scale=4, **KINDS[kind])
     options = dict(max_new_tokens=14, min_new_tokens=14, do_sample=False)
     options |= dict(return_dict_in_generate=True, output_logits=True)
-    # One reference for both caches: transformers 5.17 cannot run its Llama 4 with a static one.
+    # One reference for both caches.
     expected = stock.generate(ids(19), **options)
     for cache in (None, "static"):
         given = ours.generate(ids(19), cache_implementation=cache, disable_compile=True, **options)

@@ -219,7 +219,7 @@ def test_gap_14_plans_for_tensor_expert_and_pipeline_parallelism():
         if case.is_text:
             assert model.pp_plan, case.name
         if case.has_experts:
-            assert model._ep_plan, case.name  # public since 5.18
+            assert model.ep_plan, case.name
 
 
 def test_gap_15_flash_attention_is_supported():

@@ -217,7 +217,7 @@ def mixtures(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def record_calls(modules: dict) -> dict:
-    """First argument and result of each module's latest call; transformers 5.17 returns no router logits itself."""
+    """First argument and result of each module's latest call."""
     calls = {}
     for key, module in modules.items():
         module.register_forward_hook(

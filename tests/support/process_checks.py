@@ -8,7 +8,7 @@ from support.models import max_abs
 from transformers.distributed import DistributedConfig
 
 import llamoe
-from llamoe.modeling._compat import gather
+from llamoe.modeling._private_api import gather
 
 FOLDER = Path(sys.argv[1])
 CLASSES = {
@@ -43,9 +43,7 @@ def tensor_parallel(**kwargs):
 
 
 def expert_parallel():
-    if "ep_size" in DistributedConfig.__dataclass_fields__:
-        return DistributedConfig(tp_size=2, ep_size=2)
-    return DistributedConfig(tp_size=2, tp_plan="auto", enable_expert_parallel=True)
+    return DistributedConfig(tp_size=2, ep_size=2)
 
 
 def weight_difference(model, reference):

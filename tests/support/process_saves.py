@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 import llamoe
-from llamoe.modeling._compat import default_store, gather
+from llamoe.modeling._private_api import default_store, gather
 
 
 def fully_sharded(model):

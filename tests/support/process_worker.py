@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 import llamoe
-from llamoe.modeling._compat import gather
+from llamoe.modeling._private_api import gather
 
 BACKENDS = ("llamoe", "eager", "grouped_mm", "batched_mm")
 LEARNING_RATE = 0.5
@@ -243,9 +243,7 @@ def unwrapped(model):
     return getattr(model, "module", model)
 
 
-KINDS = ["ddp", "fsdp", "accelerate"]
-if "ep_size" in DistributedConfig.__dataclass_fields__:
-    KINDS.append("fsdp+expert")
+KINDS = ["ddp", "fsdp", "accelerate", "fsdp+expert"]
 
 
 @check(
@@ -285,8 +283,8 @@ SPLIT = {
         f"{name} {kind}"
         for name in ("text", "top1", "multimodal", "lone")
         for kind in (*SPLIT, "accelerate")
-        # A single expert is shared by no two devices; the pair of FSDP2 and experts came with `ep_size`.
-        if (name != "lone" or "expert" not in kind) and (kind != "fsdp+expert" or kind in KINDS)
+        # A single expert is shared by no two devices.
+        if name != "lone" or "expert" not in kind
     ]
 )
 def split(what):

@@ -381,9 +381,7 @@ def test_several_adapters_of_stock_and_ours(how, tmp_path):
     inputs = inputs_of(TEXT)
     base = run(ours, **inputs)
     first = adapted(stock, target_modules=["q_proj"], target_parameters=EXPERTS)
-    # peft 0.19 allows one adapter with parameters as targets.
-    parameters = None if peft.__version__.startswith("0.19.") else EXPERTS
-    second = adapted(ours, seed=4, target_modules=LINEAR, target_parameters=parameters)
+    second = adapted(ours, seed=4, target_modules=LINEAR, target_parameters=EXPERTS)
     first.save_pretrained(tmp_path / "first")
     second.save_pretrained(tmp_path / "second")
     if how == "PeftModel":

@@ -2,7 +2,6 @@
 
 import copy
 
-import peft
 import pytest
 import torch
 import transformers
@@ -153,9 +152,6 @@ def test_merged_weights_are_stocks(intermediate_size, tmp_path):
     assert max_abs(run(stock, **INPUTS), expected) < TOLERANCE
 
 
-@pytest.mark.skipif(
-    peft.__version__.startswith("0.19."), reason="peft 0.19 takes one adapter with target_parameters"
-)
 def test_two_adapters_add_up():
     ours, _ = pair(72)
     model = adapted(ours, STACKS)

@@ -16,7 +16,7 @@ from peft.utils import constants
 from support.models import MODELS, MULTIMODAL, for_models, max_abs, run
 
 import llamoe
-from llamoe.modeling._compat import when_imported
+from llamoe.modeling.adapters.when_imported import when_imported
 from llamoe.modeling.moe.stores import Experts
 
 TYPES = {"llamoe_dense": "llama", "llamoe_text": "llama4", "llamoe": "llama4", "llamoe_vision": "llama4"}

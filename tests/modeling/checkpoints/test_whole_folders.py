@@ -240,10 +240,7 @@ def test_what_cannot_be_uploaded_is_saved(old, monkeypatch):
         raise ConnectionError("no network")
 
     uploaded = set()
-    if hasattr(modeling_utils, "hf_api"):
-        monkeypatch.setattr(modeling_utils, "hf_api", Api)
-    else:
-        monkeypatch.setattr(modeling_utils, "create_repo", Api().create_repo)
+    monkeypatch.setattr(modeling_utils, "hf_api", Api)
     card = type("Card", (), {"save": lambda self, path: Path(path).write_text("card")})
     monkeypatch.setattr(modeling_utils, "create_and_tag_model_card", lambda *_, **__: card())
     monkeypatch.setattr(modeling_utils.PreTrainedModel, "_upload_modified_files", upload)

@@ -16,10 +16,10 @@ from support.models import make_asymmetric, stock_text_config
 from support.paths import ROOT, SUPPORT, environment
 
 import llamoe
-from llamoe.modeling import _compat
 from llamoe.modeling.kernels import few_rows, trial, trust
 from llamoe.modeling.kernels.few_rows import PLANS, TRITON_MAX_ROWS, constants, row_counts_of_launches
 from llamoe.modeling.kernels.trial import describe, made_up_experts
+from llamoe.modeling.moe import grouped_mm_limits
 from llamoe.modeling.moe.stores import Experts
 
 CPU = torch.device("cpu")
@@ -117,8 +117,8 @@ def test_where_answers_are_kept(environment, folder, monkeypatch):
 def test_grouped_mm_waits_for_the_host_on_most_gpus(capability, hip, waits, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert _compat.grouped_mm_waits(torch.device("cuda", 0)) is waits
-    assert not _compat.grouped_mm_waits(CPU)
+    assert grouped_mm_limits.grouped_mm_waits(torch.device("cuda", 0)) is waits
+    assert not grouped_mm_limits.grouped_mm_waits(CPU)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_grouped_mm_waits_for_the_host_on_most_gpus(capability, hip, waits, monk
 def test_strides_that_grouped_mm_takes(make, on_the_host, on_a_gpu):
     """On the CPU torch itself says so; what it asks on a GPU stands in its sources."""
     weight = make().zero_() if make().stride(1) else make()
-    assert _compat.grouped_mm_takes(weight, CPU) is on_the_host
-    assert _compat.grouped_mm_takes(weight, torch.device("cuda", 0)) is on_a_gpu
+    assert grouped_mm_limits.grouped_mm_takes(weight, CPU) is on_the_host
+    assert grouped_mm_limits.grouped_mm_takes(weight, torch.device("cuda", 0)) is on_a_gpu
     rows = torch.ones(5, weight.shape[1])
     ends = torch.full((len(weight),), 5, dtype=torch.int32)
     if on_the_host:
@@ -264,7 +264,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     experts.config._experts_implementation = "llamoe_grouped"
     experts(*inputs)  # what the capture will take, warmed up
     experts.config._experts_implementation = "llamoe"
-    if _compat.grouped_mm_waits(experts.down_proj.device):
+    if grouped_mm_limits.grouped_mm_waits(experts.down_proj.device):
         return  # nothing else could be captured there
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

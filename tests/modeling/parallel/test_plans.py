@@ -16,8 +16,8 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import llamoe
 from llamoe.configuration.parallel import check_parallel, wildcard
-from llamoe.modeling import _compat
 from llamoe.modeling.moe.layer import MixtureOfExperts
+from llamoe.modeling.parallel.distribution import parallel_sizes
 
 FILES = EXAMPLES / "accelerate"
 
@@ -138,20 +138,11 @@ def test_what_cannot_be_shared_is_named(config, tp_size, ep_size, message):
 
 
 def test_heads_are_checked_only_where_they_are_shared():
-    if "ep_size" in DistributedConfig.__dataclass_fields__:
-        assert _compat.parallel_sizes(DistributedConfig(tp_size=4, ep_size=4)) == (4, 4)
-        assert _compat.parallel_sizes(DistributedConfig(fsdp_size=4, ep_size=2)) == (1, 2)
-        assert _compat.parallel_sizes(DistributedConfig(tp_size=4, tp_plan={}, ep_size=4)) == (1, 4)
-    else:
-        assert _compat.parallel_sizes(DistributedConfig(tp_size=4, enable_expert_parallel=True)) == (1, 4)
-    assert _compat.parallel_sizes(DistributedConfig(tp_size=4)) == (4, 1)
-    assert _compat.parallel_sizes(DistributedConfig(fsdp_size=4)) == (1, 1)
-
-
-def test_a_style_that_transformers_has_is_not_replaced():
-    before = ALL_PARALLEL_STYLES["colwise"]
-    _compat.register_parallel_style("colwise", object())
-    assert ALL_PARALLEL_STYLES["colwise"] is before
+    assert parallel_sizes(DistributedConfig(tp_size=4, ep_size=4)) == (4, 4)
+    assert parallel_sizes(DistributedConfig(fsdp_size=4, ep_size=2)) == (1, 2)
+    assert parallel_sizes(DistributedConfig(tp_size=4, tp_plan={}, ep_size=4)) == (1, 4)
+    assert parallel_sizes(DistributedConfig(tp_size=4)) == (4, 1)
+    assert parallel_sizes(DistributedConfig(fsdp_size=4)) == (1, 1)
 
 
 def launch_arguments(name):

@@ -234,10 +234,7 @@ def test_what_is_pushed_is_the_finished_folder(layout, tmp_path, monkeypatch):
     def upload(self, folder, *_, **__):
         pushed.append((files(folder), read_config(folder)))
 
-    if hasattr(modeling_utils, "hf_api"):
-        monkeypatch.setattr(modeling_utils, "hf_api", Api)
-    else:
-        monkeypatch.setattr(modeling_utils, "create_repo", Api().create_repo)
+    monkeypatch.setattr(modeling_utils, "hf_api", Api)
     monkeypatch.setattr(modeling_utils.PreTrainedModel, "_upload_modified_files", upload)
     monkeypatch.setattr(
         modeling_utils, "create_and_tag_model_card", lambda *_, **__: type("Card", (), {"save": id})

@@ -9,17 +9,18 @@ from typing import Any
 from torch import nn
 
 from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from .._compat import (
+from .._private_api import (
     before_hotswap,
     replace_all_linear,
     turn_update_of_one_expert,
     watch_adapter_files,
-    when_imported,
 )
-from ..adapters import check_files, mark, orient_swapped, remember_file
-from ..base import LlamoePreTrainedModel
 from ..moe import Experts
-from ..vision import LlamoeVisionModel
+from .expert_layout import mark, remember_file
+from .fitting import orient_swapped
+from .loading import LoadsAdapters
+from .safetensors_headers import check_files
+from .when_imported import when_imported
 
 # The vision tower's names for the parts of a feed-forward.
 _IN_THE_TOWER = {"up_proj": "fc1", "down_proj": "fc2", "norm": "layernorm_post"}
@@ -56,7 +57,7 @@ def tower_layers(model: nn.Module) -> set[str]:
     return {
         f"{tower}.{name}"
         for tower, module in model.named_modules()
-        if tower and isinstance(module, LlamoeVisionModel)
+        if tower and isinstance(module, LoadsAdapters) and isinstance(module.config, LlamoeVisionConfig)
         for name, _ in module.named_modules()
         if name
     }
@@ -66,7 +67,7 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
     """Expand `target_modules="all-linear"`; leave the tower out unless `exclude_modules=[]` asks for it."""
     targets = getattr(config, "target_modules", None)
     config = original(config, model)
-    if not isinstance(model, LlamoePreTrainedModel):
+    if not isinstance(model, LoadsAdapters):
         return config
     mark(config, model)
     excluded = getattr(config, "exclude_modules", None)
@@ -79,14 +80,14 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
 def _orient_before_hotswap(model: nn.Module, tensors: dict[str, Any], adapter_name: str, config: Any) -> Any:
     # Only under peft's own classes: `PreTrainedModel.load_adapter(hotswap=True)` has oriented the factors already.
     base = model.get_base_model() if hasattr(model, "get_base_model") else None
-    if not isinstance(base, LlamoePreTrainedModel):
+    if not isinstance(base, LoadsAdapters):
         return tensors
     return orient_swapped(base, config, adapter_name, tensors)
 
 
 def _check_before_adding(model: nn.Module, name_or_path: Any, **download: Any) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if isinstance(base, LlamoePreTrainedModel):
+    if isinstance(base, LoadsAdapters):
         check_files(base, name_or_path, **download)
 
 

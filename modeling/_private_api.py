@@ -1,0 +1,296 @@
+"""Every use of what torch, transformers and peft keep to themselves, with its reason.
+
+Methods of transformers' classes that ours override stand in those classes. Where a public way appears, the function
+here goes. All were seen in torch 2.11 and 2.15, transformers 5.21 and 5.23, and peft 0.21.1 and 0.21.2.
+"""
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _has_any_global_hook
+
+
+def is_under_functorch() -> bool:
+    """Whether a transform of `torch.func` (grad, vmap, jvp) is active: it supports only torch's own operators."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_observed() -> bool:
+    """Whether a transform of `torch.func`, forward-mode differentiation, a dispatch mode or a global hook is active.
+
+    Each would see, or need, other operators than those that a shortcut calls.
+    """
+    return (
+        is_under_functorch()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or _has_any_global_hook()
+    )
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces.
+
+    In torch 2.11 `torch.compiler.is_exporting` is true in every compilation; the flag behind it is right everywhere.
+    """
+    return torch.compiler._is_exporting_flag
+
+
+def open_archive(path: str | os.PathLike) -> None:
+    """Let torch read the directory of one of its archives, as `torch.load` does before it reads a tensor.
+
+    Raises:
+        RuntimeError: torch cannot read this file.
+        IndexError, ValueError: what should be a number or a text is none.
+    """
+    reader = torch._C.PyTorchFileReader(os.fspath(path))
+    reader.serialization_id()
+    reader.get_all_records()
+
+
+def load_without_storage(path: Any) -> Any:
+    """Unpickle a torch file with `weights_only=True`; the tensors' numbers stay in the file.
+
+    The tensors are on the meta device, and torch records where in the file their storages begin. `FakeTensorMode`,
+    which torch's documentation of serialization uses, gives the same in ten times the time.
+    """
+    return torch.load(path, map_location="meta", weights_only=True)
+
+
+def save_without_storage(content: dict[str, torch.Tensor], path: Any) -> None:
+    """Write a torch file with room for the numbers of tensors that have none.
+
+    The values of `content` are meta tensors; the caller fills the room afterwards, at the `storage_offset` of the
+    file's tensors.
+    """
+    with FakeTensorMode():
+        fakes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in content.items()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(fakes, path)
+
+
+def storage_offset(tensor: torch.Tensor) -> int:
+    """Offset in bytes of a tensor's storage in its file, for a tensor of `load_without_storage`."""
+    offset = tensor.untyped_storage()._checkpoint_offset  # pyright: ignore[reportAttributeAccessIssue]
+    assert offset is not None
+    return offset
+
+
+def default_store() -> dist.Store:
+    """The store through which the processes of a job have found each other.
+
+    torch keeps it private; another store would need an address of its own. Unlike a barrier, a store works on every
+    backend and can tell who is missing.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor that is sharded over one mesh axis; return other tensors unchanged.
+
+    torch 2.11's `full_tensor` refuses packed columns (gate and up, each split by itself).
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    try:
+        return tensor.full_tensor()
+    except ValueError:
+        placement: Any = tensor.placements[0]
+        mesh = tensor.device_mesh
+        if tensor.shape[placement.dim] % (mesh.size() * placement.split_factor):
+            raise
+        local = tensor.to_local().contiguous()
+        shards = [local.new_empty(local.shape) for _ in range(mesh.size())]
+        dist.all_gather(shards, local, group=mesh.get_group())
+        pieces = [shard.chunk(placement.split_factor, placement.dim) for shard in shards]
+        return torch.cat([shard[i] for i in range(placement.split_factor) for shard in pieces], placement.dim)
+
+
+def register_model(auto_class: type, config_class: type, model_class: type) -> None:
+    """Make `auto_class` return `model_class` for a config of ours.
+
+    `auto_class.register` cannot be used, for two reasons. It requires the model's own config class as the key, yet
+    the Auto classes accept multimodal configs for text models (transformers maps `llama4` to `Llama4ForCausalLM`).
+    And it omits the table of names by model type, in which `transformers serve`, Trainer's label smoothing and
+    lm-eval look up language models.
+    """
+    mapping = auto_class._model_mapping
+    mapping.register(config_class, model_class)
+    mapping._model_mapping[config_class.model_type] = model_class.__name__
+
+
+def name_causal_model(model_type: str, class_name: str) -> None:
+    """Add a class to those that transformers knows as causal language models, by their names.
+
+    By these names `Trainer` decides whether label smoothing shifts the labels; unshifted, it would train to repeat
+    the input token. A multimodal model counts as a language model here, although its Auto class is another.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = class_name
+
+
+def publish(model_classes: Iterable[type]) -> None:
+    """Make classes attributes of the module `transformers`.
+
+    `transformers serve` and vLLM look only there for the architecture that config.json names. There are two such
+    modules: transformers puts a second one into `sys.modules` while it is imported, and earlier importers keep the
+    first.
+    """
+    bound = [getattr(module, "__dict__", {}).get("transformers") for module in list(sys.modules.values())]
+    for module in [sys.modules["transformers"], *bound]:
+        if isinstance(module, ModuleType) and module.__name__ == "transformers":
+            for model_class in model_classes:
+                setattr(module, model_class.__name__, model_class)
+
+
+_ABSENT = object()
+
+
+def point_at(auto_class: type, config_class: type, model_class: type) -> Callable[[], None]:
+    """Make `auto_class` return `model_class` for a stock config; transformers has no public way.
+
+    Returns:
+        a function that undoes it, unless something else has replaced the entry since.
+    """
+    entries = auto_class._model_mapping._extra_content
+    before = entries.get(config_class, _ABSENT)
+    entries[config_class] = model_class
+
+    def undo() -> None:
+        if entries.get(config_class) is not model_class:
+            return
+        if before is _ABSENT:
+            del entries[config_class]
+        else:
+            entries[config_class] = before
+
+    return undo
+
+
+def choose_processor(stock_class: type, choose: Callable[..., type | None]) -> None:
+    """Make `AutoProcessor` ask `choose(name_or_path, **kwargs)` where a folder's files name `stock_class`.
+
+    `AutoProcessor` goes by that name alone and reads its registry only where no file names a class, so there is no
+    public way. The class's own `from_pretrained` is wrapped; `_from_auto` marks calls from `AutoProcessor`.
+
+    Args:
+        stock_class: a processor class of transformers.
+        choose: returns the class that loads the folder, or None for `stock_class`.
+    """
+    original = stock_class.from_pretrained.__func__
+
+    @functools.wraps(original)
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        if cls is stock_class and kwargs.get("_from_auto"):
+            cls = choose(pretrained_model_name_or_path, **kwargs) or cls
+        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+
+    stock_class.from_pretrained = classmethod(from_pretrained)
+
+
+def replace_all_linear(replacement: Callable) -> None:
+    """Replace peft's expansion of "all-linear" by `replacement(original, peft_config, model)`.
+
+    peft does not ask models which layers that means. Several of its modules import the function by name; all share
+    one original.
+    """
+    tuners_utils = importlib.import_module("peft.tuners.tuners_utils")
+    original = tuners_utils._maybe_include_all_linear_layers
+
+    @functools.wraps(original)
+    def expand(peft_config, model):
+        return replacement(original, peft_config, model)
+
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("peft.") and (
+            vars(module).get("_maybe_include_all_linear_layers") is original
+        ):
+            vars(module)["_maybe_include_all_linear_layers"] = expand
+
+
+def watch_adapter_files(before: Callable, after: Callable) -> None:
+    """Call `before(model, model_id, **kwargs)` and `after(tensors, model_id, **kwargs)` where peft reads an adapter.
+
+    `before` runs before layers are made for the adapter; `model` is a `PeftModel` or its base. If an adapter of that
+    name already exists, peft reads the file's weights without its config.
+    """
+    peft_model = importlib.import_module("peft.peft_model")
+    hotswap = importlib.import_module("peft.utils.hotswap")
+    load_weights = peft_model.load_peft_weights
+    from_pretrained = peft_model.PeftModel.from_pretrained.__func__
+    load_adapter = peft_model.PeftModel.load_adapter
+    hotswap_adapter = hotswap.hotswap_adapter
+
+    @functools.wraps(load_weights)
+    def read(model_id, *args, **kwargs):
+        tensors = load_weights(model_id, *args, **kwargs)
+        after(tensors, model_id, **kwargs)
+        return tensors
+
+    @functools.wraps(from_pretrained)
+    def make(cls, model, model_id, *args, **kwargs):
+        before(model, model_id, **kwargs)
+        return from_pretrained(cls, model, model_id, *args, **kwargs)
+
+    @functools.wraps(load_adapter)
+    def add(self, model_id, *args, **kwargs):
+        before(self, model_id, **kwargs)
+        return load_adapter(self, model_id, *args, **kwargs)
+
+    @functools.wraps(hotswap_adapter)
+    def swap(model, model_name_or_path, *args, **kwargs):
+        before(model, model_name_or_path, **kwargs)
+        return hotswap_adapter(model, model_name_or_path, *args, **kwargs)
+
+    vars(peft_model)["load_peft_weights"] = read
+    peft_model.PeftModel.from_pretrained = classmethod(make)
+    peft_model.PeftModel.load_adapter = add
+    vars(hotswap)["hotswap_adapter"] = swap
+
+
+def before_hotswap(prepare: Callable) -> None:
+    """Let `prepare(model, tensors, adapter_name, config)` return the tensors that peft swaps into a `PeftModel`."""
+    hotswap = importlib.import_module("peft.utils.hotswap")
+    original = hotswap.hotswap_adapter_from_state_dict
+
+    @functools.wraps(original)
+    def swap(model, state_dict, adapter_name, config, *args, **kwargs):
+        return original(
+            model, prepare(model, state_dict, adapter_name, config), adapter_name, config, *args, **kwargs
+        )
+
+    vars(hotswap)["hotswap_adapter_from_state_dict"] = swap
+
+
+def turn_update_of_one_expert(is_input_first: Callable[[torch.nn.Module], bool]) -> None:
+    """Make peft add LoRA's update to a stack of one expert in the right orientation.
+
+    peft takes a parameter `[1, in, out]` for a linear layer's weight and makes an update `[out, in]`: an error in the
+    first forward pass or, if both sizes are equal, a wrong result in silence. With more experts it respects
+    `is_transposed`, and its update has three axes.
+
+    Args:
+        is_input_first: whether a module's stacks are `[E, in, out]`.
+    """
+    wrapper = importlib.import_module("peft.tuners.lora.layer").ParamWrapper
+    original = wrapper.get_delta_weight
+
+    @functools.wraps(original)
+    def get_delta_weight(self, *args, **kwargs):
+        update = original(self, *args, **kwargs)
+        return update.T[None] if update.ndim == 2 and is_input_first(self.get_base_layer()) else update
+
+    wrapper.get_delta_weight = get_delta_weight

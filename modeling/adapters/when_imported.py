@@ -1,0 +1,45 @@
+"""A hook for the moment at which a library is imported, since importing it early would take seconds."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+
+
+def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
+    """Call `callback(module)` once the module is imported, or at once if it already is.
+
+    The standard library has no such hook. This finder asks the other finders for this one module's spec, runs the
+    callback after the module's own code, and then removes itself. Asking whether the module can be found, as
+    transformers does, imports nothing and changes nothing.
+    """
+    if name in sys.modules:
+        callback(sys.modules[name])
+        return
+
+    class Finder(MetaPathFinder):
+        asking_others = False
+
+        def find_spec(self, fullname, path=None, target=None):
+            if fullname != name or self.asking_others:
+                return None
+            self.asking_others = True
+            try:
+                spec = importlib.util.find_spec(name)
+            finally:
+                self.asking_others = False
+            if spec is not None and spec.loader is not None:
+                execute = spec.loader.exec_module
+
+                def exec_module(module: ModuleType) -> None:
+                    execute(module)
+                    if self in sys.meta_path:
+                        sys.meta_path.remove(self)
+                        callback(module)
+
+                # Changes only this loader, which belongs to this one spec.
+                spec.loader.exec_module = exec_module
+            return spec
+
+    sys.meta_path.insert(0, Finder())
