@@ -82,6 +82,13 @@ def enumerate_words(words: Iterable[Any], last: str = "or") -> str:
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
+def listed(names: Iterable[Any], limit: int = 5) -> str:
+    """The first names, and how many more there are: `a, b, c, d, e and 7 more`."""
+    names = [str(name) for name in names]
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
 def find_misspelt(given: Iterable[str], known: Container[str], fields: Sequence[str]) -> dict[str, str]:
     """Find names that nearly spell a field.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...configuration.checks import listed
 from .._compat import dispatches_whole_models_to_disk, reads_tied_weights_from_disk
 
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -159,8 +160,7 @@ def _children(model: nn.Module) -> list[str]:
 
 
 def _enumerate(names: Iterable[str]) -> str:
-    names = [repr(name) if name else "the whole model" for name in names]
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return listed((repr(name) if name else "the whole model" for name in names), limit=8)
 
 
 def _settle(
