@@ -5,6 +5,8 @@ import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .errors import CheckpointError
@@ -15,11 +17,24 @@ _MOST_BYTES = 1 << 24
 LARGE = 1 << 27
 
 
+@contextmanager
+def reading(name: object) -> Iterator[None]:
+    """Context in which an `OSError` becomes the `CheckpointError` that `name`, a path, cannot be read."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be read ({error.strerror or error}).") from error
+
+
+def to_json(content: Any) -> bytes:
+    """The content as JSON in the form of Hugging Face's folders."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
 def check_regular(path: str | os.PathLike) -> os.stat_result:
     """Check that a path is a regular file, or a link to one.
-
-    Args:
-        path: the file.
 
     Returns:
         its `os.stat` result.

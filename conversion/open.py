@@ -52,11 +52,13 @@ def open_checkpoint(
     )
 
 
-def open_source(source: str | Path, target: str | Path, resume: bool) -> Checkpoint:
+def open_source(
+    source: str | os.PathLike, target: str | os.PathLike, resume: bool, *, instruct: bool | None = None
+) -> Checkpoint:
     """Open the source of a conversion, after checking that the target is not in use."""
     check_apart(Path(source), Path(target))
     check_target(Path(target), resume)
-    return open_checkpoint(source)
+    return open_checkpoint(source, instruct=instruct)
 
 
 def describe(config: Any) -> str:

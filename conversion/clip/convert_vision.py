@@ -10,25 +10,31 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from transformers import CLIPVisionConfig
 
+from ...configuration.json_files import to_json
 from ...configuration.vision import LlamoeVisionConfig
-from ..checkpoint import Checkpoint, Report, identify, make_report, parse_dtype
+from ..checkpoint import (
+    Checkpoint,
+    Report,
+    RunOptions,
+    carry_out,
+    main_dtype,
+    parse_dtype,
+    takes_options,
+)
 from ..hf import save_hf
 from ..io import (
     LazyTensor,
     Plan,
-    Progress,
     check_apart,
     check_target,
     from_tensor,
     read_json,
     split_shards,
-    to_json,
-    write,
     write_through,
 )
 from . import image_processors
@@ -51,6 +57,7 @@ _REQUIRED = {
 }
 
 
+@takes_options
 def convert_vision(
     source: str | os.PathLike,
     target: str | os.PathLike,
@@ -61,10 +68,7 @@ def convert_vision(
     activation: str | None = None,
     tag: str | None = None,
     heads: int | None = None,
-    dtype: str | torch.dtype | None = None,
-    resume: bool = False,
-    dry_run: bool = False,
-    progress: Progress | None = None,
+    **options: Unpack[RunOptions],
 ) -> Report:
     """Convert a vision tower between open_clip, transformers' CLIP and ours, in any direction.
 
@@ -83,11 +87,7 @@ def convert_vision(
         tag: the release's tag in open_clip, such as "metaclip_fullcc".
         heads: number of attention heads; needed for an open_clip file of an unpublished size without
             open_clip_config.json.
-        dtype: "float32", "float16" or "bfloat16" for all tensors; None keeps the dtype of each.
-        resume: continue a folder that an earlier run left unfinished.
-        dry_run: check and plan everything, write nothing.
-        progress: called for every block.
-        progress: called for every block.
+        **options: see `RunOptions`.
 
     Returns:
         what was written; its notes say where the activation came from and what was changed.
@@ -101,9 +101,9 @@ def convert_vision(
     source, target = Path(source), Path(target)
     if to not in _TARGETS:
         raise ValueError(f"to = {to!r}: valid are {', '.join(map(repr, _TARGETS))}.")
-    wanted = parse_dtype(dtype)
+    wanted = parse_dtype(options["dtype"])
     check_apart(source, target)
-    check_target(target, resume)
+    check_target(target, options["resume"])
     checkpoint = open_tower(source, activation=activation, tag=tag, heads=heads)
     if to != "tower":
         _check_expressible(checkpoint, to)
@@ -111,27 +111,15 @@ def convert_vision(
         checkpoint = resize(checkpoint, image_size)
     if fold_normalization:
         checkpoint = fold(checkpoint)
-    options = {"image_size": image_size, "fold_normalization": fold_normalization}
-    options |= {"hidden_act": checkpoint.config.hidden_act, "heads": checkpoint.config.num_attention_heads}
+    identity = {"image_size": image_size, "fold_normalization": fold_normalization}
+    identity |= {"hidden_act": checkpoint.config.hidden_act, "heads": checkpoint.config.num_attention_heads}
     if to == "tower":
-        report = save_hf(
-            checkpoint,
-            target,
-            layout="llamoe",
-            dtype=wanted,
-            resume=resume,
-            dry_run=dry_run,
-            progress=progress,
-            options=options,
-        )
+        report = save_hf(checkpoint, target, layout="llamoe", identity=identity, **options)
         return replace(report, to="tower", seconds=time.monotonic() - begun)
     plan_target = _plan_open_clip if to == "open_clip" else _plan_clip
     checkpoint, plan = plan_target(checkpoint, wanted)
-    plan.identity = {"source": identify(checkpoint), "to": to, "dtype": str(wanted), **options}
-    plan.sources = checkpoint.looks
-    if not dry_run:
-        write(plan, target, resume, progress)
-    return make_report(checkpoint, target, to, plan, begun, dry_run)
+    plan.identity = {"dtype": str(wanted), **identity}
+    return carry_out(plan, checkpoint, target, to, begun, options)
 
 
 def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
@@ -285,9 +273,6 @@ def _plan_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Check
     config = cast(LlamoeVisionConfig, checkpoint.config)
     checkpoint, tensors = _encoder(checkpoint, dtype)
     has_projection = config.projection_dim is not None
-    counts: dict[torch.dtype, int] = {}
-    for tensor in tensors.values():
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
     stock = CLIPVisionConfig(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -300,7 +285,7 @@ def _plan_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Check
         layer_norm_eps=config.norm_eps,
         attention_dropout=config.attention_dropout,
         architectures=["CLIPVisionModelWithProjection" if has_projection else "CLIPVisionModel"],
-        dtype=str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch."),
+        dtype=str(main_dtype(tensors)).removeprefix("torch."),
         **({"projection_dim": config.projection_dim} if has_projection else {}),
     )
     (translated,) = write_through(CLIP, tensors, 1, config)

@@ -18,6 +18,7 @@ import torch
 from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip2VisionConfig
 
 from ...configuration.errors import CheckpointError
+from ...configuration.json_files import to_json
 from ...configuration.multimodal import LlamoeConfig
 from ...configuration.vision import LlamoeVisionConfig
 from ...modeling.checkpoints import check_shards
@@ -32,7 +33,6 @@ from ..io import (
     read_json,
     read_through,
     remember_looks,
-    to_json,
     write_through,
 )
 from . import image_processors

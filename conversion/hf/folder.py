@@ -7,16 +7,11 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from ...configuration import (
-    LlamoeConfig,
-    LlamoeVisionConfig,
-    from_stock,
-    to_stock,
-)
+from ...configuration import LlamoeConfig, LlamoeVisionConfig, from_stock, to_stock
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import written_by
@@ -25,17 +20,18 @@ from ...modeling.checkpoints import WeightFiles, check_shards, find_weights
 from ..checkpoint import (
     Checkpoint,
     Report,
+    WriteOptions,
+    carry_out,
     check_model,
-    identify,
-    make_report,
+    main_dtype,
     model_class,
     parse_dtype,
+    takes_options,
     tie_heads,
 )
 from ..io import (
     LazyTensor,
     Plan,
-    Progress,
     check_target,
     note,
     open_pickle,
@@ -45,7 +41,6 @@ from ..io import (
     read_json,
     remember_looks,
     split_shards,
-    write,
 )
 from ..tokenizers import check_companions, processor_of_layout
 from . import fuse_experts, split_experts
@@ -77,7 +72,14 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
             missing, unknown, or contradict config.json's shapes, or the tokenizer is another model's.
     """
     folder = Path(folder)
-    config = _read_config(folder)
+    config_file = folder / "config.json"
+    if quantization := read_json(config_file).get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise CheckpointError(
+            f"{config_file}: the weights are quantized ({method}), and quantized weights are not converted. Use the "
+            "original ones."
+        )
+    config = read_config(config_file)
     weights = weight_files(folder)
     sources = weights.files
     tensors: dict[str, LazyTensor] = {}
@@ -150,33 +152,23 @@ def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
     return found
 
 
+@takes_options
 def save_hf(
     checkpoint: Checkpoint,
     target: str | os.PathLike,
     *,
-    layout: str | None = None,
     experts: str = "fused",
-    dtype: str | torch.dtype | None = None,
-    shard_size: int | str = "5GB",
-    resume: bool = False,
-    dry_run: bool = False,
-    progress: Progress | None = None,
-    options: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
+    **options: Unpack[WriteOptions],
 ) -> Report:
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
         checkpoint: what to write.
         target: a folder that does not exist or is empty.
-        layout: "stock" writes the config.json of transformers' own model type, which llamoe, transformers, vLLM and
-            others read; "llamoe" writes ours, with llamoe_hub.py; None takes stock where it can express the model.
         experts: "fused" stacks the experts as stock does; "split" writes a linear layer for each expert.
-        dtype: dtype of all floating tensors; None keeps the dtype of each.
-        shard_size: bytes that a file should not exceed, as a number or a text such as "5GB".
-        resume: continue a folder that an earlier run left unfinished.
-        dry_run: check and plan everything, write nothing.
-        progress: called for every block.
-        options: further options that shaped the checkpoint; a resumed run must have the same.
+        identity: what else shaped the checkpoint; a resumed run must have the same.
+        **options: see `WriteOptions`.
 
     Raises:
         ValueError: an option is unknown, the target is in use, stock cannot express the model, or a tensor is missing,
@@ -187,30 +179,22 @@ def save_hf(
     target = Path(target)
     if experts not in ("fused", "split"):
         raise ValueError(f"experts = {experts!r}: valid are 'fused' and 'split'.")
-    wanted = parse_dtype(dtype)
-    check_target(target, resume)
+    wanted = parse_dtype(options["dtype"])
+    check_target(target, options["resume"])
     tensors = check_model(checkpoint.config, checkpoint.tensors, str(checkpoint.path))
     if wanted is not None:
         tensors = {name: tensor.cast(wanted) for name, tensor in tensors.items()}
-    described, layout = _config_files(checkpoint.config, tensors, layout)
+    described, layout = _config_files(checkpoint.config, tensors, options["layout"])
     if experts == "split":
         tensors = split_experts(tensors)
-    groups, index = split_shards(tensors, parse_size(shard_size))
+    groups, index = split_shards(tensors, parse_size(options["shard_size"]))
+    companions = processor_of_layout(checkpoint.companions, layout)
     plan = Plan(
-        groups,
-        before={**processor_of_layout(checkpoint.companions, layout), **described},
-        last=index,
-        identity={"source": identify(checkpoint), "to": "hf", "layout": layout, **(options or {})},
-        sources=checkpoint.looks,
+        groups, {**companions, **described}, last=index, identity={"layout": layout, **(identity or {})}
     )
-    if not dry_run:
-        write(plan, target, resume, progress)
-    report = make_report(checkpoint, target, "hf", plan, begun, dry_run)
-    if (
-        isinstance(checkpoint.config, LlamoeConfig)
-        and layout == "stock"
-        and _main_dtype(tensors) != torch.bfloat16
-    ):
+    report = carry_out(plan, checkpoint, target, "hf", begun, options)
+    is_multimodal = isinstance(checkpoint.config, LlamoeConfig)
+    if is_multimodal and layout == "stock" and main_dtype(tensors) != torch.bfloat16:
         report.notes.append(
             "transformers' processor gives bfloat16 pixels, which its own model class does not cast: give it "
             "inputs.to(model.dtype), or call llamoe.adopt('llama4') before loading: llamoe's processor gives float32, "
@@ -219,30 +203,17 @@ def save_hf(
     return report
 
 
-def _read_config(folder: Path) -> LlamoeBaseConfig:
-    data = read_json(folder / "config.json")
-    if data.get("quantization_config"):
-        method = (
-            data["quantization_config"].get("quant_method")
-            if isinstance(data["quantization_config"], dict)
-            else None
-        )
-        raise CheckpointError(
-            f"{folder / 'config.json'}: the weights are quantized ({method}), and quantized weights are not converted. "
-            "Use the original ones."
-        )
+def read_config(path: Path) -> LlamoeBaseConfig:
+    """The configuration in a config.json of stock or llamoe.
+
+    Raises:
+        CheckpointError: it cannot be read, or describes no model of ours.
+    """
+    data = read_json(path)
     try:
         return from_stock(data)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-
-
-def _main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
-    """The dtype that most elements have."""
-    counts: dict[torch.dtype, int] = {}
-    for tensor in tensors.values():
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
-    return max(counts, key=lambda dtype: counts[dtype])
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _config_files(
@@ -255,7 +226,7 @@ def _config_files(
         )
     config = copy.deepcopy(config)
     config.architectures = [model_class(config).__name__]
-    config.dtype = _main_dtype(tensors)
+    config.dtype = main_dtype(tensors)
     for part in (getattr(config, name) for name in config.sub_configs):
         part.dtype = None if part.dtype is None else config.dtype
     if layout is None:

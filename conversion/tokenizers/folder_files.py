@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 
 from ...configuration import LlamoeConfig
 from ...configuration.errors import CheckpointError
+from ...configuration.json_files import reading, to_json
 from . import chat_templates, sentencepiece_models, tiktoken_tables
-from .processors import IMAGE_TOKENS, as_json, processor_files
+from .processors import IMAGE_TOKENS, processor_files
 
 FAMILIES = ("llama-1", "llama-2", "llama-3", "llama-4")
 # Tokens that an assembled model needs: for pictures, and the message borders in `multimodal_chat_template`.
@@ -154,7 +155,7 @@ def hf_files_from_meta(
     files = {
         "tokenizer.model": content,
         "tokenizer.json": _tokenizer_json(meta),
-        "tokenizer_config.json": as_json(settings),
+        "tokenizer_config.json": to_json(settings),
         "generation_config.json": _generation_config(meta, instruct),
     }
     if template is not None:
@@ -178,7 +179,7 @@ def generation_config(
     content = {"bos_token_id": bos_token_id, "eos_token_id": eos, "pad_token_id": pad_token_id}
     if sample:
         content.update(do_sample=True, temperature=0.6, top_p=0.9)
-    return as_json(content)
+    return to_json(content)
 
 
 def extend_tokenizer(
@@ -233,8 +234,8 @@ def extend_tokenizer(
         )
     # Prompts with pictures spell special tokens in their text.
     settings.pop("split_special_tokens", None)
-    files["tokenizer.json"] = as_json(content)
-    files["tokenizer_config.json"] = as_json(settings)
+    files["tokenizer.json"] = to_json(content)
+    files["tokenizer_config.json"] = to_json(settings)
     return files, ids
 
 
@@ -336,14 +337,12 @@ def check_companions(companions: Mapping[str, bytes], config: Any, origin: str |
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except FileNotFoundError as error:
+    if not Path(path).exists():
         raise CheckpointError(
             f"{path}: no such file. It is part of a release from Meta, one level above the weights of LLaMA 1 and 2."
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.") from error
+        )
+    with reading(path):
+        return Path(path).read_bytes()
 
 
 def _kind(content: bytes, origin: str) -> str:

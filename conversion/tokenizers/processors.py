@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from ...configuration import LlamoeConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import MODULE_NAME, entries_of_others
+from ...configuration.json_files import to_json
 
 # Tokens that Llama4Processor writes for a picture; the names are fixed in its code.
 IMAGE_TOKENS = (
@@ -85,13 +86,13 @@ def processor_files(
             "image_std": list(image_std),
         },
     }
-    files = {"processor_config.json": as_json(content)}
+    files = {"processor_config.json": to_json(content)}
     if tokenizer_files is not None:
         _check_tokens(config, tokenizer_files)
         settings = json.loads(tokenizer_files.get("tokenizer_config.json", b"{}"))
         # The processor's prompts spell special tokens in their text, so the tokenizer must read them there.
         settings.pop("split_special_tokens", None)
-        files["tokenizer_config.json"] = as_json(
+        files["tokenizer_config.json"] = to_json(
             {**settings, "processor_class": "Llama4Processor", "padding_side": "left"}
         )
     return files
@@ -118,12 +119,7 @@ def processor_of_layout(companions: Mapping[str, bytes], layout: str) -> dict[st
         wanted["processor_class"] = "Llama4Processor"
     if auto_map:
         wanted["auto_map"] = auto_map
-    return {**companions, **({"processor_config.json": as_json(wanted)} if wanted != content else {})}
-
-
-def as_json(content: Mapping) -> bytes:
-    """JSON in the form of Hugging Face folders."""
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    return {**companions, **({"processor_config.json": to_json(wanted)} if wanted != content else {})}
 
 
 def _check_tokens(config: LlamoeConfig, tokenizer_files: Mapping[str, bytes]) -> None:

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from ..configuration import LlamoeVisionConfig
-from ..configuration.base import LlamoeBaseConfig
-from ..modeling.checkpoints import part_of
+from ...configuration import LlamoeVisionConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...modeling.checkpoints import part_of
 
 # Bytes of a linear layer as bitsandbytes stores it, from its rows and its number of weights.
 _LINEAR_BYTES: dict[str, Callable[[int, int], int]] = {
