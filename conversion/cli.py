@@ -11,9 +11,8 @@ import inspect as signatures
 import json
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from transformers.utils import logging
@@ -31,57 +30,6 @@ app = typer.Typer(
     "towers of open_clip and CLIP.\n\nA command reads SOURCE, whose format it recognises, and writes a new folder "
     "TARGET. It never changes SOURCE. Begin with `llamoe inspect PATH`.",
 )
-
-
-class Format(StrEnum):
-    """Format of a language model."""
-
-    hf = "hf"
-    meta = "meta"
-
-
-class Tower(StrEnum):
-    """Format of a vision tower."""
-
-    tower = "tower"
-    open_clip = "open_clip"
-    clip = "clip"
-
-
-class Style(StrEnum):
-    """Names of Llama 4's tensors in Meta's format."""
-
-    release = "release"
-    unfused = "unfused"
-
-
-class Experts(StrEnum):
-    """How experts are stored."""
-
-    fused = "fused"
-    split = "split"
-
-
-class Layout(StrEnum):
-    """Owner of the model type in config.json: transformers or llamoe."""
-
-    stock = "stock"
-    llamoe = "llamoe"
-
-
-class Dtype(StrEnum):
-    """Dtype of all floating tensors."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-class Activation(StrEnum):
-    """Activation function of a tower's blocks."""
-
-    quick_gelu = "quick_gelu"
-    gelu = "gelu"
 
 
 _INTERRUPTED = "interrupted; --resume goes on with what is on the disk, where a folder was being written"
@@ -102,7 +50,7 @@ Fold = Annotated[
     ),
 ]
 ActivationOfFile = Annotated[
-    Activation | None,
+    Literal["quick_gelu", "gelu"] | None,
     typer.Option(help="Activation of an open_clip file without open_clip_config.json beside it."),
 ]
 Tag = Annotated[
@@ -114,7 +62,7 @@ Heads = Annotated[int | None, typer.Option(help="Attention heads of an open_clip
 
 def _shared_options(
     dtype: Annotated[
-        Dtype | None,
+        Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(
             metavar="<dtype>",
             help="Cast all weights to bfloat16, float16 or float32. By default each keeps its dtype.",
@@ -124,7 +72,7 @@ def _shared_options(
         str, typer.Option(help='Largest size of a weight file, such as "5GB" or "500MB".')
     ] = "5GB",
     layout: Annotated[
-        Layout | None,
+        Literal["stock", "llamoe"] | None,
         typer.Option(
             help="Model type in config.json: that of transformers (stock) or of llamoe. The default is stock if "
             "transformers can express the model."
@@ -160,7 +108,6 @@ def _writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable]
         def run(*, as_json: bool, **given: Any) -> None:
             from llamoe import conversion
 
-            given = {name: str(value) if isinstance(value, StrEnum) else value for name, value in given.items()}
             with progress_bar(as_json) as progress:
                 report = getattr(conversion, function)(**given, progress=progress)
             print_report(report, as_json)
@@ -172,22 +119,31 @@ def _writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable]
     return register
 
 
-@app.callback(invoke_without_command=True)
-def _options_of_all(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
-    if version:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         from llamoe import __version__
 
         print(f"llamoe {__version__}")
         raise typer.Exit
 
 
+@app.callback()
+def _options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
 @_writes("convert")
 def convert(
     source: Source,
     target: Target,
-    to: Annotated[Format, typer.Option(help="Format of TARGET: Hugging Face's or Meta's.")] = Format.hf,
+    to: Annotated[
+        Literal["hf", "meta"], typer.Option(help="Format of TARGET: Hugging Face's or Meta's.")
+    ] = "hf",
     shards: Annotated[
         int | None,
         typer.Option(
@@ -196,15 +152,17 @@ def convert(
         ),
     ] = None,
     style: Annotated[
-        Style,
+        Literal["release", "unfused"],
         typer.Option(
             help="With --to meta, for Llama 4: tensor names of the published files, or of the modules in Meta's code."
         ),
-    ] = Style.release,
+    ] = "release",
     experts: Annotated[
-        Experts,
-        typer.Option(help="With --to hf: stack the experts as transformers does, or write a linear layer for each."),
-    ] = Experts.fused,
+        Literal["fused", "split"],
+        typer.Option(
+            help="With --to hf: stack the experts as transformers does, or write a linear layer for each."
+        ),
+    ] = "fused",
     checksums: Annotated[
         bool,
         typer.Option(
@@ -238,8 +196,9 @@ def vision(
     source: Source,
     target: Target,
     to: Annotated[
-        Tower, typer.Option(help="Format of TARGET: llamoe's tower, open_clip's file, or transformers' CLIP.")
-    ] = Tower.tower,
+        Literal["tower", "open_clip", "clip"],
+        typer.Option(help="Format of TARGET: llamoe's tower, open_clip's file, or transformers' CLIP."),
+    ] = "tower",
     image_size: Annotated[
         int | None,
         typer.Option(

@@ -7,7 +7,13 @@ from typing import Any
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
 from ..checkpoint import Checkpoint
-from ..tokenizers import MULTIMODAL_TOKENS, extend_tokenizer, multimodal_chat_template, token_ids
+from ..tokenizers import (
+    MULTIMODAL_TOKENS,
+    extend_tokenizer,
+    fill_vocabulary,
+    multimodal_chat_template,
+    token_ids,
+)
 
 _PAD = "<|finetune_right_pad|>"
 # Tokens that end an answer in the chat template that is written.
@@ -53,7 +59,7 @@ def extend_vocabulary(decoder: Checkpoint) -> Vocabulary:
     missing = [token for token in wanted if token not in present]
     notes = []
     if missing and known < before:
-        files["tokenizer.json"] = _filled(files["tokenizer.json"], known, before)
+        files["tokenizer.json"] = fill_vocabulary(files["tokenizer.json"], known, before)
         notes.append(f"{before - known} unused tokens fill the vocabulary's rows {known} to {before - 1}")
     if known > before:
         notes.append(
@@ -105,16 +111,6 @@ def _prompt_files(
     files["tokenizer_config.json"] = to_json(settings)
     files["generation_config.json"] = to_json(generation)
     return notes
-
-
-def _filled(tokenizer: bytes, start: int, stop: int) -> bytes:
-    content = json.loads(tokenizer)
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    content["added_tokens"] = content.get("added_tokens", []) + [
-        {"id": index, "content": f"<|unused_{index}|>", **flags, "special": True}
-        for index in range(start, stop)
-    ]
-    return to_json(content)
 
 
 def _generation(files: dict[str, bytes]) -> dict[str, Any]:

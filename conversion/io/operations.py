@@ -86,7 +86,7 @@ class FusedRows(Operation):
         for target in targets[1:]:
             if target.dtype != first.dtype:
                 raise CheckpointError(
-                    f"{first.origin} and {target.origin} have different dtypes ({first.dtype} and {target.dtype}), but "
+                    f"{target.origin} and {first.origin} have different dtypes ({target.dtype} and {first.dtype}), but "
                     "the format holds both in one tensor. Choose a dtype for all."
                 )
         pieces = [split(target, axis, files) for target in targets]

@@ -4,9 +4,8 @@ SentencePiece always puts a space before a text. transformers' own `LlamaTokeniz
 begin with one, and so loses a piece. Here the normalizer adds it. Nothing splits the text into words, as in
 SentencePiece, whose high-ranked pieces may span words.
 
-SentencePiece (Kudo and Richardson, 2018, arXiv:1808.06226) merges the two neighbours whose piece has the highest score,
-the leftmost first; `tokenizers` merges the pair that stands first in a list. The list holds every way to split a piece
-in two, pieces in order of their scores. Each conversion is compared with SentencePiece itself before it is used.
+SentencePiece (Kudo and Richardson, 2018, arXiv:1808.06226) ranks pieces by their scores. Each conversion is compared
+with SentencePiece itself before it is used.
 """
 
 import json
@@ -18,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, proc
 from tokenizers.models import BPE
 
 from ...configuration.errors import CheckpointError
+from .merges import merges_of
 
 # SentencePiece writes this for a space.
 SPACE = "\u2581"
@@ -137,10 +137,11 @@ def to_json(proto: Any, origin: str) -> bytes:
         raise CheckpointError(
             f"{origin}: the piece {twice!r} is there twice. Take the file from the release again."
         )
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     tokenizer = Tokenizer(
         BPE(
             vocab={piece: index for index, piece in enumerate(pieces)},
-            merges=_merges(proto),
+            merges=merges_of(sorted(scores, key=scores.__getitem__, reverse=True)),
             unk_token=pieces[trainer.unk_id],
             fuse_unk=True,
             byte_fallback=trainer.byte_fallback,
@@ -272,16 +273,6 @@ def _libraries(origin: str) -> tuple[Any, Any]:
             "with: pip install 'llamoe[tokenizers]'"
         ) from error
     return sentencepiece, sentencepiece_model_pb2
-
-
-def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Pairs that merge into a piece: best score first, then the longer left part, which begins further left."""
-    normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
-    merges = []
-    for piece in sorted(normal, key=normal.__getitem__, reverse=True):
-        cuts = ((piece[:cut], piece[cut:]) for cut in range(len(piece) - 1, 0, -1))
-        merges += [(left, right) for left, right in cuts if left in normal and right in normal]
-    return merges
 
 
 def _normalizer(proto: Any) -> Any:

@@ -3,13 +3,9 @@
 A line of the table is a token in base64, a space, and its rank, which is also its id. Special tokens follow the ranks.
 Their names and number are in Meta's code, not in the file: 256 for Llama 3, 2048 for Llama 4, whatever the number of
 ranks. The pattern that splits a text into words is in Meta's code, too.
-
-tiktoken merges the two neighbours whose concatenation has the lowest rank, the leftmost first. `tokenizers` merges the
-pair that stands first in a list. The list holds every way to split a token in two, tokens in order of their ranks.
 """
 
 import base64
-import binascii
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, p
 from tokenizers.models import BPE
 
 from ...configuration.errors import CheckpointError
+from .merges import merges_of
 
 _ADVICE = "Take the file from the release again."
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -117,20 +114,16 @@ def read(content: bytes, origin: str) -> list[bytes]:
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
-        fields = line.split()
         try:
-            token = base64.b64decode(fields[0], validate=True)
-            rank = int(fields[1])
-        except (IndexError, ValueError, binascii.Error) as error:
+            word, written = line.split()
+            token, rank = base64.b64decode(word, validate=True), int(written)
+            if rank < 0 or not token:
+                raise ValueError("no rank, or no token")
+        except ValueError as error:
             raise CheckpointError(
                 f"{origin}: line {number} is {line[:60]!r}; a token in base64, a space and its rank were expected. "
                 + _ADVICE
             ) from error
-        if len(fields) > 2 or rank < 0 or not token:
-            raise CheckpointError(
-                f"{origin}: line {number} is {line[:60]!r}; a token in base64, a space and its rank were expected. "
-                + _ADVICE
-            )
         if rank in ranks:
             raise CheckpointError(
                 f"{origin}: line {number} gives the rank {rank} to {token!r}, which {ranks[rank]!r} has already. "
@@ -170,7 +163,7 @@ def to_json(tokens: list[bytes], family: str) -> bytes:
     tokenizer = Tokenizer(
         BPE(
             vocab={name: rank for rank, name in enumerate(names)},
-            merges=_merges(names),
+            merges=merges_of(names),
             # A word that is a token stays whole; merging its parts might not lead there.
             ignore_merges=True,
         )
@@ -233,7 +226,7 @@ def from_json(content: Mapping[str, Any], origin: str) -> bytes:
             "is the id, and would cut texts in another way."
         )
     left_out = next(
-        (pair for pair in _merges([names[rank] for rank in range(count)]) if pair not in places), None
+        (pair for pair in merges_of([names[rank] for rank in range(count)]) if pair not in places), None
     )
     if left_out is not None:
         raise CheckpointError(
@@ -267,17 +260,6 @@ def _family(content: Mapping[str, Any], origin: str) -> str:
         f"{origin}: cuts texts by {patterns or 'no pattern'}; Meta's code has those of Llama 3 and Llama 4 in it, "
         "and a tokenizer.model cannot say another."
     )
-
-
-def _merges(names: list[str]) -> list[tuple[str, str]]:
-    """Pairs that merge into a token: lowest rank first, then the longer left part, which begins further left."""
-    known = set(names)
-    return [
-        (name[:cut], name[cut:])
-        for name in names
-        for cut in range(len(name) - 1, 0, -1)
-        if name[:cut] in known and name[cut:] in known
-    ]
 
 
 def _byte_symbols() -> list[str]:

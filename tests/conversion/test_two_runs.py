@@ -20,8 +20,8 @@ from tower_folders import open_clip_config, open_clip_tower, randomize, visual_s
 
 import llamoe
 from llamoe.conversion import (
-    checkpoint,
     assemble,
+    checkpoint,
     cli,
     convert,
     convert_vision,
