@@ -90,15 +90,9 @@ def listed(names: Iterable[Any], limit: int = 5) -> str:
 
 
 def find_misspelt(given: Iterable[str], known: Container[str], fields: Sequence[str]) -> dict[str, str]:
-    """Find names that nearly spell a field.
+    """Names that nearly spell a field, each with that field; those in `known` mean something as they are.
 
-    Args:
-        given: Names of keyword arguments.
-        known: Names that mean something as they are.
-        fields: What may have been meant.
-
-    Returns:
-        Misspelt name to field. Of a file with names without end the first ones are looked into.
+    Of a file with names without end the first ones are looked into.
     """
     unknown = (name for name in given if name not in known and len(name) <= _LONGEST_NAME)
     found = {}
@@ -109,13 +103,7 @@ def find_misspelt(given: Iterable[str], known: Container[str], fields: Sequence[
 
 
 def check_size(config: Any, name: str, value: Any) -> None:
-    """Refuse an unreasonably large size, before anything is created from it.
-
-    Args:
-        config: The configuration whose field is about to be set.
-        name: Name of the field.
-        value: Its new value.
-    """
+    """Refuse an unreasonably large size for a field, before anything is created from it."""
     if type(value) is int:
         most = MOST.get(name)
         if most is not None and value > most:
@@ -159,6 +147,12 @@ def check_heads(config: Any) -> None:
         fail(config, "num_key_value_heads", kv_heads, problem, enumerate_words(divisors))
 
 
+def nearest_multiples(value: int, step: int) -> str:
+    """The multiples of `step` next to a value, in words."""
+    below = value // step * step
+    return enumerate_words([multiple for multiple in (below, below + step) if multiple > 0])
+
+
 def derive_head_dim(config: Any) -> int:
     """Width of a head if the configuration names none: the hidden size split evenly.
 
@@ -168,19 +162,16 @@ def derive_head_dim(config: Any) -> int:
     check_positive(config, "hidden_size", "num_attention_heads")
     if hidden % heads:
         problem = f"must be a multiple of num_attention_heads = {heads} when head_dim is not given"
-        below = hidden // heads * heads
-        nearest = enumerate_words([n for n in (below, below + heads) if n > 0])
-        fail(config, "hidden_size", hidden, problem, f"{nearest}, or any size with head_dim set")
+        valid = f"{nearest_multiples(hidden, heads)}, or any size with head_dim set"
+        fail(config, "hidden_size", hidden, problem, valid)
     return hidden // heads
 
 
 def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
     """Demand a rotary embedding that transformers knows and that fits the head.
 
-    Args:
-        config: A configuration with `rope_parameters` and `head_dim`.
-        rotary_multiple: Number of which the head's width must be a multiple: 2 in a decoder (pairs of channels), 4
-            for patches (pairs, half of them for each axis).
+    The head's width must be a multiple of `rotary_multiple`: 2 in a decoder (pairs of channels), 4 for patches (pairs,
+    half of them for each axis).
     """
     parameters = config.rope_parameters
     for name, value in parameters.items():

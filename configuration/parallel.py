@@ -89,12 +89,7 @@ def wildcard(name: str) -> str:
 
 
 def check_parallel(config: PreTrainedConfig, tp_size: int, ep_size: int) -> None:
-    """Check that the number of devices divides attention heads and experts.
-
-    Args:
-        config: any of our models' configs.
-        tp_size: devices of tensor parallelism; 1 is none.
-        ep_size: devices of expert parallelism; 1 is none.
+    """Check that the devices of tensor and of expert parallelism, 1 for none, share heads and experts evenly.
 
     Raises:
         ValueError: `tp_size` does not divide the attention heads, or `ep_size` the experts.

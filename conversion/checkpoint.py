@@ -154,13 +154,8 @@ def carry_out(
 ) -> Report:
     """Write a plan unless this is a dry run, and report on it.
 
-    Args:
-        plan: what to write; its identity gets the source, so that a changed source cannot resume a conversion.
-        checkpoint: what is written.
-        target: the folder.
-        to: format of the folder.
-        begun: `time.monotonic()` at the start.
-        options: a complete `RunOptions`.
+    The plan's identity gets the source, so that a changed source cannot resume a conversion. `begun` is the time
+    (`time.monotonic()`) at the start, `options` a complete `RunOptions`.
     """
     plan.identity = {"source": identify(checkpoint), "to": to, **plan.identity}
     plan.sources = checkpoint.looks
@@ -304,14 +299,9 @@ def check_plain(tensor: LazyTensor) -> None:
 
 
 def tie_heads(tensors: dict[str, LazyTensor]) -> dict[str, str]:
-    """Drop output heads that are tied to the embedding.
+    """Drop output heads that are tied to the embedding from `tensors`; return each one's key with the reason.
 
-    Args:
-        tensors: stock key to tensor; changed in place. Where a head is stored too, reading the embedding compares the
-            two, since transformers ties only equal tensors.
-
-    Returns:
-        key of each head to the reason why it was dropped.
+    Where a head is stored too, reading the embedding compares the two, since transformers ties only equal tensors.
 
     Raises:
         CheckpointError: embedding and head differ in shape or dtype.

@@ -22,6 +22,7 @@ from ..checkpoint import (
     Report,
     RunOptions,
     carry_out,
+    check_at_least,
     main_dtype,
     parse_dtype,
     takes_options,
@@ -38,9 +39,10 @@ from ..io import (
     write_through,
 )
 from . import image_processors
+from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP
 from .open_clip_config import OPEN_CLIP_CONFIG, write_model_cfg
-from .open_tower import OPEN_CLIP_FILES, PROCESSOR, open_tower, tower_kind
+from .open_tower import OPEN_CLIP_FILES, open_tower, tower_kind
 from .resize import POSITIONS, fold_normalization, resize_positions
 
 __all__ = ["convert_vision", "fold", "open_tower", "resize", "tower_kind"]
@@ -123,20 +125,13 @@ def convert_vision(
 
 
 def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
-    """A tower for another picture size: positions resized (see `resize_positions`), processor adapted.
-
-    Args:
-        checkpoint: a tower.
-        image_size: side of the pictures, in pixels.
+    """A tower for pictures of another size in pixels: positions resized (see `resize_positions`), processor adapted.
 
     Raises:
         ValueError: the size is no multiple of the patch size, or the grid does not fit the tower's adapter.
     """
     before = cast(LlamoeVisionConfig, checkpoint.config)
-    if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
-        raise ValueError(
-            f"image_size = {image_size!r}: should be the side of the pictures in pixels, 1 or more."
-        )
+    check_at_least(1, image_size=image_size)
     config = copy.deepcopy(before)
     config.image_size = image_size
     config.validate()
@@ -162,11 +157,8 @@ def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
 def fold(checkpoint: Checkpoint) -> Checkpoint:
     """A tower that computes the same for pixels normalized by mean = std = 0.5.
 
-    Args:
-        checkpoint: a tower; its companions hold preprocessor_config.json.
-
     Raises:
-        ValueError: the normalization that the weights expect is unknown.
+        ValueError: the companions hold no preprocessor_config.json, which says what the weights expect.
     """
     processor = _processor(checkpoint)
     origin = f"{checkpoint.path}: {PROCESSOR}"

@@ -22,7 +22,7 @@ import torch
 from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ..checkpoint import Checkpoint, Report, WriteOptions, check_at_least, expected_shapes, takes_options
-from ..clip import CLIP_MEAN, CLIP_STD, fold, normalization, open_tower, resize
+from ..clip import CLIP_MEAN, CLIP_STD, PROCESSOR, fold, normalization, open_tower, resize
 from ..hf import save_hf
 from ..io import LazyTensor, check_apart
 from ..open import describe, open_checkpoint, open_source
@@ -30,7 +30,6 @@ from ..tokenizers import processor_files
 from .upcycle import as_text_model, fresh, zeros
 from .vocabulary import Vocabulary, extend_vocabulary
 
-_TOWER_PROCESSOR = "preprocessor_config.json"
 _LLAMA_4_MEAN = _LLAMA_4_STD = (0.5, 0.5, 0.5)
 # Rows of an embedding that are summed at a time.
 _ROWS = 4096
@@ -259,7 +258,7 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: Vocabulary, seed: 
     companions = dict(vocabulary.files)
     for name, content in tower.companions.items():
         # The tower's other files are licences.
-        if name != _TOWER_PROCESSOR:
+        if name != PROCESSOR:
             companions[f"vision_{name}" if companions.get(name, content) != content else name] = content
     notes = [
         *decoder.notes,
@@ -301,10 +300,10 @@ def _lengthen(matrix: LazyTensor, known: int, rows: int) -> LazyTensor:
 
 def _pixels(tower: Checkpoint) -> tuple[list[float], list[float], int, str]:
     """Mean, standard deviation and resampling filter that the tower's pixels need, and a note on their source."""
-    content = tower.companions.get(_TOWER_PROCESSOR)
+    content = tower.companions.get(PROCESSOR)
     if content is not None:
         processor = json.loads(content)
-        mean, std = normalization(processor, f"{tower.path}: {_TOWER_PROCESSOR}")
+        mean, std = normalization(processor, f"{tower.path}: {PROCESSOR}")
         resample = processor.get("resample")
         return (
             mean,

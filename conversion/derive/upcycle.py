@@ -137,8 +137,7 @@ class Mixture:
 
         Args:
             name: such as "model.layers.3.feed_forward".
-            gate: gate projection of the dense feed-forward, `[I, H]`.
-            up: its up projection, `[I, H]`.
+            gate, up: those projections of the dense feed-forward, `[I, H]`.
             down: its down projection, `[H, I]`.
             std: standard deviation of the router's weights.
             slot: memory for an expert that is written several times.
@@ -172,14 +171,9 @@ class Mixture:
 
 
 def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoint:
-    """A dense LLaMA as a decoder of Llama 4's family that computes the same function.
+    """A dense LLaMA as a decoder of Llama 4's family that computes the same function, with mixture layers if given.
 
-    Args:
-        dense: a checkpoint with a `LlamoeDenseConfig`.
-        mixture: the mixture layers to make; None for none.
-
-    Returns:
-        a checkpoint with a `LlamoeTextConfig`: every layer rotates; none is chunked, none norms or scales queries.
+    In the result every layer rotates; none is chunked, none norms or scales queries.
     """
     config = dense.config
     assert isinstance(config, LlamoeDenseConfig)

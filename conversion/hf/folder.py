@@ -80,19 +80,8 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
             "original ones."
         )
     config = read_config(config_file)
-    weights = weight_files(folder)
-    sources = weights.files
-    tensors: dict[str, LazyTensor] = {}
-    held: dict[str, Path] = {}
-    dropped: dict[str, str] = {}
-    for path in sources:
-        opened, others = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
-        dropped |= {name: f"no tensor but a {kind}" for name, kind in others.items()}
-        for name, tensor in opened.items():
-            if name in held:
-                raise CheckpointError(f"{path}: {name!r} is in {held[name]} too.")
-            tensors[name], held[name] = tensor, path
-    check_shards(weights, held)
+    tensors, others, sources = open_shards(folder)
+    dropped = {name: f"no tensor but a {kind}" for name, kind in others.items()}
     dropped |= {
         name: reason for name in tensors for pattern, reason in _DROPPED if re.fullmatch(pattern, name)
     }
@@ -104,6 +93,30 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     found = read_companions(folder, check=companions)
     notes = check_companions(found, config, str(folder)) if companions else []
     return Checkpoint(folder, "hf", config, kept, dropped, found, sources, notes)
+
+
+def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], list[Path]]:
+    """Open the weight files of a Hugging Face folder.
+
+    Returns:
+        name to tensor, name to type of the entries that are not tensors, and the files.
+
+    Raises:
+        CheckpointError: as for `weight_files`; or a tensor is in two files, or not where the index says.
+    """
+    weights = weight_files(folder)
+    tensors: dict[str, LazyTensor] = {}
+    held: dict[str, Path] = {}
+    others: dict[str, str] = {}
+    for path in weights.files:
+        opened, more = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
+        others |= more
+        for name, tensor in opened.items():
+            if name in held:
+                raise CheckpointError(f"{path}: {name!r} is in {held[name]} too.")
+            tensors[name], held[name] = tensor, path
+    check_shards(weights, held)
+    return tensors, others, weights.files
 
 
 def weight_files(folder: Path) -> WeightFiles:
@@ -129,12 +142,8 @@ def weight_files(folder: Path) -> WeightFiles:
 def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
     """The small files of a Hugging Face folder that belong to the model: tokenizer, templates, processor.
 
-    Args:
-        folder: it holds config.json.
-        check: whether to check their content.
-
     Raises:
-        CheckpointError: a .json file is not JSON.
+        CheckpointError: a .json file is not JSON, if `check` asks for it.
     """
     found = {
         path.name: read_bytes(path)

@@ -52,12 +52,7 @@ class Need:
 
 
 def needs_of(shapes: Mapping[str, tuple[int, ...]], cached: int) -> dict[str, Need]:
-    """Memory that a model takes in bfloat16, int8 and int4; see `NOTE`.
-
-    Args:
-        shapes: stock key to shape, experts stacked.
-        cached: bytes of the cache.
-    """
+    """Memory that a model takes in bfloat16, int8 and int4, with `cached` bytes of cache; see `NOTE`."""
     plain = sum(2 * math.prod(shape) for shape in shapes.values())
     needs = {"bfloat16": Need(plain, cached)}
     for name, size_of in _LINEAR_BYTES.items():

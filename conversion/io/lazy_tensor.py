@@ -51,11 +51,7 @@ class LazyTensor(ABC):
         return self._usual_block_rows()
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Read rows `start` to `stop` of the first axis.
-
-        Args:
-            start: first row.
-            stop: the row after the last; None for all remaining rows. A tensor without axes is read whole.
+        """Read rows `start` to `stop` of the first axis; a tensor without axes is read whole.
 
         Returns:
             contiguous, on the CPU, of shape `[stop - start, ...]`. Do not write to it: other reads may share it.
@@ -113,13 +109,10 @@ class LazyTensor(ABC):
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> "LazyTensor":
-        """View the result of a function.
+        """View the result of a function, of the same shape and dtype unless others are given.
 
-        Args:
-            function: gets one row `[1, ...]` at a time of a tensor of three or more axes, else the whole tensor; must
-                not change it.
-            shape: shape of the whole result; None for the same.
-            dtype: dtype of the result; None for the same.
+        The function gets one row `[1, ...]` at a time of a tensor of three or more axes, else the whole tensor, and
+        must not change it.
         """
         shape, dtype = self.shape if shape is None else shape, dtype or self.dtype
         if self.ndim > 2:

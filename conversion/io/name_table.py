@@ -67,12 +67,7 @@ Table = Sequence[Row | Drop]
 def read_through(
     table: Table, files: Sequence[Mapping[str, LazyTensor]], sizes: Any
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Translate a source's tensors.
-
-    Args:
-        table: the rows.
-        files: name to tensor, for each file of the source.
-        sizes: the model's configuration.
+    """Translate a source's tensors: name to tensor for each of its files.
 
     Returns:
         target name to tensor, and source name to the reason why it was dropped.
@@ -115,13 +110,7 @@ def read_through(
 def write_through(
     table: Table, tensors: Mapping[str, LazyTensor], files: int, sizes: Any
 ) -> list[dict[str, LazyTensor]]:
-    """Translate back: from the target's names to the source's, split over files.
-
-    Args:
-        table: as for `read_through`.
-        tensors: target name to tensor.
-        files: number of files of the result.
-        sizes: the model's configuration.
+    """Translate back: from the target's names to the source's, split over a number of files.
 
     Returns:
         source name to tensor, for each file.

@@ -67,10 +67,7 @@ class Plan:
 
 
 def parse_size(size: int | str) -> int:
-    """The bytes of a size such as "5GB", "500MB" or "2GiB".
-
-    Args:
-        size: bytes, or a number with a unit.
+    """The bytes of a size: a number, or a text such as "5GB", "500MB" or "2GiB".
 
     Raises:
         ValueError: it is not a size, or not above zero.
@@ -94,10 +91,7 @@ def split_shards(
 ) -> tuple[list[dict[str, dict[str, LazyTensor]]], dict[str, bytes]]:
     """Distribute tensors over safetensors files, named as transformers names them.
 
-    Args:
-        tensors: name to tensor.
-        shard_size: bytes that a file should not exceed; a larger tensor gets a file of its own.
-        stem: beginning of the file names.
+    A file does not exceed `shard_size` bytes; a larger tensor gets a file of its own.
 
     Returns:
         a group for each file, and the index if there are several.

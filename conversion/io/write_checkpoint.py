@@ -200,13 +200,8 @@ def _write_group(
 ) -> None:
     """Write files side by side, so that each block of the source is read once for all of them.
 
-    Args:
-        group: the files.
-        target: their folder.
-        state: state of the run, see `_read_state`.
-        made: gets the paths of completed files.
-        check: called before a tensor is recorded as written and before a file is renamed.
-        progress: called for every block.
+    `state` is that of `_read_state`; `made` gets the paths of completed files. `check` is called before a tensor is
+    recorded as written and before a file is renamed.
     """
     paths = {name: _partial(target / name) for name in group}
     if state["writing"].keys() != group.keys() or not all(path.is_file() for path in paths.values()):

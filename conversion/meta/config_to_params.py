@@ -48,12 +48,7 @@ _FACTORS = {"rope_scaling_factor": "factor", "rope_high_freq_factor": "high_freq
 def write_params(config: LlamoeBaseConfig, generation: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The content of `params.json` and of `llamoe.json` for a configuration.
 
-    Args:
-        config: A `LlamoeDenseConfig`, `LlamoeTextConfig` or `LlamoeConfig`.
-        generation: 2 or 3 for the dense family; 4 otherwise.
-
-    Returns:
-        Two dictionaries for JSON.
+    `generation` is 2 or 3 for the dense family, 4 otherwise.
 
     Raises:
         ValueError: a field has a value that Meta's code cannot compute; the message names it.
@@ -255,31 +250,17 @@ def _compare(config: Any, again: Any) -> dict[str, Any]:
             mine, its = _rope_content(value), _rope_content(read)
             for key in ("rope_type", *sorted(mine | its)):
                 if mine.get(key) != its.get(key):
-                    fail(
-                        config,
-                        f"{name}[{key!r}]",
-                        mine.get(key),
-                        "Meta's code cannot compute it",
-                        repr(its.get(key)),
-                    )
+                    problem = "Meta's code cannot compute it"
+                    fail(config, f"{name}[{key!r}]", mine.get(key), problem, repr(its.get(key)))
         elif value != read:
-            fail(
-                config,
-                name,
-                value,
-                "Meta's params.json cannot express it, its code would compute with another",
-                repr(read),
-            )
+            problem = "Meta's params.json cannot express it, its code would compute with another"
+            fail(config, name, value, problem, repr(read))
     return kept
 
 
 def _fields(config_class: type) -> list[str]:
-    annotations = inspect.get_annotations(config_class)
-    names = [
-        name
-        for name, kind in annotations.items()
-        if get_origin(kind) is not ClassVar and kind is not ClassVar
-    ]
+    own = inspect.get_annotations(config_class).items()
+    names = [name for name, kind in own if ClassVar not in (kind, get_origin(kind))]
     return names + [name for name in getattr(config_class, "sub_configs", {}) if name not in names]
 
 

@@ -25,6 +25,7 @@ from ..checkpoint import (
     Report,
     RunOptions,
     carry_out,
+    check_at_least,
     check_model,
     expected_shapes_of,
     parse_dtype,
@@ -218,8 +219,7 @@ def save_meta(
         )
     if shards is None:
         shards = _usual_files(config, tensors, wanted, embedding_axis)
-    if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
-        raise ValueError(f"shards = {shards!r}: should be a whole number of at least 1.")
+    check_at_least(1, shards=shards)
     check_division(config, shards, embedding_axis)
     table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, style)
     slots = [Slot() for _ in range(1 + max(_SLOTS.values()))]

@@ -312,15 +312,12 @@ def llama_table(embedding_axis: int) -> Table:
 
 
 def llama4_table(config: LlamoeBaseConfig, style: str | None = None) -> Table:
-    """The table of Llama 4.
+    """The table of Llama 4: a decoder alone, or inside a multimodal model with its tower.
 
     Args:
-        config: a `LlamoeConfig`, whose decoder's names begin with `language_model.`, or a `LlamoeTextConfig`.
+        config: the model's configuration.
         style: names to write, "release" or "unfused". None is a table for reading, which has both in any layer, and an
             older form of the tower's positions.
-
-    Raises:
-        ValueError: an unknown style.
     """
     if style is not None and style not in STYLES:
         raise ValueError(f"style = {style!r}: should be one of {', '.join(map(repr, STYLES))}.")
@@ -341,11 +338,6 @@ def llama4_table(config: LlamoeBaseConfig, style: str | None = None) -> Table:
 
 def check_division(config: LlamoeBaseConfig, files: int, embedding_axis: int) -> None:
     """Refuse a number of files that would split a head, or give a file no slice of some tensor.
-
-    Args:
-        config: the model's configuration.
-        files: number of model-parallel files.
-        embedding_axis: as for `llama_table`.
 
     Raises:
         ValueError: sizes are not divisible; the message names all of them.

@@ -74,12 +74,9 @@ def hf_files_from_meta(
 def generation_config(
     bos_token_id: int, eos_token_id: int | Sequence[int], pad_token_id: int, *, sample: bool = False
 ) -> bytes:
-    """The content of generation_config.json.
+    """The content of generation_config.json; one or several ids end an answer.
 
-    Args:
-        bos_token_id, pad_token_id: ids of the tokens.
-        eos_token_id: one or several ids that end an answer.
-        sample: whether to sample as Meta's examples do, at temperature 0.6 and top_p 0.9, instead of greedily.
+    `sample` asks for sampling as in Meta's examples, at temperature 0.6 and top_p 0.9.
     """
     eos = eos_token_id if isinstance(eos_token_id, int) else list(eos_token_id)
     content = {"bos_token_id": bos_token_id, "eos_token_id": eos, "pad_token_id": pad_token_id}

@@ -101,10 +101,8 @@ def processor_files(
 def processor_of_layout(companions: Mapping[str, bytes], layout: str) -> dict[str, bytes]:
     """The companions with a processor_config.json that loads in a folder of this layout.
 
-    Args:
-        companions: file name to content.
-        layout: "llamoe" adds an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. "stock" removes
-            it and names `Llama4Processor`, which reads the same files.
+    "llamoe" adds an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. "stock" removes it and names
+    `Llama4Processor`, which reads the same files.
     """
     if "processor_config.json" not in companions:
         return dict(companions)

@@ -36,14 +36,7 @@ _PROBES = (
 
 
 def read(content: bytes, origin: str) -> Any:
-    """Parse and check a SentencePiece model.
-
-    Args:
-        content: the file's content.
-        origin: file named in messages.
-
-    Returns:
-        its `ModelProto`.
+    """The `ModelProto` of a SentencePiece model, checked.
 
     Raises:
         CheckpointError: it is damaged, of a kind that LLaMA does not use, or a library is missing.
@@ -103,14 +96,11 @@ def read(content: bytes, origin: str) -> Any:
 
 
 def special_tokens(proto: Any) -> dict[str, str]:
-    """Tokens by transformers' roles.
+    """Tokens by transformers' roles: bos_token, eos_token, unk_token and pad_token.
 
     Meta's files have no padding token; `<unk>` stands in. A model with byte fallback never produces it from text, so
     batches can be padded without a new row in the embedding, and a loss that ignores padding does not ignore the end
     of text.
-
-    Returns:
-        bos_token, eos_token, unk_token and pad_token.
     """
     trainer = proto.trainer_spec
     names = {
@@ -122,10 +112,6 @@ def special_tokens(proto: Any) -> dict[str, str]:
 
 def to_json(proto: Any, origin: str) -> bytes:
     """Build tokenizer.json; ids equal SentencePiece's for every text, with `<s>` in front.
-
-    Args:
-        proto: a result of `read`.
-        origin: file named in messages.
 
     Raises:
         CheckpointError: SentencePiece itself gives other ids for one of a list of texts.
@@ -174,10 +160,8 @@ def to_json(proto: Any, origin: str) -> bytes:
 def from_json(content: Mapping[str, Any], roles: Mapping[str, str | None], origin: str) -> bytes:
     """Build a SentencePiece model that gives the ids of a tokenizer.json.
 
-    Args:
-        content: tokenizer.json: byte-pair encoding of characters, with a space put in front of a text.
-        roles: bos_token, eos_token, unk_token, pad_token of tokenizer_config.json.
-        origin: file named in messages.
+    The file has byte-pair encoding of characters, with a space put in front of a text. `roles` are bos_token,
+    eos_token, unk_token and pad_token of tokenizer_config.json.
 
     Raises:
         CheckpointError: SentencePiece cannot express the file; the message says why.
@@ -244,13 +228,7 @@ def from_json(content: Mapping[str, Any], roles: Mapping[str, str | None], origi
 
 
 def extended(content: bytes, tokens: Mapping[str, int], origin: str) -> bytes:
-    """Append special tokens to a SentencePiece model, as control pieces.
-
-    Args:
-        content: the model.
-        tokens: name to id; the first id follows the model's last.
-        origin: file named in messages.
-    """
+    """A SentencePiece model with special tokens, name to id, appended as control pieces."""
     proto = read(content, origin)
     for name, index in sorted(tokens.items(), key=lambda item: item[1]):
         if index != len(proto.pieces):
@@ -356,11 +334,7 @@ def _steps(part: Mapping[str, Any] | None, name: str) -> list[Any]:
 def _try(tokenizer: Tokenizer, proto: Any, origin: str, *, leading: bool = True) -> None:
     """Compare with SentencePiece itself on fixed texts and on texts made of the model's own pieces.
 
-    Args:
-        tokenizer: the tokenizer to check.
-        proto: SentencePiece's model.
-        origin: file named in messages.
-        leading: whether to include texts that begin with a space.
+    `leading` says whether to include texts that begin with a space.
 
     Raises:
         CheckpointError: the ids of a text differ.

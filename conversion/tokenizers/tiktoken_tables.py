@@ -87,24 +87,12 @@ STOPS = {"llama-3": ("<|eom_id|>", "<|eot_id|>"), "llama-4": ("<|eom|>", "<|eot|
 
 
 def special_token_ids(family: str, ranks: int) -> dict[str, int]:
-    """The ids of a family's special tokens.
-
-    Args:
-        family: "llama-3" or "llama-4".
-        ranks: number of ranks in the table: the vocabulary without its 256 or 2048 special tokens.
-    """
+    """The ids of a family's special tokens, which follow the ranks."""
     return {token: ranks + offset for offset, token in enumerate(SPECIAL_TOKENS[family])}
 
 
 def read(content: bytes, origin: str) -> list[bytes]:
-    """Parse and check a table of ranks.
-
-    Args:
-        content: the file's content.
-        origin: file named in messages.
-
-    Returns:
-        the tokens in order of their ranks.
+    """The tokens of a table in order of their ranks.
 
     Raises:
         CheckpointError: a line is damaged, a rank or a token is missing or stands twice, or a single byte has no rank.
@@ -152,12 +140,7 @@ def read(content: bytes, origin: str) -> list[bytes]:
 
 
 def to_json(tokens: list[bytes], family: str) -> bytes:
-    """Build tokenizer.json: ids equal tiktoken's for every text without special tokens, `<|begin_of_text|>` in front.
-
-    Args:
-        tokens: a result of `read`.
-        family: "llama-3" or "llama-4", whose pattern and special tokens are used.
-    """
+    """Build tokenizer.json; ids equal tiktoken's for texts without special tokens, `<|begin_of_text|>` in front."""
     symbols = _byte_symbols()
     names = ["".join(symbols[byte] for byte in token) for token in tokens]
     tokenizer = Tokenizer(
@@ -187,10 +170,6 @@ def to_json(tokens: list[bytes], family: str) -> bytes:
 
 def from_json(content: Mapping[str, Any], origin: str) -> bytes:
     """Build the table of a byte-level tokenizer.json.
-
-    Args:
-        content: tokenizer.json.
-        origin: file named in messages.
 
     Raises:
         CheckpointError: Meta's code, which fixes pattern and special tokens, could not give the same ids; the message

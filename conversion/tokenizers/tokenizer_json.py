@@ -20,9 +20,7 @@ def extend_tokenizer(
 ) -> tuple[dict[str, bytes], dict[str, int]]:
     """Add special tokens to a folder's tokenizer; every text without them keeps its ids.
 
-    Args:
-        companions: file name to content; tokenizer.json, or a tokenizer.model to make it from.
-        special_tokens: the tokens; existing ones keep their ids.
+    The companions hold tokenizer.json, or a tokenizer.model to make it from.
 
     Returns:
         all companions with the changed ones replaced, and the ids of `special_tokens`. New ids follow all old ones.
@@ -88,11 +86,6 @@ def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:
 
 def check_companions(companions: Mapping[str, bytes], config: Any, origin: str | None = None) -> list[str]:
     """Refuse a tokenizer with ids beyond the embedding; fewer tokens than rows are usual.
-
-    Args:
-        companions: file name to content.
-        config: a configuration of llamoe.
-        origin: folder named in messages.
 
     Returns:
         notes on added tokens without a row, such as a padding token that is never read.

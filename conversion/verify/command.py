@@ -19,7 +19,8 @@ import torch
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
-from ..checkpoint import Checkpoint
+from ...configuration.json_files import reading
+from ..checkpoint import Checkpoint, check_at_least
 from ..io import Progress
 from ..open import open_checkpoint
 from .common_parts import Normalization, pixel_normalization, shared_parts
@@ -93,9 +94,7 @@ def verify(
             the other pictures only.
     """
     begin = time.perf_counter()
-    for name, value in (("tokens", tokens), ("rows", rows)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} = {value!r}: should be a whole number, 1 or more")
+    check_at_least(1, tokens=tokens, rows=rows)
     tolerance = TOLERANCE if tolerance is None else tolerance
     if not tolerance >= 0:
         raise ValueError(f"tolerance = {tolerance!r}: should be a part of the standard deviation, 0 or more")
@@ -138,13 +137,9 @@ def verify(
 def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
     if isinstance(given, Checkpoint):
         return given
-    try:
+    # It may be a device file, or a folder without permission.
+    with reading(Path(given)):
         return open_checkpoint(given, companions=False)
-    except CheckpointError:
-        raise
-    # Such as a device file, or a folder without permission.
-    except OSError as error:
-        raise CheckpointError(f"{Path(given)}: cannot be read ({error.strerror}).") from error
 
 
 def _usable(device: str | torch.device) -> torch.device:

@@ -21,10 +21,13 @@ import torch
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import listed
 from ...modeling.moe import Experts
-from .report import OutputDifference, listed
+from .report import OutputDifference
 from .run_streamed import ExpertsOnDemand, Weights
 
+# Names listed in a sentence.
+_SHOWN = 8
 # Random rows for each expert.
 _ROWS = 8
 # Largest mean difference of hidden states in the same basis, in standard deviations; in another basis it is about one.
@@ -74,16 +77,10 @@ class Seen:
 
 
 def compare_unreached(sides: tuple[Side, Side], seen: Seen, tolerance: float, seed: int) -> list[Answer]:
-    """Compare what the run did not reach.
-
-    Args:
-        sides: both models; their outputs agree.
-        seen: findings so far.
-        tolerance: largest difference that counts as the same, in the units of the module's docstring.
-        seed: random seed of the rows for experts.
+    """Compare what the run did not reach; both models' outputs agree.
 
     Returns:
-        an answer for each part that differs, or may differ.
+        an answer for each part that differs, or may differ. The tolerance has the units of the module's docstring.
     """
     if isinstance(sides[0].config, LlamoeVisionConfig):
         # A picture reaches every weight of a tower.
@@ -124,7 +121,7 @@ def _of_pictures(sides: tuple[Side, Side], seen: Seen) -> Iterator[Answer]:
     if keys:
         yield (
             None,
-            f"no picture was run, since a vocabulary has no token for it, and these differ: {listed(keys)}",
+            f"no picture was run, since a vocabulary has no token for it, and these differ: {listed(keys, _SHOWN)}",
         )
 
 
@@ -159,7 +156,6 @@ class _Layer:
         self.label = name.removeprefix("language_model.").removeprefix("model.").removesuffix(".experts")
         self.has = [f"{name}.gate_up_proj" in side.weights.tensors for side in sides]
         self.modules, self.inputs, self.routers = [], [], []
-        generator = torch.Generator().manual_seed(seed)
         for side, has in zip(sides, self.has, strict=True):
             if not has:
                 self.modules.append(None)
@@ -169,7 +165,7 @@ class _Layer:
                 self.modules.append(ExpertsOnDemand(Experts(config), name, weights))
             # Scaled by the norm's weight, which may instead have been multiplied into the matrices after the norm.
             scale = weights.read(name.replace("feed_forward.experts", "post_attention_layernorm.weight"))
-            generator.manual_seed(seed)
+            generator = torch.Generator().manual_seed(seed)
             rows = torch.randn(_ROWS, config.hidden_size, generator=generator)
             self.inputs.append(rows.to(weights.device) * scale)
             self.routers.append(weights.read(name.replace(".experts", ".router.weight")) * scale)
@@ -282,4 +278,4 @@ def _pair(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> tuple[list[int]
 
 
 def _names(what: str, numbers: Sequence[int]) -> str:
-    return f"{what}{'s' if len(numbers) > 1 else ''} {listed([f'{number:,}' for number in numbers])}"
+    return f"{what}{'s' if len(numbers) > 1 else ''} {listed([f'{number:,}' for number in numbers], _SHOWN)}"

@@ -18,6 +18,7 @@ from torch import nn
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...modeling.decoder import DecoderLayer
 from ...modeling.moe import Experts
@@ -25,21 +26,11 @@ from ...modeling.vision import VisionEncoderLayer
 from ..checkpoint import expected_shapes, model_class
 from ..io import LazyTensor
 
-# Number of names listed in an error.
-_SHOWN = 5
-
 Watch = Callable[[str, torch.Tensor], None]
 
 
 def build_empty(config: LlamoeBaseConfig) -> nn.Module:
-    """The model of a configuration, without weights.
-
-    Args:
-        config: any configuration of llamoe; it is not changed.
-
-    Returns:
-        The model with its head, float32, on the meta device, in evaluation mode.
-    """
+    """The model of a configuration with its head, without weights: float32, on the meta device, in evaluation mode."""
     with torch.device("meta"):
         model = model_class(config)(copy.deepcopy(config))
     return model.float().eval()
@@ -54,13 +45,9 @@ def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
 
 
 class Weights:
-    """Source of a model's parameters.
+    """Source of a model's parameters, which are float32 on `device`.
 
-    Args:
-        config: the model's configuration.
-        tensors: stock keys to lazy tensors.
-        device: device of the parameters, which are float32.
-        on_read: called with the number of bytes and the origin of everything that is read.
+    `on_read` is called with the number of bytes and the origin of everything that is read.
 
     Raises:
         CheckpointError: a weight of the model is missing or has another shape.
@@ -80,7 +67,7 @@ class Weights:
         self.on_read = on_read
         expected = expected_shapes(config)
         if missing := [name for name in expected if name not in self.tensors]:
-            raise CheckpointError(f"the model needs tensors that are not there: {_shorten(missing)}")
+            raise CheckpointError(f"the model needs tensors that are not there: {listed(missing)}")
         for name, shape in expected.items():
             given = self.tensors[name]
             if tuple(given.shape) != shape:
@@ -218,11 +205,6 @@ def _label(name: str, module: nn.Module) -> str | None:
     if isinstance(module, DecoderLayer) or re.search(r"(^|\.)model\.(embed_tokens|norm)$", name):
         return name.removeprefix("language_model.").removeprefix("model.")
     return "multi_modal_projector" if name == "multi_modal_projector" else None
-
-
-def _shorten(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _takes_pictures(config: LlamoeBaseConfig) -> bool:
