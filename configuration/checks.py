@@ -24,30 +24,24 @@ _MOST_NAMES = 100
 
 # Upper limits of sizes. Each is far above anything published, and small enough that what a configuration creates
 # (lists with an entry a layer, empty modules, counts) takes seconds.
-MOST = {
-    "num_hidden_layers": 4096,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 24,
-    "intermediate_size_mlp": 1 << 24,
-    "vocab_size": 1 << 26,
-    "num_attention_heads": 1 << 16,
-    "num_key_value_heads": 1 << 16,
-    "head_dim": 1 << 16,
-    "num_local_experts": 1 << 16,
-    "max_position_embeddings": 1 << 40,
-    "attention_chunk_size": 1 << 40,
-    "floor_scale": 1 << 40,
-    "interleave_moe_layer_step": 1 << 40,
-    "no_rope_layer_interval": 1 << 40,
-    "image_size": 1 << 16,
-    "patch_size": 1 << 16,
-    "num_channels": 1 << 16,
-    "vision_output_dim": 1 << 20,
-    "projector_input_dim": 1 << 20,
-    "projector_output_dim": 1 << 20,
-    "projection_dim": 1 << 20,
-    "num_labels": 1 << 20,
-}
+_LIMITS = {
+    4096: ("num_hidden_layers",),
+    1 << 16: (
+        "num_attention_heads", "num_key_value_heads", "head_dim", "num_local_experts", "image_size", "patch_size",
+        "num_channels",
+    ),
+    1 << 20: (
+        "hidden_size", "vision_output_dim", "projector_input_dim", "projector_output_dim", "projection_dim",
+        "num_labels",
+    ),
+    1 << 24: ("intermediate_size", "intermediate_size_mlp"),
+    1 << 26: ("vocab_size",),
+    1 << 40: (
+        "max_position_embeddings", "attention_chunk_size", "floor_scale", "interleave_moe_layer_step",
+        "no_rope_layer_interval",
+    ),
+}  # fmt: skip
+MOST = {name: limit for limit, names in _LIMITS.items() for name in names}
 # Limit of lists and dictionaries, whose entries belong to layers, tokens or labels.
 _MOST_ENTRIES = 1 << 20
 

@@ -34,10 +34,7 @@ def to_json(content: Any) -> bytes:
 
 
 def check_regular(path: str | os.PathLike) -> os.stat_result:
-    """Check that a path is a regular file, or a link to one.
-
-    Returns:
-        its `os.stat` result.
+    """The `os.stat` result of a regular file, or of a link to one.
 
     Raises:
         OSError: it does not exist or is not accessible; an `IsADirectoryError` for a folder.
@@ -52,14 +49,7 @@ def check_regular(path: str | os.PathLike) -> os.stat_result:
 
 
 def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Args:
-        path: the file.
-        most: largest number of bytes that is accepted.
-
-    Returns:
-        the object.
+    """The object in a JSON file of at most `most` bytes.
 
     Raises:
         CheckpointError: the file is missing, larger than `most`, no JSON, or no object; an object has a name twice,

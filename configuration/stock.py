@@ -63,9 +63,6 @@ def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig
     Args:
         config: A configuration object or the content of a `config.json`, of model type llama, llama4, llama4_text or
             llama4_vision_model. An object that is ours already is returned as it is, a dictionary of ours is read.
-
-    Returns:
-        The configuration of ours that reads that model type.
     """
     if isinstance(config, LlamoeBaseConfig):
         return config

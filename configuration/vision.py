@@ -156,19 +156,10 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
     def validate_architecture(self) -> None:
         """Check sizes, heads, the grid and the adapter."""
         check_positive(
-            self,
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_channels",
-            "intermediate_size",
-            "vision_output_dim",
-            "image_size",
-            "patch_size",
-            "projector_input_dim",
-            "projector_output_dim",
+            self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_channels", "intermediate_size",
+            "vision_output_dim", "image_size", "patch_size", "projector_input_dim", "projector_output_dim",
             "projection_dim",
-        )
+        )  # fmt: skip
         check_probability(self, "projector_dropout", "attention_dropout")
         check_not_negative(self, "initializer_range", "norm_eps")
         if self.hidden_size % self.num_attention_heads:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypedDict, TypeVar, cast, get_type_hints
 
@@ -193,7 +193,7 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         raise ValueError(
             f"dtype = {name!r}: valid are float32, float16 and bfloat16, or none to keep the source's."
         )
-    return None if dtype is None else DTYPES[name]
+    return DTYPES.get(name)
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
@@ -209,6 +209,21 @@ def check_at_least(least: int, **values: int) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} = {value!r}; give an integer of at least {least}.")
+
+
+def take_part(whole: Checkpoint, part: str, reason: str) -> Checkpoint:
+    """The decoder ("text_config") or the tower ("vision_config") of a multimodal checkpoint.
+
+    The other tensors are dropped for the reason.
+    """
+    prefix = {"text_config": "language_model.", "vision_config": "vision_model."}[part]
+    kept = {key: tensor for key, tensor in whole.tensors.items() if key.startswith(prefix)}
+    return replace(
+        whole,
+        config=copy.deepcopy(getattr(whole.config, part)),
+        tensors={key.removeprefix(prefix): tensor for key, tensor in kept.items()},
+        dropped=whole.dropped | dict.fromkeys((key for key in whole.tensors if key not in kept), reason),
+    )
 
 
 def model_class(config: LlamoeBaseConfig) -> type:
@@ -233,15 +248,8 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
     try:
         with torch.device("meta"):
             model = model_class(config)(copy.deepcopy(config))
-    except (
-        RuntimeError,
-        ArithmeticError,
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        AssertionError,
-    ) as error:
+    # Both raise errors of many types.
+    except Exception as error:
         raise CheckpointError(f"no model can be made of the configuration ({error}).") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     # A tower has no such field.

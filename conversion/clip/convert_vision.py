@@ -42,10 +42,8 @@ from . import image_processors
 from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP
 from .open_clip_config import OPEN_CLIP_CONFIG, write_model_cfg
-from .open_tower import OPEN_CLIP_FILES, open_tower, tower_kind
+from .open_tower import OPEN_CLIP_FILES, open_tower
 from .resize import POSITIONS, fold_normalization, resize_positions
-
-__all__ = ["convert_vision", "fold", "open_tower", "resize", "tower_kind"]
 
 _TARGETS = ("tower", "open_clip", "clip")
 _LLAMA_4 = ([0.5] * 3, [0.5] * 3)
@@ -137,21 +135,15 @@ def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
     config.validate()
     positions = resize_positions(checkpoint.tensors[POSITIONS], config.grid_size)
     companions = dict(checkpoint.companions)
-    processor = _processor(checkpoint)
-    if processor is not None:
-        old = cast(int, before.image_size)
-        companions[PROCESSOR] = to_json(image_processors.with_image_size(processor, old, image_size))
-    note = f"positions: resized from {before.grid_size} x {before.grid_size} to {config.grid_size} x {config.grid_size}"
-    return replace(
-        checkpoint,
-        config=config,
-        tensors={**checkpoint.tensors, POSITIONS: positions},
-        companions=companions,
-        notes=[
-            *checkpoint.notes,
-            note if config.grid_size != before.grid_size else "positions: as they were",
-        ],
+    if (processor := _processor(checkpoint)) is not None:
+        side = cast(int, before.image_size)
+        companions[PROCESSOR] = to_json(image_processors.with_image_size(processor, side, image_size))
+    old, new = before.grid_size, config.grid_size
+    note = (
+        f"positions: resized from {old} x {old} to {new} x {new}" if old != new else "positions: as they were"
     )
+    tensors, notes = {**checkpoint.tensors, POSITIONS: positions}, [*checkpoint.notes, note]
+    return replace(checkpoint, config=config, tensors=tensors, companions=companions, notes=notes)
 
 
 def fold(checkpoint: Checkpoint) -> Checkpoint:
@@ -175,15 +167,10 @@ def fold(checkpoint: Checkpoint) -> Checkpoint:
             f"{checkpoint.path}: has {checkpoint.config.num_channels} channels, but a mean for {len(mean)}."
         )
     note = f"normalization: mean {mean} and std {std} folded into the patch weights and positions; now 0.5 and 0.5"
-    return replace(
-        checkpoint,
-        tensors=fold_normalization(checkpoint.tensors, mean, std, *_LLAMA_4),
-        companions={
-            **checkpoint.companions,
-            PROCESSOR: to_json(image_processors.with_normalization(processor, *_LLAMA_4)),
-        },
-        notes=[*checkpoint.notes, note],
-    )
+    tensors = fold_normalization(checkpoint.tensors, mean, std, *_LLAMA_4)
+    folded = {PROCESSOR: to_json(image_processors.with_normalization(processor, *_LLAMA_4))}
+    companions = {**checkpoint.companions, **folded}
+    return replace(checkpoint, tensors=tensors, companions=companions, notes=[*checkpoint.notes, note])
 
 
 def _processor(checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -265,20 +252,15 @@ def _plan_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Check
     config = cast(LlamoeVisionConfig, checkpoint.config)
     checkpoint, tensors = _encoder(checkpoint, dtype)
     has_projection = config.projection_dim is not None
+    same = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels", "image_size",
+        "patch_size", "hidden_act", "attention_dropout", *(("projection_dim",) if has_projection else ()),
+    )  # fmt: skip
     stock = CLIPVisionConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_channels=config.num_channels,
-        image_size=config.image_size,
-        patch_size=config.patch_size,
-        hidden_act=config.hidden_act,
+        **{name: getattr(config, name) for name in same},
         layer_norm_eps=config.norm_eps,
-        attention_dropout=config.attention_dropout,
         architectures=["CLIPVisionModelWithProjection" if has_projection else "CLIPVisionModel"],
         dtype=str(main_dtype(tensors)).removeprefix("torch."),
-        **({"projection_dim": config.projection_dim} if has_projection else {}),
     )
     (translated,) = write_through(CLIP, tensors, 1, config)
     groups, index = split_shards(translated, _SHARD_SIZE)

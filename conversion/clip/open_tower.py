@@ -6,7 +6,6 @@ open_clip lists the same weights under architectures with either. It is taken fr
 description, or with two that disagree, is refused.
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
 from ...configuration.multimodal import LlamoeConfig
-from ..checkpoint import Checkpoint, check_at_least
+from ..checkpoint import Checkpoint, check_at_least, take_part
 from ..hf import open_hf, open_shards
 from ..io import LazyTensor, check_source, open_weights, read_json, remember_looks
 from . import image_processors
@@ -283,17 +282,9 @@ def _open_ours(path: Path) -> Checkpoint:
     companions = licences(path) | ({} if processor is None else {PROCESSOR: to_json(processor)})
     if not isinstance(whole.config, LlamoeConfig):
         return replace(whole, companions=companions)
-    config = copy.deepcopy(whole.config.vision_config)
-    config.architectures = ["LlamoeVisionModel"]
-    tower = {name: tensor for name, tensor in whole.tensors.items() if name.startswith("vision_model.")}
-    rest = {name: "not part of the tower" for name in whole.tensors if name not in tower}
-    return replace(
-        whole,
-        config=config,
-        tensors={name.removeprefix("vision_model."): tensor for name, tensor in tower.items()},
-        dropped={**whole.dropped, **rest},
-        companions=companions,
-    )
+    tower = take_part(whole, "vision_config", "not part of the tower")
+    tower.config.architectures = ["LlamoeVisionModel"]
+    return replace(tower, companions=companions)
 
 
 def _without_prefix(tensors: Mapping[str, LazyTensor], file: Path) -> dict[str, LazyTensor]:

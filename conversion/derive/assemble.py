@@ -20,8 +20,15 @@ from typing import Unpack
 import torch
 
 from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from ...configuration.base import LlamoeBaseConfig
-from ..checkpoint import Checkpoint, Report, WriteOptions, check_at_least, expected_shapes, takes_options
+from ..checkpoint import (
+    Checkpoint,
+    Report,
+    WriteOptions,
+    check_at_least,
+    expected_shapes,
+    take_part,
+    takes_options,
+)
 from ..clip import CLIP_MEAN, CLIP_STD, PROCESSOR, fold, normalization, open_tower, resize
 from ..hf import save_hf
 from ..io import LazyTensor, check_apart
@@ -137,7 +144,7 @@ def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpo
         return as_text_model(checkpoint)
     if isinstance(config, LlamoeConfig):
         reason = "belongs to the source's own tower, which another one replaces"
-        return _part(checkpoint, "language_model.", config.text_config, reason)
+        return take_part(checkpoint, "text_config", reason)
     assert isinstance(config, LlamoeTextConfig)
     return checkpoint
 
@@ -151,20 +158,7 @@ def _open_tower(vision: str | Path, activation: str | None, tag: str | None, hea
         raise ValueError(
             f"assemble: {vision} is {describe(whole.config)}; a vision tower was expected there."
         )
-    tower = _part(whole, "vision_model.", whole.config.vision_config, "not part of the tower")
-    return replace(tower, companions={})
-
-
-def _part(whole: Checkpoint, prefix: str, config: LlamoeBaseConfig, reason: str) -> Checkpoint:
-    """The part of a multimodal checkpoint whose keys begin with `prefix`."""
-    kept = {key: tensor for key, tensor in whole.tensors.items() if key.startswith(prefix)}
-    dropped = dict.fromkeys((key for key in whole.tensors if key not in kept), reason)
-    return replace(
-        whole,
-        config=copy.deepcopy(config),
-        tensors={key.removeprefix(prefix): tensor for key, tensor in kept.items()},
-        dropped={**whole.dropped, **dropped},
-    )
+    return replace(take_part(whole, "vision_config", "not part of the tower"), companions={})
 
 
 def _with_adapter(

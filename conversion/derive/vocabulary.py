@@ -36,8 +36,6 @@ class Vocabulary:
         ids: token ids that pictures and messages need.
         known: number of tokens that the tokenizer had.
         rows: number of rows that the embedding needs.
-        pad_token_id: id of the padding token.
-        notes: what was added.
     """
 
     files: dict[str, bytes]

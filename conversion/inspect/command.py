@@ -37,12 +37,10 @@ class Inspection:
         stored: elements in the weight files, a tied head counted once; None without weights.
         mismatches: disagreements of files and configuration, tensor by tensor.
         dtypes: dtype to number of tensors and bytes.
-        files: weight files and their bytes.
-        bytes: size of all weight files.
+        files, bytes: weight files with their bytes, and the bytes of all.
         parts: part of the model to stored parameters and bytes.
         layers: stored bytes of each decoder layer; of a tower alone, of each of its layers.
-        context: number of tokens that the cache is computed for; None for a tower.
-        batch: number of rows that the cache is computed for.
+        context, batch: tokens and rows that the cache is computed for; a tower has no context.
         needs: "bfloat16", "int8" and "int4" to the memory that the model takes in it.
         dropped: tensors of the source that no model uses, and why.
         problems: what is missing or wrong, in sentences.

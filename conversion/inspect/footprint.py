@@ -17,6 +17,8 @@ import torch
 from ...configuration import LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...modeling.checkpoints import part_of
+from ..hf import split_experts
+from ..io import from_tensor
 
 # Bytes of a linear layer as bitsandbytes stores it, from its rows and its number of weights.
 _LINEAR_BYTES: dict[str, Callable[[int, int], int]] = {
@@ -71,18 +73,8 @@ def _is_linear(key: str, shape: tuple[int, ...]) -> bool:
 
 def split_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Keys and shapes with each stacked expert as linear layers, as `split_experts` makes them."""
-    result = {}
-    for key, shape in shapes.items():
-        prefix, _, name = key.rpartition(".")
-        if name not in ("gate_up_proj", "down_proj") or len(shape) != 3:
-            result[key] = shape
-            continue
-        experts, inputs, outputs = shape
-        parts = ["down_proj"] if name == "down_proj" else ["gate_proj", "up_proj"]
-        for expert in range(experts):
-            for part in parts:
-                result[f"{prefix}.{expert}.{part}.weight"] = (outputs // len(parts), inputs)
-    return result
+    stacked = {key: from_tensor(torch.empty(shape, device="meta")) for key, shape in shapes.items()}
+    return {key: tensor.shape for key, tensor in split_experts(stacked).items()}
 
 
 def dtypes_of(tensors: Iterable[Header]) -> dict[str, tuple[int, int]]:

@@ -52,9 +52,7 @@ class Row:
 class Drop:
     """A tensor of the source that the target leaves out.
 
-    Attributes:
-        pattern: name; `{i}` stands for a number, `*` for anything.
-        reason: why nothing is lost.
+    In its name, `{i}` stands for a number and `*` for anything. The reason says why nothing is lost.
     """
 
     pattern: str

@@ -91,10 +91,8 @@ def split_shards(
 ) -> tuple[list[dict[str, dict[str, LazyTensor]]], dict[str, bytes]]:
     """Distribute tensors over safetensors files, named as transformers names them.
 
-    A file does not exceed `shard_size` bytes; a larger tensor gets a file of its own.
-
-    Returns:
-        a group for each file, and the index if there are several.
+    A file does not exceed `shard_size` bytes; a larger tensor gets a file of its own. Returned are a group for each
+    file, and the index if there are several.
     """
     shards: list[dict[str, LazyTensor]] = [{}]
     filled = 0

@@ -80,10 +80,7 @@ class FileTensor(LazyTensor):
 
 
 def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
-    """Open a safetensors file.
-
-    Returns:
-        name to tensor, in the header's order.
+    """Open a safetensors file: name to tensor, in the header's order.
 
     Raises:
         CheckpointError: the file is missing or damaged, or torch lacks one of its dtypes.

@@ -41,13 +41,10 @@ Unit = list[tuple[str, str, LazyTensor]]
 
 
 def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | None = None) -> None:
-    """Write a planned checkpoint.
+    """Write a planned checkpoint into a folder, which is created, or must be empty.
 
-    Args:
-        plan: what to write.
-        target: the folder. It is created, or must be empty, or with `resume` was left unfinished by an earlier run.
-        resume: keep what an earlier run of the same plan has flushed to the disk.
-        progress: called for every block.
+    With `resume` the folder was left unfinished by an earlier run of the same plan. What that run has flushed to the
+    disk is kept.
 
     Raises:
         ValueError: the target is in use, the earlier run had another plan, a weight is not finite, or a source file has
@@ -233,7 +230,8 @@ def _write_group(
                     check()
                     _note(state, outputs, on_disk, target)
         for output in outputs.values():
-            output.finish()
+            output.enter_sums()
+            output.flush()
     finally:
         torch.set_num_threads(threads)
         for output in outputs.values():

@@ -180,6 +180,12 @@ def _multipliers(dim: int, inner: int, multiple_of: int) -> Iterable[float]:
                 yield multiplier
 
 
+def _pairs(dim: int, inner: int, powers: Iterable[int]) -> list[tuple[int, float]]:
+    """Pairs of multiple_of, one of the powers, and multiplier; those with the fewest decimals first."""
+    pairs = ((power, found) for power in powers for found in _multipliers(dim, inner, power))
+    return sorted(pairs, key=lambda pair: (len(str(pair[1])), pair[0]))
+
+
 def _fit_dense(config: LlamoeDenseConfig | LlamoeTextConfig) -> tuple[int, float | None]:
     """multiple_of and ffn_dim_multiplier for which Meta's formula gives the dense hidden size.
 
@@ -193,10 +199,7 @@ def _fit_dense(config: LlamoeDenseConfig | LlamoeTextConfig) -> tuple[int, float
     for pair in (*_PUBLISHED, *((power, None) for power in _POWERS)):
         if feed_forward_size(dim, *pair) == inner:
             return pair
-    pairs = (
-        (power, found) for power in _POWERS for found in _multipliers(dim, inner, power) if inner % power == 0
-    )
-    return min(pairs, key=lambda pair: (len(str(pair[1])), pair[0]))
+    return _pairs(dim, inner, [power for power in _POWERS if inner % power == 0])[0]
 
 
 def _fit_mixture(config: LlamoeTextConfig) -> tuple[int, float, float, float]:
@@ -208,11 +211,7 @@ def _fit_mixture(config: LlamoeTextConfig) -> tuple[int, float, float, float]:
     dim, inner, expert = config.hidden_size, config.intermediate_size_mlp, config.intermediate_size
     pairs = [pair for pair in _PUBLISHED_LLAMA4 if feed_forward_size(dim, *pair) == inner]
     shared = [power for power in _POWERS if math.gcd(inner, expert) % power == 0]
-    pairs += sorted(
-        ((power, found) for power in shared for found in _multipliers(dim, inner, power)),
-        key=lambda pair: (len(str(pair[1])), pair[0]),
-    )
-    for multiple_of, multiplier in pairs:
+    for multiple_of, multiplier in pairs + _pairs(dim, inner, shared):
         capacity = float(max(1, math.ceil(multiplier) - 1))
         for ffn_exp in _expansions(dim, expert, multiple_of, multiplier, capacity):
             if expert_size(dim, multiple_of, multiplier, ffn_exp, capacity) == expert:

@@ -126,7 +126,8 @@ def open_meta(
     if path is None or tokenizer is None:
         notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")
     elif companions:
-        translated = _read_tokenizer(path, tokenizer, config, seen.generation, tuned)
+        family = f"llama-{seen.generation}" if is_tiktoken(tokenizer) else None
+        translated = hf_files_from_meta(tokenizer, config, instruct=tuned, family=family, origin=str(path))
     kind = "meta-llama4" if seen.generation == 4 else "meta-llama"
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
 
@@ -154,14 +155,6 @@ def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
         if path.is_file():
             return path, read_bytes(path)
     return None, None
-
-
-def _read_tokenizer(
-    path: Path, content: bytes, config: LlamoeBaseConfig, generation: int, instruct: bool | None
-) -> dict[str, bytes]:
-    """The tokenizer and related files for a Hugging Face folder."""
-    family = f"llama-{generation}" if is_tiktoken(content) else None
-    return hf_files_from_meta(content, config, instruct=instruct, family=family, origin=str(path))
 
 
 @takes_options
@@ -269,12 +262,8 @@ def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> i
 
 def _untied(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The tensors, with a tied embedding copied as output head, since Meta's code has no tying."""
-    heads = {
-        name.replace("model.embed_tokens", "lm_head"): tensor
-        for name, tensor in tensors.items()
-        if name.endswith("model.embed_tokens.weight")
-    }
-    return {**tensors, **heads}
+    name = next(name for name in tensors if name.endswith("model.embed_tokens.weight"))
+    return {**tensors, name.replace("model.embed_tokens", "lm_head"): tensors[name]}
 
 
 def _usual_files(

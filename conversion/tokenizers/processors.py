@@ -56,10 +56,8 @@ def processor_files(
     vision = config.vision_config
     for name, values in {"image_mean": image_mean, "image_std": image_std}.items():
         if len(values) != vision.num_channels:
-            raise ValueError(
-                f"{name} has {len(values)} numbers, and the tower reads {vision.num_channels} channels: give one "
-                "for each."
-            )
+            channels = f"the tower reads {vision.num_channels} channels: give one for each."
+            raise ValueError(f"{name} has {len(values)} numbers, and {channels}")
     if any(value <= 0 for value in image_std):
         raise ValueError(f"image_std is {list(image_std)}: positive numbers were expected.")
     if max_patches < 1:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ...configuration.errors import CheckpointError
 from .merges import merges_of
@@ -71,17 +72,10 @@ SPECIAL_TOKENS = {
     ),
 }  # fmt: skip
 # Tokens by transformers' roles, and those that end an answer besides the end of text.
+_BORDERS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 ROLES = {
-    "llama-3": {
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|end_of_text|>",
-        "pad_token": "<|finetune_right_pad_id|>",
-    },
-    "llama-4": {
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|end_of_text|>",
-        "pad_token": "<|finetune_right_pad|>",
-    },
+    "llama-3": {**_BORDERS, "pad_token": "<|finetune_right_pad_id|>"},
+    "llama-4": {**_BORDERS, "pad_token": "<|finetune_right_pad|>"},
 }
 STOPS = {"llama-3": ("<|eom_id|>", "<|eot_id|>"), "llama-4": ("<|eom|>", "<|eot|>")}
 
@@ -141,7 +135,7 @@ def read(content: bytes, origin: str) -> list[bytes]:
 
 def to_json(tokens: list[bytes], family: str) -> bytes:
     """Build tokenizer.json; ids equal tiktoken's for texts without special tokens, `<|begin_of_text|>` in front."""
-    symbols = _byte_symbols()
+    symbols = bytes_to_unicode()
     names = ["".join(symbols[byte] for byte in token) for token in tokens]
     tokenizer = Tokenizer(
         BPE(
@@ -212,7 +206,7 @@ def from_json(content: Mapping[str, Any], origin: str) -> bytes:
             f"{origin}: its merges leave out {left_out[0]!r} + {left_out[1]!r}, whose sum is a token. tiktoken joins "
             "any two whose sum is one, and would cut texts in another way."
         )
-    bytes_of = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    bytes_of = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
     lines = []
     for rank in range(count):
         try:
@@ -239,17 +233,6 @@ def _family(content: Mapping[str, Any], origin: str) -> str:
         f"{origin}: cuts texts by {patterns or 'no pattern'}; Meta's code has those of Llama 3 and Llama 4 in it, "
         "and a tokenizer.model cannot say another."
     )
-
-
-def _byte_symbols() -> list[str]:
-    """The symbol that byte-level tokenizers write for each byte.
-
-    Printable characters of Latin-1 stand for themselves; other bytes, in order, become the characters from 256 on
-    (GPT-2, Radford et al., 2019).
-    """
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def looks_like_table(content: bytes) -> bool:

@@ -117,12 +117,9 @@ def wanted_tokens(rows: torch.Tensor | None) -> list[int]:
 def _of_pictures(sides: tuple[Side, Side], seen: Seen) -> Iterator[Answer]:
     if seen.has_pictures or not all(isinstance(side.config, LlamoeConfig) for side in sides):
         return
-    keys = [key for key in seen.others if key.startswith(_OF_PICTURES)]
-    if keys:
-        yield (
-            None,
-            f"no picture was run, since a vocabulary has no token for it, and these differ: {listed(keys, _SHOWN)}",
-        )
+    if keys := [key for key in seen.others if key.startswith(_OF_PICTURES)]:
+        found = "no picture was run, since a vocabulary has no token for it, and these differ"
+        yield None, f"{found}: {listed(keys, _SHOWN)}"
 
 
 def _of_embeddings(
@@ -130,10 +127,8 @@ def _of_embeddings(
 ) -> Iterator[Answer]:
     if seen.rows is None:
         if any(key.endswith(_EMBEDDING) for key in seen.others):
-            yield (
-                None,
-                f"the embeddings have rows of two widths: other tokens than the {len(seen.tokens)} were not compared",
-            )
+            found = "the embeddings have rows of two widths"
+            yield None, f"{found}: other tokens than the {len(seen.tokens)} were not compared"
         return
     # Picture features replace the embedding of the image token, so its row is never read.
     known = seen.tokens | {getattr(side.config, "image_token_index", -1) for side in sides}
@@ -142,10 +137,13 @@ def _of_embeddings(
         return
     worst = f"{_names('embedding row', sorted(beyond))}, which no random token read, differ by as much as "
     worst += f"{seen.rows[beyond[0]].item():.3g} of the row's size"
+    yield _difference(worst, is_one_basis)
+
+
+def _difference(found: str, is_one_basis: bool) -> Answer:
     if is_one_basis:
-        yield False, worst
-    else:
-        yield None, f"{worst}; hidden states differ, so that this may be another basis of the same function"
+        return False, found
+    return None, f"{found}; hidden states differ, so that this may be another basis of the same function"
 
 
 class _Layer:
@@ -201,9 +199,7 @@ class _Layer:
             worst = max(beyond.values(), key=lambda size: (size != size, size))
             found = f"{self.label}: {_names('expert', sorted(beyond))}, to which no token was sent: "
             found += f"outputs for random rows differ by as much as {worst:.3g} of their size"
-        if is_one_basis:
-            return False, found
-        return None, f"{found}; hidden states differ, so that this may be another basis of the same function"
+        return _difference(found, is_one_basis)
 
     def _compare_experts(
         self, partners: Sequence[int], unequal: set[int], tolerance: float

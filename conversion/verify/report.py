@@ -44,12 +44,10 @@ class Verification:
     """What was compared, and the verdict.
 
     Attributes:
-        a: the first path.
-        b: the second path.
+        a, b: both paths.
         kinds: source formats of both.
         compared: number of tensors compared.
-        only_in_a: keys that `b` lacks.
-        only_in_b: keys that `a` lacks.
+        only_in_a, only_in_b: keys that the other lacks.
         shapes: key to both shapes where they differ; of embedding and head the common rows are still compared.
         dtypes: both dtypes to the number of tensors, where they differ.
         tensors: key to largest absolute difference, for tensors that differ; nan if only one of two elements is nan.

@@ -220,16 +220,16 @@ def random_inputs(
     wanted: Sequence[int] = (),
     normalizations: Sequence[tuple[list[float], list[float]]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Draw the same inputs for two models of one family.
+    """Draw the same inputs for two towers, two multimodal models or two decoders.
 
     Args:
-        configs: configurations of two towers, two multimodal models, or two decoders.
+        configs: both configurations.
         tokens: number of tokens in a row, besides those of its picture.
         rows: number of rows in the batch.
         seed: random seed.
         wanted: token ids to include; the first of them if there is no room for all.
-        normalizations: mean and standard deviation of both models' pixels; random pixels between 0 and 1 are normalized
-            for each. None draws the same normal numbers for both.
+        normalizations: mean and standard deviation of both models' pixels, by which random pixels between 0 and 1 are
+            normalized. None draws the same normal numbers for both.
 
     Returns:
         keyword arguments for each. Token ids are in both vocabularies, and none is an image token. In multimodal models
