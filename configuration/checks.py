@@ -47,14 +47,9 @@ _MOST_ENTRIES = 1 << 20
 
 
 def fail(config: Any, field: str, value: Any, problem: str, valid: str) -> NoReturn:
-    """Raise the error for one field.
+    """Raise the error for one field of a configuration or its class: what is wrong, and what would be accepted.
 
-    Args:
-        config: The configuration or its class.
-        field: Name of the field, with an index or key in brackets if the fault lies inside it.
-        value: Value of the field.
-        problem: What is wrong with it.
-        valid: What would be accepted.
+    The field's name has an index or key in brackets if the fault lies inside it.
     """
     owner = config.__name__ if isinstance(config, type) else type(config).__name__
     try:

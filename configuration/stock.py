@@ -45,7 +45,6 @@ _REQUIRED = {
 
 # Also left out: fields of ours that change only training or reporting, and one that stock never declared.
 _DROPPED = {
-    LlamoeDenseConfig: (),
     LlamoeTextConfig: (
         "router_z_loss_coef",
         "router_dropout",
@@ -53,7 +52,6 @@ _DROPPED = {
         "output_expert_load",
     ),
     LlamoeVisionConfig: ("vision_feature_layer",),
-    LlamoeConfig: (),
 }
 
 
@@ -91,7 +89,7 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
             fail(config, name, value, problem, repr(needed))
     unchanged = PreTrainedConfig().to_dict()
     dropped = {"_name_or_path", "auto_map", *_REQUIRED[config_class]} - set(STOCK_CONSTANTS)
-    dropped.update(_DROPPED[config_class])
+    dropped.update(_DROPPED.get(config_class, ()))
     data = {
         name: value
         for name, value in config.to_dict().items()

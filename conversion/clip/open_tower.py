@@ -14,14 +14,13 @@ from typing import Any
 from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip2VisionConfig
 
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import to_json
 from ...configuration.multimodal import LlamoeConfig
 from ..checkpoint import Checkpoint, check_at_least, take_part
 from ..hf import open_hf, open_shards
 from ..io import LazyTensor, check_source, open_weights, read_json, remember_looks
 from . import image_processors
 from .image_processors import PROCESSOR
-from .name_tables import OPEN_CLIP_REFUSED, describe_releases
+from .name_tables import CLIP, OPEN_CLIP, OPEN_CLIP_REFUSED, describe_releases
 from .open_clip_config import (
     OPEN_CLIP_CONFIG,
     agree,
@@ -31,16 +30,7 @@ from .open_clip_config import (
     read_norm_eps,
     read_sizes,
 )
-from .tower_tensors import (
-    CLIP_TOWER,
-    OPEN_CLIP_TOWER,
-    check_stated,
-    image_size_of,
-    licences,
-    make_checkpoint,
-    make_config,
-    measure,
-)
+from .tower_tensors import check_stated, companions_of, image_size_of, make_checkpoint, make_config, measure
 
 ACTIVATIONS = ("quick_gelu", "gelu")
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
@@ -169,11 +159,9 @@ def _open_open_clip(path: Path, activation: str | None, tag: str | None, heads: 
             f"{file}: visual.ln_pre.weight is missing: a tower without a norm in front of its blocks (no_ln_pre) "
             "is not MetaCLIP's."
         )
-    if OPEN_CLIP_TOWER.projection not in tensors:
-        raise CheckpointError(
-            f"{file}: {OPEN_CLIP_TOWER.projection} is missing, which every tower of open_clip has."
-        )
-    sizes, grid = measure(OPEN_CLIP_TOWER, tensors, file)
+    if "visual.proj" not in tensors:
+        raise CheckpointError(f"{file}: visual.proj is missing, which every tower of open_clip has.")
+    sizes, grid = measure(OPEN_CLIP, tensors, file)
     # The configuration belongs to the file only where both have the names that open_clip gives them.
     config_file = file.with_name(OPEN_CLIP_CONFIG)
     settings: dict[str, Any] = {}
@@ -219,7 +207,7 @@ def _open_open_clip(path: Path, activation: str | None, tag: str | None, heads: 
     if release is not None:
         preprocess = {"resize_mode": release.resize_mode, **preprocess}
     processor = image_processors.from_open_clip(preprocess, image_size, str(config_file if model else file))
-    return make_checkpoint(path, "open_clip", OPEN_CLIP_TOWER, config, tensors, processor, [file], notes)
+    return make_checkpoint(path, "open_clip", OPEN_CLIP, config, tensors, processor, [file], notes)
 
 
 def _open_clip(path: Path) -> Checkpoint:
@@ -235,7 +223,7 @@ def _open_clip(path: Path) -> Checkpoint:
                 f"{tensor.origin}: is the same tensor as {renamed[key].origin}. Remove one."
             )
         renamed[key] = tensor
-    sizes, grid = measure(CLIP_TOWER, renamed, path)
+    sizes, grid = measure(CLIP, renamed, path)
     try:
         stock = _CLIP_CONFIGS[content["model_type"]].from_dict(content)
     # transformers' classes raise various errors.
@@ -250,18 +238,13 @@ def _open_clip(path: Path) -> Checkpoint:
             f"{config_file}: architectures should be a list of names, not {str(architectures)[:99]}."
         )
     wants_projection = bool(architectures) and not set(architectures) & set(_BARE_ARCHITECTURES)
-    if wants_projection and CLIP_TOWER.projection not in renamed:
+    if wants_projection and "visual_projection.weight" not in renamed:
         raise CheckpointError(
-            f"{path}: {CLIP_TOWER.projection} is missing, which a {architectures[0]} (config.json) has."
+            f"{path}: visual_projection.weight is missing, which a {architectures[0]} (config.json) has."
         )
     patch = stock.patch_size[0] if isinstance(stock.patch_size, (list, tuple)) else stock.patch_size
-    stated = {
-        "hidden_size": stock.hidden_size,
-        "num_hidden_layers": stock.num_hidden_layers,
-        "intermediate_size": stock.intermediate_size,
-        "num_channels": stock.num_channels,
-        "patch_size": patch,
-    }
+    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_channels")
+    stated = {name: getattr(stock, name) for name in names} | {"patch_size": patch}
     check_stated(stated, sizes, config_file, path)
     notes = [f"activation: {stock.hidden_act}, by {config_file}"]
     config = make_config(
@@ -272,14 +255,13 @@ def _open_clip(path: Path) -> Checkpoint:
         num_attention_heads=stock.num_attention_heads,
         norm_eps=stock.layer_norm_eps,
     )
-    return make_checkpoint(path, "clip", CLIP_TOWER, config, renamed, _read_processor(path), files, notes)
+    return make_checkpoint(path, "clip", CLIP, config, renamed, _read_processor(path), files, notes)
 
 
 def _open_ours(path: Path) -> Checkpoint:
     """Open a tower's folder, or the tower of a multimodal model."""
     whole = open_hf(path)
-    processor = _read_processor(path)
-    companions = licences(path) | ({} if processor is None else {PROCESSOR: to_json(processor)})
+    companions = companions_of(path, _read_processor(path))
     if not isinstance(whole.config, LlamoeConfig):
         return replace(whole, companions=companions)
     tower = take_part(whole, "vision_config", "not part of the tower")

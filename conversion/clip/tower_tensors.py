@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -15,54 +14,24 @@ from ...configuration.json_files import to_json
 from ...configuration.vision import LlamoeVisionConfig
 from ..checkpoint import Checkpoint, check_plain, expected_shapes_of
 from ..hf import read_companions
-from ..io import LazyTensor, Table, from_tensor, read_through, write_through
+from ..io import LazyTensor, Table, from_tensor, read_through, sources_of, write_through
 from .image_processors import PROCESSOR
-from .name_tables import CLIP, OPEN_CLIP
+from .name_tables import OPEN_CLIP
 
+# Keys whose tensors show the sizes, and their axes in the other formats.
+_MEASURED = {
+    "class_embedding": 1,
+    "positional_embedding_vlm": 2,
+    "patch_embedding.linear.weight": 4,
+    "model.layers.0.mlp.fc1.weight": 2,
+}
 _LICENCES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 
-@dataclass(frozen=True)
-class Format:
-    """Where the tensors of a format show the tower's sizes."""
-
-    table: Table
-    class_token: str
-    positions: str
-    patches: str
-    # The first layer's.
-    inner: str
-    # Pattern of a layer's keys; its group is the number.
-    layer: str
-    projection: str
-    projection_axis: int
-
-
-OPEN_CLIP_TOWER = Format(
-    OPEN_CLIP,
-    class_token="visual.class_embedding",
-    positions="visual.positional_embedding",
-    patches="visual.conv1.weight",
-    inner="visual.transformer.resblocks.0.mlp.c_fc.weight",
-    layer=r"visual\.transformer\.resblocks\.(\d+)\.",
-    projection="visual.proj",
-    projection_axis=1,
-)
-CLIP_TOWER = Format(
-    CLIP,
-    class_token="vision_model.embeddings.class_embedding",
-    positions="vision_model.embeddings.position_embedding.weight",
-    patches="vision_model.embeddings.patch_embedding.weight",
-    inner="vision_model.encoder.layers.0.mlp.fc1.weight",
-    layer=r"vision_model\.encoder\.layers\.(\d+)\.",
-    projection="visual_projection.weight",
-    projection_axis=0,
-)
-
-
-def measure(form: Format, tensors: Mapping[str, LazyTensor], where: Path) -> tuple[dict[str, Any], int]:
+def measure(table: Table, tensors: Mapping[str, LazyTensor], where: Path) -> tuple[dict[str, Any], int]:
     """Configuration fields that the shapes show, and the number of patches a side."""
-    for name, axes in ((form.class_token, 1), (form.positions, 2), (form.patches, 4), (form.inner, 2)):
+    names = [sources_of(table, key)[0] for key in _MEASURED]
+    for name, axes in zip(names, _MEASURED.values(), strict=True):
         if name not in tensors:
             raise CheckpointError(
                 f"{where}: {name} is missing, without which this is no vision transformer of CLIP."
@@ -71,31 +40,30 @@ def measure(form: Format, tensors: Mapping[str, LazyTensor], where: Path) -> tup
             raise CheckpointError(
                 f"{tensors[name].origin}: has shape {list(tensors[name].shape)}; {axes} axes were expected."
             )
-    (width,) = tensors[form.class_token].shape
-    _, channels, *patch = tensors[form.patches].shape
+    class_token, positions, patches, inner = (tensors[name] for name in names)
+    (width,) = class_token.shape
+    _, channels, *patch = patches.shape
     if patch[0] != patch[1]:
+        raise CheckpointError(f"{patches.origin}: patches of {patch[0]} by {patch[1]} pixels are not square.")
+    count = positions.shape[0]
+    grid = isqrt(max(count - 1, 0))
+    if grid < 1 or grid * grid != count - 1:
         raise CheckpointError(
-            f"{tensors[form.patches].origin}: patches of {patch[0]} by {patch[1]} pixels are not square."
+            f"{positions.origin}: {count} positions are not those of a class token and a square grid of patches "
+            "(1 + G * G); towers for other pictures are not converted."
         )
-    positions = tensors[form.positions].shape[0]
-    grid = isqrt(max(positions - 1, 0))
-    if grid < 1 or grid * grid != positions - 1:
-        raise CheckpointError(
-            f"{tensors[form.positions].origin}: {positions} positions are not those of a class token and a square "
-            "grid of patches (1 + G * G); towers for other pictures are not converted."
-        )
-    layers = {int(match[1]) for name in tensors if (match := re.match(form.layer, name))}
+    layer = re.compile(re.escape(names[-1].partition(".0.")[0]) + r"\.(\d+)\.")
     sizes = {
         "hidden_size": width,
-        "num_hidden_layers": max(layers) + 1,
-        "intermediate_size": tensors[form.inner].shape[0],
+        "num_hidden_layers": max(int(match[1]) for name in tensors if (match := layer.match(name))) + 1,
+        "intermediate_size": inner.shape[0],
         "num_channels": channels,
         "patch_size": patch[0],
         "projection_dim": None,
     }
-    projection = tensors.get(form.projection)
+    projection = tensors.get(sources_of(table, "visual_projection.weight")[0])
     if projection is not None and projection.ndim == 2:
-        sizes["projection_dim"] = projection.shape[form.projection_axis]
+        sizes["projection_dim"] = projection.shape[1 if table is OPEN_CLIP else 0]
     return sizes, grid
 
 
@@ -138,16 +106,17 @@ def make_config(where: Path, **fields: Any) -> LlamoeVisionConfig:
         raise CheckpointError(f"{where}: {error}") from error
 
 
-def licences(folder: Path) -> dict[str, bytes]:
-    """The licence files of a folder, by name."""
-    found = read_companions(folder) if folder.is_dir() else {}
-    return {name: content for name, content in found.items() if name.startswith(_LICENCES)}
+def companions_of(path: Path, processor: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """The licence files of a folder, and the settings of its image processor."""
+    found = read_companions(path) if path.is_dir() else {}
+    kept = {name: content for name, content in found.items() if name.startswith(_LICENCES)}
+    return kept if processor is None else {**kept, PROCESSOR: to_json(processor)}
 
 
 def make_checkpoint(
     path: Path,
     kind: str,
-    form: Format,
+    table: Table,
     config: LlamoeVisionConfig,
     tensors: Mapping[str, LazyTensor],
     processor: Mapping[str, Any] | None,
@@ -158,7 +127,7 @@ def make_checkpoint(
     # Too many layers are refused, and an unknown activation.
     shapes = expected_shapes_of(config, len(tensors), str(path))
     expected = {name: from_tensor(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
-    (theirs,) = write_through(form.table, expected, 1, config)
+    (theirs,) = write_through(table, expected, 1, config)
     if missing := [name for name in theirs if name not in tensors]:
         raise CheckpointError(f"{path}: {listed(missing)} missing; the tower is not whole.")
     for name, tensor in theirs.items():
@@ -168,7 +137,6 @@ def make_checkpoint(
                 f"{found.origin}: has shape {list(found.shape)} where the other tensors ask for {list(tensor.shape)}."
             )
         check_plain(found)
-    ours, dropped = read_through(form.table, [tensors], config)
-    companions = licences(path) | ({} if processor is None else {PROCESSOR: to_json(processor)})
+    ours, dropped = read_through(table, [tensors], config)
     ours = {name: ours[name] for name in expected}
-    return Checkpoint(path, kind, config, ours, dropped, companions, files, notes)
+    return Checkpoint(path, kind, config, ours, dropped, companions_of(path, processor), files, notes)

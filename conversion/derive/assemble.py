@@ -246,9 +246,8 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: Vocabulary, seed: 
     for key, shape in missing.items():
         assert key.startswith(("vision_model.vision_adapter.", "multi_modal_projector.")), key
         std = (vision if key.startswith("vision_model.") else text).initializer_range
-        tensors[key] = (
-            zeros(shape, dtype, key) if key.endswith("bias") else fresh(shape, dtype, std, seed, key)
-        )
+        is_bias = key.endswith("bias")
+        tensors[key] = zeros(shape, dtype, key) if is_bias else fresh(shape, dtype, std, seed, key)
     companions = dict(vocabulary.files)
     for name, content in tower.companions.items():
         # The tower's other files are licences.
@@ -299,12 +298,8 @@ def _pixels(tower: Checkpoint) -> tuple[list[float], list[float], int, str]:
         processor = json.loads(content)
         mean, std = normalization(processor, f"{tower.path}: {PROCESSOR}")
         resample = processor.get("resample")
-        return (
-            mean,
-            std,
-            3 if resample is None else resample,
-            "pixels are normalized as the tower's source says",
-        )
+        note = "pixels are normalized as the tower's source says"
+        return mean, std, 3 if resample is None else resample, note
     if tower.config.use_rope:
         return list(_LLAMA_4_MEAN), list(_LLAMA_4_STD), 2, "pixels are normalized as for Llama 4"
     note = f"{tower.path} does not say how its pixels are normalized: CLIP's mean and deviation were taken"

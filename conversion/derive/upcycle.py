@@ -44,7 +44,7 @@ from ...configuration.errors import CheckpointError
 from ...configuration.parameter_count import count_parameters
 from ..checkpoint import Checkpoint, Report, WriteOptions, check_at_least, takes_options
 from ..hf import save_hf
-from ..io import LazyTensor, Slot, compute, join, stack
+from ..io import LazyTensor, Slot, compute, join, permute_pairs, stack
 from ..open import describe, open_source
 
 # Elements that are drawn, or summed, at a time.
@@ -235,8 +235,7 @@ def _interleave(rest: str, tensor: LazyTensor, config: LlamoeDenseConfig) -> Laz
     place, _, name = rest.rpartition(".")[0].rpartition(".")
     if place != "self_attn" or name not in heads:
         return tensor
-    count, half = heads[name], config.head_dim // 2
-    return tensor.map(lambda rows: rows.unflatten(0, (count, 2, half)).transpose(1, 2).flatten(0, 2))
+    return permute_pairs(tensor, heads[name], to_halves=False)
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int, name: str) -> LazyTensor:

@@ -43,7 +43,7 @@ from ..io import (
     split_shards,
 )
 from ..tokenizers import check_companions, processor_of_layout
-from . import fuse_experts, split_experts
+from .expert_layout import fuse_experts, split_experts
 
 # Files besides config.json and the weights that belong to a checkpoint.
 _COMPANIONS = re.compile(
@@ -72,14 +72,7 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
             missing, unknown, or contradict config.json's shapes, or the tokenizer is another model's.
     """
     folder = Path(folder)
-    config_file = folder / "config.json"
-    if quantization := read_json(config_file).get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise CheckpointError(
-            f"{config_file}: the weights are quantized ({method}), and quantized weights are not converted. Use the "
-            "original ones."
-        )
-    config = read_config(config_file)
+    config = read_config(folder / "config.json", refuse_quantized=True)
     tensors, others, sources = open_shards(folder)
     dropped = {name: f"no tensor but a {kind}" for name, kind in others.items()}
     dropped |= {
@@ -212,13 +205,19 @@ def save_hf(
     return report
 
 
-def read_config(path: Path) -> LlamoeBaseConfig:
+def read_config(path: Path, refuse_quantized: bool = False) -> LlamoeBaseConfig:
     """The configuration in a config.json of stock or llamoe.
 
     Raises:
-        CheckpointError: it cannot be read, or describes no model of ours.
+        CheckpointError: it cannot be read, describes no model of ours, or one with quantized weights.
     """
     data = read_json(path)
+    if refuse_quantized and (quantization := data.get("quantization_config")):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise CheckpointError(
+            f"{path}: the weights are quantized ({method}), and quantized weights are not converted. Use the original "
+            "ones."
+        )
     try:
         return from_stock(data)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:

@@ -106,6 +106,20 @@ class FusedRows(Operation):
         return pieces
 
 
+def permute_pairs(tensor: LazyTensor, heads: int, *, to_halves: bool) -> LazyTensor:
+    """View the rows of a projection that is rotated, in another order within each head.
+
+    `to_halves` goes from neighbouring pairs, r0 i0 r1 i1 ..., to halves, r0 r1 ... i0 i1 ...; else back.
+    """
+
+    def permute(rows: torch.Tensor) -> torch.Tensor:
+        half = rows.shape[0] // heads // 2
+        pair = (half, 2) if to_halves else (2, half)
+        return rows.view(heads, *pair, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    return tensor.map(permute)
+
+
 def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
     """Equal slices of a tensor along an axis, one for each file.
 

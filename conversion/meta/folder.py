@@ -46,7 +46,7 @@ from ..io import (
     sources_of,
     write_through,
 )
-from ..tokenizers import check_tokenizer, hf_files_from_meta, meta_tokenizer_model
+from ..tokenizers import check_tokenizer, hf_files_from_meta, looks_like_table, meta_tokenizer_model
 from .config_to_params import add_kept, needs_own_scaling, write_params
 from .name_tables import STYLES, check_division, llama4_table, llama_table
 from .params_to_config import (
@@ -57,7 +57,7 @@ from .params_to_config import (
     note_defaults,
     read_config,
 )
-from .sizes import find_generation, is_tiktoken, measure, weight_files
+from .sizes import find_generation, measure, weight_files
 
 KEPT = "llamoe.json"
 _TUNED = re.compile(r"instruct|chat", re.IGNORECASE)
@@ -126,7 +126,7 @@ def open_meta(
     if path is None or tokenizer is None:
         notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")
     elif companions:
-        family = f"llama-{seen.generation}" if is_tiktoken(tokenizer) else None
+        family = f"llama-{seen.generation}" if looks_like_table(tokenizer) else None
         translated = hf_files_from_meta(tokenizer, config, instruct=tuned, family=family, origin=str(path))
     kind = "meta-llama4" if seen.generation == 4 else "meta-llama"
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
@@ -255,7 +255,7 @@ def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> i
         # LLaMA 2's code has no rotary scaling.
         return 3
     if tokenizer is not None:
-        return 3 if is_tiktoken(tokenizer) else 2
+        return 3 if looks_like_table(tokenizer) else 2
     theta = (config.rope_parameters or {}).get("rope_theta")
     return 3 if config.vocab_size > LARGEST_SENTENCEPIECE or theta == LLAMA3_THETA else 2
 

@@ -30,6 +30,7 @@ from ..io import (
     Table,
     compute,
     join,
+    permute_pairs,
     split,
 )
 
@@ -39,8 +40,7 @@ STYLES = ("release", "unfused")
 class _Rotated(Operation):
     """Rows of a projection before rotary embedding: Meta rotates neighbouring channels, Hugging Face rotates halves.
 
-    Each head's rows go from r0 i0 r1 i1 ... to r0 r1 ... i0 i1 ... . Files hold whole heads, so each file's rows are
-    permuted alone.
+    Files hold whole heads, so each file's rows are permuted alone.
     """
 
     def __init__(self, heads: str):
@@ -49,23 +49,14 @@ class _Rotated(Operation):
     def forward(self, parts, axis, sizes):
         """Permute the rows of each file's heads and join them."""
         assert axis is not None
-        files = parts[0]
-        return [join([self._turn(part, len(files), sizes, pairs_last=True) for part in files], axis)]
+        heads = getattr(sizes, self.heads) // len(parts[0])
+        return [join([permute_pairs(part, heads, to_halves=True) for part in parts[0]], axis)]
 
     def inverse(self, targets, axis, files, sizes):
         """Split the heads over the files and permute their rows back."""
         assert axis is not None
-        return [[self._turn(part, files, sizes, pairs_last=False) for part in split(targets[0], axis, files)]]
-
-    def _turn(self, tensor: LazyTensor, files: int, sizes: Any, pairs_last: bool) -> LazyTensor:
         heads = getattr(sizes, self.heads) // files
-
-        def turn(rows: torch.Tensor) -> torch.Tensor:
-            half = rows.shape[0] // heads // 2
-            pair = (half, 2) if pairs_last else (2, half)
-            return rows.view(heads, *pair, -1).transpose(1, 2).reshape(rows.shape)
-
-        return tensor.map(turn)
+        return [[permute_pairs(part, heads, to_halves=False) for part in split(targets[0], axis, files)]]
 
 
 class _Experts(Operation):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...configuration.errors import CheckpointError
 from ..io import LazyTensor
+from ..tokenizers import looks_like_table
 from .params_to_config import LARGEST_SENTENCEPIECE, LLAMA3_THETA, Params, Seen, says_llama4
 
 _FILE = re.compile(r"consolidated(?:\.(\d+))?\.pth")
@@ -50,11 +51,6 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for _, name in sorted(numbers)]
 
 
-def is_tiktoken(tokenizer: bytes) -> bool:
-    """Whether a tokenizer.model is a tiktoken table (Llama 3 and 4), not a SentencePiece model."""
-    return re.match(rb"[A-Za-z0-9+/]+=* \d+\s", tokenizer) is not None
-
-
 def find_generation(
     params: Params, files: Sequence[Mapping[str, LazyTensor]], tokenizer: bytes | None
 ) -> int:
@@ -75,7 +71,7 @@ def find_generation(
         return 3
     output = tensors.get("output.weight")
     if tokenizer is not None:
-        is_llama3 = is_tiktoken(tokenizer)
+        is_llama3 = looks_like_table(tokenizer)
     else:
         is_large = output is not None and output.ndim and output.shape[0] * len(files) > LARGEST_SENTENCEPIECE
         is_llama3 = is_large or params.entries.get("rope_theta") == LLAMA3_THETA

@@ -7,6 +7,7 @@ tokenizer_json, folder_files.
 from .folder_files import hf_files_from_meta, meta_tokenizer_model, multimodal_chat_template
 from .meta_tokenizer import check_tokenizer
 from .processors import processor_files, processor_of_layout
+from .tiktoken_tables import looks_like_table
 from .tokenizer_json import MULTIMODAL_TOKENS, check_companions, extend_tokenizer, fill_vocabulary, token_ids
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "extend_tokenizer",
     "fill_vocabulary",
     "hf_files_from_meta",
+    "looks_like_table",
     "meta_tokenizer_model",
     "multimodal_chat_template",
     "processor_files",

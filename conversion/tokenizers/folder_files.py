@@ -8,7 +8,7 @@ steps when it loads and gives other ids.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +71,6 @@ def hf_files_from_meta(
     return files
 
 
-def generation_config(
-    bos_token_id: int, eos_token_id: int | Sequence[int], pad_token_id: int, *, sample: bool = False
-) -> bytes:
-    """The content of generation_config.json; one or several ids end an answer.
-
-    `sample` asks for sampling as in Meta's examples, at temperature 0.6 and top_p 0.9.
-    """
-    eos = eos_token_id if isinstance(eos_token_id, int) else list(eos_token_id)
-    content = {"bos_token_id": bos_token_id, "eos_token_id": eos, "pad_token_id": pad_token_id}
-    if sample:
-        content.update(do_sample=True, temperature=0.6, top_p=0.9)
-    return to_json(content)
-
-
 def multimodal_chat_template() -> bytes:
     """A chat template for assembled models: Llama 4's with pictures, using `MULTIMODAL_TOKENS`."""
     return chat_templates.llama_4(images=True).encode()
@@ -141,16 +127,19 @@ def _template(family: str, instruct: bool | None, *, images: bool) -> str | None
 
 
 def _generation_config(meta: MetaTokenizer, instruct: bool | None) -> bytes:
+    """The content of generation_config.json; a model that is known to be tuned samples as in Meta's examples."""
     roles, ids = meta.roles(), meta.token_ids()
     eos = ids[roles["eos_token"]]
     if meta.kind == "tiktoken" and instruct is not False:
         eos = [eos, *(ids[token] for token in tiktoken_tables.STOPS[meta.family])]
-    return generation_config(
-        ids[roles["bos_token"]],
-        eos,
-        ids[roles["pad_token"]],
-        sample=instruct is True and meta.family != "llama-1",
-    )
+    content = {
+        "bos_token_id": ids[roles["bos_token"]],
+        "eos_token_id": eos,
+        "pad_token_id": ids[roles["pad_token"]],
+    }
+    if instruct is True and meta.family != "llama-1":
+        content.update(do_sample=True, temperature=0.6, top_p=0.9)
+    return to_json(content)
 
 
 def _with_added(original: bytes, content: Mapping[str, Any]) -> bytes:

@@ -34,19 +34,15 @@ def processor_files(
     max_patches: int = 16,
     tokenizer_files: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
-    """The processor's files for a model.
+    """The processor's files for a model, by name: processor_config.json, and tokenizer_config.json if it was given.
 
     Args:
         config: the model's configuration; the tower's sizes and pixel shuffle determine tiles and tokens.
-        image_mean, image_std: normalization of pixels between 0 and 1, a number for each channel. Llama 4's by default;
-            CLIP's for a tower of MetaCLIP, unless its normalization is folded into the weights.
+        image_mean, image_std: normalization of pixels between 0 and 1, a number for each channel.
         resample: resampling filter by PIL's number: 2 is bilinear, 3 bicubic.
         max_patches: most tiles that a picture is cut into, besides the tile of the whole picture.
-        tokenizer_files: the folder's tokenizer.json and tokenizer_config.json; they are compared with the
-            configuration, and the second is returned with the processor's name in it.
-
-    Returns:
-        file name to content: processor_config.json, and tokenizer_config.json if it was given.
+        tokenizer_files: the folder's tokenizer.json, which is compared with the configuration, and
+            tokenizer_config.json, which gets the processor's name.
 
     Raises:
         CheckpointError: the tokenizer lacks a token that the processor writes, or has another id for it than `config`.

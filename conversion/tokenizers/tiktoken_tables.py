@@ -236,7 +236,7 @@ def _family(content: Mapping[str, Any], origin: str) -> str:
 
 
 def looks_like_table(content: bytes) -> bool:
-    """Whether one of the first lines is a word and a number, as in a table; the rest may be damaged."""
+    """Whether a tokenizer.model is a table of ranks: one of its first lines is a word and a number."""
     is_binary = any(byte < 9 or 13 < byte < 32 for byte in content[:64])
     return not is_binary and any(
         re.fullmatch(rb"[!-~]+ \d+\s*", line) for line in content[:4096].splitlines()[:10]

@@ -131,13 +131,14 @@ def compare_configs(
     return structure, function
 
 
+def _of_parts(config: LlamoeConfig, facts_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    parts = {part: facts_of(getattr(config, part)) for part in config.sub_configs}
+    return {f"{part}.{name}": value for part, facts in parts.items() for name, value in facts.items()}
+
+
 def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
     if isinstance(config, LlamoeConfig):
-        return {
-            f"{part}.{name}": value
-            for part in config.sub_configs
-            for name, value in _structure(getattr(config, part)).items()
-        }
+        return _of_parts(config, _structure)
     names = _TOWER_STRUCTURE if isinstance(config, LlamoeVisionConfig) else _DECODER_STRUCTURE
     return {name: getattr(config, name, None) for name in names}
 
@@ -145,11 +146,7 @@ def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
 def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
     """Each field that the function depends on, as it is shown and as it is compared."""
     if isinstance(config, LlamoeConfig):
-        inner = {
-            f"{part}.{name}": value
-            for part in config.sub_configs
-            for name, value in _function(getattr(config, part)).items()
-        }
+        inner = _of_parts(config, _function)
         return {**inner, "image_token_index": (config.image_token_index, config.image_token_index)}
     if isinstance(config, LlamoeVisionConfig):
         return _function_of_tower(config)

@@ -142,8 +142,8 @@ def run(
         used: filled with the experts that a token was sent to, under the name of each layer's stack.
 
     Returns:
-        `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower `last_hidden_state` and, if it has one,
-        `pooler_output`. Float32, on the CPU.
+        float32 on the CPU: `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower `last_hidden_state` and,
+        if it has one, `pooler_output`.
     """
     model = build_empty(config)
     if stream:
