@@ -141,7 +141,10 @@ def takes_options(function: Callable[_Given, _Result]) -> Callable[_Given, _Resu
 
     @functools.wraps(function)
     def complete(*args, **kwargs):
-        given = signature.bind(*args, **kwargs)
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}(): {error}") from None
         given.apply_defaults()
         return function(*given.args, **given.kwargs)
 

@@ -65,7 +65,8 @@ def _shared_options(
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(
             metavar="<dtype>",
-            help="Cast all weights to bfloat16, float16 or float32. By default each keeps its dtype.",
+            help="Cast all weights to bfloat16, float16 or float32. By default SOURCE's dtypes stay; assemble takes "
+            "TEXT's.",
         ),
     ] = None,
     shard_size: Annotated[
