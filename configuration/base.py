@@ -228,11 +228,9 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _check_model_type(cls, model_type: Any, architectures: Any = None) -> None:
-        """Refuse a model type that this class does not read, and name what does.
+        """Refuse a model type that this class does not read, and name what does; None passes.
 
-        Args:
-            model_type: should be ours or stock's; None passes.
-            architectures: what config.json says of the model's class, unchecked.
+        `architectures` is what config.json says of the model's class, unchecked.
         """
         accepted = [name for name in (cls.model_type, cls.stock_model_type) if name]
         if model_type is None or model_type in accepted:

@@ -24,43 +24,32 @@ _MOST_NAMES = 100
 
 # Upper limits of sizes. Each is far above anything published, and small enough that what a configuration creates
 # (lists with an entry a layer, empty modules, counts) takes seconds.
-MOST = {
-    "num_hidden_layers": 4096,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 24,
-    "intermediate_size_mlp": 1 << 24,
-    "vocab_size": 1 << 26,
-    "num_attention_heads": 1 << 16,
-    "num_key_value_heads": 1 << 16,
-    "head_dim": 1 << 16,
-    "num_local_experts": 1 << 16,
-    "max_position_embeddings": 1 << 40,
-    "attention_chunk_size": 1 << 40,
-    "floor_scale": 1 << 40,
-    "interleave_moe_layer_step": 1 << 40,
-    "no_rope_layer_interval": 1 << 40,
-    "image_size": 1 << 16,
-    "patch_size": 1 << 16,
-    "num_channels": 1 << 16,
-    "vision_output_dim": 1 << 20,
-    "projector_input_dim": 1 << 20,
-    "projector_output_dim": 1 << 20,
-    "projection_dim": 1 << 20,
-    "num_labels": 1 << 20,
-}
+_LIMITS = {
+    4096: ("num_hidden_layers",),
+    1 << 16: (
+        "num_attention_heads", "num_key_value_heads", "head_dim", "num_local_experts", "image_size", "patch_size",
+        "num_channels",
+    ),
+    1 << 20: (
+        "hidden_size", "vision_output_dim", "projector_input_dim", "projector_output_dim", "projection_dim",
+        "num_labels",
+    ),
+    1 << 24: ("intermediate_size", "intermediate_size_mlp"),
+    1 << 26: ("vocab_size",),
+    1 << 40: (
+        "max_position_embeddings", "attention_chunk_size", "floor_scale", "interleave_moe_layer_step",
+        "no_rope_layer_interval",
+    ),
+}  # fmt: skip
+MOST = {name: limit for limit, names in _LIMITS.items() for name in names}
 # Limit of lists and dictionaries, whose entries belong to layers, tokens or labels.
 _MOST_ENTRIES = 1 << 20
 
 
 def fail(config: Any, field: str, value: Any, problem: str, valid: str) -> NoReturn:
-    """Raise the error for one field.
+    """Raise the error for one field of a configuration or its class: what is wrong, and what would be accepted.
 
-    Args:
-        config: The configuration or its class.
-        field: Name of the field, with an index or key in brackets if the fault lies inside it.
-        value: Value of the field.
-        problem: What is wrong with it.
-        valid: What would be accepted.
+    The field's name has an index or key in brackets if the fault lies inside it.
     """
     owner = config.__name__ if isinstance(config, type) else type(config).__name__
     try:
@@ -90,15 +79,9 @@ def listed(names: Iterable[Any], limit: int = 5) -> str:
 
 
 def find_misspelt(given: Iterable[str], known: Container[str], fields: Sequence[str]) -> dict[str, str]:
-    """Find names that nearly spell a field.
+    """Names that nearly spell a field, each with that field; those in `known` mean something as they are.
 
-    Args:
-        given: Names of keyword arguments.
-        known: Names that mean something as they are.
-        fields: What may have been meant.
-
-    Returns:
-        Misspelt name to field. Of a file with names without end the first ones are looked into.
+    Of a file with names without end the first ones are looked into.
     """
     unknown = (name for name in given if name not in known and len(name) <= _LONGEST_NAME)
     found = {}
@@ -109,13 +92,7 @@ def find_misspelt(given: Iterable[str], known: Container[str], fields: Sequence[
 
 
 def check_size(config: Any, name: str, value: Any) -> None:
-    """Refuse an unreasonably large size, before anything is created from it.
-
-    Args:
-        config: The configuration whose field is about to be set.
-        name: Name of the field.
-        value: Its new value.
-    """
+    """Refuse an unreasonably large size for a field, before anything is created from it."""
     if type(value) is int:
         most = MOST.get(name)
         if most is not None and value > most:
@@ -159,6 +136,12 @@ def check_heads(config: Any) -> None:
         fail(config, "num_key_value_heads", kv_heads, problem, enumerate_words(divisors))
 
 
+def nearest_multiples(value: int, step: int) -> str:
+    """The multiples of `step` next to a value, in words."""
+    below = value // step * step
+    return enumerate_words([multiple for multiple in (below, below + step) if multiple > 0])
+
+
 def derive_head_dim(config: Any) -> int:
     """Width of a head if the configuration names none: the hidden size split evenly.
 
@@ -168,19 +151,16 @@ def derive_head_dim(config: Any) -> int:
     check_positive(config, "hidden_size", "num_attention_heads")
     if hidden % heads:
         problem = f"must be a multiple of num_attention_heads = {heads} when head_dim is not given"
-        below = hidden // heads * heads
-        nearest = enumerate_words([n for n in (below, below + heads) if n > 0])
-        fail(config, "hidden_size", hidden, problem, f"{nearest}, or any size with head_dim set")
+        valid = f"{nearest_multiples(hidden, heads)}, or any size with head_dim set"
+        fail(config, "hidden_size", hidden, problem, valid)
     return hidden // heads
 
 
 def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
     """Demand a rotary embedding that transformers knows and that fits the head.
 
-    Args:
-        config: A configuration with `rope_parameters` and `head_dim`.
-        rotary_multiple: Number of which the head's width must be a multiple: 2 in a decoder (pairs of channels), 4
-            for patches (pairs, half of them for each axis).
+    The head's width must be a multiple of `rotary_multiple`: 2 in a decoder (pairs of channels), 4 for patches (pairs,
+    half of them for each axis).
     """
     parameters = config.rope_parameters
     for name, value in parameters.items():

@@ -76,16 +76,9 @@ class _DecoderConfig(LlamoeBaseConfig):
 
     def _check_decoder(self) -> None:
         check_positive(
-            self,
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        )
+            self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "max_position_embeddings",
+        )  # fmt: skip
         check_heads(self)
         check_probability(self, "attention_dropout")
         check_not_negative(self, "initializer_range", "rms_norm_eps")

@@ -79,11 +79,7 @@ _converter: ContextVar[Callable[[Any], dict[str, Any]] | None] = ContextVar("lla
 
 @contextmanager
 def written_by(converter: Callable[[Any], dict[str, Any]] | None) -> Iterator[None]:
-    """Context in which configurations are saved as `converter` writes them, without our module.
-
-    Args:
-        converter: from a configuration to the content of config.json; None for our layout.
-    """
+    """Context in which a configuration is saved as the content that `converter` returns; None for our layout."""
     token = _converter.set(converter)
     try:
         yield
@@ -97,14 +93,10 @@ def entries_of_others(auto_map: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def auto_map(config: Any, is_ours: bool) -> dict[str, str]:
-    """Entries of `auto_map` for the folder of a configuration.
+    """Entries of `auto_map` for the folder of a configuration, Auto class to `file.class`.
 
-    Args:
-        config: one of our configurations; `architectures[0]` names the model class in the folder.
-        is_ours: the class of the configuration is llamoe's own, not a user's subclass.
-
-    Returns:
-        Auto class to `file.class`. Entries of a user's own class stay.
+    `architectures[0]` names the model class in the folder. `is_ours` says that the configuration's class is llamoe's
+    own, not a user's subclass. Entries of a user's own class stay.
     """
     served = AUTO_CLASSES[config.model_type]
     architecture = (config.architectures or [None])[0]
@@ -122,11 +114,7 @@ def auto_map(config: Any, is_ours: bool) -> dict[str, str]:
 def write_config(config: Any, path: Path, content: Mapping[str, Any], is_ours: bool) -> None:
     """Write config.json and, in our layout, the module beside it; in stock's layout remove the module.
 
-    Args:
-        config: the configuration.
-        path: path of config.json.
-        content: its content in our layout, without `auto_map`.
-        is_ours: see `auto_map`.
+    `content` is that of our layout, without `auto_map`, which says what `is_ours` means.
     """
     converter = _converter.get()
     module = path.with_name(f"{MODULE_NAME}.py")

@@ -5,6 +5,8 @@ import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .errors import CheckpointError
@@ -15,14 +17,24 @@ _MOST_BYTES = 1 << 24
 LARGE = 1 << 27
 
 
+@contextmanager
+def reading(name: object) -> Iterator[None]:
+    """Context in which an `OSError` becomes the `CheckpointError` that `name`, a path, cannot be read."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be read ({error.strerror or error}).") from error
+
+
+def to_json(content: Any) -> bytes:
+    """The content as JSON in the form of Hugging Face's folders."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
 def check_regular(path: str | os.PathLike) -> os.stat_result:
-    """Check that a path is a regular file, or a link to one.
-
-    Args:
-        path: the file.
-
-    Returns:
-        its `os.stat` result.
+    """The `os.stat` result of a regular file, or of a link to one.
 
     Raises:
         OSError: it does not exist or is not accessible; an `IsADirectoryError` for a folder.
@@ -37,14 +49,7 @@ def check_regular(path: str | os.PathLike) -> os.stat_result:
 
 
 def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Args:
-        path: the file.
-        most: largest number of bytes that is accepted.
-
-    Returns:
-        the object.
+    """The object in a JSON file of at most `most` bytes.
 
     Raises:
         CheckpointError: the file is missing, larger than `most`, no JSON, or no object; an object has a name twice,

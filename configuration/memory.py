@@ -15,9 +15,6 @@ def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list
         config: A decoder's configuration, or a multimodal one.
         context: Tokens of the prompt and the answer together.
         piece: Tokens of the prompt that one pass reads: all of them, or `prefill_chunk_size` of `generate`.
-
-    Returns:
-        One number a layer.
     """
     text = config.get_text_config()
     for name, value, most in (
@@ -37,7 +34,7 @@ def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list
 def cache_bytes(
     config: LlamoeBaseConfig, context: int, batch_size: int = 1, element_size: int = 2, piece: int = 1
 ) -> list[int]:
-    """Bytes of each layer's cache at its fullest.
+    """Bytes of each layer's cache at its fullest: keys and values, for every key-value head, token and row.
 
     Args:
         config: A decoder's configuration, or a multimodal one.
@@ -45,9 +42,6 @@ def cache_bytes(
         batch_size: Rows.
         element_size: Bytes of a number: 2 in bfloat16.
         piece: See `cache_tokens`.
-
-    Returns:
-        One number a layer: keys and values, for every key-value head, token and row.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size = {batch_size!r}: should be rows, 1 or more")

@@ -27,21 +27,17 @@ ATTENTION_TP = {
     "layers.*.self_attn.o_proj": "rowwise",
 }
 
-DENSE_TP = {
-    **ATTENTION_TP,
-    "layers.*.mlp.gate_proj": "colwise",
-    "layers.*.mlp.up_proj": "colwise",
-    "layers.*.mlp.down_proj": "rowwise",
-}
+
+def _feed_forward_tp(name: str) -> dict[str, str]:
+    return {f"{name}.gate_proj": "colwise", f"{name}.up_proj": "colwise", f"{name}.down_proj": "rowwise"}
+
+
+DENSE_TP = {**ATTENTION_TP, **_feed_forward_tp("layers.*.mlp")}
 
 TEXT_TP = {
     **ATTENTION_TP,
-    "layers.*.feed_forward.gate_proj": "colwise",
-    "layers.*.feed_forward.up_proj": "colwise",
-    "layers.*.feed_forward.down_proj": "rowwise",
-    "layers.*.feed_forward.shared_expert.gate_proj": "colwise",
-    "layers.*.feed_forward.shared_expert.up_proj": "colwise",
-    "layers.*.feed_forward.shared_expert.down_proj": "rowwise",
+    **_feed_forward_tp("layers.*.feed_forward"),
+    **_feed_forward_tp("layers.*.feed_forward.shared_expert"),
     "layers.*.feed_forward.experts.gate_up_proj": "packed_rowwise",
     "layers.*.feed_forward.experts.down_proj": "colwise",
     "layers.*.feed_forward.experts": "moe_tp_experts",
@@ -88,12 +84,7 @@ def wildcard(name: str) -> str:
 
 
 def check_parallel(config: PreTrainedConfig, tp_size: int, ep_size: int) -> None:
-    """Check that the number of devices divides attention heads and experts.
-
-    Args:
-        config: any of our models' configs.
-        tp_size: devices of tensor parallelism; 1 is none.
-        ep_size: devices of expert parallelism; 1 is none.
+    """Check that the devices of tensor and of expert parallelism, 1 for none, share heads and experts evenly.
 
     Raises:
         ValueError: `tp_size` does not divide the attention heads, or `ep_size` the experts.

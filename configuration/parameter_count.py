@@ -31,14 +31,7 @@ class ParameterCount:
 
 
 def count_parameters(config: LlamoeBaseConfig) -> ParameterCount:
-    """Count the parameters of the model that a configuration describes.
-
-    Args:
-        config: Any configuration of ours.
-
-    Returns:
-        The total and the number active for one token.
-    """
+    """The parameters of the model that a configuration of ours describes: the total, and those active for one token."""
     if isinstance(config, LlamoeConfig):
         text, vision = config.text_config, config.vision_config
         projector = vision.vision_output_dim * text.hidden_size

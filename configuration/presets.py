@@ -40,6 +40,17 @@ def _llama_3(*shape: int, **more: Any) -> dict[str, Any]:
     )
 
 
+def _scaled_rope(factor: float, high_freq_factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high_freq_factor,
+        "original_max_position_embeddings": 8192,
+    }
+
+
 def _llama_4(text: dict[str, Any]) -> dict[str, Any]:
     return {
         "model_type": "llamoe",
@@ -110,29 +121,12 @@ def _metaclip(size: str, act: str = "quick_gelu", image_size: int = 224) -> dict
 
 
 _LLAMA_2 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
-_LLAMA_31 = {
-    "max_position_embeddings": 131072,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
+_LLAMA_31 = {"max_position_embeddings": 131072, "rope_parameters": _scaled_rope(8.0, 4.0)}
 _SCOUT = {
     "num_local_experts": 16,
     "interleave_moe_layer_step": 1,
     "use_qk_norm": True,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 16.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-    },
+    "rope_parameters": _scaled_rope(16.0, 1.0),
 }
 _MAVERICK = {
     "num_local_experts": 128,
@@ -172,14 +166,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:
-    """The configuration of a published model.
+    """A new configuration of a published model, one of `PRESETS`.
 
     Args:
-        name: One of `PRESETS`.
+        name: Name of the preset.
         **overrides: Fields to change; a dictionary for `text_config` or `vision_config` changes fields inside it.
-
-    Returns:
-        A new configuration.
     """
     if name not in PRESETS:
         close = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.5)

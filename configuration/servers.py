@@ -16,23 +16,14 @@ SERVERS = {"vllm": "vLLM", "vllm_mla": "vLLM", "sglang": "SGLang"}
 
 
 def warn_of_server(config: PreTrainedConfig) -> None:
-    """Warn, once each, of the server's differences while it builds a decoder; silent elsewhere.
-
-    Args:
-        config: a decoder's config.
-    """
+    """Warn, once each, of the server's differences while it builds a decoder; silent elsewhere."""
     server = SERVERS.get(config._attn_implementation)
     for difference in differences(config, server) if server else ():
         logger.warning_once(f"{server}'s transformers backend, {type(config).__name__}: {difference}")
 
 
 def differences(config: PreTrainedConfig, server: str) -> list[str]:
-    """A sentence for each thing that a server computes differently.
-
-    Args:
-        config: a decoder's config.
-        server: "vLLM" or "SGLang".
-    """
+    """A sentence for each thing that a server, "vLLM" or "SGLang", computes differently in a decoder."""
     found = []
     chunk_size = getattr(config, "attention_chunk_size", None)
     is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())

@@ -45,7 +45,6 @@ _REQUIRED = {
 
 # Also left out: fields of ours that change only training or reporting, and one that stock never declared.
 _DROPPED = {
-    LlamoeDenseConfig: (),
     LlamoeTextConfig: (
         "router_z_loss_coef",
         "router_dropout",
@@ -53,7 +52,6 @@ _DROPPED = {
         "output_expert_load",
     ),
     LlamoeVisionConfig: ("vision_feature_layer",),
-    LlamoeConfig: (),
 }
 
 
@@ -63,9 +61,6 @@ def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig
     Args:
         config: A configuration object or the content of a `config.json`, of model type llama, llama4, llama4_text or
             llama4_vision_model. An object that is ours already is returned as it is, a dictionary of ours is read.
-
-    Returns:
-        The configuration of ours that reads that model type.
     """
     if isinstance(config, LlamoeBaseConfig):
         return config
@@ -81,31 +76,20 @@ def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig
 
 
 def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
-    """The stock equivalent of a configuration, as the content of a `config.json`.
+    """The stock equivalent of a configuration of ours, as the content of a `config.json`.
 
     Fields that change only training or reporting are dropped; attributes that are no field, such as
-    `quantization_config`, are kept.
-
-    Args:
-        config: A configuration of ours.
-
-    Returns:
-        A dictionary that serialises to JSON, with stock model type and architectures throughout.
+    `quantization_config`, are kept. Model type and architectures are stock's throughout.
     """
     config.validate()
     config_class = next(known for known in CONFIG_CLASSES.values() if isinstance(config, known))
     for name, needed in _REQUIRED[config_class].items():
         if (value := getattr(config, name)) != needed:
-            fail(
-                config,
-                name,
-                value,
-                f"transformers' {config.stock_model_type} cannot express it",
-                repr(needed),
-            )
+            problem = f"transformers' {config.stock_model_type} cannot express it"
+            fail(config, name, value, problem, repr(needed))
     unchanged = PreTrainedConfig().to_dict()
     dropped = {"_name_or_path", "auto_map", *_REQUIRED[config_class]} - set(STOCK_CONSTANTS)
-    dropped.update(_DROPPED[config_class])
+    dropped.update(_DROPPED.get(config_class, ()))
     data = {
         name: value
         for name, value in config.to_dict().items()
@@ -122,9 +106,8 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
 def _adjust_dense(config: LlamoeDenseConfig, data: dict[str, Any]) -> None:
     if config.hidden_size % config.num_attention_heads:
         problem = "transformers' llama demands a multiple of num_attention_heads even where head_dim is given"
-        fail(
-            config, "hidden_size", config.hidden_size, problem, f"a multiple of {config.num_attention_heads}"
-        )
+        valid = f"a multiple of {config.num_attention_heads}"
+        fail(config, "hidden_size", config.hidden_size, problem, valid)
 
 
 def _adjust_text(config: LlamoeTextConfig, data: dict[str, Any]) -> None:
@@ -138,22 +121,15 @@ def _adjust_text(config: LlamoeTextConfig, data: dict[str, Any]) -> None:
 
 
 def _adjust_vision(config: LlamoeVisionConfig, data: dict[str, Any]) -> None:
-    if config.intermediate_size != config.adapter_input_dim:
+    inner, output = config.adapter_input_dim, config.projector_output_dim
+    if config.intermediate_size != inner:
         problem = (
             "transformers' adapter reads as many channels as intermediate_size says, and gets another number"
         )
-        fail(config, "intermediate_size", config.intermediate_size, problem, f"{config.adapter_input_dim}")
-    if config.projector_input_dim != config.projector_output_dim:
-        problem = (
-            f"transformers' adapter needs it equal to projector_output_dim = {config.projector_output_dim}"
-        )
-        fail(
-            config,
-            "projector_input_dim",
-            config.projector_input_dim,
-            problem,
-            f"{config.projector_output_dim}",
-        )
+        fail(config, "intermediate_size", config.intermediate_size, problem, f"{inner}")
+    if config.projector_input_dim != output:
+        problem = f"transformers' adapter needs it equal to projector_output_dim = {output}"
+        fail(config, "projector_input_dim", config.projector_input_dim, problem, f"{output}")
 
 
 def _adjust_multimodal(config: LlamoeConfig, data: dict[str, Any]) -> None:

@@ -13,7 +13,14 @@ Sources: Meta's reference implementation of Llama 4; CLIP (Radford et al., 2021,
 from typing import Any, ClassVar
 
 from .base import LlamoeBaseConfig, logger
-from .checks import check_not_negative, check_positive, check_probability, enumerate_words, fail
+from .checks import (
+    check_not_negative,
+    check_positive,
+    check_probability,
+    enumerate_words,
+    fail,
+    nearest_multiples,
+)
 from .parallel import VISION_FSDP, VISION_TP
 
 FEATURE_STRATEGIES = ("default", "full")
@@ -149,30 +156,20 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
     def validate_architecture(self) -> None:
         """Check sizes, heads, the grid and the adapter."""
         check_positive(
-            self,
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_channels",
-            "intermediate_size",
-            "vision_output_dim",
-            "image_size",
-            "patch_size",
-            "projector_input_dim",
-            "projector_output_dim",
+            self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_channels", "intermediate_size",
+            "vision_output_dim", "image_size", "patch_size", "projector_input_dim", "projector_output_dim",
             "projection_dim",
-        )
+        )  # fmt: skip
         check_probability(self, "projector_dropout", "attention_dropout")
         check_not_negative(self, "initializer_range", "norm_eps")
         if self.hidden_size % self.num_attention_heads:
             problem = f"must be a multiple of num_attention_heads = {self.num_attention_heads}"
-            below = self.hidden_size // self.num_attention_heads * self.num_attention_heads
-            nearest = [size for size in (below, below + self.num_attention_heads) if size]
-            fail(self, "hidden_size", self.hidden_size, problem, enumerate_words(nearest))
+            valid = nearest_multiples(self.hidden_size, self.num_attention_heads)
+            fail(self, "hidden_size", self.hidden_size, problem, valid)
         if self.image_size % self.patch_size:
             problem = f"must be a multiple of patch_size = {self.patch_size}"
-            nearest = [n * self.patch_size for n in (self.grid_size, self.grid_size + 1) if n]
-            fail(self, "image_size", self.image_size, problem, enumerate_words(nearest))
+            valid = nearest_multiples(self.image_size, self.patch_size)
+            fail(self, "image_size", self.image_size, problem, valid)
         count = self.num_hidden_layers
         if not -count - 1 <= self.vision_feature_layer <= count:
             problem = f"no such hidden state among num_hidden_layers + 1 = {count + 1}"
@@ -187,17 +184,15 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
     def _check_adapter(self) -> None:
         ratio = self.pixel_shuffle_ratio
         if not 1 / self.image_size <= ratio <= 1 or abs(ratio * self.shuffle_size - 1) > 1e-6:
-            fail(
-                self, "pixel_shuffle_ratio", ratio, "must be one over an integer", "1.0, 0.5, 0.25 and so on"
-            )
+            problem, valid = "must be one over an integer", "1.0, 0.5, 0.25 and so on"
+            fail(self, "pixel_shuffle_ratio", ratio, problem, valid)
         if self.grid_size % self.shuffle_size:
-            side = self.shuffle_size * self.patch_size
-            nearest = [n * side for n in (self.image_size // side, self.image_size // side + 1) if n]
+            nearest = nearest_multiples(self.image_size, self.shuffle_size * self.patch_size)
             problem = (
                 f"its grid of {self.grid_size} by {self.grid_size} patches is not divided by the pixel "
                 f"shuffle, which merges {self.shuffle_size} by {self.shuffle_size}"
             )
-            valid = f"{enumerate_words(nearest)} with patch_size = {self.patch_size}, or use_adapter = False"
+            valid = f"{nearest} with patch_size = {self.patch_size}, or use_adapter = False"
             fail(self, "image_size", self.image_size, problem, valid)
         if self.vision_feature_select_strategy != "default":
             problem = "the pixel shuffle has no place for the class token"

@@ -5,18 +5,16 @@ tensors, block by block.
 
 Reading order: io (a folder: lazy tensors, reading and writing files), tokenizers (a folder), checkpoint (a
 configuration and lazy tensors, read from any format); hf, clip, meta (a folder for each format), open (recognises the
-format); then a file for each command: convert, upcycle, merge_kv_heads, assemble, verify (a folder), footprint,
-inspect; printing, cli (the `llamoe` command). A file or folder imports only what stands before it.
+format); then a file or folder for each command: convert, derive (new models of others' weights: upcycle, gqa,
+assemble), verify, inspect; printing, cli (the `llamoe` command). A file or folder imports only what stands before it.
 """
 
-from .assemble import assemble
 from .checkpoint import Checkpoint, Report
 from .clip import convert_vision
 from .convert import convert
+from .derive import assemble, merge_kv_heads, upcycle
 from .inspect import Inspection, inspect
-from .merge_kv_heads import merge_kv_heads
 from .open import open_checkpoint
-from .upcycle import upcycle
 from .verify import Verification, verify
 
 __all__ = [

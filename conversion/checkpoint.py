@@ -1,33 +1,26 @@
 """A checkpoint of any format: a configuration and lazy tensors under stock Hugging Face keys.
 
 Every source is opened as a `Checkpoint` and every target is written from one, so that a command that changes weights
-works on all formats. This file also holds the checks of tensors against the model that a configuration describes.
+works on all formats. This file also holds the options of writing, and the checks of tensors against the model that a
+configuration describes.
 """
 
 import copy
+import functools
+import inspect
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypedDict, TypeVar, cast, get_type_hints
 
 import torch
 
-from ..configuration import (
-    LlamoeConfig,
-    LlamoeDenseConfig,
-    LlamoeTextConfig,
-    LlamoeVisionConfig,
-)
+from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
 from ..configuration.base import LlamoeBaseConfig
+from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
-from .io import (
-    LazyTensor,
-    Look,
-    Plan,
-    compute,
-    look_at,
-)
+from .io import LazyTensor, Look, Plan, Progress, compute, look_at, write
 
 DTYPES = {
     "float32": torch.float32,
@@ -96,10 +89,81 @@ class Report:
     dry_run: bool
 
 
-def make_report(
-    checkpoint: Checkpoint, target: Path, to: str, plan: Plan, begun: float, dry_run: bool
+class RunOptions(TypedDict, total=False):
+    """Options of every function that writes a folder.
+
+    Attributes:
+        dtype: "float32", "float16" or "bfloat16" for all floating tensors; None keeps the dtype of each.
+        resume: continue a folder that an earlier run left unfinished.
+        dry_run: check and plan everything, write nothing.
+        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`, called for every block.
+    """
+
+    dtype: str | torch.dtype | None
+    resume: bool
+    dry_run: bool
+    progress: Progress | None
+
+
+class WriteOptions(RunOptions, total=False):
+    """Options of every function that writes a Hugging Face folder.
+
+    Attributes:
+        layout: "stock" writes the config.json of transformers' own model type, which llamoe, transformers, vLLM and
+            others read; "llamoe" writes ours, with llamoe_hub.py; None takes stock where it can express the model.
+        shard_size: bytes that a file should not exceed, as a number or a text such as "5GB".
+    """
+
+    layout: str | None
+    shard_size: int | str
+
+
+DEFAULTS = WriteOptions(layout=None, dtype=None, shard_size="5GB", resume=False, dry_run=False, progress=None)
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def takes_options(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Decorate a function with `**options: Unpack[RunOptions]` or `Unpack[WriteOptions]`.
+
+    It gets every option, with its default where the caller gives none. Other names are refused, and `help` and
+    `inspect.signature` show the options like named arguments.
+    """
+    *named, options = inspect.signature(function).parameters.values()
+    (kind,) = options.annotation.__args__
+    types = get_type_hints(kind)
+    named += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+        for name, default in DEFAULTS.items()
+        if name in types
+    ]
+    signature = inspect.Signature(named, return_annotation=inspect.signature(function).return_annotation)
+
+    @functools.wraps(function)
+    def complete(*args, **kwargs):
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}(): {error}") from None
+        given.apply_defaults()
+        return function(*given.args, **given.kwargs)
+
+    complete.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+    return cast(Callable[_Given, _Result], complete)
+
+
+def carry_out(
+    plan: Plan, checkpoint: Checkpoint, target: Path, to: str, begun: float, options: Mapping[str, Any]
 ) -> Report:
-    """The report on a plan; `begun` is `time.monotonic()` at the start."""
+    """Write a plan unless this is a dry run, and report on it.
+
+    The plan's identity gets the source, so that a changed source cannot resume a conversion. `begun` is the time
+    (`time.monotonic()`) at the start, `options` a complete `RunOptions`.
+    """
+    plan.identity = {"source": identify(checkpoint), "to": to, **plan.identity}
+    plan.sources = checkpoint.looks
+    if not options["dry_run"]:
+        write(plan, target, options["resume"], options["progress"])
     return Report(
         source=str(checkpoint.path),
         target=str(target),
@@ -111,7 +175,7 @@ def make_report(
         dropped=dict(checkpoint.dropped),
         notes=list(checkpoint.notes),
         seconds=time.monotonic() - begun,
-        dry_run=dry_run,
+        dry_run=options["dry_run"],
     )
 
 
@@ -132,7 +196,15 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         raise ValueError(
             f"dtype = {name!r}: valid are float32, float16 and bfloat16, or none to keep the source's."
         )
-    return None if dtype is None else DTYPES[name]
+    return DTYPES.get(name)
+
+
+def main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
+    """The dtype that most elements have."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
+    return max(counts, key=lambda dtype: counts[dtype])
 
 
 def check_at_least(least: int, **values: int) -> None:
@@ -140,6 +212,21 @@ def check_at_least(least: int, **values: int) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} = {value!r}; give an integer of at least {least}.")
+
+
+def take_part(whole: Checkpoint, part: str, reason: str) -> Checkpoint:
+    """The decoder ("text_config") or the tower ("vision_config") of a multimodal checkpoint.
+
+    The other tensors are dropped for the reason.
+    """
+    prefix = {"text_config": "language_model.", "vision_config": "vision_model."}[part]
+    kept = {key: tensor for key, tensor in whole.tensors.items() if key.startswith(prefix)}
+    return replace(
+        whole,
+        config=copy.deepcopy(getattr(whole.config, part)),
+        tensors={key.removeprefix(prefix): tensor for key, tensor in kept.items()},
+        dropped=whole.dropped | dict.fromkeys((key for key in whole.tensors if key not in kept), reason),
+    )
 
 
 def model_class(config: LlamoeBaseConfig) -> type:
@@ -164,15 +251,8 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
     try:
         with torch.device("meta"):
             model = model_class(config)(copy.deepcopy(config))
-    except (
-        RuntimeError,
-        ArithmeticError,
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        AssertionError,
-    ) as error:
+    # Both raise errors of many types.
+    except Exception as error:
         raise CheckpointError(f"no model can be made of the configuration ({error}).") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     # A tower has no such field.
@@ -214,29 +294,25 @@ def check_model(
                 f"{tensor.origin}: gives {name} of shape {list(tensor.shape)}, but the configuration asks for "
                 f"{list(expected[name])}. Weights and configuration do not belong together."
             )
-        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            raise CheckpointError(
-                f"{tensor.origin}: has dtype {str(tensor.dtype).removeprefix('torch.')}; plain float32, float16 or "
-                "bfloat16 weights were expected. Quantized weights are not converted."
-            )
-    missing = [name for name in expected if name not in tensors]
-    if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise CheckpointError(
-            f"{place}: {', '.join(missing[:5])}{more} missing; the checkpoint is not whole."
-        )
+        check_plain(tensor)
+    if missing := [name for name in expected if name not in tensors]:
+        raise CheckpointError(f"{place}: {listed(missing)} missing; the checkpoint is not whole.")
     return {name: tensors[name] for name in expected}
 
 
+def check_plain(tensor: LazyTensor) -> None:
+    """Refuse a tensor of a dtype that weights do not have."""
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+        raise CheckpointError(
+            f"{tensor.origin}: has dtype {str(tensor.dtype).removeprefix('torch.')}; plain float32, float16 or "
+            "bfloat16 weights were expected. Quantized weights are not converted."
+        )
+
+
 def tie_heads(tensors: dict[str, LazyTensor]) -> dict[str, str]:
-    """Drop output heads that are tied to the embedding.
+    """Drop output heads that are tied to the embedding from `tensors`; return each one's key with the reason.
 
-    Args:
-        tensors: stock key to tensor; changed in place. Where a head is stored too, reading the embedding compares the
-            two, since transformers ties only equal tensors.
-
-    Returns:
-        key of each head to the reason why it was dropped.
+    Where a head is stored too, reading the embedding compares the two, since transformers ties only equal tensors.
 
     Raises:
         CheckpointError: embedding and head differ in shape or dtype.

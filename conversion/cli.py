@@ -6,11 +6,13 @@ difference, 2 for wrong options or an unusable source, 3 if reading or writing f
 """
 
 import dataclasses
+import functools
+import inspect as signatures
 import json
 import sys
-from enum import StrEnum
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from transformers.utils import logging
@@ -23,241 +25,218 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    help="Weights in and out: LLaMA and Llama 4 checkpoints of Meta and Hugging Face, vision towers of open_clip and "
-    "CLIP, and models made of others.\n\nA command reads SOURCE, never changes it, and writes a new folder TARGET. Its "
-    "format is recognised from its files. Begin with `llamoe inspect PATH`.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Convert, derive, inspect and compare checkpoints: LLaMA and Llama 4 of Meta and Hugging Face, and vision "
+    "towers of open_clip and CLIP.\n\nA command reads SOURCE, whose format it recognises, and writes a new folder "
+    "TARGET. It never changes SOURCE. Begin with `llamoe inspect PATH`.",
 )
-
-
-class Format(StrEnum):
-    """Format of a language model."""
-
-    hf = "hf"
-    meta = "meta"
-
-
-class Tower(StrEnum):
-    """Format of a vision tower."""
-
-    tower = "tower"
-    open_clip = "open_clip"
-    clip = "clip"
-
-
-class Style(StrEnum):
-    """Names of Llama 4's tensors in Meta's format."""
-
-    release = "release"
-    unfused = "unfused"
-
-
-class Experts(StrEnum):
-    """How experts are stored."""
-
-    fused = "fused"
-    split = "split"
-
-
-class Layout(StrEnum):
-    """Owner of the model type in config.json: transformers or llamoe."""
-
-    stock = "stock"
-    llamoe = "llamoe"
-
-
-class Dtype(StrEnum):
-    """Dtype of all floating tensors."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-class Activation(StrEnum):
-    """Activation function of a tower's blocks."""
-
-    quick_gelu = "quick_gelu"
-    gelu = "gelu"
 
 
 _INTERRUPTED = "interrupted; --resume goes on with what is on the disk, where a folder was being written"
 
-Source = Annotated[Path, typer.Argument(help="Folder or file to read; its format is recognised.")]
-Target = Annotated[Path, typer.Argument(help="Folder to write; it must not exist or be empty.")]
-ToDtype = Annotated[
-    Dtype | None, typer.Option("--dtype", help="Cast all weights; the default keeps each one's.")
+Source = Annotated[
+    Path, typer.Argument(metavar="SOURCE", help="Folder or file to read. Its format is recognised.")
 ]
-ShardSize = Annotated[str, typer.Option(help='Largest size of a weight file, such as "5GB" or "500MB".')]
-ToLayout = Annotated[
-    Layout | None,
+Target = Annotated[
+    Path, typer.Argument(metavar="TARGET", help="Folder to write. It must be empty, or not exist.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
+Fold = Annotated[
+    bool,
     typer.Option(
-        help="Whose config.json: transformers' own model type, or llamoe's. The default is stock where it can express "
-        "the model."
+        "--fold-normalization",
+        help="Change the patch weights so that pixels are normalized as for Llama 4, by 0.5 and 0.5.",
     ),
 ]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with a TARGET that an earlier run left unfinished.")
+ActivationOfFile = Annotated[
+    Literal["quick_gelu", "gelu"] | None,
+    typer.Option(help="Activation of an open_clip file without open_clip_config.json beside it."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and plan everything, write nothing.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Seed = Annotated[int, typer.Option(help="Of everything that is random.")]
+Tag = Annotated[
+    str | None,
+    typer.Option(help='Release of an open_clip file, such as "metaclip_fullcc"; it implies the activation.'),
+]
+Heads = Annotated[int | None, typer.Option(help="Attention heads of an open_clip file of unpublished size.")]
 
 
-@app.command()
+def _shared_options(
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(
+            metavar="<dtype>",
+            help="Cast all weights to bfloat16, float16 or float32. By default SOURCE's dtypes stay; assemble takes "
+            "TEXT's.",
+        ),
+    ] = None,
+    shard_size: Annotated[
+        str, typer.Option(help='Largest size of a weight file, such as "5GB" or "500MB".')
+    ] = "5GB",
+    layout: Annotated[
+        Literal["stock", "llamoe"] | None,
+        typer.Option(
+            help="Model type in config.json: that of transformers (stock) or of llamoe. The default is stock if "
+            "transformers can express the model."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue a TARGET that an earlier run left unfinished.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and plan everything, but write nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Declares the options of all commands that write a folder."""
+
+
+def _writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """Register a command that calls a function of `llamoe.conversion`, and prints its report.
+
+    The decorated function is the command's declaration: its arguments, its options besides the shared ones, its help.
+
+    Args:
+        function: the function's name.
+        without: shared options that it does not have.
+    """
+
+    def register(declaration: Callable) -> Callable:
+        shared = signatures.signature(_shared_options).parameters.values()
+        named = [*signatures.signature(declaration).parameters.values()]
+        named += [option for option in shared if option.name not in without]
+
+        @functools.wraps(declaration)
+        def run(*, as_json: bool, **given: Any) -> None:
+            from llamoe import conversion
+
+            with progress_bar(as_json) as progress:
+                report = getattr(conversion, function)(**given, progress=progress)
+            print_report(report, as_json)
+
+        run.__signature__ = signatures.Signature(named)  # pyright: ignore[reportAttributeAccessIssue]
+        run.__annotations__ = {option.name: option.annotation for option in named}
+        return app.command()(run)
+
+    return register
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from llamoe import __version__
+
+        print(f"llamoe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+@_writes("convert")
 def convert(
     source: Source,
     target: Target,
-    to: Annotated[Format, typer.Option(help="Format of the target.")] = Format.hf,
+    to: Annotated[
+        Literal["hf", "meta"], typer.Option(help="Format of TARGET: Hugging Face's or Meta's.")
+    ] = "hf",
     shards: Annotated[
         int | None,
         typer.Option(
-            help="For Meta's format: files, over which each tensor is split. Divides the key-value heads; the "
-            "default is as Meta's releases of that size."
+            help="With --to meta: number of files that each tensor is split over. It must divide the key-value heads. "
+            "The default is that of Meta's releases of this size."
         ),
     ] = None,
     style: Annotated[
-        Style, typer.Option(help="For Meta's format of Llama 4: the published files' names, or the modules'.")
-    ] = Style.release,
-    dtype: ToDtype = None,
-    shard_size: ShardSize = "5GB",
+        Literal["release", "unfused"],
+        typer.Option(
+            help="With --to meta, for Llama 4: tensor names of the published files, or of the modules in Meta's code."
+        ),
+    ] = "release",
     experts: Annotated[
-        Experts,
-        typer.Option(help="For hf: stacked as transformers keeps them, or one linear layer an expert."),
-    ] = Experts.fused,
-    layout: ToLayout = None,
-    resume: Resume = False,
-    dry_run: DryRun = False,
+        Literal["fused", "split"],
+        typer.Option(
+            help="With --to hf: stack the experts as transformers does, or write a linear layer for each."
+        ),
+    ] = "fused",
     checksums: Annotated[
         bool,
         typer.Option(
-            "--checksums", help="First compare the source with its checklist.chk and .pth checksums."
+            "--checksums", help="First compare SOURCE with its checklist.chk and the checksums in .pth files."
         ),
     ] = False,
     instruct: Annotated[
         bool | None,
         typer.Option(
             "--instruct/--no-instruct",
-            help="Whether a model of Meta's was tuned for conversations: chat template, stop tokens, sampling. The "
-            "default goes by the folder's name.",
+            help="Whether a model of Meta's was tuned for conversations. This decides on chat template, stop tokens "
+            "and sampling. The default goes by the folder's name.",
         ),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Convert a LLaMA or Llama 4 checkpoint between Meta's format and Hugging Face's.
 
     The tokenizer, chat template, generation settings and processor settings are converted too. The result works with
     AutoTokenizer, AutoProcessor and generate.
 
-        llamoe convert llama-2-7b-chat chat                      # Meta's files to Hugging Face's
+        llamoe convert llama-2-7b-chat chat                     # from Meta's files
 
-        llamoe convert chat meta --to meta --shards 2            # and back, in two files
+        llamoe convert chat meta --to meta --shards 2           # back, in two files
 
-        llamoe convert Llama-4-Scout scout-split --experts split # a linear layer for each expert
+        llamoe convert Llama-4-Scout scout --experts split      # experts one by one
     """
-    from .convert import convert as run
-
-    with progress_bar(as_json) as progress:
-        report = run(
-            source,
-            target,
-            to=to.value,
-            shards=shards,
-            style=style.value,
-            dtype=_value(dtype),
-            shard_size=shard_size,
-            experts=experts.value,
-            layout=_value(layout),
-            resume=resume,
-            dry_run=dry_run,
-            checksums=checksums,
-            instruct=instruct,
-            progress=progress,
-        )
-    print_report(report, as_json)
 
 
-@app.command()
+@_writes("convert_vision", without=("shard_size", "layout"))
 def vision(
     source: Source,
     target: Target,
     to: Annotated[
-        Tower, typer.Option(help="llamoe's tower, open_clip's file, or transformers' CLIP.")
-    ] = Tower.tower,
+        Literal["tower", "open_clip", "clip"],
+        typer.Option(help="Format of TARGET: llamoe's tower, open_clip's file, or transformers' CLIP."),
+    ] = "tower",
     image_size: Annotated[
         int | None,
-        typer.Option(help="Side of the pictures in pixels; the position grid is resized as open_clip does."),
-    ] = None,
-    fold_normalization: Annotated[
-        bool,
         typer.Option(
-            "--fold-normalization",
-            help="Put CLIP's pixel normalization into the weights: pixels come as Llama 4's.",
+            help="New side of the pictures in pixels. The position grid is resized as open_clip does it."
         ),
-    ] = False,
-    activation: Annotated[
-        Activation | None,
-        typer.Option(help="Of an open_clip file that has no open_clip_config.json beside it."),
     ] = None,
-    tag: Annotated[
-        str | None, typer.Option(help='Or the release\'s tag in open_clip, such as "metaclip_fullcc".')
-    ] = None,
-    heads: Annotated[
-        int | None, typer.Option(help="Attention heads, where the file is of no published size.")
-    ] = None,
-    dtype: ToDtype = None,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    fold_normalization: Fold = False,
+    activation: ActivationOfFile = None,
+    tag: Tag = None,
+    heads: Heads = None,
 ) -> None:
     """Convert a vision tower: open_clip's MetaCLIP, Hugging Face's CLIP and MetaCLIP 2, or llamoe's.
 
     The weights do not show which activation they were trained with.
     MetaCLIP's first releases use QuickGELU.
 
-        llamoe vision l14_fullcc2.5b.pt tower --activation quick_gelu --image-size 336
+        llamoe vision l14_400m.pt tower --activation quick_gelu --image-size 336
     """
-    from .clip import convert_vision as run
-
-    with progress_bar(as_json) as progress:
-        report = run(
-            source,
-            target,
-            to=to.value,
-            image_size=image_size,
-            fold_normalization=fold_normalization,
-            activation=_value(activation),
-            tag=tag,
-            heads=heads,
-            dtype=_value(dtype),
-            resume=resume,
-            dry_run=dry_run,
-            progress=progress,
-        )
-    print_report(report, as_json)
 
 
-@app.command()
+@_writes("upcycle")
 def upcycle(
-    source: Annotated[Path, typer.Argument(help="A dense LLaMA of any format.")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A dense LLaMA of any format.")],
     target: Target,
-    experts: Annotated[int, typer.Option(help="Routed experts of each mixture layer.")],
+    experts: Annotated[int, typer.Option(help="Number of routed experts in each mixture layer.")],
     interleave: Annotated[
-        int, typer.Option(help="Distance between mixture layers: 1 for all, 2 for every second.")
+        int, typer.Option(help="Distance between mixture layers: 1 for every layer, 2 for every second.")
     ] = 1,
-    top_k: Annotated[int, typer.Option(help="Experts that a token is sent to.")] = 1,
+    top_k: Annotated[int, typer.Option(help="Number of experts that a token is sent to.")] = 1,
     noise: Annotated[
         float,
         typer.Option(
-            help="Noise on the experts, as a part of the weights' deviation; 0 keeps the function exactly."
+            help="Noise on the experts' weights, as a fraction of the dense weights' standard deviation. 0 keeps the "
+            "function exactly."
         ),
     ] = 0.0,
     seed: Seed = 0,
-    dtype: ToDtype = None,
-    shard_size: ShardSize = "5GB",
-    layout: ToLayout = None,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
 ) -> None:
     """Make a mixture of experts from a dense LLaMA; before training it computes the same function.
 
@@ -266,40 +245,15 @@ def upcycle(
 
         llamoe upcycle llama-2-7b moe --experts 8 --interleave 2
     """
-    from .upcycle import upcycle as run
-
-    with progress_bar(as_json) as progress:
-        report = run(
-            source,
-            target,
-            experts=experts,
-            interleave=interleave,
-            top_k=top_k,
-            noise=noise,
-            seed=seed,
-            dtype=_value(dtype),
-            shard_size=shard_size,
-            layout=_value(layout),
-            resume=resume,
-            dry_run=dry_run,
-            progress=progress,
-        )
-    print_report(report, as_json)
 
 
-@app.command()
+@_writes("merge_kv_heads")
 def gqa(
     source: Source,
     target: Target,
     kv_heads: Annotated[
-        int, typer.Option(help="Key-value heads of the result; divides those of the source.")
+        int, typer.Option(help="Number of key-value heads of the result. It must divide SOURCE's.")
     ],
-    dtype: ToDtype = None,
-    shard_size: ShardSize = "5GB",
-    layout: ToLayout = None,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
 ) -> None:
     """Merge groups of key-value heads, to turn multi-head attention into grouped-query attention.
 
@@ -308,56 +262,38 @@ def gqa(
 
         llamoe gqa llama-2-7b llama-2-7b-gqa --kv-heads 8
     """
-    from .merge_kv_heads import merge_kv_heads as run
-
-    with progress_bar(as_json) as progress:
-        report = run(
-            source,
-            target,
-            kv_heads=kv_heads,
-            dtype=_value(dtype),
-            shard_size=shard_size,
-            layout=_value(layout),
-            resume=resume,
-            dry_run=dry_run,
-            progress=progress,
-        )
-    print_report(report, as_json)
 
 
-@app.command()
+@_writes("assemble")
 def assemble(
     text: Annotated[
-        Path, typer.Argument(help="The decoder, with its tokenizer: LLaMA, a mixture, or Llama 4.")
+        Path,
+        typer.Argument(
+            metavar="TEXT", help="The decoder with its tokenizer: a LLaMA, a mixture, or a Llama 4."
+        ),
     ],
-    vision_tower: Annotated[
-        Path, typer.Argument(metavar="VISION", help="The tower: a folder or an open_clip file.")
+    vision: Annotated[
+        Path, typer.Argument(metavar="VISION", help="The vision tower: a folder, or an open_clip file.")
     ],
     target: Target,
     image_size: Annotated[
-        int | None, typer.Option(help="Side of a tile in pixels; the default keeps the tower's.")
+        int | None, typer.Option(help="Side of a tile in pixels. The default is the tower's.")
     ] = None,
     pixel_shuffle_ratio: Annotated[
         float | None,
-        typer.Option(help="The adapter merges 1/ratio by 1/ratio patches into one token; default 0.5."),
+        typer.Option(
+            help="The adapter merges squares of 1/ratio by 1/ratio patches into one token. The default is 0.5."
+        ),
     ] = None,
     projector_dim: Annotated[
-        int | None, typer.Option(help="Width of the adapter; default the decoder's.")
+        int | None, typer.Option(help="Width of the adapter's output. The default is the decoder's width.")
     ] = None,
-    max_tiles: Annotated[int, typer.Option(help="Tiles that a picture is cut into at most.")] = 16,
-    fold_normalization: Annotated[
-        bool, typer.Option("--fold-normalization", help="Put CLIP's pixel normalization into the weights.")
-    ] = False,
-    activation: Annotated[Activation | None, typer.Option(help="See `llamoe vision`.")] = None,
-    tag: Annotated[str | None, typer.Option(help="See `llamoe vision`.")] = None,
-    heads: Annotated[int | None, typer.Option(help="See `llamoe vision`.")] = None,
+    max_tiles: Annotated[int, typer.Option(help="Largest number of tiles that a picture is cut into.")] = 16,
+    fold_normalization: Fold = False,
+    activation: ActivationOfFile = None,
+    tag: Tag = None,
+    heads: Heads = None,
     seed: Seed = 0,
-    dtype: ToDtype = None,
-    shard_size: ShardSize = "5GB",
-    layout: ToLayout = None,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
 ) -> None:
     """Join a decoder and a vision tower into one multimodal checkpoint, ready for training.
 
@@ -366,47 +302,27 @@ def assemble(
 
         llamoe assemble moe tower multimodal
     """
-    from .assemble import assemble as run
-
-    with progress_bar(as_json) as progress:
-        report = run(
-            text,
-            vision_tower,
-            target,
-            image_size=image_size,
-            pixel_shuffle_ratio=pixel_shuffle_ratio,
-            projector_dim=projector_dim,
-            max_tiles=max_tiles,
-            fold_normalization=fold_normalization,
-            activation=_value(activation),
-            tag=tag,
-            heads=heads,
-            seed=seed,
-            dtype=_value(dtype),
-            shard_size=shard_size,
-            layout=_value(layout),
-            resume=resume,
-            dry_run=dry_run,
-            progress=progress,
-        )
-    print_report(report, as_json)
 
 
 @app.command()
 def inspect(
     path: Annotated[
-        str, typer.Argument(help="A checkpoint of any format, a config.json, or the name of a preset.")
+        str,
+        typer.Argument(
+            metavar="PATH", help="A checkpoint of any format, a config.json, or the name of a preset."
+        ),
     ],
     context: Annotated[
-        int | None, typer.Option(help="Tokens that the cache is counted for; default 8192.")
+        int | None,
+        typer.Option(help="Tokens in the KV cache. The default is 8192, or the model's limit if lower."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Rows that the cache is counted for.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences in the KV cache.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint is and how much memory it needs.
 
     Only headers are read, no weights.
-    The memory is that of the weights, and of the cache for this context and batch.
+    The memory is that of the weights, and of the KV cache for this context and batch.
 
         llamoe inspect Llama-4-Maverick --context 32768 --batch 4
     """
@@ -418,19 +334,22 @@ def inspect(
 
 @app.command()
 def verify(
-    a: Annotated[Path, typer.Argument(help="A checkpoint of any format.")],
-    b: Annotated[Path, typer.Argument(help="Another.")],
-    tokens: Annotated[int, typer.Option(help="Random tokens in a row.")] = 32,
-    rows: Annotated[int, typer.Option(help="Rows.")] = 2,
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any format.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another checkpoint, of any format.")],
+    tokens: Annotated[int, typer.Option(help="Number of random tokens in each row.")] = 32,
+    rows: Annotated[int, typer.Option(help="Number of rows.")] = 2,
     seed: Seed = 0,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Largest difference that counts as the same, in deviations of the output."),
+        typer.Option(
+            help="Largest difference of outputs that counts as none, in standard deviations of the output. The "
+            "default is 0.0001."
+        ),
     ] = None,
     logits: Annotated[
-        bool, typer.Option(help="Run both models; otherwise only weights are compared.")
+        bool, typer.Option(help="Whether to run both models, or to compare only their weights.")
     ] = True,
-    device: Annotated[str, typer.Option(help="Where the models run.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device that the models run on, such as cuda.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Check whether two checkpoints, in any formats, compute the same function.
@@ -438,22 +357,13 @@ def verify(
     Keys, shapes and weights are compared first.
     Then both models run, and hidden states and logits are compared.
 
-        llamoe verify llama-2-7b-chat chat      # Meta's folder and the folder made from it
+        llamoe verify llama-2-7b-chat chat      # before and after convert
     """
     from .verify import verify as run
 
+    options = {"tokens": tokens, "rows": rows, "seed": seed, "tolerance": tolerance, "logits": logits}
     with progress_bar(as_json) as progress:
-        found = run(
-            a,
-            b,
-            tokens=tokens,
-            rows=rows,
-            seed=seed,
-            tolerance=tolerance,
-            logits=logits,
-            device=device,
-            progress=progress,
-        )
+        found = run(a, b, **options, device=device, progress=progress)
     print_sections(found.as_dict(), found.sections(), as_json)
     same = found.same_weights if found.same_function is None else found.same_function
     if not same:
@@ -492,10 +402,6 @@ def _fail(error: object, status: int, as_json: bool) -> NoReturn:
         print(json.dumps({"error": message, "status": status}))
     print(f"llamoe: {message}", file=sys.stderr)
     sys.exit(status)
-
-
-def _value(choice: StrEnum | None) -> str | None:
-    return None if choice is None else choice.value
 
 
 if __name__ == "__main__":

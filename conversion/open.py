@@ -7,13 +7,10 @@ from typing import Any
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeVisionConfig
 from ..configuration.errors import CheckpointError
 from .checkpoint import Checkpoint
-from .clip import open_tower
+from .clip import open_tower, tower_kind
 from .hf import open_hf
-from .io import check_apart, check_source, check_target, read_json
+from .io import check_apart, check_source, check_target
 from .meta import open_meta
-
-_TOWERS = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
-_OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 
 
 def open_checkpoint(
@@ -38,12 +35,10 @@ def open_checkpoint(
     check_source(path)
     if (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
         return open_meta(path, companions=companions, instruct=instruct)
-    if any((path / name).is_file() for name in _OPEN_CLIP_FILES):
-        # Before config.json: timm's folders have one of their own.
+    # Before config.json: timm's folders have one of their own.
+    if tower_kind(path) in ("open_clip", "clip"):
         return open_tower(path)
     if (path / "config.json").is_file():
-        if read_json(path / "config.json").get("model_type") in _TOWERS:
-            return open_tower(path)
         return open_hf(path, companions=companions)
     inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
     raise CheckpointError(
@@ -52,11 +47,13 @@ def open_checkpoint(
     )
 
 
-def open_source(source: str | Path, target: str | Path, resume: bool) -> Checkpoint:
+def open_source(
+    source: str | os.PathLike, target: str | os.PathLike, resume: bool, *, instruct: bool | None = None
+) -> Checkpoint:
     """Open the source of a conversion, after checking that the target is not in use."""
     check_apart(Path(source), Path(target))
     check_target(Path(target), resume)
-    return open_checkpoint(source)
+    return open_checkpoint(source, instruct=instruct)
 
 
 def describe(config: Any) -> str:

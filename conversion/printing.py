@@ -81,13 +81,7 @@ def _shorten(names: list[str]) -> str:
 def print_sections(
     content: dict[str, Any], sections: list[tuple[str, list[tuple[str, str]]]], as_json: bool
 ) -> None:
-    """Print a result.
-
-    Args:
-        content: the result for JSON.
-        sections: titles with rows of label and text.
-        as_json: whether to print JSON.
-    """
+    """Print a result: as JSON its content, else titles with rows of label and text."""
     if as_json:
         print(json.dumps(content, indent=2, default=str))
         return

@@ -10,34 +10,40 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from transformers import CLIPVisionConfig
 
+from ...configuration.json_files import to_json
 from ...configuration.vision import LlamoeVisionConfig
-from ..checkpoint import Checkpoint, Report, identify, make_report, parse_dtype
+from ..checkpoint import (
+    Checkpoint,
+    Report,
+    RunOptions,
+    carry_out,
+    check_at_least,
+    main_dtype,
+    parse_dtype,
+    takes_options,
+)
 from ..hf import save_hf
 from ..io import (
     LazyTensor,
     Plan,
-    Progress,
     check_apart,
     check_target,
     from_tensor,
     read_json,
     split_shards,
-    to_json,
-    write,
     write_through,
 )
 from . import image_processors
+from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP
 from .open_clip_config import OPEN_CLIP_CONFIG, write_model_cfg
-from .open_tower import OPEN_CLIP_FILES, PROCESSOR, open_tower, tower_kind
+from .open_tower import OPEN_CLIP_FILES, open_tower
 from .resize import POSITIONS, fold_normalization, resize_positions
-
-__all__ = ["convert_vision", "fold", "open_tower", "resize", "tower_kind"]
 
 _TARGETS = ("tower", "open_clip", "clip")
 _LLAMA_4 = ([0.5] * 3, [0.5] * 3)
@@ -51,6 +57,7 @@ _REQUIRED = {
 }
 
 
+@takes_options
 def convert_vision(
     source: str | os.PathLike,
     target: str | os.PathLike,
@@ -61,10 +68,7 @@ def convert_vision(
     activation: str | None = None,
     tag: str | None = None,
     heads: int | None = None,
-    dtype: str | torch.dtype | None = None,
-    resume: bool = False,
-    dry_run: bool = False,
-    progress: Progress | None = None,
+    **options: Unpack[RunOptions],
 ) -> Report:
     """Convert a vision tower between open_clip, transformers' CLIP and ours, in any direction.
 
@@ -83,11 +87,7 @@ def convert_vision(
         tag: the release's tag in open_clip, such as "metaclip_fullcc".
         heads: number of attention heads; needed for an open_clip file of an unpublished size without
             open_clip_config.json.
-        dtype: "float32", "float16" or "bfloat16" for all tensors; None keeps the dtype of each.
-        resume: continue a folder that an earlier run left unfinished.
-        dry_run: check and plan everything, write nothing.
-        progress: called for every block.
-        progress: called for every block.
+        **options: see `RunOptions`.
 
     Returns:
         what was written; its notes say where the activation came from and what was changed.
@@ -101,9 +101,9 @@ def convert_vision(
     source, target = Path(source), Path(target)
     if to not in _TARGETS:
         raise ValueError(f"to = {to!r}: valid are {', '.join(map(repr, _TARGETS))}.")
-    wanted = parse_dtype(dtype)
+    wanted = parse_dtype(options["dtype"])
     check_apart(source, target)
-    check_target(target, resume)
+    check_target(target, options["resume"])
     checkpoint = open_tower(source, activation=activation, tag=tag, heads=heads)
     if to != "tower":
         _check_expressible(checkpoint, to)
@@ -111,74 +111,46 @@ def convert_vision(
         checkpoint = resize(checkpoint, image_size)
     if fold_normalization:
         checkpoint = fold(checkpoint)
-    options = {"image_size": image_size, "fold_normalization": fold_normalization}
-    options |= {"hidden_act": checkpoint.config.hidden_act, "heads": checkpoint.config.num_attention_heads}
+    identity = {"image_size": image_size, "fold_normalization": fold_normalization}
+    identity |= {"hidden_act": checkpoint.config.hidden_act, "heads": checkpoint.config.num_attention_heads}
     if to == "tower":
-        report = save_hf(
-            checkpoint,
-            target,
-            layout="llamoe",
-            dtype=wanted,
-            resume=resume,
-            dry_run=dry_run,
-            progress=progress,
-            options=options,
-        )
+        report = save_hf(checkpoint, target, layout="llamoe", identity=identity, **options)
         return replace(report, to="tower", seconds=time.monotonic() - begun)
     plan_target = _plan_open_clip if to == "open_clip" else _plan_clip
     checkpoint, plan = plan_target(checkpoint, wanted)
-    plan.identity = {"source": identify(checkpoint), "to": to, "dtype": str(wanted), **options}
-    plan.sources = checkpoint.looks
-    if not dry_run:
-        write(plan, target, resume, progress)
-    return make_report(checkpoint, target, to, plan, begun, dry_run)
+    plan.identity = {"dtype": str(wanted), **identity}
+    return carry_out(plan, checkpoint, target, to, begun, options)
 
 
 def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
-    """A tower for another picture size: positions resized (see `resize_positions`), processor adapted.
-
-    Args:
-        checkpoint: a tower.
-        image_size: side of the pictures, in pixels.
+    """A tower for pictures of another size in pixels: positions resized (see `resize_positions`), processor adapted.
 
     Raises:
         ValueError: the size is no multiple of the patch size, or the grid does not fit the tower's adapter.
     """
     before = cast(LlamoeVisionConfig, checkpoint.config)
-    if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
-        raise ValueError(
-            f"image_size = {image_size!r}: should be the side of the pictures in pixels, 1 or more."
-        )
+    check_at_least(1, image_size=image_size)
     config = copy.deepcopy(before)
     config.image_size = image_size
     config.validate()
     positions = resize_positions(checkpoint.tensors[POSITIONS], config.grid_size)
     companions = dict(checkpoint.companions)
-    processor = _processor(checkpoint)
-    if processor is not None:
-        old = cast(int, before.image_size)
-        companions[PROCESSOR] = to_json(image_processors.with_image_size(processor, old, image_size))
-    note = f"positions: resized from {before.grid_size} x {before.grid_size} to {config.grid_size} x {config.grid_size}"
-    return replace(
-        checkpoint,
-        config=config,
-        tensors={**checkpoint.tensors, POSITIONS: positions},
-        companions=companions,
-        notes=[
-            *checkpoint.notes,
-            note if config.grid_size != before.grid_size else "positions: as they were",
-        ],
+    if (processor := _processor(checkpoint)) is not None:
+        side = cast(int, before.image_size)
+        companions[PROCESSOR] = to_json(image_processors.with_image_size(processor, side, image_size))
+    old, new = before.grid_size, config.grid_size
+    note = (
+        f"positions: resized from {old} x {old} to {new} x {new}" if old != new else "positions: as they were"
     )
+    tensors, notes = {**checkpoint.tensors, POSITIONS: positions}, [*checkpoint.notes, note]
+    return replace(checkpoint, config=config, tensors=tensors, companions=companions, notes=notes)
 
 
 def fold(checkpoint: Checkpoint) -> Checkpoint:
     """A tower that computes the same for pixels normalized by mean = std = 0.5.
 
-    Args:
-        checkpoint: a tower; its companions hold preprocessor_config.json.
-
     Raises:
-        ValueError: the normalization that the weights expect is unknown.
+        ValueError: the companions hold no preprocessor_config.json, which says what the weights expect.
     """
     processor = _processor(checkpoint)
     origin = f"{checkpoint.path}: {PROCESSOR}"
@@ -195,15 +167,10 @@ def fold(checkpoint: Checkpoint) -> Checkpoint:
             f"{checkpoint.path}: has {checkpoint.config.num_channels} channels, but a mean for {len(mean)}."
         )
     note = f"normalization: mean {mean} and std {std} folded into the patch weights and positions; now 0.5 and 0.5"
-    return replace(
-        checkpoint,
-        tensors=fold_normalization(checkpoint.tensors, mean, std, *_LLAMA_4),
-        companions={
-            **checkpoint.companions,
-            PROCESSOR: to_json(image_processors.with_normalization(processor, *_LLAMA_4)),
-        },
-        notes=[*checkpoint.notes, note],
-    )
+    tensors = fold_normalization(checkpoint.tensors, mean, std, *_LLAMA_4)
+    folded = {PROCESSOR: to_json(image_processors.with_normalization(processor, *_LLAMA_4))}
+    companions = {**checkpoint.companions, **folded}
+    return replace(checkpoint, tensors=tensors, companions=companions, notes=[*checkpoint.notes, note])
 
 
 def _processor(checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -285,23 +252,15 @@ def _plan_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Check
     config = cast(LlamoeVisionConfig, checkpoint.config)
     checkpoint, tensors = _encoder(checkpoint, dtype)
     has_projection = config.projection_dim is not None
-    counts: dict[torch.dtype, int] = {}
-    for tensor in tensors.values():
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
+    same = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels", "image_size",
+        "patch_size", "hidden_act", "attention_dropout", *(("projection_dim",) if has_projection else ()),
+    )  # fmt: skip
     stock = CLIPVisionConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_channels=config.num_channels,
-        image_size=config.image_size,
-        patch_size=config.patch_size,
-        hidden_act=config.hidden_act,
+        **{name: getattr(config, name) for name in same},
         layer_norm_eps=config.norm_eps,
-        attention_dropout=config.attention_dropout,
         architectures=["CLIPVisionModelWithProjection" if has_projection else "CLIPVisionModel"],
-        dtype=str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch."),
-        **({"projection_dim": config.projection_dim} if has_projection else {}),
+        dtype=str(main_dtype(tensors)).removeprefix("torch."),
     )
     (translated,) = write_through(CLIP, tensors, 1, config)
     groups, index = split_shards(translated, _SHARD_SIZE)

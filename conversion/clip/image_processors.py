@@ -16,16 +16,12 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 # PIL's numbers for the filters.
 _RESAMPLE = {"bicubic": 3, "bilinear": 2}
+PROCESSOR = "preprocessor_config.json"
 _RESIZE_MODES = ("shortest", "squash")
 
 
 def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) -> dict[str, Any]:
-    """Content of preprocessor_config.json for an open_clip `preprocess_cfg`.
-
-    Args:
-        settings: `mean`, `std`, `interpolation`, `resize_mode`; missing keys have open_clip's defaults.
-        image_size: side of the picture, in pixels.
-        origin: file named in messages.
+    """Content of preprocessor_config.json for an open_clip `preprocess_cfg`; missing keys have open_clip's defaults.
 
     Raises:
         CheckpointError: `CLIPImageProcessor` does not support a value.
@@ -61,10 +57,6 @@ def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) ->
 def to_open_clip(processor: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """The open_clip `preprocess_cfg` for the content of preprocessor_config.json.
 
-    Args:
-        processor: settings of a CLIP image processor.
-        origin: file named in messages.
-
     Raises:
         CheckpointError: open_clip does not support a value.
     """
@@ -85,11 +77,7 @@ def to_open_clip(processor: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 
 def normalization(processor: Mapping[str, Any], origin: str) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of pixels between 0 and 1, one number for each channel.
-
-    Args:
-        processor: content of preprocessor_config.json.
-        origin: file named in messages.
+    """Mean and standard deviation of pixels between 0 and 1 in a preprocessor_config.json, a number for each channel.
 
     Raises:
         CheckpointError: they are neither one number nor one for each channel.
@@ -107,13 +95,7 @@ def with_normalization(processor: Mapping[str, Any], mean: list[float], std: lis
 
 
 def with_image_size(processor: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
-    """The settings for another picture size; a resize larger than the crop keeps its ratio to the crop.
-
-    Args:
-        processor: content of preprocessor_config.json; older releases may write a size as one number.
-        before: side of the pictures that it makes, in pixels.
-        after: side that is wanted.
-    """
+    """The settings for another side in pixels; a resize larger than the crop keeps its ratio to the crop."""
     size = {
         name: value if not isinstance(value, int) else max(after, round(value * after / before))
         for name, value in _size(processor).items()

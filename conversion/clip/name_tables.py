@@ -12,8 +12,7 @@ from math import prod
 
 import torch
 
-from ...configuration.errors import CheckpointError
-from ..io import KEEP, Drop, Operation, Row, Slot, join
+from ..io import TRANSPOSED, Drop, FusedRows, Operation, Row, Slot
 
 
 class _ClassLast(Operation):
@@ -39,41 +38,12 @@ class _Flatten(Operation):
         return [whole.view(whole.shape[0], sizes.num_channels, side, side)]
 
 
-class _Transpose(Operation):
-    """A matrix `[D, E]` for `x @ proj` as a linear layer's weight `[E, D]`."""
-
-    def convert(self, tensors, sizes):
-        return [tensors[0].transpose()]
-
-    def revert(self, tensors, sizes):
-        return [tensors[0].transpose()]
-
-
-class _SplitThirds(Operation):
-    """Fused query, key and value `[3 * D, ...]` as three tensors."""
-
-    def convert(self, tensors, sizes):
-        rows = tensors[0].shape[0] // 3
-        return [tensors[0].cut(0, i * rows, (i + 1) * rows) for i in range(3)]
-
-    def revert(self, tensors, sizes):
-        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
-        if len(dtypes) > 1:
-            raise CheckpointError(
-                f"{tensors[0].origin}: query, key and value have different dtypes ({', '.join(dtypes)}), so that they "
-                "cannot become one tensor; give one dtype for the whole result."
-            )
-        return [join(tensors, 0)]
-
-
-def _row(source: str, target: str, operation: Operation = KEEP) -> Row:
-    return Row(source, target, operation)
-
-
 def _pairs(source: str, target: str) -> list[Row]:
-    return [_row(f"{source}.{kind}", f"{target}.{kind}") for kind in ("weight", "bias")]
+    return [Row(f"{source}.{kind}", f"{target}.{kind}") for kind in ("weight", "bias")]
 
 
+# Query, key and value in one tensor.
+_THIRDS = FusedRows(lambda sizes: [1, 1, 1])
 # Reason for dropping the text tower of whole models.
 _TEXT = "part of the text tower, which an image encoder does without"
 _SCALE = "scales the contrastive loss only"
@@ -105,13 +75,13 @@ _PROJECTIONS = tuple(f"{_OURS}.self_attn.{name}_proj" for name in "qkv")
 
 _BLOCK = "visual.transformer.resblocks.{i}"
 OPEN_CLIP = [
-    _row("visual.class_embedding", "class_embedding"),
-    _row("visual.positional_embedding", "positional_embedding_vlm", _ClassLast()),
-    _row("visual.conv1.weight", "patch_embedding.linear.weight", _Flatten()),
+    Row("visual.class_embedding", "class_embedding"),
+    Row("visual.positional_embedding", "positional_embedding_vlm", _ClassLast()),
+    Row("visual.conv1.weight", "patch_embedding.linear.weight", _Flatten()),
     *_pairs("visual.ln_pre", "layernorm_pre"),
     *_pairs(f"{_BLOCK}.ln_1", f"{_OURS}.input_layernorm"),
     *(
-        Row(f"{_BLOCK}.attn.in_proj_{kind}", tuple(f"{p}.{kind}" for p in _PROJECTIONS), _SplitThirds())
+        Row(f"{_BLOCK}.attn.in_proj_{kind}", tuple(f"{p}.{kind}" for p in _PROJECTIONS), _THIRDS, axis=0)
         for kind in ("weight", "bias")
     ),
     *_pairs(f"{_BLOCK}.attn.out_proj", f"{_OURS}.self_attn.o_proj"),
@@ -119,15 +89,15 @@ OPEN_CLIP = [
     *_pairs(f"{_BLOCK}.mlp.c_fc", f"{_OURS}.mlp.fc1"),
     *_pairs(f"{_BLOCK}.mlp.c_proj", f"{_OURS}.mlp.fc2"),
     *_pairs("visual.ln_post", "layernorm_post"),
-    _row("visual.proj", "visual_projection.weight", _Transpose()),
+    Row("visual.proj", "visual_projection.weight", TRANSPOSED),
     *OPEN_CLIP_DROPS,
 ]
 
 _LAYER = "vision_model.encoder.layers.{i}"
 CLIP = [
-    _row("vision_model.embeddings.class_embedding", "class_embedding"),
-    _row("vision_model.embeddings.position_embedding.weight", "positional_embedding_vlm", _ClassLast()),
-    _row("vision_model.embeddings.patch_embedding.weight", "patch_embedding.linear.weight", _Flatten()),
+    Row("vision_model.embeddings.class_embedding", "class_embedding"),
+    Row("vision_model.embeddings.position_embedding.weight", "positional_embedding_vlm", _ClassLast()),
+    Row("vision_model.embeddings.patch_embedding.weight", "patch_embedding.linear.weight", _Flatten()),
     # "layrnorm" is transformers' own spelling.
     *_pairs("vision_model.pre_layrnorm", "layernorm_pre"),
     *_pairs(f"{_LAYER}.layer_norm1", f"{_OURS}.input_layernorm"),
@@ -141,7 +111,7 @@ CLIP = [
     *_pairs(f"{_LAYER}.mlp.fc1", f"{_OURS}.mlp.fc1"),
     *_pairs(f"{_LAYER}.mlp.fc2", f"{_OURS}.mlp.fc2"),
     *_pairs("vision_model.post_layernorm", "layernorm_post"),
-    _row("visual_projection.weight", "visual_projection.weight"),
+    Row("visual_projection.weight", "visual_projection.weight"),
     *CLIP_DROPS,
 ]
 

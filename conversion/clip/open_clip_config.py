@@ -13,14 +13,7 @@ _TANH = {"approximate": "tanh"}
 
 
 def read_sizes(model: Any, where: Path) -> dict[str, Any]:
-    """Read the sizes in an open_clip configuration and refuse towers that ours cannot express.
-
-    Args:
-        model: `model_cfg` of open_clip_config.json.
-        where: path of that file.
-
-    Returns:
-        fields of `LlamoeVisionConfig`; missing fields have open_clip's defaults.
+    """Fields of `LlamoeVisionConfig` in the `model_cfg` of open_clip_config.json; or open_clip's defaults.
 
     Raises:
         CheckpointError: it cannot be read, or describes a part that ours does not have.
@@ -114,12 +107,8 @@ def find_heads(
 ) -> int:
     """The number of attention heads, which no tensor shows.
 
-    Args:
-        model: `model_cfg` of open_clip_config.json, or empty.
-        config_file: path of that file.
-        sizes: configuration fields read off the tensors.
-        heads: the caller's number, or None.
-        file: the weight file.
+    It is stated by the configuration (`model`, empty if there is none), by the caller (`heads`), or known of the
+    published towers of these sizes.
 
     Raises:
         ValueError: no source states it, or two sources disagree.
@@ -151,19 +140,16 @@ def find_heads(
 
 
 def agree(what: str, stated: Mapping[str, Any]) -> Any:
-    """The one value that all sources state.
-
-    Args:
-        what: name of the value, for the message.
-        stated: source to value; not empty.
+    """The one value that the sources state; `stated` maps source to value, None for a source that is silent.
 
     Raises:
         ValueError: the values differ.
     """
+    stated = {where: value for where, value in stated.items() if value is not None}
     if len(set(stated.values())) > 1:
-        listed = ", ".join(f"{value!r} by {where}" for where, value in stated.items())
+        said = ", ".join(f"{value!r} by {where}" for where, value in stated.items())
         raise ValueError(
-            f"the {what} is said to be {listed}. Only one can belong to these weights: correct the file, or leave out "
+            f"the {what} is said to be {said}. Only one can belong to these weights: correct the file, or leave out "
             "the argument."
         )
     return next(iter(stated.values()))
@@ -172,10 +158,7 @@ def agree(what: str, stated: Mapping[str, Any]) -> Any:
 def find_release(tag: str, sizes: Mapping[str, Any], image_size: int) -> Release:
     """The release that a tag and a tower's sizes belong to.
 
-    Args:
-        tag: open_clip's name for the release.
-        sizes: configuration fields read off the tensors.
-        image_size: in pixels; it decides where a release has the same tower with both activations.
+    The picture size decides where a release has the same tower with both activations.
 
     Raises:
         ValueError: an unknown tag, no tower of these sizes in the release, or an undecided activation.

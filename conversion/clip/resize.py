@@ -61,13 +61,6 @@ def fold_normalization(
     factor goes into the patch weights of its channel. What the constant adds to every patch goes into every patch's
     position. The class token sees no pixels, so its row stays.
 
-    Args:
-        tensors: a tower's tensors.
-        mean: mean that the weights were trained with, a number for each channel.
-        std: standard deviation that the weights were trained with, likewise.
-        to_mean: mean that the new weights expect.
-        to_std: standard deviation that the new weights expect.
-
     Returns:
         all tensors, two of them new, in their dtypes; computed in float64 and rounded once.
     """

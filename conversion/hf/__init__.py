@@ -3,7 +3,14 @@
 Reading order: expert_layout (experts stacked or one by one), folder.
 """
 
-from .expert_layout import fuse_experts, split_experts
-from .folder import open_hf, read_companions, save_hf, weight_files
+from .expert_layout import split_experts
+from .folder import open_hf, open_shards, read_companions, read_config, save_hf
 
-__all__ = ["fuse_experts", "open_hf", "read_companions", "save_hf", "split_experts", "weight_files"]
+__all__ = [
+    "open_hf",
+    "open_shards",
+    "read_companions",
+    "read_config",
+    "save_hf",
+    "split_experts",
+]

@@ -12,6 +12,7 @@ from ...configuration.errors import CheckpointError
 from ...modeling.checkpoints import expert_of
 from ..io import LazyTensor, Slot, join, stack
 
+_KINDS = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = re.compile(r"(.*feed_forward\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -34,7 +35,7 @@ def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         experts[expert.number] = tensor
     for prefix, kinds in found.items():
         count = max(len(experts) for experts in kinds.values())
-        for kind in ("gate_proj", "up_proj", "down_proj"):
+        for kind in _KINDS:
             experts = kinds.get(kind, {})
             for expert in range(count):
                 if expert not in experts:
@@ -47,16 +48,11 @@ def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
                         f"{tensor.origin}: is {tensor.dtype} {list(tensor.shape)}, but {first.origin} is {first.dtype} "
                         f"{list(first.shape)}."
                     )
-        if (
-            kinds["gate_proj"][0].shape != kinds["up_proj"][0].shape
-            or len({experts[0].dtype for experts in kinds.values()}) > 1
-        ):
+        gate, up, down = (kinds[kind][0] for kind in _KINDS)
+        if gate.shape != up.shape or len({gate.dtype, up.dtype, down.dtype}) > 1:
             raise CheckpointError(f"{prefix}: gate_proj and up_proj differ in shape or dtype.")
-        halves = [_stacked(kinds[kind], count) for kind in ("gate_proj", "up_proj")]
-        for name, tensor in (
-            ("gate_up_proj", join(halves, 2)),
-            ("down_proj", _stacked(kinds["down_proj"], count)),
-        ):
+        stacks = [_stacked(kinds[kind], count) for kind in _KINDS]
+        for name, tensor in (("gate_up_proj", join(stacks[:2], 2)), ("down_proj", stacks[2])):
             if f"{prefix}.{name}" in result:
                 raise CheckpointError(
                     f"{result[f'{prefix}.{name}'].origin}: its experts are there one by one, too."

@@ -7,16 +7,11 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from ...configuration import (
-    LlamoeConfig,
-    LlamoeVisionConfig,
-    from_stock,
-    to_stock,
-)
+from ...configuration import LlamoeConfig, LlamoeVisionConfig, from_stock, to_stock
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import written_by
@@ -25,17 +20,18 @@ from ...modeling.checkpoints import WeightFiles, check_shards, find_weights
 from ..checkpoint import (
     Checkpoint,
     Report,
+    WriteOptions,
+    carry_out,
     check_model,
-    identify,
-    make_report,
+    main_dtype,
     model_class,
     parse_dtype,
+    takes_options,
     tie_heads,
 )
 from ..io import (
     LazyTensor,
     Plan,
-    Progress,
     check_target,
     note,
     open_pickle,
@@ -45,10 +41,9 @@ from ..io import (
     read_json,
     remember_looks,
     split_shards,
-    write,
 )
 from ..tokenizers import check_companions, processor_of_layout
-from . import fuse_experts, split_experts
+from .expert_layout import fuse_experts, split_experts
 
 # Files besides config.json and the weights that belong to a checkpoint.
 _COMPANIONS = re.compile(
@@ -77,20 +72,9 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
             missing, unknown, or contradict config.json's shapes, or the tokenizer is another model's.
     """
     folder = Path(folder)
-    config = _read_config(folder)
-    weights = weight_files(folder)
-    sources = weights.files
-    tensors: dict[str, LazyTensor] = {}
-    held: dict[str, Path] = {}
-    dropped: dict[str, str] = {}
-    for path in sources:
-        opened, others = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
-        dropped |= {name: f"no tensor but a {kind}" for name, kind in others.items()}
-        for name, tensor in opened.items():
-            if name in held:
-                raise CheckpointError(f"{path}: {name!r} is in {held[name]} too.")
-            tensors[name], held[name] = tensor, path
-    check_shards(weights, held)
+    config = read_config(folder / "config.json", refuse_quantized=True)
+    tensors, others, sources = open_shards(folder)
+    dropped = {name: f"no tensor but a {kind}" for name, kind in others.items()}
     dropped |= {
         name: reason for name in tensors for pattern, reason in _DROPPED if re.fullmatch(pattern, name)
     }
@@ -102,6 +86,30 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     found = read_companions(folder, check=companions)
     notes = check_companions(found, config, str(folder)) if companions else []
     return Checkpoint(folder, "hf", config, kept, dropped, found, sources, notes)
+
+
+def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], list[Path]]:
+    """Open the weight files of a Hugging Face folder.
+
+    Returns:
+        name to tensor, name to type of the entries that are not tensors, and the files.
+
+    Raises:
+        CheckpointError: as for `weight_files`; or a tensor is in two files, or not where the index says.
+    """
+    weights = weight_files(folder)
+    tensors: dict[str, LazyTensor] = {}
+    held: dict[str, Path] = {}
+    others: dict[str, str] = {}
+    for path in weights.files:
+        opened, more = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
+        others |= more
+        for name, tensor in opened.items():
+            if name in held:
+                raise CheckpointError(f"{path}: {name!r} is in {held[name]} too.")
+            tensors[name], held[name] = tensor, path
+    check_shards(weights, held)
+    return tensors, others, weights.files
 
 
 def weight_files(folder: Path) -> WeightFiles:
@@ -127,12 +135,8 @@ def weight_files(folder: Path) -> WeightFiles:
 def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
     """The small files of a Hugging Face folder that belong to the model: tokenizer, templates, processor.
 
-    Args:
-        folder: it holds config.json.
-        check: whether to check their content.
-
     Raises:
-        CheckpointError: a .json file is not JSON.
+        CheckpointError: a .json file is not JSON, if `check` asks for it.
     """
     found = {
         path.name: read_bytes(path)
@@ -150,33 +154,23 @@ def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
     return found
 
 
+@takes_options
 def save_hf(
     checkpoint: Checkpoint,
     target: str | os.PathLike,
     *,
-    layout: str | None = None,
     experts: str = "fused",
-    dtype: str | torch.dtype | None = None,
-    shard_size: int | str = "5GB",
-    resume: bool = False,
-    dry_run: bool = False,
-    progress: Progress | None = None,
-    options: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
+    **options: Unpack[WriteOptions],
 ) -> Report:
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
         checkpoint: what to write.
         target: a folder that does not exist or is empty.
-        layout: "stock" writes the config.json of transformers' own model type, which llamoe, transformers, vLLM and
-            others read; "llamoe" writes ours, with llamoe_hub.py; None takes stock where it can express the model.
         experts: "fused" stacks the experts as stock does; "split" writes a linear layer for each expert.
-        dtype: dtype of all floating tensors; None keeps the dtype of each.
-        shard_size: bytes that a file should not exceed, as a number or a text such as "5GB".
-        resume: continue a folder that an earlier run left unfinished.
-        dry_run: check and plan everything, write nothing.
-        progress: called for every block.
-        options: further options that shaped the checkpoint; a resumed run must have the same.
+        identity: what else shaped the checkpoint; a resumed run must have the same.
+        **options: see `WriteOptions`.
 
     Raises:
         ValueError: an option is unknown, the target is in use, stock cannot express the model, or a tensor is missing,
@@ -187,30 +181,22 @@ def save_hf(
     target = Path(target)
     if experts not in ("fused", "split"):
         raise ValueError(f"experts = {experts!r}: valid are 'fused' and 'split'.")
-    wanted = parse_dtype(dtype)
-    check_target(target, resume)
+    wanted = parse_dtype(options["dtype"])
+    check_target(target, options["resume"])
     tensors = check_model(checkpoint.config, checkpoint.tensors, str(checkpoint.path))
     if wanted is not None:
         tensors = {name: tensor.cast(wanted) for name, tensor in tensors.items()}
-    described, layout = _config_files(checkpoint.config, tensors, layout)
+    described, layout = _config_files(checkpoint.config, tensors, options["layout"])
     if experts == "split":
         tensors = split_experts(tensors)
-    groups, index = split_shards(tensors, parse_size(shard_size))
+    groups, index = split_shards(tensors, parse_size(options["shard_size"]))
+    companions = processor_of_layout(checkpoint.companions, layout)
     plan = Plan(
-        groups,
-        before={**processor_of_layout(checkpoint.companions, layout), **described},
-        last=index,
-        identity={"source": identify(checkpoint), "to": "hf", "layout": layout, **(options or {})},
-        sources=checkpoint.looks,
+        groups, {**companions, **described}, last=index, identity={"layout": layout, **(identity or {})}
     )
-    if not dry_run:
-        write(plan, target, resume, progress)
-    report = make_report(checkpoint, target, "hf", plan, begun, dry_run)
-    if (
-        isinstance(checkpoint.config, LlamoeConfig)
-        and layout == "stock"
-        and _main_dtype(tensors) != torch.bfloat16
-    ):
+    report = carry_out(plan, checkpoint, target, "hf", begun, options)
+    is_multimodal = isinstance(checkpoint.config, LlamoeConfig)
+    if is_multimodal and layout == "stock" and main_dtype(tensors) != torch.bfloat16:
         report.notes.append(
             "transformers' processor gives bfloat16 pixels, which its own model class does not cast: give it "
             "inputs.to(model.dtype), or call llamoe.adopt('llama4') before loading: llamoe's processor gives float32, "
@@ -219,30 +205,23 @@ def save_hf(
     return report
 
 
-def _read_config(folder: Path) -> LlamoeBaseConfig:
-    data = read_json(folder / "config.json")
-    if data.get("quantization_config"):
-        method = (
-            data["quantization_config"].get("quant_method")
-            if isinstance(data["quantization_config"], dict)
-            else None
-        )
+def read_config(path: Path, refuse_quantized: bool = False) -> LlamoeBaseConfig:
+    """The configuration in a config.json of stock or llamoe.
+
+    Raises:
+        CheckpointError: it cannot be read, describes no model of ours, or one with quantized weights.
+    """
+    data = read_json(path)
+    if refuse_quantized and (quantization := data.get("quantization_config")):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise CheckpointError(
-            f"{folder / 'config.json'}: the weights are quantized ({method}), and quantized weights are not converted. "
-            "Use the original ones."
+            f"{path}: the weights are quantized ({method}), and quantized weights are not converted. Use the original "
+            "ones."
         )
     try:
         return from_stock(data)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-
-
-def _main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
-    """The dtype that most elements have."""
-    counts: dict[torch.dtype, int] = {}
-    for tensor in tensors.values():
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
-    return max(counts, key=lambda dtype: counts[dtype])
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _config_files(
@@ -255,7 +234,7 @@ def _config_files(
         )
     config = copy.deepcopy(config)
     config.architectures = [model_class(config).__name__]
-    config.dtype = _main_dtype(tensors)
+    config.dtype = main_dtype(tensors)
     for part in (getattr(config, name) for name in config.sub_configs):
         part.dtype = None if part.dtype is None else config.dtype
     if layout is None:

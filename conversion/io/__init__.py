@@ -1,18 +1,22 @@
 """Checkpoint files: tensors that are read when needed, and folders that are written block by block.
 
-Reading order: lazy_tensor, run_lock, source_changes, name_table, read_files, target_folder, preallocated_files,
-write_checkpoint.
+Reading order: lazy_tensor, run_lock, source_changes, operations, name_table, read_files, target_folder, plan,
+preallocated_files, write_checkpoint.
 """
 
 from .lazy_tensor import LazyTensor, Slot, blocks, compute, from_tensor, join, stack
-from .name_table import KEEP, Drop, Operation, Row, Table, read_through, split, write_through
+from .name_table import Condition, Drop, Row, Table, read_through, sources_of, write_through
+from .operations import KEEP, TRANSPOSED, FusedRows, Operation, permute_pairs, split
+from .plan import Plan, Progress, parse_size, split_shards
 from .read_files import check_sums, open_pickle, open_safetensors, open_weights, read_bytes, read_json
 from .source_changes import Look, look_at, note, remember_looks
 from .target_folder import check_apart, check_source, check_target
-from .write_checkpoint import Plan, Progress, parse_size, split_shards, to_json, write
+from .write_checkpoint import write
 
 __all__ = [
+    "Condition",
     "Drop",
+    "FusedRows",
     "KEEP",
     "LazyTensor",
     "Look",
@@ -21,6 +25,7 @@ __all__ = [
     "Progress",
     "Row",
     "Slot",
+    "TRANSPOSED",
     "Table",
     "blocks",
     "check_apart",
@@ -36,14 +41,15 @@ __all__ = [
     "open_safetensors",
     "open_weights",
     "parse_size",
+    "permute_pairs",
     "read_bytes",
     "read_json",
     "read_through",
     "remember_looks",
+    "sources_of",
     "split",
     "split_shards",
     "stack",
-    "to_json",
     "write",
     "write_through",
 ]

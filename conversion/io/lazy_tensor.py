@@ -48,14 +48,10 @@ class LazyTensor(ABC):
     @property
     def block_rows(self) -> int:
         """Number of rows of the first axis in a block."""
-        return 1 if self.ndim > 2 else self._rows()
+        return self._usual_block_rows()
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Read rows `start` to `stop` of the first axis.
-
-        Args:
-            start: first row.
-            stop: the row after the last; None for all remaining rows. A tensor without axes is read whole.
+        """Read rows `start` to `stop` of the first axis; a tensor without axes is read whole.
 
         Returns:
             contiguous, on the CPU, of shape `[stop - start, ...]`. Do not write to it: other reads may share it.
@@ -66,14 +62,13 @@ class LazyTensor(ABC):
         stop = self._rows() if stop is None else stop
         assert 0 <= start <= stop <= self._rows(), (self, start, stop)
         rows = self._read(start, stop).contiguous()
-        expected = (stop - start, *self.shape[1:]) if self.shape else ()
-        assert tuple(rows.shape) == expected, (self, tuple(rows.shape), expected)
+        assert tuple(rows.shape) == self._piece_shape(start, stop), (self, tuple(rows.shape), start, stop)
         assert rows.dtype == self.dtype, (self, rows.dtype)
         return rows
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
         """Read the same elements as `read`, in order, as flat pieces, which are small where that costs nothing."""
-        yield self.read(start, stop).reshape(-1)
+        return self._stream(start, self._rows() if stop is None else stop)
 
     def leaves(self) -> Iterator["LazyTensor"]:
         """The tensors that this one is made from, down to those that are read from files."""
@@ -114,15 +109,15 @@ class LazyTensor(ABC):
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> "LazyTensor":
-        """View the result of a function.
+        """View the result of a function, of the same shape and dtype unless others are given.
 
-        Args:
-            function: gets one row `[1, ...]` at a time of a tensor of three or more axes, else the whole tensor; must
-                not change it.
-            shape: shape of the whole result; None for the same.
-            dtype: dtype of the result; None for the same.
+        The function gets one row `[1, ...]` at a time of a tensor of three or more axes, else the whole tensor, and
+        must not change it.
         """
-        return _Map(self, function, self.shape if shape is None else shape, dtype or self.dtype)
+        shape, dtype = self.shape if shape is None else shape, dtype or self.dtype
+        if self.ndim > 2:
+            return _MapRows(self, function, shape, dtype)
+        return _Computed(function, [self], shape, dtype, self.origin)
 
     def row(self, index: int) -> "LazyTensor":
         """View one index of the first axis, as a tensor without that axis."""
@@ -135,8 +130,17 @@ class LazyTensor(ABC):
     def _rows(self) -> int:
         return self.shape[0] if self.shape else 1
 
+    def _usual_block_rows(self) -> int:
+        return 1 if self.ndim > 2 else self._rows()
+
+    def _piece_shape(self, start: int, stop: int) -> tuple[int, ...]:
+        return (stop - start, *self.shape[1:]) if self.shape else ()
+
     @abstractmethod
     def _read(self, start: int, stop: int) -> torch.Tensor: ...
+
+    def _stream(self, start: int, stop: int) -> Iterator[torch.Tensor]:
+        yield self.read(start, stop).reshape(-1)
 
     def _inputs(self) -> Sequence["LazyTensor"]:
         return ()
@@ -171,15 +175,7 @@ def compute(
     dtype: torch.dtype,
     origin: str,
 ) -> LazyTensor:
-    """View the result of a function of whole tensors; meant for matrices and smaller tensors.
-
-    Args:
-        function: gets the tensors in order; must not change them.
-        inputs: the tensors.
-        shape: shape of the result.
-        dtype: dtype of the result.
-        origin: name for messages.
-    """
+    """View the result of a function of whole tensors, which it must not change; for matrices and smaller tensors."""
     return _Computed(function, inputs, shape, dtype, origin)
 
 
@@ -216,7 +212,7 @@ class _Join(LazyTensor):
 
     @property
     def block_rows(self):
-        return self.parts[0].block_rows if self.dim else super().block_rows
+        return self.parts[0].block_rows if self.dim else self._usual_block_rows()
 
     def _wanted(self, start, stop) -> list[tuple[LazyTensor, int, int]]:
         """The parts that hold these rows, with the range of rows in each."""
@@ -243,23 +239,36 @@ class _Join(LazyTensor):
             position += rows.shape[self.dim]
         return result
 
-    def stream(self, start=0, stop=None):
+    def _stream(self, start, stop):
         if self.dim:
-            yield from super().stream(start, stop)
+            yield from super()._stream(start, stop)
             return
-        for part, first, last in self._wanted(start, self._rows() if stop is None else stop):
+        for part, first, last in self._wanted(start, stop):
             yield from part.stream(first, last)
 
 
-class _Cut(LazyTensor):
-    def __init__(self, tensor: LazyTensor, dim: int, start: int, stop: int):
-        assert 0 <= start <= stop <= tensor.shape[dim], (tensor, dim, start, stop)
-        shape = (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
-        super().__init__(shape, tensor.dtype, tensor.origin)
-        self.tensor, self.dim, self.start = tensor, dim, start
+class _Derived(LazyTensor):
+    """Another look at one tensor; by default of the same shape, dtype and blocks."""
+
+    def __init__(
+        self, tensor: LazyTensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ):
+        super().__init__(tensor.shape if shape is None else shape, dtype or tensor.dtype, tensor.origin)
+        self.tensor = tensor
 
     def _inputs(self):
         return (self.tensor,)
+
+    @property
+    def block_rows(self):
+        return self.tensor.block_rows
+
+
+class _Cut(_Derived):
+    def __init__(self, tensor: LazyTensor, dim: int, start: int, stop: int):
+        assert 0 <= start <= stop <= tensor.shape[dim], (tensor, dim, start, stop)
+        super().__init__(tensor, (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :]))
+        self.dim, self.start = dim, start
 
     @property
     def block_rows(self):
@@ -270,89 +279,72 @@ class _Cut(LazyTensor):
             return self.tensor.read(self.start + start, self.start + stop)
         return self.tensor.read(start, stop).narrow(self.dim, self.start, self.shape[self.dim])
 
-    def stream(self, start=0, stop=None):
-        if self.dim:
-            yield from super().stream(start, stop)
-        else:
-            stop = self._rows() if stop is None else stop
-            yield from self.tensor.stream(self.start + start, self.start + stop)
+    def _stream(self, start, stop):
+        if self.dim == 0:
+            return self.tensor.stream(self.start + start, self.start + stop)
+        return super()._stream(start, stop)
 
 
-class _View(LazyTensor):
+class _View(_Derived):
     """Any reshape: rows of the result are a run of elements, and the rows that cover the run are read."""
 
     def __init__(self, tensor: LazyTensor, shape: Sequence[int]):
         assert prod(shape) == tensor.numel, (tensor, shape)
-        super().__init__(shape, tensor.dtype, tensor.origin)
-        self.tensor = tensor
-
-    def _inputs(self):
-        return (self.tensor,)
+        super().__init__(tensor, shape)
+        # Elements of a row of the result, and of a row of the tensor.
+        self.width, self.inner = prod(self.shape[1:]), prod(tensor.shape[1:])
 
     @property
     def block_rows(self):
-        width, inner = prod(self.shape[1:]), prod(self.tensor.shape[1:])
-        elements = self.tensor.block_rows * inner
-        if self.ndim < 3 <= self.tensor.ndim and width and elements % width == 0:
-            return max(elements // width, 1)
-        return super().block_rows
+        elements = self.tensor.block_rows * self.inner
+        if self.ndim < 3 <= self.tensor.ndim and self.width and elements % self.width == 0:
+            return max(elements // self.width, 1)
+        return self._usual_block_rows()
 
     def _read(self, start, stop):
-        width, inner = prod(self.shape[1:]), prod(self.tensor.shape[1:])
-        begin, end = start * width, stop * width
-        shape = (stop - start, *self.shape[1:]) if self.shape else ()
-        if begin == end or not inner:
+        begin, end = start * self.width, stop * self.width
+        shape = self._piece_shape(start, stop)
+        if begin == end or not self.inner:
             return torch.empty(shape, dtype=self.dtype)
-        first = begin // inner
-        rows = self.tensor.read(first, -(-end // inner)).reshape(-1)
-        return rows[begin - first * inner : end - first * inner].reshape(shape)
+        first = begin // self.inner
+        rows = self.tensor.read(first, -(-end // self.inner)).reshape(-1)
+        return rows[begin - first * self.inner : end - first * self.inner].reshape(shape)
 
-    def stream(self, start=0, stop=None):
-        width, inner = prod(self.shape[1:]), prod(self.tensor.shape[1:])
-        begin, end = start * width, (self._rows() if stop is None else stop) * width
-        if inner and begin % inner == 0 and end % inner == 0:
-            yield from self.tensor.stream(begin // inner, end // inner)
-        else:
-            yield from super().stream(start, stop)
+    def _stream(self, start, stop):
+        begin, end = start * self.width, stop * self.width
+        if self.inner and begin % self.inner == 0 and end % self.inner == 0:
+            return self.tensor.stream(begin // self.inner, end // self.inner)
+        return super()._stream(start, stop)
 
 
-class _Cast(LazyTensor):
+class _Cast(_Derived):
     def __init__(self, tensor: LazyTensor, dtype: torch.dtype):
-        super().__init__(tensor.shape, dtype, tensor.origin)
-        self.tensor = tensor
-
-    def _inputs(self):
-        return (self.tensor,)
-
-    @property
-    def block_rows(self):
-        return self.tensor.block_rows
+        super().__init__(tensor, dtype=dtype)
 
     def _read(self, start, stop):
         return self.tensor.read(start, stop).to(self.dtype)
 
-    def stream(self, start=0, stop=None):
+    def _stream(self, start, stop):
         for piece in self.tensor.stream(start, stop):
             yield piece.to(self.dtype)
 
 
-class _Map(LazyTensor):
-    def __init__(self, tensor: LazyTensor, function: Callable, shape: Sequence[int], dtype: torch.dtype):
-        super().__init__(shape, dtype, tensor.origin)
-        self.tensor, self.function = tensor, function
-        self.by_row = tensor.ndim > 2
-        assert not self.by_row or self.shape[:1] == tensor.shape[:1], (tensor, shape)
+class _MapRows(_Derived):
+    """A function of each row of a tensor of three or more axes."""
 
-    def _inputs(self):
-        return (self.tensor,)
+    def __init__(self, tensor: LazyTensor, function: Callable, shape: Sequence[int], dtype: torch.dtype):
+        super().__init__(tensor, shape, dtype)
+        self.function = function
+        assert self.shape[:1] == tensor.shape[:1], (tensor, shape)
+
+    @property
+    def block_rows(self):
+        return self._usual_block_rows()
 
     def _read(self, start, stop):
-        if not self.by_row:
-            result = self.function(self.tensor.read())
-            return result[start:stop] if self.shape else result
         rows = [self.function(self.tensor.read(row, row + 1)) for row in range(start, stop)]
         if not rows:
-            return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+            return torch.empty(self._piece_shape(0, 0), dtype=self.dtype)
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
@@ -369,17 +361,10 @@ class _Computed(LazyTensor):
         return result[start:stop] if self.shape else result
 
 
-class _Remembered(LazyTensor):
+class _Remembered(_Derived):
     def __init__(self, tensor: LazyTensor, slot: Slot):
-        super().__init__(tensor.shape, tensor.dtype, tensor.origin)
-        self.tensor, self.slot = tensor, slot
-
-    def _inputs(self):
-        return (self.tensor,)
-
-    @property
-    def block_rows(self):
-        return self.tensor.block_rows
+        super().__init__(tensor)
+        self.slot = slot
 
     def _read(self, start, stop):
         """Rows from the remembered block, which spans whole blocks of the tensor."""

@@ -10,51 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
-from .lazy_tensor import LazyTensor, compute, join
+from .lazy_tensor import LazyTensor
+from .operations import KEEP, Operation
 
-# Number of names listed in a message.
-_SHOWN = 5
-
-
-class Operation:
-    """What a row does to its tensors; this class only renames them.
-
-    A subclass overrides `convert` and `revert`, which get whole tensors, or, where every file holds pieces of several
-    tensors, `forward` and `inverse`.
-    """
-
-    def forward(self, parts: list[list[LazyTensor]], axis: int | None, sizes: Any) -> list[LazyTensor]:
-        """Make the target tensors.
-
-        Args:
-            parts: for each source name, the tensors of all files.
-            axis: axis along which files hold parts; None where each file has a copy.
-            sizes: the model's configuration.
-        """
-        return self.convert([_agree(files) if axis is None else join(files, axis) for files in parts], sizes)
-
-    def inverse(
-        self, targets: list[LazyTensor], axis: int | None, files: int, sizes: Any
-    ) -> list[list[LazyTensor]]:
-        """Undo `forward`, for this number of files."""
-        return [
-            [tensor] * files if axis is None else split(tensor, axis, files)
-            for tensor in self.revert(targets, sizes)
-        ]
-
-    def convert(self, tensors: list[LazyTensor], sizes: Any) -> list[LazyTensor]:
-        """Make the target tensors from the whole source tensors."""
-        return tensors
-
-    def revert(self, tensors: list[LazyTensor], sizes: Any) -> list[LazyTensor]:
-        """Undo `convert`."""
-        return tensors
-
-
-KEEP = Operation()
+# Whether a row applies, from the model's configuration and the numbers in the names.
+Condition = Callable[[Any, Mapping[str, int]], bool]
 
 
 @dataclass(frozen=True)
@@ -73,7 +35,7 @@ class Row:
     target: str | tuple[str, ...]
     operation: Operation = KEEP
     axis: int | None = None
-    when: Callable[[Any, Mapping[str, int]], bool] | None = None
+    when: Condition | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -90,9 +52,7 @@ class Row:
 class Drop:
     """A tensor of the source that the target leaves out.
 
-    Attributes:
-        pattern: name; `{i}` stands for a number, `*` for anything.
-        reason: why nothing is lost.
+    In its name, `{i}` stands for a number and `*` for anything. The reason says why nothing is lost.
     """
 
     pattern: str
@@ -105,12 +65,7 @@ Table = Sequence[Row | Drop]
 def read_through(
     table: Table, files: Sequence[Mapping[str, LazyTensor]], sizes: Any
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Translate a source's tensors.
-
-    Args:
-        table: the rows.
-        files: name to tensor, for each file of the source.
-        sizes: the model's configuration.
+    """Translate a source's tensors: name to tensor for each of its files.
 
     Returns:
         target name to tensor, and source name to the reason why it was dropped.
@@ -153,13 +108,7 @@ def read_through(
 def write_through(
     table: Table, tensors: Mapping[str, LazyTensor], files: int, sizes: Any
 ) -> list[dict[str, LazyTensor]]:
-    """Translate back: from the target's names to the source's, split over files.
-
-    Args:
-        table: as for `read_through`.
-        tensors: target name to tensor.
-        files: number of files of the result.
-        sizes: the model's configuration.
+    """Translate back: from the target's names to the source's, split over a number of files.
 
     Returns:
         source name to tensor, for each file.
@@ -185,38 +134,13 @@ def write_through(
     return results
 
 
-def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
-    """Equal slices of a tensor along an axis, one for each file.
-
-    Raises:
-        CheckpointError: the axis is not divisible by the number of files.
-    """
-    size = tensor.shape[axis]
-    if size % files:
-        raise CheckpointError(
-            f"{tensor.origin} of shape {list(tensor.shape)} cannot be split over {files} files: {size} is no multiple "
-            f"of {files}. Choose a number of files that divides it."
-        )
-    part = size // files
-    return [tensor.cut(axis, i * part, (i + 1) * part) for i in range(files)]
-
-
-def _agree(copies: list[LazyTensor]) -> LazyTensor:
-    """The first of several copies; reading it compares them."""
-    first = copies[0]
-    if len(copies) == 1:
-        return first
-
-    def compare(*tensors: torch.Tensor) -> torch.Tensor:
-        for copy, tensor in zip(copies[1:], tensors[1:], strict=True):
-            if not torch.equal(tensor, tensors[0]):
-                raise CheckpointError(
-                    f"{copy.origin}: differs from {first.origin}, though every file should hold the same. The files do "
-                    "not belong together, or one is damaged."
-                )
-        return tensors[0]
-
-    return compute(compare, copies, first.shape, first.dtype, first.origin)
+def sources_of(table: Table, target: str) -> list[str]:
+    """Source names of the tensors behind a target name, for messages; of several rows, those of the first."""
+    for row in table:
+        for pattern in row.targets if isinstance(row, Row) else ():
+            if match := _regex(pattern).fullmatch(target):
+                return [_fill(name, match.groupdict()) for name in row.sources]
+    return []
 
 
 def _check_parts(parts: list[list[LazyTensor]], axis: int | None) -> None:
@@ -271,21 +195,12 @@ def _sort_names(
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
-    pieces = re.split(r"(\{\w+\}|\*)", pattern)
-    return re.compile(
-        "".join(
-            f"(?P<{piece[1:-1]}>0|[1-9][0-9]*)"
-            if piece.startswith("{")
-            else ".*"
-            if piece == "*"
-            else re.escape(piece)
-            for piece in pieces
-        )
-    )
+    escaped = re.escape(pattern).replace(r"\*", ".*")
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>0|[1-9][0-9]*)", escaped))
 
 
-def _fill(pattern: str, values: Mapping[str, int]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda match: str(values[match[1]]), pattern)
+def _fill(pattern: str, values: Mapping[str, Any]) -> str:
+    return pattern.format_map(values)
 
 
 def _place(files: Sequence[Mapping[str, LazyTensor]], names: list[str]) -> str:
@@ -296,15 +211,12 @@ def _place(files: Sequence[Mapping[str, LazyTensor]], names: list[str]) -> str:
 
 def _refuse_unknown(unknown: list[str], where: str) -> None:
     if unknown:
-        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         raise CheckpointError(
-            f"{where}unknown tensor{'s' if len(unknown) > 1 else ''} {', '.join(unknown[:_SHOWN])}{more}: the "
-            "checkpoint is of another architecture, or has been changed."
+            f"{where}unknown tensor{'s' if len(unknown) > 1 else ''} {listed(unknown)}: the checkpoint is of another "
+            "architecture, or has been changed."
         )
 
 
 def _refuse_missing(missing: list[str], group: set[str], where: str) -> None:
     if missing:
-        raise CheckpointError(
-            f"{where}{', '.join(missing[:_SHOWN])} missing, beside {', '.join(sorted(group))}."
-        )
+        raise CheckpointError(f"{where}{listed(missing)} missing, beside {', '.join(sorted(group))}.")

@@ -52,9 +52,8 @@ class Output:
             done += self.file.write(data[done:])
         self.written[key] += len(data)
 
-    def finish(self) -> None:
-        """Complete the file and flush it to the disk."""
-        self.flush()
+    def enter_sums(self) -> None:
+        """Write the checksums into the file, if the format has any."""
 
     def flush(self) -> None:
         """Flush what was written to the disk."""
@@ -118,11 +117,10 @@ class TorchOutput(Output):
         super().append(key, block)
         self.sums[key] = zlib.crc32(memoryview(block.reshape(-1).view(torch.uint8).numpy()), before)
 
-    def finish(self) -> None:
-        """Enter the checksums, then complete the file."""
+    def enter_sums(self) -> None:
+        """Write the CRC-32 of each tensor into the archive."""
         by_offset = {offset: self.sums[key] for key, offset in self.offsets.items() if offset}
         _set_checksums(self.path, self.file, by_offset)
-        super().finish()
 
 
 def _placed(path: Path) -> Any:

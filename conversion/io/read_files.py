@@ -7,6 +7,7 @@ memory, and a file that shrinks meanwhile causes an error instead of ending the 
 import os
 import zlib
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from ...configuration import json_files
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import LARGE, check_regular
+from ...configuration.json_files import LARGE, check_regular, reading
 from ...modeling.checkpoints import Named, TensorHeader, read_header, read_records, read_torch
 from .lazy_tensor import LazyTensor
 from .source_changes import note
@@ -39,27 +40,22 @@ class FileTensor(LazyTensor):
     def __init__(self, path: Path, name: str, offset: int, dtype: torch.dtype, shape, strides=None):
         super().__init__(shape, dtype, f"{path}: {name}")
         self.path, self.offset = path, offset
-        self.strides = tuple(strides) if strides is not None else None
-        if self.strides == _row_major(self.shape):
-            self.strides = None
+        # None for row-major, as nearly all tensors are.
+        self.strides = None if strides is None or tuple(strides) == _row_major(self.shape) else tuple(strides)
 
     def _read(self, start, stop):
-        if self.strides is not None and self.numel:
-            # Reads all from the rows' first to last element: nearly the whole tensor if axis 0 is not the slowest.
-            shape = (stop - start, *self.shape[1:])
-            if start == stop:
-                return torch.empty(shape, dtype=self.dtype)
-            span = 1 + sum((size - 1) * step for size, step in zip(shape, self.strides, strict=True))
-            return self._bytes(start * self.strides[0], span).as_strided(shape, self.strides)
-        width = self.numel // self.shape[0] if self.shape and self.shape[0] else 1
-        shape = (stop - start, *self.shape[1:]) if self.shape else ()
-        return self._bytes(start * width, (stop - start) * width if self.numel else 0).view(shape)
+        shape = self._piece_shape(start, stop)
+        count = prod(shape)
+        if self.strides is None or not count:
+            return self._bytes(start * prod(self.shape[1:]), count).view(shape)
+        # Reads all from the rows' first to last element: nearly the whole tensor if axis 0 is not the slowest.
+        span = 1 + sum((size - 1) * step for size, step in zip(shape, self.strides, strict=True))
+        return self._bytes(start * self.strides[0], span).as_strided(shape, self.strides)
 
-    def stream(self, start=0, stop=None):
+    def _stream(self, start, stop):
         """Read pieces small enough to stay in the processor's cache until they are written."""
-        stop = self._rows() if stop is None else stop
         if self.strides is not None or not self.numel:
-            yield from super().stream(start, stop)
+            yield from super()._stream(start, stop)
             return
         width = self.numel // self._rows()
         step = max(_PIECE // self.dtype.itemsize, 1)
@@ -70,32 +66,21 @@ class FileTensor(LazyTensor):
         size = self.dtype.itemsize
         buffer = torch.empty(count * size, dtype=torch.uint8)
         view = memoryview(buffer.numpy())
-        try:
-            with open(self.path, "rb", buffering=0) as file:
-                file.seek(self.offset + first * size)
-                done = 0
-                while done < len(view):
-                    got = file.readinto(view[done:])
-                    if not got:
-                        raise CheckpointError(
-                            f"{self.origin}: the file ended while the tensor was read; it became shorter."
-                        )
-                    done += got
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"{self.origin}: cannot be read ({error.strerror or error}).") from error
+        with reading(self.origin), open(self.path, "rb", buffering=0) as file:
+            file.seek(self.offset + first * size)
+            done = 0
+            while done < len(view):
+                got = file.readinto(view[done:])
+                if not got:
+                    raise CheckpointError(
+                        f"{self.origin}: the file ended while the tensor was read; it became shorter."
+                    )
+                done += got
         return buffer.view(self.dtype)
 
 
 def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
-    """Open a safetensors file.
-
-    Args:
-        path: the file.
-
-    Returns:
-        name to tensor, in the header's order.
+    """Open a safetensors file: name to tensor, in the header's order.
 
     Raises:
         CheckpointError: the file is missing or damaged, or torch lacks one of its dtypes.
@@ -108,9 +93,6 @@ def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
 def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """Open a file of `torch.save`: a dictionary of tensors, at the top or under "state_dict" or "model".
 
-    Args:
-        path: the file.
-
     Returns:
         name to tensor, and name to type of the entries that are not tensors.
 
@@ -119,14 +101,8 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
     """
     path = Path(path)
     note(path)
-    try:
+    with reading(path):
         content = read_torch(path, _STREAMS)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file.") from error
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
     others: dict[str, str] = {}
     # Wrappers may be nested, but not endlessly.
     for _ in range(3):
@@ -168,26 +144,12 @@ def _in_file(path: Path, name: str, header: TensorHeader) -> LazyTensor:
 
 
 def open_weights(path: str | os.PathLike) -> dict[str, LazyTensor]:
-    """Open a weight file of either format, whatever its name.
-
-    Args:
-        path: the file.
-
-    Returns:
-        name to tensor.
-
-    Raises:
-        CheckpointError: as for `open_safetensors` and `open_pickle`.
-    """
+    """Open a weight file of either format, whatever its name; see `open_safetensors` and `open_pickle`."""
     path = Path(path)
-    try:
+    with reading(path):
         check_regular(path)
         with open(path, "rb") as file:
             begin = file.read(9)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
     if path.suffix == ".safetensors" or begin[8:] == b"{":
         return open_safetensors(path)
     return open_pickle(path)[0]
@@ -206,7 +168,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: str | os.PathLike, *most: int) -> dict[str, Any]:
-    """The content of a source's JSON file; see `configuration._files.read_json`."""
+    """The content of a source's JSON file; see `configuration.json_files.read_json`."""
     note(Path(path))
     return json_files.read_json(path, *most)
 
@@ -216,9 +178,6 @@ def check_sums(paths: Sequence[Path]) -> None:
 
     Checksums are `checklist.chk` beside the file (Meta's lines of an MD5 sum and a name) and the CRC-32 of every record
     of a torch file.
-
-    Args:
-        paths: weight files.
 
     Raises:
         CheckpointError: a checksum differs.
@@ -266,8 +225,4 @@ def _checklist(path: Path) -> dict[str, str]:
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -48,12 +48,7 @@ def find_run(target: Path) -> str | None:
 
 
 class RunLock:
-    """The right of a run to write into a folder.
-
-    Args:
-        folder: the folder that is written.
-        file: the lock file, open and locked; None on a system without locks.
-    """
+    """The right of a run to write into a folder; `file` is the lock file, None on a system without locks."""
 
     def __init__(self, folder: Path, file: Any):
         self.folder, self.file, self.process = folder, file, os.getpid()

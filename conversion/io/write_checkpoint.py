@@ -7,26 +7,26 @@ files after the last tensors that it lists as flushed.
 """
 
 import errno
-import hashlib
 import json
 import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ...configuration.errors import CheckpointError
+from ...configuration.json_files import to_json
 from ...modeling.checkpoints import UNFINISHED
 from .lazy_tensor import LazyTensor, blocks
+from .plan import Plan, Progress
 from .preallocated_files import Output, SafetensorsOutput, TorchOutput
 from .read_files import open_weights
 from .run_lock import RunLock, one_run
-from .source_changes import Look, check_unchanged
+from .source_changes import check_unchanged
 from .target_folder import TEMPORARY, check_free, check_target, is_empty
 
 # Elements that are checked for infinities and nan at a time.
@@ -35,136 +35,16 @@ _CHECKED_AT_ONCE = 1 << 24
 _BEHIND = 1 << 26
 # Bytes after which the progress within unfinished files is recorded.
 _NOTED = 1 << 32
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
-
 
 # (file, key, tensor) of tensors that are written together.
 Unit = list[tuple[str, str, LazyTensor]]
 
 
-class Progress(Protocol):
-    """Receives the progress of writing."""
-
-    def start(self, total: int) -> None:
-        """Begin; `total` is the number of bytes of weights to write."""
-
-    def advance(self, nbytes: int, file: str) -> None:
-        """Count bytes that were written to a file, or were already there."""
-
-
-@dataclass
-class Plan:
-    """Everything that a target folder will hold.
-
-    Attributes:
-        groups: files that are written together, as name to tensors; the groups follow one another.
-        before: small files that are written first, name to content.
-        last: small files that make the folder a checkpoint, in order.
-        identity: source and options of the conversion; a resumed run must have the same.
-        sources: the source's files and their looks when they were opened.
-    """
-
-    groups: list[dict[str, dict[str, LazyTensor]]]
-    before: dict[str, bytes] = field(default_factory=dict)
-    last: dict[str, bytes] = field(default_factory=dict)
-    identity: dict[str, Any] = field(default_factory=dict)
-    sources: Mapping[Path, Look] = field(default_factory=dict)
-
-    @property
-    def files(self) -> dict[str, dict[str, LazyTensor]]:
-        """All weight files, name to tensors."""
-        return {name: tensors for group in self.groups for name, tensors in group.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Total bytes of all weights."""
-        return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
-
-    def fingerprint(self) -> str:
-        """Digest of the plan: what is written, and from what."""
-        layout = {
-            file: {name: [str(tensor.dtype), tensor.shape] for name, tensor in tensors.items()}
-            for file, tensors in self.files.items()
-        }
-        content = {
-            name: hashlib.sha256(data).hexdigest() for name, data in {**self.before, **self.last}.items()
-        }
-        described = json.dumps([self.identity, layout, content], sort_keys=True, default=str)
-        return hashlib.sha256(described.encode()).hexdigest()
-
-
-def parse_size(size: int | str) -> int:
-    """The bytes of a size such as "5GB", "500MB" or "2GiB".
-
-    Args:
-        size: bytes, or a number with a unit.
-
-    Raises:
-        ValueError: it is not a size, or not above zero.
-    """
-    if isinstance(size, str):
-        digits = size.strip().rstrip("BbKkMmGgTtIi ")
-        unit = size.strip()[len(digits) :].strip().upper()
-        try:
-            size = int(float(digits) * _UNITS[unit])
-        except (ValueError, KeyError, OverflowError):
-            raise ValueError(
-                f"shard_size = {size!r}: should be a size such as '5GB', '500MB' or '2GiB'."
-            ) from None
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"shard_size = {size!r}: should be bytes, 1 or more, or a text such as '5GB'.")
-    return size
-
-
-def split_shards(
-    tensors: Mapping[str, LazyTensor], shard_size: int, stem: str = "model"
-) -> tuple[list[dict[str, dict[str, LazyTensor]]], dict[str, bytes]]:
-    """Distribute tensors over safetensors files, named as transformers names them.
-
-    Args:
-        tensors: name to tensor.
-        shard_size: bytes that a file should not exceed; a larger tensor gets a file of its own.
-        stem: beginning of the file names.
-
-    Returns:
-        a group for each file, and the index if there are several.
-    """
-    shards: list[dict[str, LazyTensor]] = [{}]
-    filled = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and filled + tensor.nbytes > shard_size:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor
-        filled += tensor.nbytes
-    if len(shards) == 1:
-        return [{f"{stem}.safetensors": shards[0]}], {}
-    names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    index = {
-        "metadata": {
-            "total_parameters": sum(tensor.numel for tensor in tensors.values()),
-            "total_size": sum(tensor.nbytes for tensor in tensors.values()),
-        },
-        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in sorted(shard)},
-    }
-    groups = [{name: shard} for name, shard in zip(names, shards, strict=True)]
-    return groups, {f"{stem}.safetensors.index.json": to_json(index)}
-
-
-def to_json(content: Any) -> bytes:
-    """An object in the JSON form of checkpoint files."""
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-
-
 def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | None = None) -> None:
-    """Write a planned checkpoint.
+    """Write a planned checkpoint into a folder, which is created, or must be empty.
 
-    Args:
-        plan: what to write.
-        target: the folder. It is created, or must be empty, or with `resume` was left unfinished by an earlier run.
-        resume: keep what an earlier run of the same plan has flushed to the disk.
-        progress: called for every block.
+    With `resume` the folder was left unfinished by an earlier run of the same plan. What that run has flushed to the
+    disk is kept.
 
     Raises:
         ValueError: the target is in use, the earlier run had another plan, a weight is not finite, or a source file has
@@ -297,14 +177,10 @@ def _write_small(path: Path, content: bytes, made: list[Path]) -> None:
     path.parent.mkdir(exist_ok=True)
     with open(_partial(path), "wb") as file:
         file.write(content)
-        _flush(file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(_partial(path), path)
     made.append(path)
-
-
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _nbytes(tensors: Mapping[str, LazyTensor]) -> int:
@@ -321,13 +197,8 @@ def _write_group(
 ) -> None:
     """Write files side by side, so that each block of the source is read once for all of them.
 
-    Args:
-        group: the files.
-        target: their folder.
-        state: state of the run, see `_read_state`.
-        made: gets the paths of completed files.
-        check: called before a tensor is recorded as written and before a file is renamed.
-        progress: called for every block.
+    `state` is that of `_read_state`; `made` gets the paths of completed files. `check` is called before a tensor is
+    recorded as written and before a file is renamed.
     """
     paths = {name: _partial(target / name) for name in group}
     if state["writing"].keys() != group.keys() or not all(path.is_file() for path in paths.values()):
@@ -359,7 +230,8 @@ def _write_group(
                     check()
                     _note(state, outputs, on_disk, target)
         for output in outputs.values():
-            output.finish()
+            output.enter_sums()
+            output.flush()
     finally:
         torch.set_num_threads(threads)
         for output in outputs.values():

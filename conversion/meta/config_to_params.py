@@ -48,12 +48,7 @@ _FACTORS = {"rope_scaling_factor": "factor", "rope_high_freq_factor": "high_freq
 def write_params(config: LlamoeBaseConfig, generation: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The content of `params.json` and of `llamoe.json` for a configuration.
 
-    Args:
-        config: A `LlamoeDenseConfig`, `LlamoeTextConfig` or `LlamoeConfig`.
-        generation: 2 or 3 for the dense family; 4 otherwise.
-
-    Returns:
-        Two dictionaries for JSON.
+    `generation` is 2 or 3 for the dense family, 4 otherwise.
 
     Raises:
         ValueError: a field has a value that Meta's code cannot compute; the message names it.
@@ -185,6 +180,12 @@ def _multipliers(dim: int, inner: int, multiple_of: int) -> Iterable[float]:
                 yield multiplier
 
 
+def _pairs(dim: int, inner: int, powers: Iterable[int]) -> list[tuple[int, float]]:
+    """Pairs of multiple_of, one of the powers, and multiplier; those with the fewest decimals first."""
+    pairs = ((power, found) for power in powers for found in _multipliers(dim, inner, power))
+    return sorted(pairs, key=lambda pair: (len(str(pair[1])), pair[0]))
+
+
 def _fit_dense(config: LlamoeDenseConfig | LlamoeTextConfig) -> tuple[int, float | None]:
     """multiple_of and ffn_dim_multiplier for which Meta's formula gives the dense hidden size.
 
@@ -198,10 +199,7 @@ def _fit_dense(config: LlamoeDenseConfig | LlamoeTextConfig) -> tuple[int, float
     for pair in (*_PUBLISHED, *((power, None) for power in _POWERS)):
         if feed_forward_size(dim, *pair) == inner:
             return pair
-    pairs = (
-        (power, found) for power in _POWERS for found in _multipliers(dim, inner, power) if inner % power == 0
-    )
-    return min(pairs, key=lambda pair: (len(str(pair[1])), pair[0]))
+    return _pairs(dim, inner, [power for power in _POWERS if inner % power == 0])[0]
 
 
 def _fit_mixture(config: LlamoeTextConfig) -> tuple[int, float, float, float]:
@@ -213,11 +211,7 @@ def _fit_mixture(config: LlamoeTextConfig) -> tuple[int, float, float, float]:
     dim, inner, expert = config.hidden_size, config.intermediate_size_mlp, config.intermediate_size
     pairs = [pair for pair in _PUBLISHED_LLAMA4 if feed_forward_size(dim, *pair) == inner]
     shared = [power for power in _POWERS if math.gcd(inner, expert) % power == 0]
-    pairs += sorted(
-        ((power, found) for power in shared for found in _multipliers(dim, inner, power)),
-        key=lambda pair: (len(str(pair[1])), pair[0]),
-    )
-    for multiple_of, multiplier in pairs:
+    for multiple_of, multiplier in pairs + _pairs(dim, inner, shared):
         capacity = float(max(1, math.ceil(multiplier) - 1))
         for ffn_exp in _expansions(dim, expert, multiple_of, multiplier, capacity):
             if expert_size(dim, multiple_of, multiplier, ffn_exp, capacity) == expert:
@@ -255,31 +249,17 @@ def _compare(config: Any, again: Any) -> dict[str, Any]:
             mine, its = _rope_content(value), _rope_content(read)
             for key in ("rope_type", *sorted(mine | its)):
                 if mine.get(key) != its.get(key):
-                    fail(
-                        config,
-                        f"{name}[{key!r}]",
-                        mine.get(key),
-                        "Meta's code cannot compute it",
-                        repr(its.get(key)),
-                    )
+                    problem = "Meta's code cannot compute it"
+                    fail(config, f"{name}[{key!r}]", mine.get(key), problem, repr(its.get(key)))
         elif value != read:
-            fail(
-                config,
-                name,
-                value,
-                "Meta's params.json cannot express it, its code would compute with another",
-                repr(read),
-            )
+            problem = "Meta's params.json cannot express it, its code would compute with another"
+            fail(config, name, value, problem, repr(read))
     return kept
 
 
 def _fields(config_class: type) -> list[str]:
-    annotations = inspect.get_annotations(config_class)
-    names = [
-        name
-        for name, kind in annotations.items()
-        if get_origin(kind) is not ClassVar and kind is not ClassVar
-    ]
+    own = inspect.get_annotations(config_class).items()
+    names = [name for name, kind in own if ClassVar not in (kind, get_origin(kind))]
     return names + [name for name in getattr(config_class, "sub_configs", {}) if name not in names]
 
 

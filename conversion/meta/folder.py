@@ -11,27 +11,30 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from ...configuration import LlamoeDenseConfig, LlamoeVisionConfig, count_parameters
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
+from ...configuration.json_files import to_json
 from ..checkpoint import (
     Checkpoint,
     Report,
+    RunOptions,
+    carry_out,
+    check_at_least,
     check_model,
     expected_shapes_of,
-    identify,
-    make_report,
     parse_dtype,
+    takes_options,
     tie_heads,
 )
 from ..io import (
     LazyTensor,
     Plan,
-    Progress,
     Slot,
     Table,
     check_target,
@@ -40,13 +43,12 @@ from ..io import (
     read_json,
     read_through,
     remember_looks,
-    to_json,
-    write,
+    sources_of,
     write_through,
 )
-from ..tokenizers import check_tokenizer, hf_files_from_meta, meta_tokenizer_model
+from ..tokenizers import check_tokenizer, hf_files_from_meta, looks_like_table, meta_tokenizer_model
 from .config_to_params import add_kept, needs_own_scaling, write_params
-from .name_tables import STYLES, check_division, llama4_table, llama_table, names_for
+from .name_tables import STYLES, check_division, llama4_table, llama_table
 from .params_to_config import (
     LARGEST_SENTENCEPIECE,
     LLAMA3_THETA,
@@ -55,7 +57,7 @@ from .params_to_config import (
     note_defaults,
     read_config,
 )
-from .sizes import find_generation, is_tiktoken, measure, weight_files
+from .sizes import find_generation, measure, weight_files
 
 KEPT = "llamoe.json"
 _TUNED = re.compile(r"instruct|chat", re.IGNORECASE)
@@ -124,7 +126,8 @@ def open_meta(
     if path is None or tokenizer is None:
         notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")
     elif companions:
-        translated = _read_tokenizer(path, tokenizer, config, seen.generation, tuned)
+        family = f"llama-{seen.generation}" if looks_like_table(tokenizer) else None
+        translated = hf_files_from_meta(tokenizer, config, instruct=tuned, family=family, origin=str(path))
     kind = "meta-llama4" if seen.generation == 4 else "meta-llama"
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
 
@@ -135,12 +138,9 @@ def _refuse_missing(
     """Report missing tensors under Meta's names."""
     expected = expected_shapes_of(config, len(tensors), str(paths[0].parent))
     keys = [key for key in expected if key not in tensors]
-    names = list(dict.fromkeys(name for key in keys for name in names_for(table, key)))
+    names = list(dict.fromkeys(name for key in keys for name in sources_of(table, key)))
     if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        raise CheckpointError(
-            f"{paths[0]}: {', '.join(names[:5])}{more} missing; the checkpoint is not whole."
-        )
+        raise CheckpointError(f"{paths[0]}: {listed(names)} missing; the checkpoint is not whole.")
 
 
 def _is_tuned(folder: Path) -> bool:
@@ -157,25 +157,14 @@ def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
     return None, None
 
 
-def _read_tokenizer(
-    path: Path, content: bytes, config: LlamoeBaseConfig, generation: int, instruct: bool | None
-) -> dict[str, bytes]:
-    """The tokenizer and related files for a Hugging Face folder."""
-    family = f"llama-{generation}" if is_tiktoken(content) else None
-    return hf_files_from_meta(content, config, instruct=instruct, family=family, origin=str(path))
-
-
+@takes_options
 def save_meta(
     checkpoint: Checkpoint,
     target: str | os.PathLike,
     *,
     shards: int | None = None,
     style: str = "release",
-    dtype: str | torch.dtype | None = None,
-    resume: bool = False,
-    dry_run: bool = False,
-    progress: Progress | None = None,
-    options: Mapping[str, Any] | None = None,
+    **options: Unpack[RunOptions],
 ) -> Report:
     """Write a checkpoint in Meta's format, for Meta's code and other readers of that format.
 
@@ -189,11 +178,7 @@ def save_meta(
         shards: number of model-parallel files, written together; it divides the key/value heads and the sizes. None
             takes as many as Meta's releases of that size have: 17.5 GB a file, at most eight files.
         style: for Llama 4, "release" for the releases' fused names, "unfused" for the names of Meta's modules.
-        dtype: dtype of all tensors: "float32", "float16" or "bfloat16"; None keeps the dtype of each.
-        resume: continue a folder that an earlier run left unfinished.
-        dry_run: check and plan everything, write nothing.
-        progress: called for every block.
-        options: further options that shaped the checkpoint; a resumed run must have the same.
+        **options: see `RunOptions`.
 
     Raises:
         ValueError: an option is unknown, a size is not divisible by the number of files, Meta's code cannot compute a
@@ -207,8 +192,8 @@ def save_meta(
         raise ValueError(f"style = {style!r}: valid are {', '.join(map(repr, STYLES))}.")
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError(f"{checkpoint.path}: is a vision tower alone, for which Meta has no format.")
-    wanted = parse_dtype(dtype)
-    check_target(target, resume)
+    wanted = parse_dtype(options["dtype"])
+    check_target(target, options["resume"])
     tokenizer, notes = _write_tokenizer(checkpoint.companions, config)
     generation = _generation_to_write(config, tokenizer)
     params, kept = write_params(config, generation)
@@ -227,8 +212,7 @@ def save_meta(
         )
     if shards is None:
         shards = _usual_files(config, tensors, wanted, embedding_axis)
-    if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
-        raise ValueError(f"shards = {shards!r}: should be a whole number of at least 1.")
+    check_at_least(1, shards=shards)
     check_division(config, shards, embedding_axis)
     table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, style)
     slots = [Slot() for _ in range(1 + max(_SLOTS.values()))]
@@ -241,12 +225,9 @@ def save_meta(
         [{f"consolidated.{number:02d}.pth": part for number, part in enumerate(parts)}],
         before={} if tokenizer is None else {"tokenizer.model": tokenizer},
         last={**({KEPT: to_json(kept)} if kept else {}), "params.json": to_json(params)},
-        identity={"source": identify(checkpoint), "to": "meta", "style": style, **(options or {})},
-        sources=checkpoint.looks,
+        identity={"style": style},
     )
-    if not dry_run:
-        write(plan, target, resume, progress)
-    report = make_report(checkpoint, target, "meta", plan, begun, dry_run)
+    report = carry_out(plan, checkpoint, target, "meta", begun, options)
     report.notes.extend(notes)
     return report
 
@@ -274,19 +255,15 @@ def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> i
         # LLaMA 2's code has no rotary scaling.
         return 3
     if tokenizer is not None:
-        return 3 if is_tiktoken(tokenizer) else 2
+        return 3 if looks_like_table(tokenizer) else 2
     theta = (config.rope_parameters or {}).get("rope_theta")
     return 3 if config.vocab_size > LARGEST_SENTENCEPIECE or theta == LLAMA3_THETA else 2
 
 
 def _untied(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The tensors, with a tied embedding copied as output head, since Meta's code has no tying."""
-    heads = {
-        name.replace("model.embed_tokens", "lm_head"): tensor
-        for name, tensor in tensors.items()
-        if name.endswith("model.embed_tokens.weight")
-    }
-    return {**tensors, **heads}
+    name = next(name for name in tensors if name.endswith("model.embed_tokens.weight"))
+    return {**tensors, name.replace("model.embed_tokens", "lm_head"): tensors[name]}
 
 
 def _usual_files(

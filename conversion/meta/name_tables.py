@@ -9,9 +9,7 @@ Sources: the modules and load hooks of meta-llama/llama (LLaMA 1 and 2) and of m
 and the axes in its `reshard_mp`.
 """
 
-import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +18,21 @@ import torch
 from ...configuration import LlamoeConfig, LlamoeDenseConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
-from ..io import Drop, LazyTensor, Operation, Row, Table, compute, join, split
+from ..io import (
+    KEEP,
+    TRANSPOSED,
+    Condition,
+    Drop,
+    FusedRows,
+    LazyTensor,
+    Operation,
+    Row,
+    Table,
+    compute,
+    join,
+    permute_pairs,
+    split,
+)
 
 STYLES = ("release", "unfused")
 
@@ -28,8 +40,7 @@ STYLES = ("release", "unfused")
 class _Rotated(Operation):
     """Rows of a projection before rotary embedding: Meta rotates neighbouring channels, Hugging Face rotates halves.
 
-    Each head's rows go from r0 i0 r1 i1 ... to r0 r1 ... i0 i1 ... . Files hold whole heads, so each file's rows are
-    permuted alone.
+    Files hold whole heads, so each file's rows are permuted alone.
     """
 
     def __init__(self, heads: str):
@@ -38,61 +49,14 @@ class _Rotated(Operation):
     def forward(self, parts, axis, sizes):
         """Permute the rows of each file's heads and join them."""
         assert axis is not None
-        files = parts[0]
-        return [join([self._turn(part, len(files), sizes, pairs_last=True) for part in files], axis)]
+        heads = getattr(sizes, self.heads) // len(parts[0])
+        return [join([permute_pairs(part, heads, to_halves=True) for part in parts[0]], axis)]
 
     def inverse(self, targets, axis, files, sizes):
         """Split the heads over the files and permute their rows back."""
         assert axis is not None
-        return [[self._turn(part, files, sizes, pairs_last=False) for part in split(targets[0], axis, files)]]
-
-    def _turn(self, tensor: LazyTensor, files: int, sizes: Any, pairs_last: bool) -> LazyTensor:
         heads = getattr(sizes, self.heads) // files
-
-        def turn(rows: torch.Tensor) -> torch.Tensor:
-            half = rows.shape[0] // heads // 2
-            pair = (half, 2) if pairs_last else (2, half)
-            return rows.view(heads, *pair, -1).transpose(1, 2).reshape(rows.shape)
-
-        return tensor.map(turn)
-
-
-class _FusedRows(Operation):
-    """Projections fused by rows; each file holds its slice of every projection."""
-
-    def __init__(self, shares: Callable[[Any], list[int]]):
-        self.shares = shares
-
-    def forward(self, parts, axis, sizes):
-        """Split each file's tensor into projections, then join the files' slices of each."""
-        assert axis is not None
-        pieces = [self._cut(part, sizes) for part in parts[0]]
-        return [join(part, axis) for part in zip(*pieces, strict=True)]
-
-    def inverse(self, targets, axis, files, sizes):
-        """Split each projection over the files and fuse each file's slices."""
-        assert axis is not None
-        for target in targets[1:]:
-            if target.dtype != targets[0].dtype:
-                raise CheckpointError(
-                    f"{target.origin} is {target.dtype}, but {targets[0].origin} is {targets[0].dtype}; Meta's file "
-                    "holds both in one tensor. Choose a dtype for all."
-                )
-        pieces = [split(target, axis, files) for target in targets]
-        return [[join(part, axis) for part in zip(*pieces, strict=True)]]
-
-    def _cut(self, tensor: LazyTensor, sizes: Any) -> list[LazyTensor]:
-        shares, rows = self.shares(sizes), tensor.shape[0]
-        shares = [share // math.gcd(*shares) for share in shares]
-        if rows % sum(shares):
-            raise CheckpointError(
-                f"{tensor.origin} has {rows} rows, which {' + '.join(map(str, shares))} parts do not divide."
-            )
-        unit, start, pieces = rows // sum(shares), 0, []
-        for share in shares:
-            pieces.append(tensor.cut(0, start, start + share * unit))
-            start += share * unit
-        return pieces
+        return [[permute_pairs(part, heads, to_halves=False) for part in split(targets[0], axis, files)]]
 
 
 class _Experts(Operation):
@@ -142,21 +106,6 @@ class _Experts(Operation):
         return tensor.view(experts * rows, columns) if self.flat else tensor
 
 
-class _Transposed(Operation):
-    """A matrix that the other format stores transposed."""
-
-    def convert(self, tensors, sizes):
-        """Swap the axes."""
-        for tensor in tensors:
-            if tensor.ndim != 2:
-                raise CheckpointError(f"{tensor.origin} has shape {list(tensor.shape)}; expected: two axes.")
-        return [tensor.transpose() for tensor in tensors]
-
-    def revert(self, tensors, sizes):
-        """Swap the axes."""
-        return [tensor.transpose() for tensor in tensors]
-
-
 class _ResampledPositions(Operation):
     """Positions of an older tower, class token first; Meta's loader resamples them at the patches' corners.
 
@@ -200,154 +149,108 @@ def _is_dense(sizes: Any, numbers: Mapping[str, int]) -> bool:
     return not _is_mixture(sizes, numbers)
 
 
-_TRANSPOSED = _Transposed()
 _FLAT, _STACKED = _Experts(flat=True), _Experts(flat=False)
-_QKV = _FusedRows(_qkv_shares)
-_GATE_AND_UP = _FusedRows(lambda sizes: [1, 1])
+_QKV = FusedRows(_qkv_shares)
+_GATE_AND_UP = FusedRows(lambda sizes: [1, 1])
 
 _COMPUTED = "computed from the configuration"
 _OTHER_STATE = "no weight: state of the layer that it was trained with"
 _STATISTICS = "no weight: statistics of the router's choices in training"
 
-_META, _HF = "layers.{i}.", "model.layers.{i}."
-_VE, _BLOCK, _LAYER = (
-    "vision_embeddings.vision_encoder.",
-    "vision_embeddings.vision_encoder.transformer.resblocks.{j}.",
-    "vision_model.model.layers.{j}.",
-)
+_VE = "vision_embeddings.vision_encoder."
+_BLOCK, _LAYER = f"{_VE}transformer.resblocks.{{j}}.", "vision_model.model.layers.{j}."
+
+
+def _layer(
+    meta: str | Sequence[str],
+    hf: str | Sequence[str],
+    operation: Operation = KEEP,
+    axis: int | None = None,
+    when: Condition | None = None,
+) -> Row:
+    """A row of a decoder layer, from names inside the layer."""
+    metas, hfs = (
+        tuple(prefix + name for name in ([names] if isinstance(names, str) else names))
+        for prefix, names in (("layers.{i}.", meta), ("model.layers.{i}.", hf))
+    )
+    return Row(metas, hfs, operation, axis, when)
+
+
+def _weights(pairs: Mapping[str, str], axis: int | None = None, when: Condition | None = None) -> list[Row]:
+    """Rows of a decoder layer whose weights are only renamed."""
+    return [_layer(f"{meta}.weight", f"{hf}.weight", axis=axis, when=when) for meta, hf in pairs.items()]
+
+
+_ENDS = (Row("norm.weight", "model.norm.weight"), Row("output.weight", "lm_head.weight", axis=0))
+_NORMS = _weights({"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"})
+_OUT = _weights({"attention.wo": "self_attn.o_proj"}, axis=1)
 
 # LLaMA 1, 2 and 3 without the embedding, whose axis differs.
 _LLAMA = (
-    Row("norm.weight", "model.norm.weight"),
-    Row("output.weight", "lm_head.weight", axis=0),
-    Row(_META + "attention_norm.weight", _HF + "input_layernorm.weight"),
-    Row(
-        _META + "attention.wq.weight",
-        _HF + "self_attn.q_proj.weight",
-        _Rotated("num_attention_heads"),
-        axis=0,
-    ),
-    Row(
-        _META + "attention.wk.weight",
-        _HF + "self_attn.k_proj.weight",
-        _Rotated("num_key_value_heads"),
-        axis=0,
-    ),
-    Row(_META + "attention.wv.weight", _HF + "self_attn.v_proj.weight", axis=0),
-    Row(_META + "attention.wo.weight", _HF + "self_attn.o_proj.weight", axis=1),
-    Row(_META + "ffn_norm.weight", _HF + "post_attention_layernorm.weight"),
-    Row(_META + "feed_forward.w1.weight", _HF + "mlp.gate_proj.weight", axis=0),
-    Row(_META + "feed_forward.w3.weight", _HF + "mlp.up_proj.weight", axis=0),
-    Row(_META + "feed_forward.w2.weight", _HF + "mlp.down_proj.weight", axis=1),
+    *_ENDS,
+    *_NORMS,
+    _layer("attention.wq.weight", "self_attn.q_proj.weight", _Rotated("num_attention_heads"), axis=0),
+    _layer("attention.wk.weight", "self_attn.k_proj.weight", _Rotated("num_key_value_heads"), axis=0),
+    *_weights({"attention.wv": "self_attn.v_proj"}, axis=0),
+    *_OUT,
+    *_weights({"feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj"}, axis=0),
+    *_weights({"feed_forward.w2": "mlp.down_proj"}, axis=1),
     Drop("rope.freqs", _COMPUTED),
     Drop("freqs_cis", _COMPUTED),
-    Drop(_META + "attention.inner_attention.rope.freqs", _COMPUTED),
+    Drop("layers.{i}.attention.inner_attention.rope.freqs", _COMPUTED),
 )
 
 # The decoder of Llama 4: names that both styles share.
 _LLAMA4_SHARED = (
     Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=0),
-    Row("norm.weight", "model.norm.weight"),
-    Row("output.weight", "lm_head.weight", axis=0),
-    Row(_META + "attention.wo.weight", _HF + "self_attn.o_proj.weight", axis=1),
-    Row(_META + "feed_forward.router_DE", _HF + "feed_forward.router.weight", _TRANSPOSED, when=_is_mixture),
+    *_ENDS,
+    *_OUT,
+    _layer("feed_forward.router_DE", "feed_forward.router.weight", TRANSPOSED, when=_is_mixture),
 )
+_GATE_UP, _DOWN = "feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"
+_DENSE_GATE_AND_UP = ("feed_forward.gate_proj.weight", "feed_forward.up_proj.weight")
+_SHARED = "feed_forward.shared_expert."
 # The decoder of Llama 4: names of the releases.
 _LLAMA4_RELEASE = (
-    Row(_META + "attention.wqkv.layer_norm_weight", _HF + "input_layernorm.weight"),
-    Row(
-        _META + "attention.wqkv.weight",
-        tuple(_HF + f"self_attn.{name}_proj.weight" for name in "qkv"),
-        _QKV,
-        axis=0,
-    ),
-    Row(_META + "feed_forward.norm.weight", _HF + "post_attention_layernorm.weight", when=_is_mixture),
-    Row(
-        _META + "feed_forward.mlp.layer_norm_weight",
-        _HF + "post_attention_layernorm.weight",
-        when=_is_dense,
-    ),
-    Row(
-        _META + "feed_forward.mlp.fc1_weight",
-        (_HF + "feed_forward.gate_proj.weight", _HF + "feed_forward.up_proj.weight"),
-        _GATE_AND_UP,
-        axis=0,
-        when=_is_dense,
-    ),
-    Row(_META + "feed_forward.mlp.fc2_weight", _HF + "feed_forward.down_proj.weight", axis=1, when=_is_dense),
-    Row(
-        (_META + "feed_forward.experts.moe_w_in_eD_F", _META + "feed_forward.experts.moe_w_swiglu_eD_F"),
-        _HF + "feed_forward.experts.gate_up_proj",
+    _layer("attention.wqkv.layer_norm_weight", "input_layernorm.weight"),
+    _layer("attention.wqkv.weight", [f"self_attn.{name}_proj.weight" for name in "qkv"], _QKV, axis=0),
+    _layer("feed_forward.norm.weight", "post_attention_layernorm.weight", when=_is_mixture),
+    _layer("feed_forward.mlp.layer_norm_weight", "post_attention_layernorm.weight", when=_is_dense),
+    _layer("feed_forward.mlp.fc1_weight", _DENSE_GATE_AND_UP, _GATE_AND_UP, axis=0, when=_is_dense),
+    _layer("feed_forward.mlp.fc2_weight", "feed_forward.down_proj.weight", axis=1, when=_is_dense),
+    _layer(
+        [f"feed_forward.experts.moe_w_{name}_eD_F" for name in ("in", "swiglu")],
+        _GATE_UP,
         _FLAT,
         axis=1,
         when=_is_mixture,
     ),
-    Row(
-        _META + "feed_forward.experts.moe_w_out_eF_D",
-        _HF + "feed_forward.experts.down_proj",
-        _FLAT,
-        axis=0,
-        when=_is_mixture,
-    ),
-    Row(
-        _META + "feed_forward.w_in_shared_FD.weight",
-        _HF + "feed_forward.shared_expert.gate_proj.weight",
-        axis=0,
-    ),
-    Row(_META + "feed_forward.w_swiglu_FD.weight", _HF + "feed_forward.shared_expert.up_proj.weight", axis=0),
-    Row(
-        _META + "feed_forward.w_out_shared_DF.weight",
-        _HF + "feed_forward.shared_expert.down_proj.weight",
-        axis=1,
-    ),
+    _layer("feed_forward.experts.moe_w_out_eF_D", _DOWN, _FLAT, axis=0, when=_is_mixture),
+    *_weights({"feed_forward.w_in_shared_FD": f"{_SHARED}gate_proj"}, axis=0),
+    *_weights({"feed_forward.w_swiglu_FD": f"{_SHARED}up_proj"}, axis=0),
+    *_weights({"feed_forward.w_out_shared_DF": f"{_SHARED}down_proj"}, axis=1),
 )
 # The decoder of Llama 4: names of Meta's modules.
 _LLAMA4_UNFUSED = (
-    Row(_META + "attention_norm.weight", _HF + "input_layernorm.weight"),
-    Row(_META + "attention.wq.weight", _HF + "self_attn.q_proj.weight", axis=0),
-    Row(_META + "attention.wk.weight", _HF + "self_attn.k_proj.weight", axis=0),
-    Row(_META + "attention.wv.weight", _HF + "self_attn.v_proj.weight", axis=0),
-    Row(_META + "ffn_norm.weight", _HF + "post_attention_layernorm.weight"),
-    Row(_META + "feed_forward.w1.weight", _HF + "feed_forward.gate_proj.weight", axis=0, when=_is_dense),
-    Row(_META + "feed_forward.w3.weight", _HF + "feed_forward.up_proj.weight", axis=0, when=_is_dense),
-    Row(_META + "feed_forward.w2.weight", _HF + "feed_forward.down_proj.weight", axis=1, when=_is_dense),
-    Row(
-        (_META + "feed_forward.experts.w1", _META + "feed_forward.experts.w3"),
-        _HF + "feed_forward.experts.gate_up_proj",
-        _STACKED,
-        axis=2,
-        when=_is_mixture,
+    *_NORMS,
+    *_weights({f"attention.w{name}": f"self_attn.{name}_proj" for name in "qkv"}, axis=0),
+    *_weights({"feed_forward.w1": "feed_forward.gate_proj"}, axis=0, when=_is_dense),
+    *_weights({"feed_forward.w3": "feed_forward.up_proj"}, axis=0, when=_is_dense),
+    *_weights({"feed_forward.w2": "feed_forward.down_proj"}, axis=1, when=_is_dense),
+    _layer(
+        ("feed_forward.experts.w1", "feed_forward.experts.w3"), _GATE_UP, _STACKED, axis=2, when=_is_mixture
     ),
-    Row(
-        _META + "feed_forward.experts.w2",
-        _HF + "feed_forward.experts.down_proj",
-        _STACKED,
-        axis=1,
-        when=_is_mixture,
-    ),
-    Row(
-        _META + "feed_forward.shared_expert.w1.weight",
-        _HF + "feed_forward.shared_expert.gate_proj.weight",
-        axis=0,
-    ),
-    Row(
-        _META + "feed_forward.shared_expert.w3.weight",
-        _HF + "feed_forward.shared_expert.up_proj.weight",
-        axis=0,
-    ),
-    Row(
-        _META + "feed_forward.shared_expert.w2.weight",
-        _HF + "feed_forward.shared_expert.down_proj.weight",
-        axis=1,
-    ),
+    _layer("feed_forward.experts.w2", _DOWN, _STACKED, axis=1, when=_is_mixture),
+    *_weights({f"{_SHARED}w1": f"{_SHARED}gate_proj", f"{_SHARED}w3": f"{_SHARED}up_proj"}, axis=0),
+    *_weights({f"{_SHARED}w2": f"{_SHARED}down_proj"}, axis=1),
 )
 _LLAMA4_DROPPED = (
     Drop("rope.freqs", _COMPUTED),
     Drop("freqs_cis", _COMPUTED),
     Drop("*._extra_state", _OTHER_STATE),
-    Drop(_META + "feed_forward.expert_activation_DE", _STATISTICS),
-    Drop(_META + "feed_forward.global_gate_stats_3E", _STATISTICS),
-    Drop(_META + "feed_forward.running_gate_stats_3E", _STATISTICS),
+    Drop("layers.{i}.feed_forward.expert_activation_DE", _STATISTICS),
+    Drop("layers.{i}.feed_forward.global_gate_stats_3E", _STATISTICS),
+    Drop("layers.{i}.feed_forward.running_gate_stats_3E", _STATISTICS),
 )
 
 # The tower, its adapter and the projector. Only linear layers inside the blocks have biases.
@@ -374,20 +277,18 @@ _VISION = (
         )
         for kind, axis in zip(("weight", "bias"), axes, strict=True)
     ),
-    Row(
-        "vision_embeddings.vision_adapter.mlp.c_fc.weight",
-        "vision_model.vision_adapter.mlp.fc1.weight",
-        axis=0,
-    ),
-    Row(
-        "vision_embeddings.vision_adapter.mlp.c_proj.weight",
-        "vision_model.vision_adapter.mlp.fc2.weight",
-        axis=1,
+    *(
+        Row(
+            f"vision_embeddings.vision_adapter.mlp.{meta}.weight",
+            f"vision_model.vision_adapter.mlp.{hf}.weight",
+            axis=axis,
+        )
+        for meta, hf, axis in (("c_fc", "fc1", 0), ("c_proj", "fc2", 1))
     ),
     Row("vision_projection.weight", "multi_modal_projector.linear_1.weight", axis=0),
 )
 _VISION_OLD = (
-    Row(_VE + "positional_embedding", "vision_model.positional_embedding_vlm", _ResampledPositions()),
+    Row(f"{_VE}positional_embedding", "vision_model.positional_embedding_vlm", _ResampledPositions()),
 )
 
 
@@ -402,15 +303,12 @@ def llama_table(embedding_axis: int) -> Table:
 
 
 def llama4_table(config: LlamoeBaseConfig, style: str | None = None) -> Table:
-    """The table of Llama 4.
+    """The table of Llama 4: a decoder alone, or inside a multimodal model with its tower.
 
     Args:
-        config: a `LlamoeConfig`, whose decoder's names begin with `language_model.`, or a `LlamoeTextConfig`.
+        config: the model's configuration.
         style: names to write, "release" or "unfused". None is a table for reading, which has both in any layer, and an
             older form of the tower's positions.
-
-    Raises:
-        ValueError: an unknown style.
     """
     if style is not None and style not in STYLES:
         raise ValueError(f"style = {style!r}: should be one of {', '.join(map(repr, STYLES))}.")
@@ -423,37 +321,14 @@ def llama4_table(config: LlamoeBaseConfig, style: str | None = None) -> Table:
         chosen = tuple(replace(row, when=None) for row in chosen)
     if not isinstance(config, LlamoeConfig):
         return chosen + _LLAMA4_DROPPED
-    prefixed = tuple(_with_prefix(row, "language_model.") for row in chosen)
+    prefixed = tuple(
+        replace(row, target=tuple(f"language_model.{name}" for name in row.targets)) for row in chosen
+    )
     return prefixed + _VISION + (_VISION_OLD if style is None else ()) + _LLAMA4_DROPPED
-
-
-def _with_prefix(row: Row, prefix: str) -> Row:
-    targets = tuple(prefix + name for name in row.targets)
-    return replace(row, target=targets[0] if isinstance(row.target, str) else targets)
-
-
-def names_for(table: Table, key: str) -> list[str]:
-    """Meta's names of the tensors behind a Hugging Face key, for messages; of several rows, those of the first."""
-    for row in table:
-        if not isinstance(row, Row):
-            continue
-        for target in row.targets:
-            pattern = re.sub(r"\\\{(\w)\\\}", r"(?P<\1>[0-9]+)", re.escape(target))
-            if match := re.fullmatch(pattern, key):
-                return [
-                    re.sub(r"\{(\w)\}", lambda found, match=match: match[found[1]], name)
-                    for name in row.sources
-                ]
-    return []
 
 
 def check_division(config: LlamoeBaseConfig, files: int, embedding_axis: int) -> None:
     """Refuse a number of files that would split a head, or give a file no slice of some tensor.
-
-    Args:
-        config: the model's configuration.
-        files: number of model-parallel files.
-        embedding_axis: as for `llama_table`.
 
     Raises:
         ValueError: sizes are not divisible; the message names all of them.

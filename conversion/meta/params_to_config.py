@@ -193,11 +193,7 @@ def expert_size(
 
 
 def read_config(params: Params, seen: Seen) -> LlamoeBaseConfig:
-    """The configuration of a Meta folder.
-
-    Args:
-        params: The folder's parameters.
-        seen: What the tensors show; other sizes follow Meta's formulas.
+    """The configuration of a Meta folder; sizes that the tensors do not show follow Meta's formulas.
 
     Returns:
         A `LlamoeDenseConfig` for LLaMA 1, 2 and 3, else a `LlamoeTextConfig`, inside a `LlamoeConfig` if there are
@@ -285,18 +281,19 @@ def _read_dense(params: Params, seen: Seen) -> LlamoeDenseConfig:
         # end_of_text; tuned models also end their turns with eom and eot.
         eos = [base + 1, base + 8, base + 9] if seen.instruct else base + 1
         ids = {"bos_token_id": base, "eos_token_id": eos} if base > 0 else dict.fromkeys(ids)
-    multiplier = params.number("ffn_dim_multiplier") if "ffn_dim_multiplier" in params else None
-    inner = seen.inner or feed_forward_size(
-        fields["hidden_size"], params.integer("multiple_of", 256), multiplier
-    )
     return LlamoeDenseConfig(
         **fields,
         **ids,
-        intermediate_size=inner,
+        intermediate_size=_inner(params, seen, fields["hidden_size"]),
         max_position_embeddings=params.integer("max_seq_len", length),
         rope_parameters=rope,
         **_common(seen, "LlamoeDenseForCausalLM"),
     )
+
+
+def _inner(params: Params, seen: Seen, dim: int) -> int:
+    multiplier = params.number("ffn_dim_multiplier") if "ffn_dim_multiplier" in params else None
+    return seen.inner or feed_forward_size(dim, params.integer("multiple_of", 256), multiplier)
 
 
 def _special_ids(seen: Seen) -> dict[str, Any]:
@@ -320,7 +317,6 @@ def _read_text(params: Params, seen: Seen) -> dict[str, Any]:
     if seen.instruct:
         length = 10485760 if rope["rope_type"] == "llama3" else 1048576
     multiple_of = params.integer("multiple_of", 256)
-    multiplier = params.number("ffn_dim_multiplier") if "ffn_dim_multiplier" in params else None
     fields |= {
         "rope_parameters": rope,
         "max_position_embeddings": params.integer("max_seq_len", length),
@@ -330,23 +326,16 @@ def _read_text(params: Params, seen: Seen) -> dict[str, Any]:
         "attn_temperature_tuning": params.flag("attn_temperature_tuning"),
         "floor_scale": _whole(params, "floor_scale", 8192.0),
         "attn_scale": params.number("attn_scale", 0.1),
-        "intermediate_size_mlp": seen.inner or feed_forward_size(dim, multiple_of, multiplier),
+        "intermediate_size_mlp": _inner(params, seen, dim),
     }
     experts = params.part("moe_args")
     if experts is None:
         return fields | {"moe_layers": []}
-    if seen.expert_inner is None:
+    inner = seen.expert_inner
+    if inner is None:
         auto = "auto_scale_F" not in experts or experts.flag("auto_scale_F")
-        inner = expert_size(
-            dim,
-            multiple_of,
-            params.number("ffn_dim_multiplier"),
-            params.number("ffn_exp"),
-            experts.number("capacity_factor", 1.0),
-            auto,
-        )
-    else:
-        inner = seen.expert_inner
+        factors = params.number("ffn_dim_multiplier"), params.number("ffn_exp")
+        inner = expert_size(dim, multiple_of, *factors, experts.number("capacity_factor", 1.0), auto)
     step = experts.integer("interleave_moe_layer_step", 1)
     return fields | {
         "num_local_experts": experts.integer("num_experts"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...configuration.errors import CheckpointError
 from ..io import LazyTensor
+from ..tokenizers import looks_like_table
 from .params_to_config import LARGEST_SENTENCEPIECE, LLAMA3_THETA, Params, Seen, says_llama4
 
 _FILE = re.compile(r"consolidated(?:\.(\d+))?\.pth")
@@ -28,7 +29,8 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{folder / name}: belongs to a release quantized to {match[1]}, which is not converted. Get the "
                 "bfloat16 weights."
             )
-    numbered = {int(match[1]): name for name in names if (match := _FILE.fullmatch(name)) and match[1]}
+    numbers = [(int(match[1]), name) for name in names if (match := _FILE.fullmatch(name)) and match[1]]
+    numbered = dict(numbers)
     if "consolidated.pth" in names:
         if numbered:
             raise CheckpointError(
@@ -42,16 +44,11 @@ def weight_files(folder: Path) -> list[Path]:
     missing = [f"consolidated.{n:0{width}d}.pth" for n in islice(gaps, 3)]
     if missing:
         raise CheckpointError(f"{folder}: {', '.join(missing)} missing; there is {numbered[max(numbered)]}.")
-    if len(numbered) != len([name for name in names if (match := _FILE.fullmatch(name)) and match[1]]):
+    if len(numbered) != len(numbers):
         raise CheckpointError(
             f"{folder}: a file of weights is there twice: {', '.join(filter(_FILE.fullmatch, names))}."
         )
-    return [folder / numbered[number] for number in sorted(numbered)]
-
-
-def is_tiktoken(tokenizer: bytes) -> bool:
-    """Whether a tokenizer.model is a tiktoken table (Llama 3 and 4), not a SentencePiece model."""
-    return re.match(rb"[A-Za-z0-9+/]+=* \d+\s", tokenizer) is not None
+    return [folder / name for _, name in sorted(numbers)]
 
 
 def find_generation(
@@ -74,7 +71,7 @@ def find_generation(
         return 3
     output = tensors.get("output.weight")
     if tokenizer is not None:
-        is_llama3 = is_tiktoken(tokenizer)
+        is_llama3 = looks_like_table(tokenizer)
     else:
         is_large = output is not None and output.ndim and output.shape[0] * len(files) > LARGEST_SENTENCEPIECE
         is_llama3 = is_large or params.entries.get("rope_theta") == LLAMA3_THETA
@@ -108,6 +105,11 @@ class _Measures:
         found = [name for name in self.first if name.endswith(suffix)]
         return self.get(found[0], ndim).shape[axis] * self.count if found else None
 
+    def in_all(self, tensor: LazyTensor, axis: int) -> str:
+        """The size of an axis in each file and in all, for messages."""
+        size, what = tensor.shape[axis], ("rows", "columns")[axis]
+        return f"{tensor.origin} has {size} {what} in {self.count} file(s), {size * self.count} in all, but"
+
     def check_rows(self, name: str, heads: str) -> None:
         """Compare the rows of the first layer's projection with params.json's number of heads."""
         if name not in self.first:
@@ -117,9 +119,8 @@ class _Measures:
         tensor = self.get(name, 2)
         if tensor.shape[0] * self.count != count * head_dim:
             raise CheckpointError(
-                f"{tensor.origin} has {tensor.shape[0]} rows in {self.count} file(s), {tensor.shape[0] * self.count} "
-                f"in all, but {' + '.join(heads.split())} = {count} heads of {head_dim} ({self.params.origin}) need "
-                f"{count * head_dim}. A file is missing, or params.json is another model's."
+                f"{self.in_all(tensor, 0)} {' + '.join(heads.split())} = {count} heads of {head_dim} "
+                f"({self.params.origin}) need {count * head_dim}. A file is missing, or params.json is another model's."
             )
 
 
@@ -190,14 +191,11 @@ def _measure_embedding(see: _Measures, dim: int, generation: int) -> tuple[int, 
         vocab_size, axis = rows, 1
     else:
         raise CheckpointError(
-            f"{embedding.origin} has {columns} columns in {see.count} file(s), {columns * see.count} in all, but "
-            f"{see.params.origin} says dim = {dim}. A file is missing or too many, or params.json is another model's."
+            f"{see.in_all(embedding, 1)} {see.params.origin} says dim = {dim}. A file is missing or too many, or "
+            "params.json is another model's."
         )
     if output.shape[0] * see.count != vocab_size:
-        raise CheckpointError(
-            f"{output.origin} has {output.shape[0]} rows in {see.count} file(s), {output.shape[0] * see.count} in all, "
-            f"but {embedding.origin} gives {vocab_size} tokens."
-        )
+        raise CheckpointError(f"{see.in_all(output, 0)} {embedding.origin} gives {vocab_size} tokens.")
     return vocab_size, axis
 
 

@@ -1,26 +1,23 @@
 """Tokenizer, chat template and processor files of a folder.
 
-Reading order: chat_templates, processors, sentencepiece_models, tiktoken_tables, folder_files.
+Reading order: chat_templates, processors, merges, sentencepiece_models, tiktoken_tables, meta_tokenizer,
+tokenizer_json, folder_files.
 """
 
-from .folder_files import (
-    MULTIMODAL_TOKENS,
-    check_companions,
-    check_tokenizer,
-    extend_tokenizer,
-    hf_files_from_meta,
-    meta_tokenizer_model,
-    multimodal_chat_template,
-    token_ids,
-)
+from .folder_files import hf_files_from_meta, meta_tokenizer_model, multimodal_chat_template
+from .meta_tokenizer import check_tokenizer
 from .processors import processor_files, processor_of_layout
+from .tiktoken_tables import looks_like_table
+from .tokenizer_json import MULTIMODAL_TOKENS, check_companions, extend_tokenizer, fill_vocabulary, token_ids
 
 __all__ = [
     "MULTIMODAL_TOKENS",
     "check_companions",
     "check_tokenizer",
     "extend_tokenizer",
+    "fill_vocabulary",
     "hf_files_from_meta",
+    "looks_like_table",
     "meta_tokenizer_model",
     "multimodal_chat_template",
     "processor_files",

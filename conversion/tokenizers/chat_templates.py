@@ -11,6 +11,8 @@ The model's own output stands between `generation` and `endgeneration`, includin
 text; `apply_chat_template(return_assistant_tokens_mask=True)` and trainers use them.
 """
 
+from collections.abc import Mapping
+
 _NO_TOOLS = """{%- if tools is defined and tools -%}
     {{- raise_exception('This template writes calls and results of tools, but no descriptions of them: put those into \
 the system message.') -}}
@@ -139,34 +141,25 @@ def llama_2() -> str:
 
 def llama_3() -> str:
     """The chat template of Llama 3, which strips each message's content."""
-    return _headers(
-        "Llama 3 chat.", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", trim=True
-    )
+    borders = {
+        "START": "<|start_header_id|>",
+        "END": "<|end_header_id|>",
+        "EOM": "<|eom_id|>",
+        "EOT": "<|eot_id|>",
+    }
+    return _filled({"TITLE": "Llama 3 chat.", **borders, "TRIM": "| trim ", "IMAGE": ""})
 
 
 def llama_4(*, images: bool) -> str:
     """The chat template of Llama 4: tool calls and tool results end with `<|eom|>`, other messages with `<|eot|>`.
 
-    Args:
-        images: whether messages may have parts `{"type": "image"}`; `Llama4Processor` writes their tokens.
+    With `images` messages may have parts `{"type": "image"}`; `Llama4Processor` writes their tokens.
     """
-    return _headers(
-        "Llama 4 chat.", "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", trim=False, images=images
-    )
+    borders = {"START": "<|header_start|>", "END": "<|header_end|>", "EOM": "<|eom|>", "EOT": "<|eot|>"}
+    return _filled({"TITLE": "Llama 4 chat.", **borders, "TRIM": "", "IMAGE": _IMAGE if images else ""})
 
 
-def _headers(
-    title: str, start: str, end: str, eom: str, eot: str, *, trim: bool, images: bool = False
-) -> str:
-    words = {
-        "TITLE": title,
-        "START": start,
-        "END": end,
-        "EOM": eom,
-        "EOT": eot,
-        "TRIM": "| trim " if trim else "",
-        "IMAGE": _IMAGE if images else "",
-    }
+def _filled(words: Mapping[str, str]) -> str:
     template = _HEADERS
     for word, value in words.items():
         template = template.replace(word, value)

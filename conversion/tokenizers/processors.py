@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from ...configuration import LlamoeConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import MODULE_NAME, entries_of_others
+from ...configuration.json_files import to_json
 
 # Tokens that Llama4Processor writes for a picture; the names are fixed in its code.
 IMAGE_TOKENS = (
@@ -33,19 +34,15 @@ def processor_files(
     max_patches: int = 16,
     tokenizer_files: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
-    """The processor's files for a model.
+    """The processor's files for a model, by name: processor_config.json, and tokenizer_config.json if it was given.
 
     Args:
         config: the model's configuration; the tower's sizes and pixel shuffle determine tiles and tokens.
-        image_mean, image_std: normalization of pixels between 0 and 1, a number for each channel. Llama 4's by default;
-            CLIP's for a tower of MetaCLIP, unless its normalization is folded into the weights.
+        image_mean, image_std: normalization of pixels between 0 and 1, a number for each channel.
         resample: resampling filter by PIL's number: 2 is bilinear, 3 bicubic.
         max_patches: most tiles that a picture is cut into, besides the tile of the whole picture.
-        tokenizer_files: the folder's tokenizer.json and tokenizer_config.json; they are compared with the
-            configuration, and the second is returned with the processor's name in it.
-
-    Returns:
-        file name to content: processor_config.json, and tokenizer_config.json if it was given.
+        tokenizer_files: the folder's tokenizer.json, which is compared with the configuration, and
+            tokenizer_config.json, which gets the processor's name.
 
     Raises:
         CheckpointError: the tokenizer lacks a token that the processor writes, or has another id for it than `config`.
@@ -55,10 +52,8 @@ def processor_files(
     vision = config.vision_config
     for name, values in {"image_mean": image_mean, "image_std": image_std}.items():
         if len(values) != vision.num_channels:
-            raise ValueError(
-                f"{name} has {len(values)} numbers, and the tower reads {vision.num_channels} channels: give one "
-                "for each."
-            )
+            channels = f"the tower reads {vision.num_channels} channels: give one for each."
+            raise ValueError(f"{name} has {len(values)} numbers, and {channels}")
     if any(value <= 0 for value in image_std):
         raise ValueError(f"image_std is {list(image_std)}: positive numbers were expected.")
     if max_patches < 1:
@@ -85,13 +80,13 @@ def processor_files(
             "image_std": list(image_std),
         },
     }
-    files = {"processor_config.json": as_json(content)}
+    files = {"processor_config.json": to_json(content)}
     if tokenizer_files is not None:
         _check_tokens(config, tokenizer_files)
         settings = json.loads(tokenizer_files.get("tokenizer_config.json", b"{}"))
         # The processor's prompts spell special tokens in their text, so the tokenizer must read them there.
         settings.pop("split_special_tokens", None)
-        files["tokenizer_config.json"] = as_json(
+        files["tokenizer_config.json"] = to_json(
             {**settings, "processor_class": "Llama4Processor", "padding_side": "left"}
         )
     return files
@@ -100,10 +95,8 @@ def processor_files(
 def processor_of_layout(companions: Mapping[str, bytes], layout: str) -> dict[str, bytes]:
     """The companions with a processor_config.json that loads in a folder of this layout.
 
-    Args:
-        companions: file name to content.
-        layout: "llamoe" adds an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. "stock" removes
-            it and names `Llama4Processor`, which reads the same files.
+    "llamoe" adds an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. "stock" removes it and names
+    `Llama4Processor`, which reads the same files.
     """
     if "processor_config.json" not in companions:
         return dict(companions)
@@ -118,12 +111,7 @@ def processor_of_layout(companions: Mapping[str, bytes], layout: str) -> dict[st
         wanted["processor_class"] = "Llama4Processor"
     if auto_map:
         wanted["auto_map"] = auto_map
-    return {**companions, **({"processor_config.json": as_json(wanted)} if wanted != content else {})}
-
-
-def as_json(content: Mapping) -> bytes:
-    """JSON in the form of Hugging Face folders."""
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    return {**companions, **({"processor_config.json": to_json(wanted)} if wanted != content else {})}
 
 
 def _check_tokens(config: LlamoeConfig, tokenizer_files: Mapping[str, bytes]) -> None:

@@ -4,9 +4,8 @@ SentencePiece always puts a space before a text. transformers' own `LlamaTokeniz
 begin with one, and so loses a piece. Here the normalizer adds it. Nothing splits the text into words, as in
 SentencePiece, whose high-ranked pieces may span words.
 
-SentencePiece (Kudo and Richardson, 2018, arXiv:1808.06226) merges the two neighbours whose piece has the highest score,
-the leftmost first; `tokenizers` merges the pair that stands first in a list. The list holds every way to split a piece
-in two, pieces in order of their scores. Each conversion is compared with SentencePiece itself before it is used.
+SentencePiece (Kudo and Richardson, 2018, arXiv:1808.06226) ranks pieces by their scores. Each conversion is compared
+with SentencePiece itself before it is used.
 """
 
 import json
@@ -18,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, proc
 from tokenizers.models import BPE
 
 from ...configuration.errors import CheckpointError
+from .merges import merges_of
 
 # SentencePiece writes this for a space.
 SPACE = "\u2581"
@@ -36,14 +36,7 @@ _PROBES = (
 
 
 def read(content: bytes, origin: str) -> Any:
-    """Parse and check a SentencePiece model.
-
-    Args:
-        content: the file's content.
-        origin: file named in messages.
-
-    Returns:
-        its `ModelProto`.
+    """The `ModelProto` of a SentencePiece model, checked.
 
     Raises:
         CheckpointError: it is damaged, of a kind that LLaMA does not use, or a library is missing.
@@ -103,14 +96,11 @@ def read(content: bytes, origin: str) -> Any:
 
 
 def special_tokens(proto: Any) -> dict[str, str]:
-    """Tokens by transformers' roles.
+    """Tokens by transformers' roles: bos_token, eos_token, unk_token and pad_token.
 
     Meta's files have no padding token; `<unk>` stands in. A model with byte fallback never produces it from text, so
     batches can be padded without a new row in the embedding, and a loss that ignores padding does not ignore the end
     of text.
-
-    Returns:
-        bos_token, eos_token, unk_token and pad_token.
     """
     trainer = proto.trainer_spec
     names = {
@@ -123,10 +113,6 @@ def special_tokens(proto: Any) -> dict[str, str]:
 def to_json(proto: Any, origin: str) -> bytes:
     """Build tokenizer.json; ids equal SentencePiece's for every text, with `<s>` in front.
 
-    Args:
-        proto: a result of `read`.
-        origin: file named in messages.
-
     Raises:
         CheckpointError: SentencePiece itself gives other ids for one of a list of texts.
     """
@@ -137,10 +123,11 @@ def to_json(proto: Any, origin: str) -> bytes:
         raise CheckpointError(
             f"{origin}: the piece {twice!r} is there twice. Take the file from the release again."
         )
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     tokenizer = Tokenizer(
         BPE(
             vocab={piece: index for index, piece in enumerate(pieces)},
-            merges=_merges(proto),
+            merges=merges_of(sorted(scores, key=scores.__getitem__, reverse=True)),
             unk_token=pieces[trainer.unk_id],
             fuse_unk=True,
             byte_fallback=trainer.byte_fallback,
@@ -173,10 +160,8 @@ def to_json(proto: Any, origin: str) -> bytes:
 def from_json(content: Mapping[str, Any], roles: Mapping[str, str | None], origin: str) -> bytes:
     """Build a SentencePiece model that gives the ids of a tokenizer.json.
 
-    Args:
-        content: tokenizer.json: byte-pair encoding of characters, with a space put in front of a text.
-        roles: bos_token, eos_token, unk_token, pad_token of tokenizer_config.json.
-        origin: file named in messages.
+    The file has byte-pair encoding of characters, with a space put in front of a text. `roles` are bos_token,
+    eos_token, unk_token and pad_token of tokenizer_config.json.
 
     Raises:
         CheckpointError: SentencePiece cannot express the file; the message says why.
@@ -243,13 +228,7 @@ def from_json(content: Mapping[str, Any], roles: Mapping[str, str | None], origi
 
 
 def extended(content: bytes, tokens: Mapping[str, int], origin: str) -> bytes:
-    """Append special tokens to a SentencePiece model, as control pieces.
-
-    Args:
-        content: the model.
-        tokens: name to id; the first id follows the model's last.
-        origin: file named in messages.
-    """
+    """A SentencePiece model with special tokens, name to id, appended as control pieces."""
     proto = read(content, origin)
     for name, index in sorted(tokens.items(), key=lambda item: item[1]):
         if index != len(proto.pieces):
@@ -272,16 +251,6 @@ def _libraries(origin: str) -> tuple[Any, Any]:
             "with: pip install 'llamoe[tokenizers]'"
         ) from error
     return sentencepiece, sentencepiece_model_pb2
-
-
-def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Pairs that merge into a piece: best score first, then the longer left part, which begins further left."""
-    normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
-    merges = []
-    for piece in sorted(normal, key=normal.__getitem__, reverse=True):
-        cuts = ((piece[:cut], piece[cut:]) for cut in range(len(piece) - 1, 0, -1))
-        merges += [(left, right) for left, right in cuts if left in normal and right in normal]
-    return merges
 
 
 def _normalizer(proto: Any) -> Any:
@@ -365,11 +334,7 @@ def _steps(part: Mapping[str, Any] | None, name: str) -> list[Any]:
 def _try(tokenizer: Tokenizer, proto: Any, origin: str, *, leading: bool = True) -> None:
     """Compare with SentencePiece itself on fixed texts and on texts made of the model's own pieces.
 
-    Args:
-        tokenizer: the tokenizer to check.
-        proto: SentencePiece's model.
-        origin: file named in messages.
-        leading: whether to include texts that begin with a space.
+    `leading` says whether to include texts that begin with a space.
 
     Raises:
         CheckpointError: the ids of a text differ.

@@ -3,21 +3,19 @@
 A line of the table is a token in base64, a space, and its rank, which is also its id. Special tokens follow the ranks.
 Their names and number are in Meta's code, not in the file: 256 for Llama 3, 2048 for Llama 4, whatever the number of
 ranks. The pattern that splits a text into words is in Meta's code, too.
-
-tiktoken merges the two neighbours whose concatenation has the lowest rank, the leftmost first. `tokenizers` merges the
-pair that stands first in a list. The list holds every way to split a token in two, tokens in order of their ranks.
 """
 
 import base64
-import binascii
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ...configuration.errors import CheckpointError
+from .merges import merges_of
 
 _ADVICE = "Take the file from the release again."
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -74,40 +72,21 @@ SPECIAL_TOKENS = {
     ),
 }  # fmt: skip
 # Tokens by transformers' roles, and those that end an answer besides the end of text.
+_BORDERS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 ROLES = {
-    "llama-3": {
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|end_of_text|>",
-        "pad_token": "<|finetune_right_pad_id|>",
-    },
-    "llama-4": {
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|end_of_text|>",
-        "pad_token": "<|finetune_right_pad|>",
-    },
+    "llama-3": {**_BORDERS, "pad_token": "<|finetune_right_pad_id|>"},
+    "llama-4": {**_BORDERS, "pad_token": "<|finetune_right_pad|>"},
 }
 STOPS = {"llama-3": ("<|eom_id|>", "<|eot_id|>"), "llama-4": ("<|eom|>", "<|eot|>")}
 
 
 def special_token_ids(family: str, ranks: int) -> dict[str, int]:
-    """The ids of a family's special tokens.
-
-    Args:
-        family: "llama-3" or "llama-4".
-        ranks: number of ranks in the table: the vocabulary without its 256 or 2048 special tokens.
-    """
+    """The ids of a family's special tokens, which follow the ranks."""
     return {token: ranks + offset for offset, token in enumerate(SPECIAL_TOKENS[family])}
 
 
 def read(content: bytes, origin: str) -> list[bytes]:
-    """Parse and check a table of ranks.
-
-    Args:
-        content: the file's content.
-        origin: file named in messages.
-
-    Returns:
-        the tokens in order of their ranks.
+    """The tokens of a table in order of their ranks.
 
     Raises:
         CheckpointError: a line is damaged, a rank or a token is missing or stands twice, or a single byte has no rank.
@@ -117,20 +96,16 @@ def read(content: bytes, origin: str) -> list[bytes]:
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
-        fields = line.split()
         try:
-            token = base64.b64decode(fields[0], validate=True)
-            rank = int(fields[1])
-        except (IndexError, ValueError, binascii.Error) as error:
+            word, written = line.split()
+            token, rank = base64.b64decode(word, validate=True), int(written)
+            if rank < 0 or not token:
+                raise ValueError("no rank, or no token")
+        except ValueError as error:
             raise CheckpointError(
                 f"{origin}: line {number} is {line[:60]!r}; a token in base64, a space and its rank were expected. "
                 + _ADVICE
             ) from error
-        if len(fields) > 2 or rank < 0 or not token:
-            raise CheckpointError(
-                f"{origin}: line {number} is {line[:60]!r}; a token in base64, a space and its rank were expected. "
-                + _ADVICE
-            )
         if rank in ranks:
             raise CheckpointError(
                 f"{origin}: line {number} gives the rank {rank} to {token!r}, which {ranks[rank]!r} has already. "
@@ -159,18 +134,13 @@ def read(content: bytes, origin: str) -> list[bytes]:
 
 
 def to_json(tokens: list[bytes], family: str) -> bytes:
-    """Build tokenizer.json: ids equal tiktoken's for every text without special tokens, `<|begin_of_text|>` in front.
-
-    Args:
-        tokens: a result of `read`.
-        family: "llama-3" or "llama-4", whose pattern and special tokens are used.
-    """
-    symbols = _byte_symbols()
+    """Build tokenizer.json; ids equal tiktoken's for texts without special tokens, `<|begin_of_text|>` in front."""
+    symbols = bytes_to_unicode()
     names = ["".join(symbols[byte] for byte in token) for token in tokens]
     tokenizer = Tokenizer(
         BPE(
             vocab={name: rank for rank, name in enumerate(names)},
-            merges=_merges(names),
+            merges=merges_of(names),
             # A word that is a token stays whole; merging its parts might not lead there.
             ignore_merges=True,
         )
@@ -194,10 +164,6 @@ def to_json(tokens: list[bytes], family: str) -> bytes:
 
 def from_json(content: Mapping[str, Any], origin: str) -> bytes:
     """Build the table of a byte-level tokenizer.json.
-
-    Args:
-        content: tokenizer.json.
-        origin: file named in messages.
 
     Raises:
         CheckpointError: Meta's code, which fixes pattern and special tokens, could not give the same ids; the message
@@ -233,14 +199,14 @@ def from_json(content: Mapping[str, Any], origin: str) -> bytes:
             "is the id, and would cut texts in another way."
         )
     left_out = next(
-        (pair for pair in _merges([names[rank] for rank in range(count)]) if pair not in places), None
+        (pair for pair in merges_of([names[rank] for rank in range(count)]) if pair not in places), None
     )
     if left_out is not None:
         raise CheckpointError(
             f"{origin}: its merges leave out {left_out[0]!r} + {left_out[1]!r}, whose sum is a token. tiktoken joins "
             "any two whose sum is one, and would cut texts in another way."
         )
-    bytes_of = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    bytes_of = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
     lines = []
     for rank in range(count):
         try:
@@ -269,30 +235,8 @@ def _family(content: Mapping[str, Any], origin: str) -> str:
     )
 
 
-def _merges(names: list[str]) -> list[tuple[str, str]]:
-    """Pairs that merge into a token: lowest rank first, then the longer left part, which begins further left."""
-    known = set(names)
-    return [
-        (name[:cut], name[cut:])
-        for name in names
-        for cut in range(len(name) - 1, 0, -1)
-        if name[:cut] in known and name[cut:] in known
-    ]
-
-
-def _byte_symbols() -> list[str]:
-    """The symbol that byte-level tokenizers write for each byte.
-
-    Printable characters of Latin-1 stand for themselves; other bytes, in order, become the characters from 256 on
-    (GPT-2, Radford et al., 2019).
-    """
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
 def looks_like_table(content: bytes) -> bool:
-    """Whether one of the first lines is a word and a number, as in a table; the rest may be damaged."""
+    """Whether a tokenizer.model is a table of ranks: one of its first lines is a word and a number."""
     is_binary = any(byte < 9 or 13 < byte < 32 for byte in content[:64])
     return not is_binary and any(
         re.fullmatch(rb"[!-~]+ \d+\s*", line) for line in content[:4096].splitlines()[:10]

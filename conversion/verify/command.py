@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
-from ..checkpoint import Checkpoint
+from ...configuration.json_files import reading
+from ..checkpoint import Checkpoint, check_at_least
 from ..io import Progress
 from ..open import open_checkpoint
 from .common_parts import Normalization, pixel_normalization, shared_parts
@@ -93,9 +94,7 @@ def verify(
             the other pictures only.
     """
     begin = time.perf_counter()
-    for name, value in (("tokens", tokens), ("rows", rows)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} = {value!r}: should be a whole number, 1 or more")
+    check_at_least(1, tokens=tokens, rows=rows)
     tolerance = TOLERANCE if tolerance is None else tolerance
     if not tolerance >= 0:
         raise ValueError(f"tolerance = {tolerance!r}: should be a part of the standard deviation, 0 or more")
@@ -138,13 +137,9 @@ def verify(
 def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
     if isinstance(given, Checkpoint):
         return given
-    try:
+    # It may be a device file, or a folder without permission.
+    with reading(Path(given)):
         return open_checkpoint(given, companions=False)
-    except CheckpointError:
-        raise
-    # Such as a device file, or a folder without permission.
-    except OSError as error:
-        raise CheckpointError(f"{Path(given)}: cannot be read ({error.strerror}).") from error
 
 
 def _usable(device: str | torch.device) -> torch.device:
@@ -235,27 +230,22 @@ def _compare_tensors(
     return fields, unequal, rows
 
 
+@dataclass
 class _Runner:
     """Runs both models on the same inputs and compares their outputs and each layer's hidden states."""
 
-    def __init__(
-        self,
-        parts: list[Checkpoint],
-        normalizations: list[Normalization | None],
-        sizes: tuple[int, int, int],
-        by_layer: bool,
-        device: torch.device,
-        meter: _Meter,
-    ):
-        self.parts, self.configs = parts, (parts[0].config, parts[1].config)
-        self.normalizations = [numbers for numbers in normalizations if numbers is not None]
-        self.sizes, self.by_layer, self.device, self.meter = sizes, by_layer, device, meter
+    parts: list[Checkpoint]
+    normalizations: list[Normalization | None]
+    sizes: tuple[int, int, int]
+    by_layer: bool
+    device: torch.device
+    meter: _Meter
 
     def compare(
         self, result: Verification, unequal: dict[str, set[int]], rows_differ: torch.Tensor | None
     ) -> tuple[Verification, list[str]]:
         """Complete a result with the comparison of outputs, and return it with the reasons."""
-        configs = self.configs
+        configs = (self.parts[0].config, self.parts[1].config)
         if problem := _cannot_share_inputs(*configs):
             return replace(result, same_function=False), [problem]
         tokens, rows, seed = self.sizes
@@ -267,7 +257,7 @@ class _Runner:
             rows,
             seed,
             wanted=wanted_tokens(rows_differ),
-            normalizations=self.normalizations if len(self.normalizations) == 2 else None,
+            normalizations=None if None in self.normalizations else self.normalizations,
         )
         sides = []
         for side, part in zip("ab", self.parts, strict=True):
@@ -297,7 +287,6 @@ class _Runner:
     def _outputs(
         self, result: Verification, sides: tuple[Side, Side], inputs: list[dict[str, Any]]
     ) -> tuple[Verification, list[str]]:
-        configs = self.configs
         states: dict[str, torch.Tensor] = {}
         layers: list[OutputDifference] = []
 
@@ -311,7 +300,8 @@ class _Runner:
             for side, given, watch in zip(sides, inputs, (states.__setitem__, compare_state), strict=True)
         )
         reasons = []
-        if configs[0].get_text_config().hidden_size != configs[1].get_text_config().hidden_size:
+        widths = [side.config.get_text_config().hidden_size for side in sides]
+        if widths[0] != widths[1]:
             reasons.append("hidden sizes differ, so that hidden states are not compared")
         if "logits" in first and first["logits"].shape != second["logits"].shape:
             found = [output["logits"].shape[-1] for output in (first, second)]

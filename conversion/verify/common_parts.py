@@ -7,7 +7,7 @@ from typing import Any
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.errors import CheckpointError
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, take_part
 from ..clip import normalization
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -18,13 +18,10 @@ Normalization = tuple[list[float], list[float]]
 
 
 def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint], list[str]]:
-    """The parts that can be compared with one another.
+    """The parts that can be compared with one another, and notes on what was left out.
 
     For a multimodal model and a decoder that is the decoder. For a multimodal model and a tower it is the tower,
     without an adapter or projection that the other lacks or has in another size.
-
-    Returns:
-        both parts, and notes on what was left out.
 
     Raises:
         ValueError: one reads texts only and the other pictures only.
@@ -35,12 +32,7 @@ def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint
             continue
         is_tower = isinstance(other.config, LlamoeVisionConfig)
         is_part = is_tower
-        prefix = "vision_model." if is_tower else "language_model."
-        tensors = {
-            key.removeprefix(prefix): value for key, value in mine.tensors.items() if key.startswith(prefix)
-        }
-        config = mine.config.vision_config if is_tower else mine.config.text_config
-        parts[index] = replace(mine, config=config, tensors=tensors)
+        parts[index] = take_part(mine, "vision_config" if is_tower else "text_config", "not compared")
         notes.append(
             f"{mine.path} is multimodal and {other.path} is not: its {'tower' if is_tower else 'decoder'} is compared"
         )

@@ -37,10 +37,7 @@ def compare_tensors(
 ) -> tuple[float, tuple[bool, bool], set[int]]:
     """Compare two tensors block by block; where their numbers of rows differ, the common rows.
 
-    Args:
-        a: any tensor.
-        b: a tensor of the same shape, the first axis excepted.
-        on_read: called with the number of bytes and the origin of what was read.
+    `on_read` is called with the number of bytes and the origin of what was read.
 
     Returns:
         the largest absolute difference, nan where only one of two elements is nan; whether each tensor is finite, which
@@ -72,17 +69,11 @@ def compare_tensors(
 def compare_rows(
     a: LazyTensor, b: LazyTensor, eps: float, on_read: Callable[[int, str], None]
 ) -> torch.Tensor:
-    """Compare two embeddings row by row.
-
-    Args:
-        a: `[V, H]`: V rows, hidden size H.
-        b: `[W, H]`; the common rows are compared.
-        eps: epsilon of the norm that reads them.
-        on_read: as for `compare_tensors`.
+    """Compare two embeddings `[V, H]` and `[W, H]` row by row: V and W rows, hidden size H.
 
     Returns:
-        for each row the largest absolute difference, divided by `sqrt(mean(row ** 2) + eps)` of the larger row: float32
-        `[min(V, W)]`, infinite where one of them is not finite.
+        for each row the largest absolute difference, divided by `sqrt(mean(row ** 2) + eps)` of the larger row, as the
+        norm that reads them does: float32 `[min(V, W)]`, infinite where one of them is not finite.
     """
     x, y = a.read(), b.read()
     on_read(x.nbytes + y.nbytes, a.origin)
@@ -119,14 +110,10 @@ def _compare_numbers(x: torch.Tensor, y: torch.Tensor) -> tuple[float, tuple[boo
 def compare_configs(
     a: LlamoeBaseConfig, b: LlamoeBaseConfig
 ) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-    """Fields of two configurations that differ and may change what the models compute.
+    """Fields of two configurations of one kind that differ and may change what the models compute.
 
     Lengths, scalings and layer lists are compared by their effect: a chunk that is never full, or a rotary scaling of
     one, is no difference.
-
-    Args:
-        a: configuration of a decoder, a tower or a multimodal model.
-        b: another of the same kind.
 
     Returns:
         fields whose effect the outputs must show (sizes, experts, heads), and fields that change the function whatever
@@ -144,13 +131,14 @@ def compare_configs(
     return structure, function
 
 
+def _of_parts(config: LlamoeConfig, facts_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    parts = {part: facts_of(getattr(config, part)) for part in config.sub_configs}
+    return {f"{part}.{name}": value for part, facts in parts.items() for name, value in facts.items()}
+
+
 def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
     if isinstance(config, LlamoeConfig):
-        return {
-            f"{part}.{name}": value
-            for part in config.sub_configs
-            for name, value in _structure(getattr(config, part)).items()
-        }
+        return _of_parts(config, _structure)
     names = _TOWER_STRUCTURE if isinstance(config, LlamoeVisionConfig) else _DECODER_STRUCTURE
     return {name: getattr(config, name, None) for name in names}
 
@@ -158,11 +146,7 @@ def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
 def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
     """Each field that the function depends on, as it is shown and as it is compared."""
     if isinstance(config, LlamoeConfig):
-        inner = {
-            f"{part}.{name}": value
-            for part in config.sub_configs
-            for name, value in _function(getattr(config, part)).items()
-        }
+        inner = _of_parts(config, _function)
         return {**inner, "image_token_index": (config.image_token_index, config.image_token_index)}
     if isinstance(config, LlamoeVisionConfig):
         return _function_of_tower(config)

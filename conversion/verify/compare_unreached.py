@@ -21,10 +21,13 @@ import torch
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import listed
 from ...modeling.moe import Experts
-from .report import OutputDifference, listed
+from .report import OutputDifference
 from .run_streamed import ExpertsOnDemand, Weights
 
+# Names listed in a sentence.
+_SHOWN = 8
 # Random rows for each expert.
 _ROWS = 8
 # Largest mean difference of hidden states in the same basis, in standard deviations; in another basis it is about one.
@@ -74,16 +77,10 @@ class Seen:
 
 
 def compare_unreached(sides: tuple[Side, Side], seen: Seen, tolerance: float, seed: int) -> list[Answer]:
-    """Compare what the run did not reach.
-
-    Args:
-        sides: both models; their outputs agree.
-        seen: findings so far.
-        tolerance: largest difference that counts as the same, in the units of the module's docstring.
-        seed: random seed of the rows for experts.
+    """Compare what the run did not reach; both models' outputs agree.
 
     Returns:
-        an answer for each part that differs, or may differ.
+        an answer for each part that differs, or may differ. The tolerance has the units of the module's docstring.
     """
     if isinstance(sides[0].config, LlamoeVisionConfig):
         # A picture reaches every weight of a tower.
@@ -120,12 +117,9 @@ def wanted_tokens(rows: torch.Tensor | None) -> list[int]:
 def _of_pictures(sides: tuple[Side, Side], seen: Seen) -> Iterator[Answer]:
     if seen.has_pictures or not all(isinstance(side.config, LlamoeConfig) for side in sides):
         return
-    keys = [key for key in seen.others if key.startswith(_OF_PICTURES)]
-    if keys:
-        yield (
-            None,
-            f"no picture was run, since a vocabulary has no token for it, and these differ: {listed(keys)}",
-        )
+    if keys := [key for key in seen.others if key.startswith(_OF_PICTURES)]:
+        found = "no picture was run, since a vocabulary has no token for it, and these differ"
+        yield None, f"{found}: {listed(keys, _SHOWN)}"
 
 
 def _of_embeddings(
@@ -133,10 +127,8 @@ def _of_embeddings(
 ) -> Iterator[Answer]:
     if seen.rows is None:
         if any(key.endswith(_EMBEDDING) for key in seen.others):
-            yield (
-                None,
-                f"the embeddings have rows of two widths: other tokens than the {len(seen.tokens)} were not compared",
-            )
+            found = "the embeddings have rows of two widths"
+            yield None, f"{found}: other tokens than the {len(seen.tokens)} were not compared"
         return
     # Picture features replace the embedding of the image token, so its row is never read.
     known = seen.tokens | {getattr(side.config, "image_token_index", -1) for side in sides}
@@ -145,10 +137,13 @@ def _of_embeddings(
         return
     worst = f"{_names('embedding row', sorted(beyond))}, which no random token read, differ by as much as "
     worst += f"{seen.rows[beyond[0]].item():.3g} of the row's size"
+    yield _difference(worst, is_one_basis)
+
+
+def _difference(found: str, is_one_basis: bool) -> Answer:
     if is_one_basis:
-        yield False, worst
-    else:
-        yield None, f"{worst}; hidden states differ, so that this may be another basis of the same function"
+        return False, found
+    return None, f"{found}; hidden states differ, so that this may be another basis of the same function"
 
 
 class _Layer:
@@ -159,7 +154,6 @@ class _Layer:
         self.label = name.removeprefix("language_model.").removeprefix("model.").removesuffix(".experts")
         self.has = [f"{name}.gate_up_proj" in side.weights.tensors for side in sides]
         self.modules, self.inputs, self.routers = [], [], []
-        generator = torch.Generator().manual_seed(seed)
         for side, has in zip(sides, self.has, strict=True):
             if not has:
                 self.modules.append(None)
@@ -169,7 +163,7 @@ class _Layer:
                 self.modules.append(ExpertsOnDemand(Experts(config), name, weights))
             # Scaled by the norm's weight, which may instead have been multiplied into the matrices after the norm.
             scale = weights.read(name.replace("feed_forward.experts", "post_attention_layernorm.weight"))
-            generator.manual_seed(seed)
+            generator = torch.Generator().manual_seed(seed)
             rows = torch.randn(_ROWS, config.hidden_size, generator=generator)
             self.inputs.append(rows.to(weights.device) * scale)
             self.routers.append(weights.read(name.replace(".experts", ".router.weight")) * scale)
@@ -205,9 +199,7 @@ class _Layer:
             worst = max(beyond.values(), key=lambda size: (size != size, size))
             found = f"{self.label}: {_names('expert', sorted(beyond))}, to which no token was sent: "
             found += f"outputs for random rows differ by as much as {worst:.3g} of their size"
-        if is_one_basis:
-            return False, found
-        return None, f"{found}; hidden states differ, so that this may be another basis of the same function"
+        return _difference(found, is_one_basis)
 
     def _compare_experts(
         self, partners: Sequence[int], unequal: set[int], tolerance: float
@@ -282,4 +274,4 @@ def _pair(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> tuple[list[int]
 
 
 def _names(what: str, numbers: Sequence[int]) -> str:
-    return f"{what}{'s' if len(numbers) > 1 else ''} {listed([f'{number:,}' for number in numbers])}"
+    return f"{what}{'s' if len(numbers) > 1 else ''} {listed([f'{number:,}' for number in numbers], _SHOWN)}"

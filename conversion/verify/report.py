@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+from ...configuration.checks import listed
+
 TOLERANCE = 1e-4
 """Largest difference of two outputs that counts as the same, in standard deviations of the output.
 
 Formats with the same weights differ only by float32's order of summation, about 1e-6; bfloat16 files are computed in
 float32, too. Weights that were rounded to another dtype differ by more and need a larger tolerance.
 """
+# Names listed in a sentence.
 _SHOWN = 8
 
 
@@ -41,12 +44,10 @@ class Verification:
     """What was compared, and the verdict.
 
     Attributes:
-        a: the first path.
-        b: the second path.
+        a, b: both paths.
         kinds: source formats of both.
         compared: number of tensors compared.
-        only_in_a: keys that `b` lacks.
-        only_in_b: keys that `a` lacks.
+        only_in_a, only_in_b: keys that the other lacks.
         shapes: key to both shapes where they differ; of embedding and head the common rows are still compared.
         dtypes: both dtypes to the number of tensors, where they differ.
         tensors: key to largest absolute difference, for tensors that differ; nan if only one of two elements is nan.
@@ -98,23 +99,15 @@ class Verification:
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Titles with rows of a label and a text, for printing."""
         words = {True: "yes", False: "no", None: "cannot be told" if self.outputs else "not computed"}
-        sections = [
-            (
-                "verdict",
-                [
-                    ("same weights", words[self.same_weights]),
-                    ("same function", words[self.same_function]),
-                    *(("", reason) for reason in self.reasons),
-                ],
-            )
-        ]
+        verdict = [("same weights", words[self.same_weights]), ("same function", words[self.same_function])]
+        sections = [("verdict", verdict + [("", reason) for reason in self.reasons])]
         tensors = [("compared", f"{self.compared:,}, of which {len(self.tensors):,} differ")]
         tensors += [(key, f"max |a - b| = {value:.3g}") for key, value in largest(self.tensors)]
         for label, keys in (("only in a", self.only_in_a), ("only in b", self.only_in_b)):
-            tensors += [(label, listed(keys))] if keys else []
+            tensors += [(label, listed(keys, _SHOWN))] if keys else []
         tensors += [(key, f"{a} and {b}") for key, (a, b) in list(self.shapes.items())[:_SHOWN]]
         tensors += [(pair, f"{count:,} tensors") for pair, count in self.dtypes.items()]
-        tensors += [("not finite", listed(self.not_finite))] if self.not_finite else []
+        tensors += [("not finite", listed(self.not_finite, _SHOWN))] if self.not_finite else []
         sections.append(("tensors", tensors))
         fields = {**self.function, **self.structure}
         if fields:
@@ -157,7 +150,7 @@ def reasons_of_weights(result: Verification) -> list[str]:
         )
     for label, keys in (("a", result.only_in_a), ("b", result.only_in_b)):
         if keys:
-            reasons.append(f"only {label} has {listed(keys)}")
+            reasons.append(f"only {label} has {listed(keys, _SHOWN)}")
     if result.shapes:
         key, (a, b) = next(iter(result.shapes.items()))
         more = f", and {len(result.shapes) - 1} other shapes differ" if len(result.shapes) > 1 else ""
@@ -181,12 +174,6 @@ def described(part: OutputDifference, begin: str = "max") -> str:
 def largest(tensors: dict[str, float]) -> list[tuple[str, float]]:
     """The tensors that differ most; nan first."""
     return sorted(tensors.items(), key=lambda pair: (pair[1] == pair[1], -pair[1]))[:_SHOWN]
-
-
-def listed(keys: list[str]) -> str:
-    """A few of the names, joined."""
-    more = f" and {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else ""
-    return ", ".join(keys[:_SHOWN]) + more
 
 
 def _plain(value: Any) -> Any:

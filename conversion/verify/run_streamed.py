@@ -18,6 +18,7 @@ from torch import nn
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...modeling.decoder import DecoderLayer
 from ...modeling.moe import Experts
@@ -25,21 +26,11 @@ from ...modeling.vision import VisionEncoderLayer
 from ..checkpoint import expected_shapes, model_class
 from ..io import LazyTensor
 
-# Number of names listed in an error.
-_SHOWN = 5
-
 Watch = Callable[[str, torch.Tensor], None]
 
 
 def build_empty(config: LlamoeBaseConfig) -> nn.Module:
-    """The model of a configuration, without weights.
-
-    Args:
-        config: any configuration of llamoe; it is not changed.
-
-    Returns:
-        The model with its head, float32, on the meta device, in evaluation mode.
-    """
+    """The model of a configuration with its head, without weights: float32, on the meta device, in evaluation mode."""
     with torch.device("meta"):
         model = model_class(config)(copy.deepcopy(config))
     return model.float().eval()
@@ -54,13 +45,9 @@ def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
 
 
 class Weights:
-    """Source of a model's parameters.
+    """Source of a model's parameters, which are float32 on `device`.
 
-    Args:
-        config: the model's configuration.
-        tensors: stock keys to lazy tensors.
-        device: device of the parameters, which are float32.
-        on_read: called with the number of bytes and the origin of everything that is read.
+    `on_read` is called with the number of bytes and the origin of everything that is read.
 
     Raises:
         CheckpointError: a weight of the model is missing or has another shape.
@@ -80,7 +67,7 @@ class Weights:
         self.on_read = on_read
         expected = expected_shapes(config)
         if missing := [name for name in expected if name not in self.tensors]:
-            raise CheckpointError(f"the model needs tensors that are not there: {_shorten(missing)}")
+            raise CheckpointError(f"the model needs tensors that are not there: {listed(missing)}")
         for name, shape in expected.items():
             given = self.tensors[name]
             if tuple(given.shape) != shape:
@@ -155,8 +142,8 @@ def run(
         used: filled with the experts that a token was sent to, under the name of each layer's stack.
 
     Returns:
-        `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower `last_hidden_state` and, if it has one,
-        `pooler_output`. Float32, on the CPU.
+        float32 on the CPU: `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower `last_hidden_state` and,
+        if it has one, `pooler_output`.
     """
     model = build_empty(config)
     if stream:
@@ -220,11 +207,6 @@ def _label(name: str, module: nn.Module) -> str | None:
     return "multi_modal_projector" if name == "multi_modal_projector" else None
 
 
-def _shorten(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
 def _takes_pictures(config: LlamoeBaseConfig) -> bool:
     return not isinstance(config, LlamoeConfig) or config.image_token_index < config.text_config.vocab_size
 
@@ -238,16 +220,16 @@ def random_inputs(
     wanted: Sequence[int] = (),
     normalizations: Sequence[tuple[list[float], list[float]]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Draw the same inputs for two models of one family.
+    """Draw the same inputs for two towers, two multimodal models or two decoders.
 
     Args:
-        configs: configurations of two towers, two multimodal models, or two decoders.
+        configs: both configurations.
         tokens: number of tokens in a row, besides those of its picture.
         rows: number of rows in the batch.
         seed: random seed.
         wanted: token ids to include; the first of them if there is no room for all.
-        normalizations: mean and standard deviation of both models' pixels; random pixels between 0 and 1 are normalized
-            for each. None draws the same normal numbers for both.
+        normalizations: mean and standard deviation of both models' pixels, by which random pixels between 0 and 1 are
+            normalized. None draws the same normal numbers for both.
 
     Returns:
         keyword arguments for each. Token ids are in both vocabularies, and none is an image token. In multimodal models

@@ -13,6 +13,8 @@ from support.models import make_asymmetric
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+import llamoe
+from llamoe import conversion
 from llamoe.conversion import cli
 
 COMMANDS = ("convert", "vision", "upcycle", "gqa", "assemble", "inspect", "verify")
@@ -136,6 +138,41 @@ def test_help_teaches(name):
     done = CliRunner().invoke(cli.app, [name, "--help"])
     assert done.exit_code == 0
     assert f"llamoe {name}" in done.output
+
+
+@pytest.mark.parametrize("width", [80, 110])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_breaks_neither_types_nor_examples(name, width):
+    done = CliRunner().invoke(
+        cli.app, [name, "-h"], env={"COLUMNS": str(width), "TERMINAL_WIDTH": str(width)}
+    )
+    lines = [line.strip(" │") for line in done.output.splitlines()]
+    examples = [line.strip() for line in signatures.getdoc(getattr(cli, name)).splitlines()]
+    examples = [line for line in examples if line.startswith("llamoe ")]
+    assert examples
+    assert set(examples) <= set(lines)
+    assert [line for line in lines if line.count("<") != line.count(">")] == []
+
+
+def test_version_is_told():
+    assert CliRunner().invoke(cli.app, ["--version"]).output == f"llamoe {llamoe.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("convert", {}),
+        ("convert_vision", {}),
+        ("upcycle", {"experts": 2}),
+        ("merge_kv_heads", {"kv_heads": 1}),
+        ("assemble", {"vision": "nothing"}),
+    ],
+)
+def test_an_unknown_option_is_refused_before_any_work(name, needed, tmp_path):
+    function = getattr(conversion, name)
+    assert {"dtype", "resume", "dry_run", "progress"} <= set(signatures.signature(function).parameters)
+    with pytest.raises(TypeError, match=f"{name}.*shardsize"):
+        function(tmp_path / "nothing", target=tmp_path / "to", shardsize="1GB", **needed)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

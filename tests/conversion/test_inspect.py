@@ -22,9 +22,9 @@ from llamoe.configuration import cache_bytes, count_parameters, preset, to_stock
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.checkpoint import model_class
 from llamoe.conversion.clip.convert_vision import convert_vision
-from llamoe.conversion.footprint import split_shapes
 from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.inspect import inspect
+from llamoe.conversion.inspect.footprint import split_shapes
 from llamoe.conversion.io.read_files import FileTensor
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.verify.run_streamed import build_empty

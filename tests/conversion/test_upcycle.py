@@ -25,9 +25,9 @@ from transformers import (
 
 from llamoe import LlamoeForCausalLM, LlamoeTextConfig
 from llamoe.conversion.convert import convert
+from llamoe.conversion.derive.upcycle import Mixture, as_text_model, upcycle
 from llamoe.conversion.io.lazy_tensor import LazyTensor, blocks
 from llamoe.conversion.open import open_checkpoint
-from llamoe.conversion.upcycle import Mixture, as_text_model, upcycle
 
 # Logits of deviation about 1. Rotated channels are summed in another order; everything else is equal bit by bit.
 TOLERANCE = 1e-5

@@ -11,7 +11,7 @@ import torch
 from support.conversions import META_LLAMA_2, sums
 from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 
-from llamoe.conversion import assemble, convert, convert_vision, merge_kv_heads, upcycle
+from llamoe.conversion import assemble, checkpoint, convert, convert_vision, merge_kv_heads, upcycle
 from llamoe.conversion.hf import folder as folder_of_hf
 from llamoe.conversion.io import write_checkpoint
 
@@ -146,13 +146,13 @@ def test_every_command_looks_at_its_sources_in_the_end(given, writer, tmp_path):
 @pytest.mark.parametrize(("kind", "pattern"), [(kind, file) for kind in FILES for file in FILES[kind]])
 def test_what_changes_between_opening_and_writing_is_noticed(given, kind, pattern, tmp_path, monkeypatch):
     run = WRITERS[{"hf": "convert", "meta": "convert from meta", "tower": "vision"}[kind]][0]
-    path, plain = find(given / kind, pattern), folder_of_hf.identify
+    path, plain = find(given / kind, pattern), checkpoint.identify
 
     def identify(opened):
         exchange(path)
         return plain(opened)
 
-    monkeypatch.setattr(folder_of_hf, "identify", identify)
+    monkeypatch.setattr(checkpoint, "identify", identify)
     with pytest.raises(ValueError, match=f"^{path}: was changed"):
         run(given, tmp_path / "to")
     assert not (tmp_path / "to").exists()

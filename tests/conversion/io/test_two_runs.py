@@ -21,6 +21,7 @@ from support.towers import open_clip_config, open_clip_tower, randomize, visual_
 import llamoe
 from llamoe.conversion import (
     assemble,
+    checkpoint,
     cli,
     convert,
     convert_vision,
@@ -30,7 +31,6 @@ from llamoe.conversion import (
     upcycle,
     verify,
 )
-from llamoe.conversion.hf import folder as folder_of_hf
 from llamoe.conversion.io import run_lock
 from llamoe.conversion.io.run_lock import one_run
 
@@ -144,19 +144,19 @@ def test_the_command_says_it_in_one_line(given, tmp_path, capsys):
 
 def test_a_run_that_was_planned_meanwhile_touches_nothing(given, tmp_path, monkeypatch):
     """Both find an empty target; the second one comes to write when the first one writes, or has finished."""
-    plain = folder_of_hf.write
+    plain = checkpoint.write
 
     def be_second(plan, target, *more):
         def refuse():
             with pytest.raises(ValueError, match=f"is being written by {ME}"):
                 plain(plan, target, *more)
 
-        monkeypatch.setattr(folder_of_hf, "write", plain)
+        monkeypatch.setattr(checkpoint, "write", plain)
         run_halfway(given, target, refuse)
         plain(plan, target, *more)
 
     for resume in (False, True):
-        monkeypatch.setattr(folder_of_hf, "write", be_second)
+        monkeypatch.setattr(checkpoint, "write", be_second)
         with pytest.raises(ValueError, match="nothing to resume" if resume else "exists already"):
             convert(given.meta, tmp_path / str(resume), resume=resume, **SHARDED)
         assert sums(tmp_path / str(resume)) == given.expected

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import llamoe
-from llamoe.conversion.tokenizers import folder_files as conversion
+from llamoe.conversion import tokenizers as conversion
 from llamoe.conversion.tokenizers.chat_templates import llama_2, llama_3, llama_4
 
 LLAMA_3 = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion.tokenizers import folder_files as conversion
+from llamoe.conversion import tokenizers as conversion
 from llamoe.conversion.tokenizers.processors import IMAGE_TOKENS, processor_files
 
 spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")

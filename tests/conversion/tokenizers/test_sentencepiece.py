@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaTokenizer
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion.tokenizers import folder_files as conversion
+from llamoe.conversion import tokenizers as conversion
 
 spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
 messages = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", reason="needs the extra 'tokenizers'")

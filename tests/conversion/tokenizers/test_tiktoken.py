@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion.tokenizers import folder_files as conversion
+from llamoe.conversion import tokenizers as conversion
 
 tiktoken = pytest.importorskip("tiktoken", reason="tables of ranks need the extra 'tokenizers'")
 

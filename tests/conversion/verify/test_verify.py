@@ -22,11 +22,11 @@ from support.models import (
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.clip.convert_vision import convert_vision
+from llamoe.conversion.derive.upcycle import upcycle
 from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.io.lazy_tensor import from_tensor
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.open import open_checkpoint
-from llamoe.conversion.upcycle import upcycle
 from llamoe.conversion.verify import run_streamed
 from llamoe.conversion.verify.command import verify
 

@@ -14,9 +14,11 @@ from typing import Protocol
 
 import torch
 
-from ..configuration import LlamoeVisionConfig
-from ..configuration.base import LlamoeBaseConfig
-from ..modeling.checkpoints import part_of
+from ...configuration import LlamoeVisionConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...modeling.checkpoints import part_of
+from ..hf import split_experts
+from ..io import from_tensor
 
 # Bytes of a linear layer as bitsandbytes stores it, from its rows and its number of weights.
 _LINEAR_BYTES: dict[str, Callable[[int, int], int]] = {
@@ -52,12 +54,7 @@ class Need:
 
 
 def needs_of(shapes: Mapping[str, tuple[int, ...]], cached: int) -> dict[str, Need]:
-    """Memory that a model takes in bfloat16, int8 and int4; see `NOTE`.
-
-    Args:
-        shapes: stock key to shape, experts stacked.
-        cached: bytes of the cache.
-    """
+    """Memory that a model takes in bfloat16, int8 and int4, with `cached` bytes of cache; see `NOTE`."""
     plain = sum(2 * math.prod(shape) for shape in shapes.values())
     needs = {"bfloat16": Need(plain, cached)}
     for name, size_of in _LINEAR_BYTES.items():
@@ -76,18 +73,8 @@ def _is_linear(key: str, shape: tuple[int, ...]) -> bool:
 
 def split_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Keys and shapes with each stacked expert as linear layers, as `split_experts` makes them."""
-    result = {}
-    for key, shape in shapes.items():
-        prefix, _, name = key.rpartition(".")
-        if name not in ("gate_up_proj", "down_proj") or len(shape) != 3:
-            result[key] = shape
-            continue
-        experts, inputs, outputs = shape
-        parts = ["down_proj"] if name == "down_proj" else ["gate_proj", "up_proj"]
-        for expert in range(experts):
-            for part in parts:
-                result[f"{prefix}.{expert}.{part}.weight"] = (outputs // len(parts), inputs)
-    return result
+    stacked = {key: from_tensor(torch.empty(shape, device="meta")) for key, shape in shapes.items()}
+    return {key: tensor.shape for key, tensor in split_experts(stacked).items()}
 
 
 def dtypes_of(tensors: Iterable[Header]) -> dict[str, tuple[int, int]]:

@@ -34,24 +34,25 @@ import math
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 import torch
 
-from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
-from ..configuration.errors import CheckpointError
-from ..configuration.parameter_count import count_parameters
-from .checkpoint import Checkpoint, Report, check_at_least
-from .hf import save_hf
-from .io import LazyTensor, Slot, compute, join, stack
-from .open import describe, open_source
+from ...configuration import LlamoeDenseConfig, LlamoeTextConfig
+from ...configuration.errors import CheckpointError
+from ...configuration.parameter_count import count_parameters
+from ..checkpoint import Checkpoint, Report, WriteOptions, check_at_least, takes_options
+from ..hf import save_hf
+from ..io import LazyTensor, Slot, compute, join, permute_pairs, stack
+from ..open import describe, open_source
 
 # Elements that are drawn, or summed, at a time.
 _PIECE = 1 << 20
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
+@takes_options
 def upcycle(
     source: str | Path,
     target: str | Path,
@@ -61,12 +62,7 @@ def upcycle(
     top_k: int = 1,
     noise: float = 0.0,
     seed: int = 0,
-    layout: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    shard_size: str | int = "5GB",
-    resume: bool = False,
-    dry_run: bool = False,
-    progress: Any = None,
+    **options: Unpack[WriteOptions],
 ) -> Report:
     """Make a mixture of experts from a dense LLaMA.
 
@@ -82,12 +78,7 @@ def upcycle(
         noise: standard deviation of the noise on the experts' weights, as a fraction of the dense weights' standard
             deviation; 0 keeps the function.
         seed: random seed of routers and noise, at least 0. Each tensor depends on the seed and its own name alone.
-        layout: config.json as "stock" or "llamoe"; None for stock where stock can express the model.
-        dtype: dtype of the result's weights; None keeps the source's.
-        shard_size: largest size of a file.
-        resume: whether to continue an interrupted call.
-        dry_run: whether to write nothing.
-        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
+        **options: see `WriteOptions`.
 
     Returns:
         what was written; its notes name the new weights.
@@ -102,7 +93,7 @@ def upcycle(
         raise ValueError(f"upcycle: top_k = {top_k} is more than experts = {experts}; choose 1 to {experts}.")
     if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
         raise ValueError(f"upcycle: noise = {noise!r}; give a number of at least 0, such as 0.01.")
-    dense = open_source(source, target, resume)
+    dense = open_source(source, target, options["resume"])
     if not isinstance(dense.config, LlamoeDenseConfig):
         raise ValueError(
             f"upcycle: {source} is {describe(dense.config)}; give a dense LLaMA (llama, llamoe_dense)."
@@ -116,17 +107,7 @@ def upcycle(
     mixture = Mixture(experts, interleave, top_k, float(noise), seed)
     result = as_text_model(dense, mixture)
     before, after = count_parameters(dense.config), count_parameters(result.config)
-    report = save_hf(
-        result,
-        target,
-        layout=layout,
-        dtype=dtype,
-        shard_size=shard_size,
-        resume=resume,
-        dry_run=dry_run,
-        progress=progress,
-        options={"upcycle": asdict(mixture)},
-    )
+    report = save_hf(result, target, identity={"upcycle": asdict(mixture)}, **options)
     std, routers = dense.config.initializer_range, len(result.config.moe_layers)
     report.notes += [
         f"{experts} experts, {top_k} a token, in {routers} of {layers} layers: {before.total:,} parameters became "
@@ -156,8 +137,7 @@ class Mixture:
 
         Args:
             name: such as "model.layers.3.feed_forward".
-            gate: gate projection of the dense feed-forward, `[I, H]`.
-            up: its up projection, `[I, H]`.
+            gate, up: those projections of the dense feed-forward, `[I, H]`.
             down: its down projection, `[H, I]`.
             std: standard deviation of the router's weights.
             slot: memory for an expert that is written several times.
@@ -191,14 +171,9 @@ class Mixture:
 
 
 def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoint:
-    """A dense LLaMA as a decoder of Llama 4's family that computes the same function.
+    """A dense LLaMA as a decoder of Llama 4's family that computes the same function, with mixture layers if given.
 
-    Args:
-        dense: a checkpoint with a `LlamoeDenseConfig`.
-        mixture: the mixture layers to make; None for none.
-
-    Returns:
-        a checkpoint with a `LlamoeTextConfig`: every layer rotates; none is chunked, none norms or scales queries.
+    In the result every layer rotates; none is chunked, none norms or scales queries.
     """
     config = dense.config
     assert isinstance(config, LlamoeDenseConfig)
@@ -260,8 +235,7 @@ def _interleave(rest: str, tensor: LazyTensor, config: LlamoeDenseConfig) -> Laz
     place, _, name = rest.rpartition(".")[0].rpartition(".")
     if place != "self_attn" or name not in heads:
         return tensor
-    count, half = heads[name], config.head_dim // 2
-    return tensor.map(lambda rows: rows.unflatten(0, (count, 2, half)).transpose(1, 2).flatten(0, 2))
+    return permute_pairs(tensor, heads[name], to_halves=False)
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int, name: str) -> LazyTensor:

@@ -13,45 +13,36 @@ A dense decoder is written as a Llama 4 decoder without mixture layers, which co
 
 import copy
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 
-from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from ..configuration.base import LlamoeBaseConfig
-from ..configuration.errors import CheckpointError
-from .checkpoint import Checkpoint, Report, expected_shapes
-from .clip import CLIP_MEAN, CLIP_STD, fold, normalization, open_tower, resize
-from .hf import save_hf
-from .io import LazyTensor, check_apart, to_json
-from .open import describe, open_checkpoint, open_source
-from .tokenizers import (
-    MULTIMODAL_TOKENS,
-    extend_tokenizer,
-    multimodal_chat_template,
-    processor_files,
-    token_ids,
+from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ..checkpoint import (
+    Checkpoint,
+    Report,
+    WriteOptions,
+    check_at_least,
+    expected_shapes,
+    take_part,
+    takes_options,
 )
+from ..clip import CLIP_MEAN, CLIP_STD, PROCESSOR, fold, normalization, open_tower, resize
+from ..hf import save_hf
+from ..io import LazyTensor, check_apart
+from ..open import describe, open_checkpoint, open_source
+from ..tokenizers import processor_files
 from .upcycle import as_text_model, fresh, zeros
+from .vocabulary import Vocabulary, extend_vocabulary
 
-_PAD = "<|finetune_right_pad|>"
-# Tokens that end an answer in the chat template that is written.
-_ENDS = ("<|eot|>", "<|eom|>")
-_TOWER_PROCESSOR = "preprocessor_config.json"
 _LLAMA_4_MEAN = _LLAMA_4_STD = (0.5, 0.5, 0.5)
 # Rows of an embedding that are summed at a time.
 _ROWS = 4096
-# The decoder's companion files that the assembled model replaces.
-_REPLACED = (
-    _TOWER_PROCESSOR,
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-)
 
 
+@takes_options
 def assemble(
     text: str | Path,
     vision: str | Path,
@@ -66,12 +57,7 @@ def assemble(
     tag: str | None = None,
     heads: int | None = None,
     seed: int = 0,
-    layout: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    shard_size: str | int = "5GB",
-    resume: bool = False,
-    dry_run: bool = False,
-    progress: Any = None,
+    **options: Unpack[WriteOptions],
 ) -> Report:
     """Join a decoder and a vision tower into one multimodal checkpoint.
 
@@ -92,13 +78,8 @@ def assemble(
         tag: see there.
         heads: see there.
         seed: random seed of adapter and projector, at least 0.
-        layout: config.json as "stock" or "llamoe"; None for stock where stock can express the model (never with a
-            CLIP tower).
-        dtype: dtype of all weights; None takes the decoder's.
-        shard_size: largest size of a file.
-        resume: whether to continue an interrupted call.
-        dry_run: whether to write nothing.
-        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
+        **options: see `WriteOptions`; without a dtype, all weights get the decoder's. Stock cannot express a model
+            with a CLIP tower.
 
     Returns:
         what was written; its notes name the new weights.
@@ -107,22 +88,19 @@ def assemble(
         ValueError: no decoder or no tower where one was expected, sizes that do not fit, a decoder without tokenizer.
         CheckpointError: a missing or damaged file (also a ValueError).
     """
-    for name, value, least in (
-        ("projector_dim", projector_dim, 1),
-        ("seed", seed, 0),
-        ("max_tiles", max_tiles, 1),
-    ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{name} = {value!r}; give an integer of at least {least}.")
+    check_at_least(0, seed=seed)
+    check_at_least(1, max_tiles=max_tiles)
+    if projector_dim is not None:
+        check_at_least(1, projector_dim=projector_dim)
     check_apart(Path(vision), Path(target))
-    decoder = _open_decoder(text, target, resume)
+    decoder = _open_decoder(text, target, options["resume"])
     tower = _open_tower(vision, activation, tag, heads)
     if image_size is not None:
         tower = resize(tower, image_size)
     if fold_normalization:
         tower = fold(tower)
     tower = _with_adapter(tower, decoder.config.hidden_size, projector_dim, pixel_shuffle_ratio)
-    vocabulary = _extend(decoder)
+    vocabulary = extend_vocabulary(decoder)
     whole = _join(decoder, tower, vocabulary, seed)
     mean, std, resample, note = _pixels(tower)
     whole.companions.update(
@@ -136,7 +114,9 @@ def assemble(
         )
     )
     whole.notes.append(note)
-    options = {
+    if options["dtype"] is None:
+        options["dtype"] = decoder.tensors["model.embed_tokens.weight"].dtype
+    identity = {
         "vision": str(vision),
         "projector_dim": projector_dim,
         "pixel_shuffle_ratio": pixel_shuffle_ratio,
@@ -144,38 +124,7 @@ def assemble(
         "fold_normalization": fold_normalization,
         "seed": seed,
     }
-    return save_hf(
-        whole,
-        target,
-        layout=layout,
-        dtype=decoder.tensors["model.embed_tokens.weight"].dtype if dtype is None else dtype,
-        shard_size=shard_size,
-        resume=resume,
-        dry_run=dry_run,
-        progress=progress,
-        options=options,
-    )
-
-
-@dataclass
-class _Vocabulary:
-    """The decoder's vocabulary, extended by the tokens that pictures need.
-
-    Attributes:
-        files: all companion files, with the extended tokenizer.
-        ids: token ids that pictures and messages need.
-        known: number of tokens that the tokenizer had.
-        rows: number of rows that the embedding needs.
-        pad_token_id: id of the padding token.
-        notes: what was added.
-    """
-
-    files: dict[str, bytes]
-    ids: dict[str, int]
-    known: int
-    rows: int
-    pad_token_id: int
-    notes: list[str]
+    return save_hf(whole, target, identity=identity, **options)
 
 
 def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpoint:
@@ -195,7 +144,7 @@ def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpo
         return as_text_model(checkpoint)
     if isinstance(config, LlamoeConfig):
         reason = "belongs to the source's own tower, which another one replaces"
-        return _part(checkpoint, "language_model.", config.text_config, reason)
+        return take_part(checkpoint, "text_config", reason)
     assert isinstance(config, LlamoeTextConfig)
     return checkpoint
 
@@ -209,20 +158,7 @@ def _open_tower(vision: str | Path, activation: str | None, tag: str | None, hea
         raise ValueError(
             f"assemble: {vision} is {describe(whole.config)}; a vision tower was expected there."
         )
-    tower = _part(whole, "vision_model.", whole.config.vision_config, "not part of the tower")
-    return replace(tower, companions={})
-
-
-def _part(whole: Checkpoint, prefix: str, config: LlamoeBaseConfig, reason: str) -> Checkpoint:
-    """The part of a multimodal checkpoint whose keys begin with `prefix`."""
-    kept = {key: tensor for key, tensor in whole.tensors.items() if key.startswith(prefix)}
-    dropped = dict.fromkeys((key for key in whole.tensors if key not in kept), reason)
-    return replace(
-        whole,
-        config=copy.deepcopy(config),
-        tensors={key.removeprefix(prefix): tensor for key, tensor in kept.items()},
-        dropped={**whole.dropped, **dropped},
-    )
+    return replace(take_part(whole, "vision_config", "not part of the tower"), companions={})
 
 
 def _with_adapter(
@@ -279,97 +215,7 @@ def _default_ratio(config: LlamoeVisionConfig) -> float:
     )
 
 
-def _extend(decoder: Checkpoint) -> _Vocabulary:
-    """Add the tokens that pictures and messages need, after all ids that are in use."""
-    files, _ = extend_tokenizer(decoder.companions, ())
-    present, before = token_ids(files), decoder.config.vocab_size
-    known = max(present.values(), default=-1) + 1
-    settings = json.loads(files["tokenizer_config.json"])
-    pad = _pad_token(settings, present, decoder.config.pad_token_id)
-    wanted = [*MULTIMODAL_TOKENS, pad]
-    missing = [token for token in wanted if token not in present]
-    notes = []
-    if missing and known < before:
-        files["tokenizer.json"] = _filled(files["tokenizer.json"], known, before)
-        notes.append(f"{before - known} unused tokens fill the vocabulary's rows {known} to {before - 1}")
-    if known > before:
-        notes.append(
-            f"the tokenizer has {known - before} tokens more than the decoder had rows; those are new, too"
-        )
-    files, ids = extend_tokenizer(files, [token for token in wanted if token != pad or pad in missing])
-    if missing:
-        notes.append(
-            f"{len(missing)} special tokens are new, ids {ids[missing[0]]} to {ids[missing[-1]]}; their rows are the "
-            f"mean of the old ones: {' '.join(missing)}"
-        )
-    pad_token_id = ids[pad] if pad in ids else present[pad]
-    rows = max(before, known, *(index + 1 for index in ids.values()))
-    notes += _prompt_files(files, ids, decoder.config, pad, pad_token_id)
-    return _Vocabulary(files, ids, known, rows, pad_token_id, notes)
-
-
-def _pad_token(settings: dict[str, Any], present: dict[str, int], pad_token_id: int | None) -> str:
-    """The padding token: the tokenizer's, the configuration's, or a new one."""
-    pad = settings.get("pad_token")
-    pad = pad["content"] if isinstance(pad, dict) else pad
-    names = {index: token for token, index in present.items()}
-    return pad if pad in present else names.get(pad_token_id, _PAD)
-
-
-def _prompt_files(
-    files: dict[str, bytes], ids: dict[str, int], config: Any, pad: str, pad_token_id: int
-) -> list[str]:
-    """Write chat template, processor and generation files into `files`; return notes on what was there before."""
-    notes = []
-    settings = json.loads(files["tokenizer_config.json"])
-    generation = _generation(files)
-    ends = generation.get("eos_token_id")
-    ends = _as_list(config.eos_token_id if ends is None else ends)
-    template = files.get("chat_template.jinja", str(settings.get("chat_template") or "").encode())
-    if b"<|image|>" not in template:
-        if template:
-            notes.append("the decoder's chat template reads no pictures and was replaced")
-        template = multimodal_chat_template()
-        ends += [ids[token] for token in _ENDS if ids[token] not in ends]
-    for name in [*files]:
-        if name in _REPLACED or name.startswith("additional_chat_templates/"):
-            del files[name]
-    settings.pop("chat_template", None)
-    settings["pad_token"] = pad
-    generation.update(eos_token_id=ends, pad_token_id=pad_token_id)
-    generation.setdefault("bos_token_id", config.bos_token_id)
-    files["chat_template.jinja"] = template
-    files["tokenizer_config.json"] = to_json(settings)
-    files["generation_config.json"] = to_json(generation)
-    return notes
-
-
-def _filled(tokenizer: bytes, start: int, stop: int) -> bytes:
-    content = json.loads(tokenizer)
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    content["added_tokens"] = content.get("added_tokens", []) + [
-        {"id": index, "content": f"<|unused_{index}|>", **flags, "special": True}
-        for index in range(start, stop)
-    ]
-    return to_json(content)
-
-
-def _generation(files: dict[str, bytes]) -> dict[str, Any]:
-    name = "generation_config.json"
-    try:
-        content = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
-        raise CheckpointError(f"{name}: is no JSON ({error}). Repair or remove the decoder's.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{name}: holds no JSON object. Repair or remove the decoder's.")
-    return content
-
-
-def _as_list(ids: int | list[int] | None) -> list[int]:
-    return list(ids) if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
-
-
-def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: _Vocabulary, seed: int) -> Checkpoint:
+def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: Vocabulary, seed: int) -> Checkpoint:
     """Join both sides' tensors under one configuration and add the new weights."""
     text, vision = copy.deepcopy(decoder.config), copy.deepcopy(tower.config)
     assert isinstance(text, LlamoeTextConfig)
@@ -400,13 +246,12 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: _Vocabulary, seed:
     for key, shape in missing.items():
         assert key.startswith(("vision_model.vision_adapter.", "multi_modal_projector.")), key
         std = (vision if key.startswith("vision_model.") else text).initializer_range
-        tensors[key] = (
-            zeros(shape, dtype, key) if key.endswith("bias") else fresh(shape, dtype, std, seed, key)
-        )
+        is_bias = key.endswith("bias")
+        tensors[key] = zeros(shape, dtype, key) if is_bias else fresh(shape, dtype, std, seed, key)
     companions = dict(vocabulary.files)
     for name, content in tower.companions.items():
         # The tower's other files are licences.
-        if name != _TOWER_PROCESSOR:
+        if name != PROCESSOR:
             companions[f"vision_{name}" if companions.get(name, content) != content else name] = content
     notes = [
         *decoder.notes,
@@ -448,17 +293,13 @@ def _lengthen(matrix: LazyTensor, known: int, rows: int) -> LazyTensor:
 
 def _pixels(tower: Checkpoint) -> tuple[list[float], list[float], int, str]:
     """Mean, standard deviation and resampling filter that the tower's pixels need, and a note on their source."""
-    content = tower.companions.get(_TOWER_PROCESSOR)
+    content = tower.companions.get(PROCESSOR)
     if content is not None:
         processor = json.loads(content)
-        mean, std = normalization(processor, f"{tower.path}: {_TOWER_PROCESSOR}")
+        mean, std = normalization(processor, f"{tower.path}: {PROCESSOR}")
         resample = processor.get("resample")
-        return (
-            mean,
-            std,
-            3 if resample is None else resample,
-            "pixels are normalized as the tower's source says",
-        )
+        note = "pixels are normalized as the tower's source says"
+        return mean, std, 3 if resample is None else resample, note
     if tower.config.use_rope:
         return list(_LLAMA_4_MEAN), list(_LLAMA_4_STD), 2, "pixels are normalized as for Llama 4"
     note = f"{tower.path} does not say how its pixels are normalized: CLIP's mean and deviation were taken"

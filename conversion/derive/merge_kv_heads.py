@@ -4,30 +4,22 @@ import copy
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 
-from ..configuration import LlamoeVisionConfig
-from .checkpoint import Report, check_at_least
-from .hf import save_hf
-from .io import LazyTensor
-from .open import describe, open_source
+from ...configuration import LlamoeVisionConfig
+from ..checkpoint import Report, WriteOptions, check_at_least, takes_options
+from ..hf import save_hf
+from ..io import LazyTensor
+from ..open import describe, open_source
 
 _KEY_VALUE = re.compile(r"(?:language_model\.)?model\.layers\.\d+\.self_attn\.[kv]_proj\.(?:weight|bias)")
 
 
+@takes_options
 def merge_kv_heads(
-    source: str | Path,
-    target: str | Path,
-    *,
-    kv_heads: int,
-    layout: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    shard_size: str | int = "5GB",
-    resume: bool = False,
-    dry_run: bool = False,
-    progress: Any = None,
+    source: str | Path, target: str | Path, *, kv_heads: int, **options: Unpack[WriteOptions]
 ) -> Report:
     """Merge the key/value heads of a decoder into fewer by mean pooling, as a start for further training.
 
@@ -39,12 +31,7 @@ def merge_kv_heads(
         source: a model of any format that `open_checkpoint` reads.
         target: the folder to write.
         kv_heads: number of key/value heads of the result; divides the source's. 1 makes multi-query attention.
-        layout: see `upcycle`, as for all that follow.
-        dtype: see there.
-        shard_size: see there.
-        resume: see there.
-        dry_run: see there.
-        progress: see there.
+        **options: see `WriteOptions`.
 
     Returns:
         what was written.
@@ -54,7 +41,7 @@ def merge_kv_heads(
         CheckpointError: a missing or damaged file (also a ValueError).
     """
     check_at_least(1, kv_heads=kv_heads)
-    checkpoint = open_source(source, target, resume)
+    checkpoint = open_source(source, target, options["resume"])
     if isinstance(checkpoint.config, LlamoeVisionConfig):
         raise ValueError(f"gqa: {source} is {describe(checkpoint.config)}; give a model with a decoder.")
     config = copy.deepcopy(checkpoint.config)
@@ -71,17 +58,8 @@ def merge_kv_heads(
         key: merge_heads(tensor, before, kv_heads) if _KEY_VALUE.fullmatch(key) else tensor
         for key, tensor in checkpoint.tensors.items()
     }
-    report = save_hf(
-        replace(checkpoint, config=config, tensors=tensors),
-        target,
-        layout=layout,
-        dtype=dtype,
-        shard_size=shard_size,
-        resume=resume,
-        dry_run=dry_run,
-        progress=progress,
-        options={"kv_heads": kv_heads},
-    )
+    merged = replace(checkpoint, config=config, tensors=tensors)
+    report = save_hf(merged, target, identity={"kv_heads": kv_heads}, **options)
     report.notes.append(
         f"{before} key/value heads a layer became {kv_heads}, each the mean of {before // kv_heads}"
     )

@@ -1,0 +1,9 @@
+"""What a checkpoint is and how much memory it needs: `llamoe inspect`.
+
+Reading order: footprint (bytes of tensors), describe (family and sizes), open_partly (damaged
+checkpoints too), command.
+"""
+
+from .command import Inspection, inspect
+
+__all__ = ["Inspection", "inspect"]

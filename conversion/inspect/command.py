@@ -1,0 +1,202 @@
+"""What a checkpoint is and how much memory it needs, from headers alone: no weight is read."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from ...configuration import LlamoeVisionConfig, cache_bytes, count_parameters
+from ...configuration.base import LlamoeBaseConfig
+from ...modeling.checkpoints import in_units
+from ..checkpoint import Checkpoint, check_at_least, expected_shapes
+from ..verify import tied_head
+from .describe import family_of, guess, mismatches_of, presets_like, sizes_of
+from .footprint import NOTE, Need, dtypes_of, layers_of, needs_of, parts_of
+from .open_partly import open_partly
+
+_DEFAULT_CONTEXT = 8192
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint is. `dataclasses.asdict` makes JSON of it.
+
+    Attributes:
+        path: the path that was given.
+        kind: form of the source: a kind of `open_checkpoint`; "preset" or "configuration" without weights, "weights"
+            without a configuration, "partial" where only some of it can be opened.
+        family: sort of model.
+        presets: published models of exactly these sizes that are closest in all other fields; several if tied.
+        sizes: fields of the configuration, or of the shapes where there is none.
+        parameters: `count_parameters` of the configuration: total, and active for one token.
+        stored: elements in the weight files, a tied head counted once; None without weights.
+        mismatches: disagreements of files and configuration, tensor by tensor.
+        dtypes: dtype to number of tensors and bytes.
+        files, bytes: weight files with their bytes, and the bytes of all.
+        parts: part of the model to stored parameters and bytes.
+        layers: stored bytes of each decoder layer; of a tower alone, of each of its layers.
+        context, batch: tokens and rows that the cache is computed for; a tower has no context.
+        needs: "bfloat16", "int8" and "int4" to the memory that the model takes in it.
+        dropped: tensors of the source that no model uses, and why.
+        problems: what is missing or wrong, in sentences.
+        seconds: duration.
+    """
+
+    path: str
+    kind: str
+    family: str
+    presets: list[str]
+    sizes: dict[str, Any]
+    parameters: dict[str, int] | None
+    stored: int | None
+    mismatches: list[str]
+    dtypes: dict[str, tuple[int, int]]
+    files: dict[str, int]
+    bytes: int
+    parts: dict[str, tuple[int, int]]
+    layers: list[int]
+    context: int | None
+    batch: int
+    needs: dict[str, Need]
+    dropped: dict[str, str]
+    problems: list[str]
+    seconds: float
+
+    def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """Titles with rows of a label and a text, for printing. GB are 10^9 bytes."""
+        what = [("path", self.path), ("source", self.kind), ("family", self.family)]
+        what += [("sizes of", ", ".join(self.presets))] if self.presets else []
+        sections = [("model", what)]
+        if self.sizes:
+            sections.append(("sizes", [(name, _text(value)) for name, value in self.sizes.items()]))
+        counts = [(name, f"{count:,}") for name, count in (self.parameters or {}).items()]
+        if self.stored is not None:
+            counts.append(("in the files", f"{self.stored:,}"))
+        sections.append(("parameters", counts))
+        if self.files:
+            rows = [("files", f"{len(self.files):,}, {in_units(self.bytes)}")]
+            rows += [
+                (name, f"{count:,} tensors, {in_units(size)}") for name, (count, size) in self.dtypes.items()
+            ]
+            rows += [
+                (name, f"{numbers:,} numbers, {in_units(size)}")
+                for name, (numbers, size) in self.parts.items()
+            ]
+            rows += [("a layer", _runs(self.layers))] if self.layers else []
+            rows += [("left out", f"{len(self.dropped):,} tensors")] if self.dropped else []
+            sections.append(("weights", rows))
+        if self.needs:
+            rows = [(name, _need(need.weights, need.cache)) for name, need in self.needs.items()]
+            if self.context is not None:
+                rows.append(("cache", f"{self.context:,} tokens x {self.batch:,} rows in bfloat16"))
+            rows.append(("note", NOTE))
+            sections.append(("memory", rows))
+        wrong = [*self.problems, *self.mismatches[:_SHOWN]]
+        if len(self.mismatches) > _SHOWN:
+            wrong.append(f"and {len(self.mismatches) - _SHOWN:,} more tensors")
+        if wrong:
+            sections.append(("problems", [("", text) for text in wrong]))
+        return sections
+
+
+def inspect(
+    path: str | os.PathLike | Checkpoint, *, context: int | None = None, batch: int = 1
+) -> Inspection:
+    """Inspect a checkpoint by its headers: what it is and how much memory it needs.
+
+    Args:
+        path: a folder or file that `open_checkpoint` reads, or its result; without weights, a config.json or the name
+            of a preset; or one weight file without a configuration.
+        context: tokens of prompt and answer that the cache is computed for, the prompt read in one pass; by default
+            8192, or the model's limit if that is lower.
+        batch: rows that the cache is computed for.
+
+    Returns:
+        The findings. A checkpoint with missing or damaged files is described as far as possible; `problems` names
+        what is wrong with it.
+
+    Raises:
+        CheckpointError: the path does not exist, or nothing at it can be read.
+        ValueError: a context beyond the model's limit, or a batch below 1.
+    """
+    begin = time.perf_counter()
+    check_at_least(1, batch=batch, **({} if context is None else {"context": context}))
+    found = open_partly(path)
+    config, tensors, problems = found.config, found.tensors, list(found.problems)
+    tied = {} if config is None else tied_head(config)
+    kept = {key: tensor for key, tensor in tensors.items() if tied.get(key) not in tensors}
+    stored = sum(math.prod(tensor.shape) for tensor in kept.values()) if tensors else None
+    parameters, mismatches, needs = None, [], {}
+    if config is None:
+        family, sizes = guess(tensors)
+        context = None
+    else:
+        family, sizes = family_of(config), sizes_of(config)
+        context, cached = _cache(config, context, batch)
+        counted = count_parameters(config)
+        parameters = {"total": counted.total, "active": counted.active}
+        shapes = {key: tensor.shape for key, tensor in kept.items()}
+        if stored != counted.total:
+            shapes = expected_shapes(config)
+            mismatches = mismatches_of(shapes, kept) if tensors else []
+        needs = needs_of(shapes, cached)
+    if mismatches:
+        problems.append(
+            f"the configuration asks for {counted.total:,} numbers, and the files have {stored:,}: "
+            f"{len(mismatches):,} tensors do not fit"
+        )
+    files = {file.name: file.stat().st_size for file in found.files}
+    return Inspection(
+        path=str(found.path),
+        kind=found.kind,
+        family=family,
+        presets=[] if config is None else presets_like(config),
+        sizes=sizes,
+        parameters=parameters,
+        stored=stored,
+        mismatches=mismatches,
+        dtypes=dtypes_of(tensors.values()),
+        files=files,
+        bytes=sum(files.values()),
+        parts=parts_of(config, tensors),
+        layers=layers_of(config, tensors),
+        context=context,
+        batch=batch,
+        needs=needs,
+        dropped=dict(found.dropped),
+        problems=problems,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[int | None, int]:
+    """Number of tokens that the cache is computed for, and its bytes; a tower has none."""
+    if isinstance(config, LlamoeVisionConfig):
+        return None, 0
+    if context is None:
+        context = min(_DEFAULT_CONTEXT, config.get_text_config().max_position_embeddings)
+    return context, sum(cache_bytes(config, context, batch, piece=context))
+
+
+def _need(weights: int, cached: int) -> str:
+    return (
+        in_units(weights)
+        if not cached
+        else f"{in_units(weights)} + {in_units(cached)} of cache = {in_units(weights + cached)}"
+    )
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+def _runs(sizes: list[int]) -> str:
+    counts = Counter(sizes)
+    return ", ".join(f"{in_units(size)} ({count} layers)" for size, count in counts.most_common(4)) + (
+        ", ..." if len(counts) > 4 else ""
+    )

@@ -1,0 +1,132 @@
+"""What a model is in words: its family, its sizes, the published models of the same sizes."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from ...configuration import (
+    PRESETS,
+    LlamoeConfig,
+    LlamoeDenseConfig,
+    LlamoeTextConfig,
+    LlamoeVisionConfig,
+    preset,
+)
+from ...configuration.base import LlamoeBaseConfig
+from ...modeling.checkpoints import expert_of
+from ..verify import compare_configs
+from .footprint import Header, layers_of, split_shapes
+
+OF_CLIP = re.compile(r"(^|\.)visual\.|vision_model\.encoder\.")
+# Patterns of keys that name the family where there is no configuration.
+_FAMILIES = (
+    ("CLIP", OF_CLIP),
+    ("Llama 4 multimodal, or its tower", re.compile(r"^vision_(model|embeddings)\.")),
+    ("Llama 4 text", re.compile(r"\.feed_forward\.(experts|router)")),
+    ("LLaMA (dense decoder)", re.compile(r"\.mlp\.gate_proj\.|\.attention\.w[qkv]\.")),
+)
+
+
+def family_of(config: LlamoeBaseConfig) -> str:
+    """The sort of model that a configuration describes."""
+    if isinstance(config, LlamoeDenseConfig):
+        return "LLaMA 1, 2, 3 (dense decoder)"
+    if isinstance(config, LlamoeTextConfig):
+        return "Llama 4 text (mixture of experts)" if config.moe_layers else "Llama 4 text (no experts)"
+    if isinstance(config, LlamoeConfig):
+        return "Llama 4 multimodal (tower, projector, decoder)"
+    return "vision tower of Llama 4" if config.use_rope or config.use_adapter else "vision tower of CLIP"
+
+
+def sizes_of(config: LlamoeBaseConfig) -> dict[str, Any]:
+    """Fields that determine the model's size, and which tokens a layer attends to."""
+    if isinstance(config, LlamoeConfig):
+        tower = {f"vision {name}": value for name, value in sizes_of(config.vision_config).items()}
+        return {**sizes_of(config.text_config), **tower}
+    if isinstance(config, LlamoeVisionConfig):
+        names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size"]
+        names += ["image_size", "patch_size", "tokens_per_tile", "hidden_act", "projection_dim"]
+        names += ["projector_output_dim"] if config.use_adapter else []
+        return {name: value for name in names if (value := getattr(config, name)) is not None}
+    names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    names += ["intermediate_size"]
+    sizes: dict[str, Any] = {}
+    if isinstance(config, LlamoeTextConfig):
+        names += ["intermediate_size_mlp"]
+        if config.moe_layers:
+            names += ["num_local_experts", "num_experts_per_tok"]
+            sizes["layers with experts"] = len(config.moe_layers)
+            sizes["interleave_moe_layer_step"] = config.interleave_moe_layer_step
+        sizes["layers without rotation"] = config.no_rope_layers.count(0)
+        sizes["no_rope_layer_interval"] = config.no_rope_layer_interval
+        sizes["attention_chunk_size"] = config.attention_chunk_size
+    names += ["vocab_size"]
+    head = {name: getattr(config, name) for name in names}
+    tail = {name: getattr(config, name) for name in ("max_position_embeddings", "tie_word_embeddings")}
+    return {**head, **sizes, **tail, "rope": _rope(config.rope_parameters)}
+
+
+def _rope(parameters: dict | None) -> str:
+    parameters = {key: value for key, value in (parameters or {}).items() if value is not None}
+    kind = parameters.pop("rope_type", "default")
+    return ", ".join(
+        [kind, *(f"{name} {value:g}" for name, value in parameters.items() if isinstance(value, float))]
+    )
+
+
+def presets_like(config: LlamoeBaseConfig) -> list[str]:
+    """Published models of the same sizes that differ least in all other fields."""
+    ranks = defaultdict(list)
+    hidden = config.get_text_config().hidden_size
+    for name, fields in PRESETS.items():
+        if fields.get("text_config", fields)["hidden_size"] != hidden:
+            continue
+        known = preset(name)
+        if isinstance(config, LlamoeTextConfig) and isinstance(known, LlamoeConfig):
+            known = known.text_config
+        if type(known) is not type(config):
+            continue
+        structure, function = compare_configs(config, known)
+        if not structure:
+            mine, its = config.get_text_config(), known.get_text_config()
+            longest = [getattr(text, "max_position_embeddings", None) for text in (mine, its)]
+            ranks[2 * len(function) + (longest[0] != longest[1])].append(name)
+    return ranks[min(ranks)] if ranks else []
+
+
+def mismatches_of(expected: dict[str, tuple[int, ...]], tensors: Mapping[str, Header]) -> list[str]:
+    """Sentences on tensors that are missing, unknown or of another shape."""
+    tensors = {str(expert_of(key) or key): tensor for key, tensor in tensors.items()}
+    if any(map(expert_of, tensors)):
+        expected = split_shapes(expected)
+    lines = [f"{key} {list(shape)} is missing" for key, shape in expected.items() if key not in tensors]
+    for key, tensor in tensors.items():
+        if key not in expected:
+            lines.append(f"{key} {list(tensor.shape)} is not of this model")
+        elif tuple(tensor.shape) != expected[key]:
+            lines.append(f"{key} is {list(tensor.shape)} and should be {list(expected[key])}")
+    return lines
+
+
+def guess(tensors: Mapping[str, Header]) -> tuple[str, dict[str, Any]]:
+    """Family and sizes as keys and shapes show them without a configuration; they do not show the number of heads."""
+    sizes: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        if re.search(r"(embed_tokens|tok_embeddings)\.weight$", key) and len(tensor.shape) == 2:
+            sizes["vocab_size"], sizes["hidden_size"] = tensor.shape
+        elif key.endswith("experts.gate_up_proj") and len(tensor.shape) == 3:
+            sizes["num_local_experts"] = tensor.shape[0]
+            sizes["intermediate_size"] = tensor.shape[2] // 2
+        elif re.search(r"layers\.\d+\.mlp\.gate_proj\.weight$", key):
+            sizes["intermediate_size"] = tensor.shape[0]
+        elif re.search(r"visual\.(conv1|patch_embed\.proj)\.weight$", key):
+            sizes["hidden_size"], sizes["patch_size"] = tensor.shape[0], tensor.shape[-1]
+    if layers := layers_of(None, tensors):
+        sizes["num_hidden_layers"] = len(layers)
+    for family, pattern in _FAMILIES:
+        if any(map(pattern.search, tensors)):
+            return f"looks like {family}", sizes
+    return "unknown", sizes

@@ -1,0 +1,155 @@
+"""Opens as much of a checkpoint as can be opened, for a description of damaged and partial ones."""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...configuration import PRESETS, preset
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ...configuration.json_files import reading
+from ...modeling.checkpoints import UNFINISHED, find_weights
+from ..checkpoint import Checkpoint
+from ..hf import read_config
+from ..io import open_weights, read_json
+from ..open import open_checkpoint
+from .describe import OF_CLIP
+from .footprint import Header
+
+_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
+_EXPECTED = (
+    "expected a folder of Meta or Hugging Face, a file of weights (safetensors, or of torch.save), a config.json or "
+    "the name of a preset"
+)
+# Of what may be the name of a preset.
+_LONGEST_NAME = 99
+
+
+@dataclass
+class Found:
+    """As much of a checkpoint as can be opened, under the names of `Checkpoint`; `problems` says what is wrong."""
+
+    path: str | os.PathLike
+    kind: str
+    config: LlamoeBaseConfig | None
+    tensors: Mapping[str, Header]
+    files: list[Path]
+    dropped: Mapping[str, str]
+    problems: list[str]
+
+
+def open_partly(given: str | os.PathLike | Checkpoint) -> Found:
+    """Open as much as can be opened: a checkpoint, a configuration, a preset, or files of weights.
+
+    Raises:
+        CheckpointError: nothing can.
+    """
+    if isinstance(given, Checkpoint):
+        return _of_checkpoint(given)
+    path = Path(given)
+    # The name may be too long, or the folder without permission.
+    with reading(given):
+        is_there, is_file, is_folder = path.exists(), path.is_file(), path.is_dir()
+    if not is_there and str(given) in PRESETS:
+        return Found(given, "preset", preset(str(given)), {}, [], {}, [])
+    if not is_there or not str(given):
+        near = difflib.get_close_matches(str(given).lower()[:_LONGEST_NAME], PRESETS, n=1, cutoff=0.7)
+        hint = f" Did you mean the preset {near[0]!r}?" if near else ""
+        raise CheckpointError(f"{str(given)!r}: no such folder or file, and no preset of that name.{hint}")
+    if not is_file and not is_folder:
+        raise CheckpointError(f"{given}: is neither a file nor a folder; {_EXPECTED}.")
+    if is_file and path.suffix == ".json":
+        if "model_type" not in read_json(path):
+            raise CheckpointError(
+                f"{path}: says no model_type, as the config.json of a model does; {_EXPECTED}."
+            )
+        return Found(given, "configuration", read_config(path), {}, [], {}, [])
+    if is_file:
+        _check_begin(path)
+    with reading(given):
+        try:
+            return _of_checkpoint(open_checkpoint(path, companions=False))
+        except (OSError, ValueError) as error:
+            found = _survey(path, error)
+            if found.config is not None or found.tensors:
+                return found
+            raise
+
+
+def _check_begin(path: Path) -> None:
+    """Refuse a file that clearly holds no weights, with a better message than a reader of weights has."""
+    with reading(path), open(path, "rb") as file:
+        begin = file.read(4096)
+    if path.suffix == ".safetensors" or begin.startswith((b"PK\x03\x04", b"\x80")) or begin[8:9] == b"{":
+        # The reader names any damage.
+        return
+    try:
+        # Incremental, since the last character may be incomplete.
+        codecs.getincrementaldecoder("utf-8")().decode(begin)
+        is_text = b"\0" not in begin
+    except UnicodeDecodeError:
+        is_text = False
+    if is_text or path.suffix not in _SUFFIXES:
+        what = "is empty" if not begin else "is a text" if is_text else "is another kind of file"
+        raise CheckpointError(f"{path}: {what} and holds no weights; {_EXPECTED}.")
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> Found:
+    files = list(checkpoint.sources)
+    return Found(
+        checkpoint.path, checkpoint.kind, checkpoint.config, checkpoint.tensors, files, checkpoint.dropped, []
+    )
+
+
+def _survey(path: Path, error: Exception) -> Found:
+    """Look at each file alone where the whole cannot be opened."""
+    missing = _missing_shards(path)
+    told = any(str(error).startswith(f"{shard}:") for shard in missing)
+    problems = [] if told else [str(error)]
+    problems += [f"{shard}: missing, with {held}" for shard, held in missing.items()]
+    files = [path]
+    config = None
+    if path.is_dir():
+        files = sorted(file for suffix in _SUFFIXES for file in path.glob(f"*{suffix}"))
+        try:
+            config = read_config(path / "config.json")
+        except CheckpointError as problem:
+            problems.append(str(problem))
+    tensors: dict[str, Header] = {}
+    for file in files:
+        try:
+            tensors.update(open_weights(file))
+        except (OSError, ValueError) as problem:
+            problems.append(str(problem))
+    kind = "partial"
+    is_unfinished = path.is_dir() and (path / UNFINISHED).exists()
+    if config is not None and not files and not missing and not is_unfinished:
+        kind, problems = "configuration", []
+    elif path.is_file() and tensors:
+        kind = "weights"
+        if not any(map(OF_CLIP.search, tensors)):
+            # Drop the complaint that a file of another model is no tower.
+            problems = []
+    return Found(path, kind, config, tensors, files, {}, list(dict.fromkeys(problems)))
+
+
+def _missing_shards(folder: Path) -> dict[str, str]:
+    """Missing files that the index names, with the tensors that they should hold."""
+    try:
+        found = find_weights(folder)
+    # Opening the folder has already reported a damaged index.
+    except (OSError, ValueError):
+        return {}
+    missing = {}
+    for shard in found.files if found is not None else ():
+        if not shard.is_file():
+            names = [name for name, its in found.weight_map.items() if its == shard.name]
+            missing[str(shard)] = (
+                f"{len(names):,} tensors ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
+            )
+    return missing

@@ -1,0 +1,154 @@
+"""What the rows of a name table do to their tensors: rename, transpose, join files' slices, fuse projections."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...configuration.errors import CheckpointError
+from .lazy_tensor import LazyTensor, compute, join
+
+
+class Operation:
+    """What a row does to its tensors; this class only renames them.
+
+    A subclass overrides `convert` and `revert`, which get whole tensors, or, where every file holds pieces of several
+    tensors, `forward` and `inverse`.
+    """
+
+    def forward(self, parts: list[list[LazyTensor]], axis: int | None, sizes: Any) -> list[LazyTensor]:
+        """Make the target tensors.
+
+        Args:
+            parts: for each source name, the tensors of all files.
+            axis: axis along which files hold parts; None where each file has a copy.
+            sizes: the model's configuration.
+        """
+        return self.convert([_agree(files) if axis is None else join(files, axis) for files in parts], sizes)
+
+    def inverse(
+        self, targets: list[LazyTensor], axis: int | None, files: int, sizes: Any
+    ) -> list[list[LazyTensor]]:
+        """Undo `forward`, for this number of files."""
+        return [
+            [tensor] * files if axis is None else split(tensor, axis, files)
+            for tensor in self.revert(targets, sizes)
+        ]
+
+    def convert(self, tensors: list[LazyTensor], sizes: Any) -> list[LazyTensor]:
+        """Make the target tensors from the whole source tensors."""
+        return tensors
+
+    def revert(self, tensors: list[LazyTensor], sizes: Any) -> list[LazyTensor]:
+        """Undo `convert`."""
+        return tensors
+
+
+KEEP = Operation()
+
+
+class _Transposed(Operation):
+    def convert(self, tensors, sizes):
+        for tensor in tensors:
+            if tensor.ndim != 2:
+                raise CheckpointError(f"{tensor.origin} has shape {list(tensor.shape)}; expected: two axes.")
+        return self.revert(tensors, sizes)
+
+    def revert(self, tensors, sizes):
+        return [tensor.transpose() for tensor in tensors]
+
+
+TRANSPOSED = _Transposed()
+"""A matrix that the other format stores transposed."""
+
+
+class FusedRows(Operation):
+    """Projections fused by rows; each file holds its slice of every projection.
+
+    Attributes:
+        shares: from the model's configuration to the projections' rows, in any unit.
+    """
+
+    def __init__(self, shares: Callable[[Any], list[int]]):
+        self.shares = shares
+
+    def forward(self, parts, axis, sizes):
+        """Split each file's tensor into projections, then join the files' slices of each."""
+        assert axis is not None
+        pieces = [self._cut(part, sizes) for part in parts[0]]
+        return [join(part, axis) for part in zip(*pieces, strict=True)]
+
+    def inverse(self, targets, axis, files, sizes):
+        """Split each projection over the files and fuse each file's slices."""
+        assert axis is not None
+        first = targets[0]
+        for target in targets[1:]:
+            if target.dtype != first.dtype:
+                raise CheckpointError(
+                    f"{target.origin} and {first.origin} have different dtypes ({target.dtype} and {first.dtype}), but "
+                    "the format holds both in one tensor. Choose a dtype for all."
+                )
+        pieces = [split(target, axis, files) for target in targets]
+        return [[join(part, axis) for part in zip(*pieces, strict=True)]]
+
+    def _cut(self, tensor: LazyTensor, sizes: Any) -> list[LazyTensor]:
+        shares, rows = self.shares(sizes), tensor.shape[0]
+        shares = [share // math.gcd(*shares) for share in shares]
+        if rows % sum(shares):
+            raise CheckpointError(
+                f"{tensor.origin} has {rows} rows, which {' + '.join(map(str, shares))} parts do not divide."
+            )
+        unit, start, pieces = rows // sum(shares), 0, []
+        for share in shares:
+            pieces.append(tensor.cut(0, start, start + share * unit))
+            start += share * unit
+        return pieces
+
+
+def permute_pairs(tensor: LazyTensor, heads: int, *, to_halves: bool) -> LazyTensor:
+    """View the rows of a projection that is rotated, in another order within each head.
+
+    `to_halves` goes from neighbouring pairs, r0 i0 r1 i1 ..., to halves, r0 r1 ... i0 i1 ...; else back.
+    """
+
+    def permute(rows: torch.Tensor) -> torch.Tensor:
+        half = rows.shape[0] // heads // 2
+        pair = (half, 2) if to_halves else (2, half)
+        return rows.view(heads, *pair, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    return tensor.map(permute)
+
+
+def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
+    """Equal slices of a tensor along an axis, one for each file.
+
+    Raises:
+        CheckpointError: the axis is not divisible by the number of files.
+    """
+    size = tensor.shape[axis]
+    if size % files:
+        raise CheckpointError(
+            f"{tensor.origin} of shape {list(tensor.shape)} cannot be split over {files} files: {size} is no multiple "
+            f"of {files}. Choose a number of files that divides it."
+        )
+    part = size // files
+    return [tensor.cut(axis, i * part, (i + 1) * part) for i in range(files)]
+
+
+def _agree(copies: list[LazyTensor]) -> LazyTensor:
+    """The first of several copies; reading it compares them."""
+    first = copies[0]
+    if len(copies) == 1:
+        return first
+
+    def compare(*tensors: torch.Tensor) -> torch.Tensor:
+        for copy, tensor in zip(copies[1:], tensors[1:], strict=True):
+            if not torch.equal(tensor, tensors[0]):
+                raise CheckpointError(
+                    f"{copy.origin}: differs from {first.origin}, though every file should hold the same. The files do "
+                    "not belong together, or one is damaged."
+                )
+        return tensors[0]
+
+    return compute(compare, copies, first.shape, first.dtype, first.origin)

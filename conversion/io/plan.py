@@ -1,0 +1,116 @@
+"""What a target folder will hold: tensors distributed over files, small files, and a fingerprint of it all."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...configuration.json_files import to_json
+from .lazy_tensor import LazyTensor
+from .source_changes import Look
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+class Progress(Protocol):
+    """Receives the progress of writing."""
+
+    def start(self, total: int) -> None:
+        """Begin; `total` is the number of bytes of weights to write."""
+
+    def advance(self, nbytes: int, file: str) -> None:
+        """Count bytes that were written to a file, or were already there."""
+
+
+@dataclass
+class Plan:
+    """Everything that a target folder will hold.
+
+    Attributes:
+        groups: files that are written together, as name to tensors; the groups follow one another.
+        before: small files that are written first, name to content.
+        last: small files that make the folder a checkpoint, in order.
+        identity: source and options of the conversion; a resumed run must have the same.
+        sources: the source's files and their looks when they were opened.
+    """
+
+    groups: list[dict[str, dict[str, LazyTensor]]]
+    before: dict[str, bytes] = field(default_factory=dict)
+    last: dict[str, bytes] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+    sources: Mapping[Path, Look] = field(default_factory=dict)
+
+    @property
+    def files(self) -> dict[str, dict[str, LazyTensor]]:
+        """All weight files, name to tensors."""
+        return {name: tensors for group in self.groups for name, tensors in group.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Total bytes of all weights."""
+        return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
+
+    def fingerprint(self) -> str:
+        """Digest of the plan: what is written, and from what."""
+        layout = {
+            file: {name: [str(tensor.dtype), tensor.shape] for name, tensor in tensors.items()}
+            for file, tensors in self.files.items()
+        }
+        content = {
+            name: hashlib.sha256(data).hexdigest() for name, data in {**self.before, **self.last}.items()
+        }
+        described = json.dumps([self.identity, layout, content], sort_keys=True, default=str)
+        return hashlib.sha256(described.encode()).hexdigest()
+
+
+def parse_size(size: int | str) -> int:
+    """The bytes of a size: a number, or a text such as "5GB", "500MB" or "2GiB".
+
+    Raises:
+        ValueError: it is not a size, or not above zero.
+    """
+    if isinstance(size, str):
+        digits = size.strip().rstrip("BbKkMmGgTtIi ")
+        unit = size.strip()[len(digits) :].strip().upper()
+        try:
+            size = int(float(digits) * _UNITS[unit])
+        except (ValueError, KeyError, OverflowError):
+            raise ValueError(
+                f"shard_size = {size!r}: should be a size such as '5GB', '500MB' or '2GiB'."
+            ) from None
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"shard_size = {size!r}: should be bytes, 1 or more, or a text such as '5GB'.")
+    return size
+
+
+def split_shards(
+    tensors: Mapping[str, LazyTensor], shard_size: int, stem: str = "model"
+) -> tuple[list[dict[str, dict[str, LazyTensor]]], dict[str, bytes]]:
+    """Distribute tensors over safetensors files, named as transformers names them.
+
+    A file does not exceed `shard_size` bytes; a larger tensor gets a file of its own. Returned are a group for each
+    file, and the index if there are several.
+    """
+    shards: list[dict[str, LazyTensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.nbytes > shard_size:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    if len(shards) == 1:
+        return [{f"{stem}.safetensors": shards[0]}], {}
+    names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    index = {
+        "metadata": {
+            "total_parameters": sum(tensor.numel for tensor in tensors.values()),
+            "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+        },
+        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in sorted(shard)},
+    }
+    groups = [{name: shard} for name, shard in zip(names, shards, strict=True)]
+    return groups, {f"{stem}.safetensors.index.json": to_json(index)}
