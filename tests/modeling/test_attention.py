@@ -17,8 +17,9 @@ from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedMod
 from transformers import modeling_flash_attention_utils as flash_utils
 
 import llamoe
-from llamoe.modeling.attention.masks import positions_from_lengths
+from llamoe.modeling.attention.positions import positions_from_lengths
 from llamoe.modeling.attention.varlen import sequences_of_equal_rows, sequences_of_groups
+from llamoe.modeling.attention.visibility import cut_equal_rows
 
 CASES = {case.name: case for case in MODELS}
 TEXT, DENSE = CASES["LlamoeForCausalLM"], CASES["LlamoeDenseForCausalLM"]
@@ -349,8 +350,8 @@ def test_sequences_see_what_the_formula_says(chunk_size, query_offset):
                 q = torch.arange(query_length)[:, None] + query_offset
                 k = torch.arange(key_length)[None] + key_offset
                 formula = (k <= q) & (k // chunk == q // chunk)
-                sizes = (3, query_offset, query_length, key_offset, key_length, chunk_size)
-                given = sequences_of_equal_rows(*sizes, torch.device("cpu"))
+                rows = cut_equal_rows(query_offset, query_length, key_offset, key_length, chunk_size)
+                given = sequences_of_equal_rows(rows, 3, query_length, torch.device("cpu"))
                 assert torch.equal(seen(given, 3, query_length, key_length), formula.expand(3, -1, -1))
 
                 real = torch.rand(3, query_offset + query_length, generator=generator) < 0.7

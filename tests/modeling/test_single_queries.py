@@ -6,7 +6,8 @@ from support import MODELS, max_abs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import llamoe
-from llamoe.modeling.attention.layer import attend_to_single_queries, eager_attention_forward
+from llamoe.modeling.attention.forms import attend_to_single_queries
+from llamoe.modeling.attention.layer import eager_attention_forward
 
 DECODERS = [case for case in MODELS if case.name in ("LlamoeForCausalLM", "LlamoeDenseForCausalLM")]
 
@@ -35,7 +36,7 @@ def test_single_queries_go_the_short_way_only_where_nobody_looks_on(case, monkey
         seen.append(tuple(query.shape))
         return attend_to_single_queries(query, *args)
 
-    monkeypatch.setattr(llamoe.modeling.attention.layer, "attend_to_single_queries", record)
+    monkeypatch.setattr(llamoe.modeling.attention.forms, "attend_to_single_queries", record)
     model = case.make()
     layers = model.config.num_hidden_layers
     model(torch.tensor([[5]]))  # with gradients
