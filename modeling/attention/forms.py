@@ -57,7 +57,7 @@ def mask_is_large(inputs: MaskInputs, rule: Rule) -> bool:
     size = inputs.query_length * inputs.keys(rule).length
     if not rule.is_local:
         return size > LARGEST_FULL_MASK
-    return size > rule.chunk_size**2 and (inputs.segments is not None or not inputs.positions_fall)
+    return size > rule.local_size**2 and (inputs.segments is not None or not inputs.positions_fall)
 
 
 def always(inputs: MaskInputs, rule: Rule) -> bool:
@@ -66,7 +66,7 @@ def always(inputs: MaskInputs, rule: Rule) -> bool:
 
 
 def plain(inputs: MaskInputs, rule: Rule) -> None:
-    """None: plain causal attention."""
+    """None, which is plain causal attention."""
 
 
 def equal_rows(inputs: MaskInputs, rule: Rule) -> EqualRows | None:

@@ -221,7 +221,7 @@ class MaskInputs:
         if self.position_ids is not None and rule.chunk_size is not None:
             first = self.first_position
         first_key = first - self.query_offset + keys.offset
-        return cut_equal_rows(first, self.query_length, first_key, keys.length, rule.chunk_size)
+        return cut_equal_rows(first, self.query_length, first_key, keys.length, *rule)
 
     def _check_window(self, rule: Rule) -> None:
         """Refuse a window from which padding has displaced tokens of the first query's chunk; on the CPU only."""

@@ -36,9 +36,14 @@ class Rule(NamedTuple):
     chunk_size: int | None = None
 
     @property
+    def local_size(self) -> int | None:
+        """The most tokens that a token sees, so that a cache may forget older ones; None: all."""
+        return self.chunk_size
+
+    @property
     def is_local(self) -> bool:
-        """Whether every token is hidden from later ones in the end, so that a cache may forget it."""
-        return self != Rule()
+        """Whether a token sees a limited number of tokens."""
+        return self.local_size is not None
 
 
 def rules_of(config: PreTrainedConfig) -> dict[str, Rule]:

@@ -283,6 +283,23 @@ def test_gradients_equal_eager(case, implementation):
             assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max(), name
 
 
+@DECODERS
+@pytest.mark.parametrize("when", ["made", "run"])
+def test_an_unknown_type_of_layer_is_refused(case, when, implementation):
+    """Under flash attention, which takes no mask, it would become full attention in silence."""
+    model, config = case.make(), case.make_config()
+    model.set_attn_implementation(implementation)
+    for each in (config, model.config):
+        each.layer_types = ["full_attention", "dilated_attention", "full_attention"]
+    with pytest.raises(
+        ValueError, match="layer_types names 'dilated_attention'.*'full_attention', 'chunked_att"
+    ):
+        if when == "made":
+            case.model_class(config)
+        else:
+            model(case.inputs(padding=(0,))["input_ids"], use_cache=False)
+
+
 # Flash attention: what the kernels are given
 
 
