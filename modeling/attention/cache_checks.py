@@ -89,14 +89,12 @@ def _check_cache_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
     whole = max((layer.max_cache_len for layer in layers if _is_static(layer, is_sliding=False)), default=0)
     slides = set()
     for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=False)):
-        is_sliding = getattr(layer, "is_sliding", False)
+        is_sliding, kind = getattr(layer, "is_sliding", False), type(layer).__name__
         if not hasattr(layer, "update"):
-            _fail_cache(f"has a {type(layer).__name__} as layer {index}", "keys and values in every layer")
+            _fail_cache(f"has a {kind} as layer {index}", "keys and values in every layer")
         if layer_type not in _WINDOWS:
             if is_sliding:
-                _fail_cache(
-                    f"forgets tokens in layer {index} ({type(layer).__name__})", "a full attention layer"
-                )
+                _fail_cache(f"forgets tokens in layer {index} ({kind})", "a full attention layer")
             continue
         slides.add(is_sliding)
         if len(slides) > 1:

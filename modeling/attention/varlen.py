@@ -50,10 +50,8 @@ def sequences(inputs: MaskInputs, rule: Rule) -> Sequences | None:
     real_queries = inputs.is_real(inputs.query_index)
     # A static cache has places behind the last query.
     real_keys = inputs.is_real(key_index) & (key_index <= inputs.query_index[-1])
-    groups = inputs.groups(rule) or (
-        torch.zeros_like(real_queries.long()),
-        torch.zeros_like(real_keys.long()),
-    )
+    zero = key_index.new_zeros(())
+    groups = inputs.groups(rule) or (zero.expand_as(real_queries), zero.expand_as(real_keys))
     return sequences_of_groups(real_queries, real_keys, *groups)
 
 

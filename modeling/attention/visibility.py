@@ -56,9 +56,7 @@ def rules_of(config: PreTrainedConfig) -> dict[str, Rule]:
     for layer_type in dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"]):
         if layer_type not in RULES:
             known = ", ".join(map(repr, RULES))
-            raise ConfigurationError(
-                f"layer_types names {layer_type!r}; layers of these types exist: {known}."
-            )
+            raise ConfigurationError(f"layer_types names {layer_type!r}; expected: {known}.")
         fields = RULES[layer_type].items()
         rules[layer_type] = Rule(**{field: getattr(config, name) for field, name in fields})
     return rules

@@ -291,13 +291,12 @@ def test_an_unknown_type_of_layer_is_refused(case, when, implementation):
     model.set_attn_implementation(implementation)
     for each in (config, model.config):
         each.layer_types = ["full_attention", "dilated_attention", "full_attention"]
+    ids = case.inputs(padding=(0,))["input_ids"]
+    attempt = {"made": lambda: case.model_class(config), "run": lambda: model(ids, use_cache=False)}[when]
     with pytest.raises(
         ValueError, match="layer_types names 'dilated_attention'.*'full_attention', 'chunked_att"
     ):
-        if when == "made":
-            case.model_class(config)
-        else:
-            model(case.inputs(padding=(0,))["input_ids"], use_cache=False)
+        attempt()
 
 
 # Flash attention: what the kernels are given
