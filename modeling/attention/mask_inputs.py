@@ -87,10 +87,10 @@ class MaskInputs:
 
     def keys(self, rule: Rule) -> Keys:
         """Keys that layers of this rule get from the cache."""
-        if rule.is_local not in self._keys:
-            sizes = (rule.is_local, self.query_length, self.device)
-            self._keys[rule.is_local] = keys_of(self.past_key_values, *sizes)
-        return self._keys[rule.is_local]
+        is_local = rule.is_local
+        if is_local not in self._keys:
+            self._keys[is_local] = keys_of(self.past_key_values, is_local, self.query_length, self.device)
+        return self._keys[is_local]
 
     @fact
     def is_static_step(self) -> bool:
@@ -102,9 +102,10 @@ class MaskInputs:
     @fact
     def reads_values(self) -> bool:
         """Whether the form depends on the values of mask and positions: for `sdpa`, where no graph is made."""
-        return (
-            self.implementation == "sdpa" and not self.is_static_step and not is_tracing(self.inputs_embeds)
-        )
+        if self.implementation != "sdpa" or self.is_static_step:
+            return False
+        # On the CPU the second question, which asks CUDA too, costs more than all others of a decode step.
+        return is_readable(self.inputs_embeds) or not is_tracing(self.inputs_embeds)
 
     @fact
     def padding_mask(self) -> torch.Tensor | None:
