@@ -64,8 +64,7 @@ class MaskInputs:
         self.implementation = config._attn_implementation
         self.inputs_embeds, self.device = inputs_embeds, inputs_embeds.device
         self.batch_size, self.query_length = inputs_embeds.shape[:2]
-        self.attention_mask = attention_mask
-        self.past_key_values = past_key_values
+        self.attention_mask, self.past_key_values = attention_mask, past_key_values
         self.is_static = getattr(past_key_values, "is_compileable", False)
         self.has_lengths = cu_seq_lens is not None
         if position_ids is None and cu_seq_lens is not None:
@@ -161,22 +160,27 @@ class MaskInputs:
         real = self.is_real(self.query_index)
         return bool(((self.position_ids.diff(dim=1) < 0) & real[:, 1:] & real[:, :-1]).any())
 
-    def positions_at(self, index: torch.Tensor, chunk_size: int) -> torch.Tensor:
-        """`[B or 1, T]`: positions of the tokens at these indices `[T]`; raises what `cached_positions` does."""
+    @fact
+    def cached_positions(self) -> torch.Tensor:
+        """`[B, W]`: positions of cached tokens under a padding mask; raises what the function of this name does."""
+        padding_mask, offset = self.padding_mask, self.query_offset
+        column_B1 = self.is_real(self.query_index).int().argmax(1, keepdim=True)
+        index_B1 = (column_B1 + offset).clamp(max=padding_mask.shape[1] - 1)
+        position_B1 = self.position_ids.expand(self.batch_size, -1).gather(1, column_B1)
+        return cached_positions(padding_mask, index_B1, position_B1, offset, self.config.attention_chunk_size)
+
+    def positions_at(self, index: torch.Tensor) -> torch.Tensor:
+        """`[B or 1, T]`: positions of the tokens at these indices `[T]` along the rows, cached or new."""
         if self.position_ids is None:
             return positions_from_padding(index, self.left_padding)
-        offset, padding_mask = self.query_offset, self.padding_mask
+        offset = self.query_offset
         new = self.position_ids[:, (index - offset).clamp(0, self.query_length - 1)]
         if isinstance(offset, int) and offset == 0:
             return new
-        if padding_mask is None:
+        if self.padding_mask is None:
             cached = index + (self.position_ids[:, :1] - offset)
         else:
-            column_B1 = self.is_real(self.query_index).int().argmax(1, keepdim=True)
-            index_B1 = (column_B1 + offset).clamp(max=padding_mask.shape[1] - 1)
-            position_B1 = self.position_ids.expand(self.batch_size, -1).gather(1, column_B1)
-            cached = cached_positions(padding_mask, index_B1, position_B1, offset, chunk_size)
-            cached = cached[:, index.clamp(0, padding_mask.shape[1] - 1)]
+            cached = self.cached_positions[:, index.clamp(0, self.padding_mask.shape[1] - 1)]
         return torch.where(index < offset, cached, new)
 
     @fact
@@ -200,18 +204,14 @@ class MaskInputs:
         return None if self.query_offset > 0 else find_packed_sequence_indices(positions)
 
     def groups(self, rule: Rule) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Groups of queries `[B, Q]` and of keys `[B, K]`, outside of which nothing is seen; None: a row is one group.
-
-        Raises:
-            ValueError: positions or a window that do not tell which cached tokens are in a group.
-        """
+        """Groups of queries `[B, Q]` and of keys `[B, K]`, outside of which nothing is seen; None: a row is one."""
         if self.segments is not None:
             groups = packed_groups(self.segments, self.positions, rule.chunk_size)
             return (groups.expand(self.batch_size, -1),) * 2
         if rule.chunk_size is None:
             return None
         self._check_window(rule)
-        key_positions = self.positions_at(self.keys(rule).index(self.device), rule.chunk_size)
+        key_positions = self.positions_at(self.keys(rule).index(self.device))
         chunks = (chunk_of(each, rule.chunk_size) for each in (self.positions, key_positions))
         of_queries, of_keys = (each.expand(self.batch_size, -1) for each in chunks)
         return of_queries, of_keys
@@ -226,7 +226,7 @@ class MaskInputs:
 
     def _check_window(self, rule: Rule) -> None:
         """Refuse a window from which padding has displaced tokens of the first query's chunk; on the CPU only."""
-        padding_mask, chunk_size = self.padding_mask, rule.chunk_size
+        padding_mask = self.padding_mask
         if padding_mask is None or self.past_key_values is None or not is_readable(padding_mask):
             return
         _, first_kept, ring = self.keys(rule)
@@ -235,7 +235,7 @@ class MaskInputs:
             return
         is_new = padding_mask[:, begin:]
         first_new = is_new.int().argmax(1, keepdim=True) + begin
-        chunks = chunk_of(self.positions_at(torch.arange(padding_mask.shape[1]), chunk_size), chunk_size)
+        chunks = chunk_of(self.positions_at(torch.arange(padding_mask.shape[1])), rule.chunk_size)
         chunks = chunks.expand(self.batch_size, -1)
         lost = padding_mask[:, :first_kept] & (chunks[:, :first_kept] == chunks.gather(1, first_new))
         if bool((lost & is_new.any(1, keepdim=True)).any()):

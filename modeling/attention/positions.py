@@ -90,8 +90,7 @@ def cached_positions(
         is_cached = padding_mask & (torch.arange(padding_mask.shape[1]) < query_offset)
         chunk_B1 = chunk_of(position_B1, chunk_size)
         one, other = (chunk_of(each, chunk_size) == chunk_B1 for each in (by_index_BW, by_count_BW))
-        has_new = padding_mask.gather(1, index_B1)
-        wrong = (is_open & is_cached & (one != other) & has_new).any(1).nonzero()
+        wrong = (is_open & is_cached & (one != other) & padding_mask.gather(1, index_B1)).any(1).nonzero()
         if len(wrong):
             row = int(wrong[0])
             raise ValueError(

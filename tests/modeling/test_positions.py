@@ -321,7 +321,7 @@ def test_nobody_waits_for_positions_on_another_device():
     past = DynamicCache()
     past.update(*[torch.zeros(2, 2, 6, 20, device="meta")] * 2, 0)
     inputs = MaskInputs(text_config(), torch.zeros(2, 3, 0, device="meta"), mask, past, positions)
-    assert inputs.positions_at(torch.arange(9, device="meta"), chunk_size=4).shape == (2, 9)
+    assert inputs.positions_at(torch.arange(9, device="meta")).shape == (2, 9)
 
 
 @pytest.mark.parametrize("cache", ["windows", "static"])
