@@ -1,4 +1,4 @@
-"""A real mask, which transformers' mask interface makes from the function `sees`.
+"""A real mask, which transformers' mask interface makes from the function `Rule.sees`.
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new).
 """
@@ -9,7 +9,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_bidi
 from transformers.utils import is_torchdynamo_compiling
 
 from .mask_inputs import MaskInputs
-from .visibility import Rule, sees
+from .visibility import Rule
 
 
 def real_mask(inputs: MaskInputs, rule: Rule) -> Any:
@@ -33,7 +33,7 @@ def real_mask(inputs: MaskInputs, rule: Rule) -> Any:
         kv_length=keys.length,
         q_offset=inputs.query_offset,
         kv_offset=keys.offset,
-        mask_function=sees(groups, inputs.query_offset, keys),
+        mask_function=rule.sees(groups, inputs.query_offset, keys),
         attention_mask=inputs.padding_mask if keys.ring is None else inputs.is_real(keys.ring),
         allow_is_causal_skip=_can_be_plain(inputs, rule),
         dtype=inputs.inputs_embeds.dtype,

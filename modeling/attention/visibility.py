@@ -2,8 +2,8 @@
 
 A token sees another if both are real, both are in the same group, and the other is not later. The group is the packed
 segment and, in chunked layers, the position's chunk. Every form of attention follows from this. A sliding window ("and
-less than W earlier") is a field of `Rule`, a row of `RULES` and a condition in `sees`; FlashAttention takes it as a
-number (`varlen`), a block of queries as the lower edge of its mask (`chunked_sdpa`).
+less than W earlier") is a field of `Rule`, a row of `RULES` and a condition in `Rule.sees`; FlashAttention takes it as
+a number (`varlen`), a block of queries as the lower edge of its mask (`chunked_sdpa`).
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new), T new tokens, C tokens of a chunk.
 """
@@ -44,6 +44,24 @@ class Rule(NamedTuple):
     def is_local(self) -> bool:
         """Whether a token sees a limited number of tokens."""
         return self.local_size is not None
+
+    def sees(
+        self, groups: tuple[torch.Tensor, torch.Tensor] | None, query_offset: int | torch.Tensor, keys: Keys
+    ) -> Callable[..., Any]:
+        """Mask function for transformers' interface: whether a query sees a key, if that key is real.
+
+        `groups` are those of queries `[B, Q]` and keys `[B, K]`, or None; `query_offset` is the first query's index.
+        """
+        if groups is None:
+            # Layers without groups keep their keys in row order. Mask functions may recognise this one.
+            return causal_mask_function
+        query_groups, key_groups = groups
+
+        def visible(row, head, query, key):
+            same_group = query_groups[row, query - query_offset] == key_groups[row, key - keys.offset]
+            return same_group & ((key if keys.ring is None else keys.ring[key]) <= query)
+
+        return visible
 
 
 def rules_of(config: PreTrainedConfig) -> dict[str, Rule]:
@@ -114,22 +132,3 @@ def cut_equal_rows(
     in_chunk = first_query % chunk_size
     begun = min(in_chunk, num_cached)
     return EqualRows(chunk_size, chunk_size - in_chunk, begun, num_cached - begun, key_length)
-
-
-def sees(
-    groups: tuple[torch.Tensor, torch.Tensor] | None, query_offset: int | torch.Tensor, keys: Keys
-) -> Callable[..., Any]:
-    """Mask function for transformers' interface: whether a query sees a key, if that key is real.
-
-    `groups` are those of queries `[B, Q]` and keys `[B, K]`, or None; `query_offset` is the first query's index.
-    """
-    if groups is None:
-        # Layers without groups keep their keys in row order. Mask functions may recognise this one.
-        return causal_mask_function
-    query_groups, key_groups = groups
-
-    def visible(row, head, query, key):
-        same_group = query_groups[row, query - query_offset] == key_groups[row, key - keys.offset]
-        return same_group & ((key if keys.ring is None else keys.ring[key]) <= query)
-
-    return visible
