@@ -18,7 +18,7 @@ from ..configuration import LlamoeConfig, from_stock
 from ..configuration.hub import HUB_ARGUMENTS, written_by
 from ..configuration.stock import to_stock
 from .adapters import LoadsAdapters
-from .attention import attention_masks
+from .attention import MaskInputs, attention_masks
 from .checkpoints import (
     SavesWhole,
     check_complete,
@@ -164,7 +164,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         if "flex" in text_config._attn_implementation:
             # `generate` makes all masks contiguous, which flex attention's cannot be.
             return attention_mask
-        return attention_masks(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        inputs = MaskInputs(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        return attention_masks(inputs)
 
     @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:

@@ -27,11 +27,10 @@ from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
 from ..configuration.servers import warn_of_server
 from .attention import (
     Attention,
+    MaskInputs,
     attention_masks,
-    cached_length,
     mask_of_new_tokens,
-    positions_from_lengths,
-    positions_from_padding,
+    rules_of,
     without_padding_positions,
 )
 from .base import LlamoePreTrainedModel
@@ -104,6 +103,8 @@ class DecoderModel(LlamoePreTrainedModel):
         super().__init__(config)
         warn_of_server(config)
         check_padding_id(config)
+        # Refuses unknown types of layers.
+        rules_of(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -157,33 +158,19 @@ class DecoderModel(LlamoePreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 
-        cu_seq_lens = kwargs.get("cu_seq_lens_q")
-        if position_ids is None and cu_seq_lens is not None:
-            position_ids = positions_from_lengths(cu_seq_lens, inputs_embeds.shape[1])
-        mask_mapping = attention_masks(
+        inputs = MaskInputs(
             self.config,
             inputs_embeds,
             attention_mask,
             past_key_values,
             position_ids,
-            has_lengths=cu_seq_lens is not None,
+            kwargs.get("cu_seq_lens_q"),
         )
-        past_length = cached_length(past_key_values)
-        if position_ids is None:
-            # sdpa returns no mask only after checking that nothing is padded. Checking again would synchronise with
-            # the GPU.
-            is_plain = (
-                self.config._attn_implementation == "sdpa"
-                and mask_mapping.get("full_attention", attention_mask) is None
-            )
-            padding = None if is_plain else attention_mask
-            position_ids = positions_from_padding(
-                padding, inputs_embeds.shape[1], past_length, inputs_embeds.device
-            )
-        hidden_states = inputs_embeds
-        rotary_positions = position_ids
+        mask_mapping = attention_masks(inputs)
+        position_ids = rotary_positions = inputs.positions
         if self.rotary_emb.follows_length:
-            rotary_positions = without_padding_positions(position_ids, attention_mask, past_length)
+            rotary_positions = without_padding_positions(position_ids, attention_mask, inputs.query_offset)
+        hidden_states = inputs_embeds
         cos, sin = self.rotary_emb(hidden_states, rotary_positions)
         position_embeddings = rotary_tables(cos, sin, self.rotary_emb.interleave)
         # The types are read from a list, not from the layers: under pipeline parallelism other stages' are

@@ -1,29 +1,27 @@
 """Attention: which tokens see each other, and the product itself.
 
-Reading order: cache (length and keys of a KV cache before a pass), cache_checks (whether the cache fits the model),
-mask_inputs (the facts of a pass: padding, segments, positions), varlen and chunked_sdpa (attention without a mask),
-forms (which of them a pass takes), masks (positions, and the mask of each attention type), layer (the module).
+Reading order: cache (length and keys of a KV cache before a pass), visibility (which tokens see each other: rules,
+groups, chunk borders), positions (from padding, from lengths, of cached tokens), mask_inputs (the facts of a pass),
+varlen and chunked_sdpa (attention without a mask), masks (a real one), forms (the table of all forms, and which one a
+pass takes), cache_checks (whether a cache fits the model), layer (the module).
 """
 
+from .cache import cached_length
 from .cache_checks import check_cache
+from .forms import attention_masks
 from .layer import Attention, eager_attention_forward
-from .mask_inputs import without_padding_positions
-from .masks import (
-    attention_masks,
-    cached_length,
-    mask_of_new_tokens,
-    positions_from_lengths,
-    positions_from_padding,
-)
+from .mask_inputs import MaskInputs, mask_of_new_tokens
+from .positions import without_padding_positions
+from .visibility import rules_of
 
 __all__ = [
     "Attention",
+    "MaskInputs",
     "attention_masks",
     "cached_length",
     "check_cache",
     "eager_attention_forward",
     "mask_of_new_tokens",
-    "positions_from_lengths",
-    "positions_from_padding",
+    "rules_of",
     "without_padding_positions",
 ]

@@ -3,15 +3,15 @@
 transformers' static sliding layer counts its tokens in a Python integer. A compiled step is therefore compiled
 again for the second token and when the window is full, and each later step moves the whole window by one place.
 `RingLayer` makes the window a ring: a step writes one place, and the count is a tensor. Keys are returned in ring
-order; `key_index` maps each to its token.
+order; `Keys.ring` maps each to its token.
 
 Shapes: B batch, D head_dim, W tokens of the window, Q new tokens, K keys that a layer returns (cached and new).
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 from transformers.utils import is_torchdynamo_compiling
 
@@ -22,17 +22,10 @@ class RingLayer(StaticSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new tokens.
+        """Write new tokens `[B, heads, Q, D]` and return the keys and values `[B, heads, K, D]` that they may see.
 
-        Args:
-            key_states: `[B, heads, Q, D]`.
-            value_states: likewise.
-            *args: unused.
-            **kwargs: unused.
-
-        Returns:
-            keys and values `[B, heads, K, D]` that the new tokens may see: in the first pass the new ones; for a single
-            token the updated ring; otherwise the ring before this pass, then the new ones.
+        These are: in the first pass the new ones; for a single token the updated ring; otherwise the ring before this
+        pass, then the new ones.
         """
         is_first = not self.is_initialized
         if is_first:
@@ -57,10 +50,10 @@ class RingLayer(StaticSlidingWindowLayer):
             return query_length, 0
         return self.max_cache_len + (query_length if query_length > 1 else 0), 0
 
-    def key_index(self, query_length: int, device: torch.device) -> torch.Tensor:
-        """`[K]`: the index along the row of each returned key; negative where a place is empty."""
+    def key_index(self, query_length: int, device: torch.device) -> torch.Tensor | None:
+        """`[K]`: the index along the row of each returned key; negative where a place is empty. None: in row order."""
         if not self.is_initialized:
-            return torch.arange(query_length, device=device)
+            return None
         length = self.cumulative_length.to(device)
         places = torch.arange(self.max_cache_len, device=device)
         newest = length if query_length == 1 else length - 1
@@ -78,35 +71,26 @@ def make_rings(past_key_values: Cache | None) -> None:
     """Turn a cache's empty static windows into rings, and its growing windows of one token into full layers, in place.
 
     transformers' growing window of one token keeps every token (`keys[-0:]`) but announces one. A full layer announces
-    what it keeps, and the masks apply the chunk borders. All other layers stay as they are.
+    what it keeps, and the masks apply the chunk borders.
     """
     if is_torchdynamo_compiling():
         return
-    layers = getattr(past_key_values, "layers", ())
-    if not getattr(past_key_values, "is_compileable", False):
-        for layer in layers:
-            if type(layer) is DynamicSlidingWindowLayer:
-                if layer.sliding_window != 1 or layer.is_initialized:
-                    # All windows of a cache are alike.
-                    return
-                layer.__class__ = DynamicLayer  # pyright: ignore[reportAttributeAccessIssue]
-        return
-    for layer in layers:
-        if type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int == 0:
+    is_static = getattr(past_key_values, "is_compileable", False)
+    for layer in getattr(past_key_values, "layers", ()):
+        if is_static and type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int == 0:
             layer.__class__ = RingLayer
+        elif type(layer) is DynamicSlidingWindowLayer:
+            if layer.sliding_window != 1 or layer.is_initialized:
+                # All windows of a cache are alike.
+                return
+            layer.__class__ = DynamicLayer  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def first_layer(past_key_values: Cache | None, is_sliding: bool | None = None) -> int:
-    """Index of the first cache layer that is written in this process.
+    """Index of the first cache layer that is written in this process; if none is, of the first one; 0 without layers.
 
-    Under pipeline parallelism the layers of earlier stages stay empty here, so their length says nothing.
-
-    Args:
-        past_key_values: the cache.
-        is_sliding: consider only layers that are (True) or are not (False) sliding.
-
-    Returns:
-        the index; if nothing is written yet, that of the first such layer; 0 if there is none.
+    Under pipeline parallelism the layers of earlier stages stay empty here, so their length says nothing. With
+    `is_sliding`, only layers that do (True) or do not (False) forget tokens are considered.
     """
     first = None
     for i, layer in enumerate(getattr(past_key_values, "layers", ())):
@@ -123,53 +107,30 @@ def cached_length(past_key_values: Cache | None) -> int | torch.Tensor:
     return 0 if past_key_values is None else past_key_values.get_seq_length(first_layer(past_key_values))
 
 
-class FixedLength:
-    """Sizes of a static cache, as transformers asks for them, fixed before the layers write.
+class Keys(NamedTuple):
+    """Keys that the layers of one kind return in a pass, cached and new.
 
-    The cache counts its tokens in place. Flex attention reads the count when a layer runs, after the layer has written
-    its keys, so the index of every query would be too high.
+    Attributes:
+        length: K.
+        offset: index along the row of the first key.
+        ring: `[K]`, the index along the row of each key, where keys are in ring order; None: they are in row order.
     """
 
-    is_compileable = True
+    length: int
+    offset: int
+    ring: torch.Tensor | None = None
 
-    def __init__(self, past_key_values: Cache):
-        self._past_key_values = past_key_values
-        self._layer_idx = first_layer(past_key_values, is_sliding=False)
-
-    @classmethod
-    def of(cls, past_key_values: Cache | None, config: PreTrainedConfig) -> Any:
-        """Wrap a static cache if flex attention is used; return any other cache unchanged."""
-        is_static = getattr(past_key_values, "is_compileable", False)
-        return (
-            cls(past_key_values) if is_static and "flex" in config._attn_implementation else past_key_values
-        )
-
-    def get_query_offset(self, _: int) -> int | torch.Tensor:
-        """Index of the first new token."""
-        return extent(1, None, self._past_key_values, self._layer_idx)[0]
-
-    def get_mask_sizes(self, query_length: int, _: int) -> tuple[int, int]:
-        """Number of keys, and the index of the first."""
-        return self._past_key_values.get_mask_sizes(query_length, self._layer_idx)
+    def index(self, device: torch.device) -> torch.Tensor:
+        """`[K]`: index along the row of each key; negative where a place of a ring is empty."""
+        return torch.arange(self.length, device=device) + self.offset if self.ring is None else self.ring
 
 
-def extent(
-    query_length: int, padding_mask: torch.Tensor | None, past_key_values: Cache | None, layer_idx: int
-) -> tuple[int | torch.Tensor, int, int]:
-    """Index of the first query, number of keys, and index of the first key."""
-    if past_key_values is not None:
-        query_offset = past_key_values.get_query_offset(layer_idx)
-        if isinstance(query_offset, torch.Tensor):
-            # The cache counts in place, and flex attention reads this later.
-            query_offset = query_offset.clone()
-        return query_offset, *past_key_values.get_mask_sizes(query_length, layer_idx)
-    return 0, query_length if padding_mask is None else padding_mask.shape[-1], 0
-
-
-def keys_in_ring(
-    past_key_values: Cache | None, layer_idx: int, query_length: int, device: torch.device
-) -> torch.Tensor | None:
-    """`[K]`: the index of each key where keys are in ring order; None where they are in row order."""
+def keys_of(past_key_values: Cache | None, is_sliding: bool, query_length: int, device: torch.device) -> Keys:
+    """Keys that layers which forget tokens (`is_sliding`) or keep all of them get for `query_length` new tokens."""
+    if past_key_values is None:
+        return Keys(query_length, 0)
+    number = first_layer(past_key_values, is_sliding)
     layers = getattr(past_key_values, "layers", ())
-    layer = layers[layer_idx] if layer_idx < len(layers) else None
-    return layer.key_index(query_length, device) if isinstance(layer, RingLayer) else None
+    layer = layers[number] if number < len(layers) else None
+    ring = layer.key_index(query_length, device) if isinstance(layer, RingLayer) else None
+    return Keys(*past_key_values.get_mask_sizes(query_length, number), ring)

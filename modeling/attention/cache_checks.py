@@ -3,31 +3,22 @@
 A cache is checked in full once; afterwards only what a pass can change.
 """
 
-from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import Cache, PreTrainedConfig
-from transformers.utils import is_torchdynamo_compiling, logging
+from transformers.utils import is_torchdynamo_compiling
 
 from ..kernels import is_readable
-
-logger = logging.get_logger("llamoe")
+from .visibility import RULES
 
 
 def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past_key_values: Any) -> None:
-    """Check that a cache fits this decoder.
+    """Check that a cache fits this decoder and a batch of `batch_size` rows with `num_tokens` new tokens.
 
-    Reads only what Python knows: kinds of layers and shapes. The number of tokens in a static cache is a tensor,
-    which is read on the CPU only.
-
-    Args:
-        config: a decoder's config.
-        batch_size: B.
-        num_tokens: T, the new tokens.
-        past_key_values: the cache. One whose layers all keep every token fits chunked layers too; their mask applies
-            the chunks.
+    Reads only kinds of layers and shapes, and on the CPU the number of tokens in a static cache. A cache whose layers
+    all keep every token fits chunked layers too; their mask applies the chunks.
 
     Raises:
         ValueError: no cache; another number of layers; layers that forget tokens which ours still need; other
@@ -51,12 +42,16 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
     sizes = (batch_size, shape and (shape[0], shape[1], shape[3]), *map(config.__dict__.get, _READ_OF_CONFIG))
     checked = _CHECKED_CACHES.get(cache) if isinstance(cache, Cache) else None
     # Lists of the same objects compare equal at once; a layer equals only itself.
-    is_new = checked is None or checked.sizes != sizes or checked.layers != layers
-    if is_new:
+    if checked is None or checked[:2] != (sizes, layers):
         _check_cache_layers(config, layers)
-    fixed = _first_fixed(config, layers) if checked is None or is_new else checked.fixed
-    if fixed is not None:
-        layer = layers[fixed]
+        if shape is not None:
+            _check_cached_shape(config, shape, batch_size)
+        sizes = tuple(list(size) if isinstance(size, list) else size for size in sizes)
+        checked = (sizes, list(layers), _first_fixed(config, layers))
+        if isinstance(cache, Cache):
+            _CHECKED_CACHES[cache] = checked
+    layer = checked[2]
+    if layer is not None:
         written = getattr(layer, "cumulative_length", 0)
         is_known = not isinstance(written, torch.Tensor) or is_readable(written)
         if is_known and int(written) + num_tokens > layer.max_cache_len:
@@ -64,52 +59,24 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
                 f"past_key_values holds at most {layer.max_cache_len} tokens: {int(written)} are in it and "
                 f"{num_tokens} are new. Make it with a larger max_cache_len, or empty it with reset()."
             )
-    if is_new:
-        if shape is not None:
-            _check_cached_shape(config, shape, batch_size)
-        if isinstance(cache, Cache):
-            sizes = tuple(list(size) if isinstance(size, list) else size for size in sizes)
-            _CHECKED_CACHES[cache] = _CheckedCache(sizes, list(layers), fixed)
 
 
-@dataclass(frozen=True)
-class _CheckedCache:
-    """What a valid cache looked like, so that a decode step does not check its many layers again.
+# Of valid caches the sizes, the layers, and the layer whose length limits the cache (None: all grow), so that a decode
+# step does not check many layers again.
+_CHECKED_CACHES: WeakKeyDictionary[Cache, tuple[tuple, list, Any]] = WeakKeyDictionary()
 
-    Attributes:
-        sizes: batch size, shape of the first layer's keys without their number, and the config's values that the
-            checks read, which may change.
-        layers: the cache's layers.
-        fixed: index of the layer whose length limits the cache; None: all layers grow.
-    """
-
-    sizes: tuple[Any, ...]
-    layers: list[Any]
-    fixed: int | None
+# By type of layer, the config's field that says how many of the last tokens its window must keep.
+_WINDOWS = {layer_type: name for layer_type, fields in RULES.items() for name in fields.values()}
+# Fields that the checks read, from the config's dict: its own attribute access takes several times as long.
+_READ_OF_CONFIG = ("num_hidden_layers", "num_key_value_heads", "head_dim", "layer_types", *_WINDOWS.values())
 
 
-_CHECKED_CACHES: WeakKeyDictionary[Cache, _CheckedCache] = WeakKeyDictionary()
-
-
-# Fields that the checks of a cache read. They are taken from the config's dict: its own attribute access takes
-# several times as long.
-_READ_OF_CONFIG = (
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "head_dim",
-    "attention_chunk_size",
-    "layer_types",
-)
-
-
-def _first_fixed(config: PreTrainedConfig, layers: list[Any]) -> int | None:
-    fixed = [i for i, layer in enumerate(layers) if _is_static(layer, is_sliding=False)]
-    # Windows only: a window shorter than a chunk must hold every token.
-    if not fixed:
-        windows = [i for i, layer in enumerate(layers) if _is_static(layer, is_sliding=True)]
-        chunk_size = getattr(config, "attention_chunk_size", None) or 0
-        fixed = [i for i in windows if layers[i].max_cache_len < chunk_size]
-    return fixed[0] if fixed else None
+def _first_fixed(config: PreTrainedConfig, layers: list[Any]) -> Any:
+    # Windows limit a cache only if all layers have them, and if they are too short to forget tokens.
+    wanted = max(getattr(config, name, None) or 0 for name in _WINDOWS.values())
+    windows = [layer for layer in layers if _is_static(layer, is_sliding=True)]
+    fixed = [layer for layer in layers if _is_static(layer, is_sliding=False)]
+    return next(iter(fixed or [layer for layer in windows if layer.max_cache_len < wanted]), None)
 
 
 def _check_cache_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
@@ -118,27 +85,26 @@ def _check_cache_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
     # While `generate(assistant_early_exit=...)` drafts, the config has fewer layers than the model and its lists.
     if len(layers) not in (count, len(layer_types)):
         _fail_cache(f"has {len(layers)} layers", f"num_hidden_layers = {count}")
+    # In a static cache shorter than a window, windows are as short as the cache.
+    whole = max((layer.max_cache_len for layer in layers if _is_static(layer, is_sliding=False)), default=0)
     slides = set()
     for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=False)):
-        is_sliding = getattr(layer, "is_sliding", False)
+        is_sliding, kind = getattr(layer, "is_sliding", False), type(layer).__name__
         if not hasattr(layer, "update"):
-            _fail_cache(f"has a {type(layer).__name__} as layer {index}", "keys and values in every layer")
-        if layer_type == "chunked_attention":
-            slides.add(is_sliding)
-        elif is_sliding:
-            _fail_cache(f"forgets tokens in layer {index} ({type(layer).__name__})", "a full attention layer")
-    if len(slides) > 1:
-        _fail_cache("slides in some chunked layers only", "layers of one kind for all of them")
-    if True in slides:
-        chunk_size = config.attention_chunk_size
-        # In a static cache shorter than a chunk, windows are as short as the cache.
-        lengths = [layer.max_cache_len for layer in layers if _is_static(layer, is_sliding=False)]
-        for layer in layers:
-            window = getattr(layer, "sliding_window", None)
-            if window is None and _is_static(layer, is_sliding=True) and lengths:
-                window = chunk_size if layer.max_cache_len >= max(lengths) else layer.max_cache_len
-            if window is not None and window < chunk_size:
-                _fail_cache(f"keeps {window} tokens", f"attention_chunk_size = {chunk_size}")
+            _fail_cache(f"has a {kind} as layer {index}", "keys and values in every layer")
+        if layer_type not in _WINDOWS:
+            if is_sliding:
+                _fail_cache(f"forgets tokens in layer {index} ({kind})", "a full attention layer")
+            continue
+        slides.add(is_sliding)
+        if len(slides) > 1:
+            _fail_cache("slides in some chunked layers only", "layers of one kind for all of them")
+        wanted = getattr(config, _WINDOWS[layer_type])
+        kept = getattr(layer, "sliding_window", None)
+        if kept is None and _is_static(layer, is_sliding=True) and layer.max_cache_len < whole:
+            kept = layer.max_cache_len
+        if kept is not None and kept < wanted:
+            _fail_cache(f"keeps {kept} tokens", f"{_WINDOWS[layer_type]} = {wanted}")
 
 
 def _is_static(layer: Any, is_sliding: bool) -> bool:

@@ -1,9 +1,8 @@
 """Sequences under torch's `scaled_dot_product_attention`: the chunks of a row become rows of a batch.
 
-That function takes a mask, or computes plain causal attention over rows of one length. A sequence whose keys are
-those of its own queries needs no mask: such sequences form a batch, the shorter ones padded behind their end, where
-no query looks. Only a sequence with cached keys, at most one a row, takes a mask, for one block of queries at a time.
-So memory grows with the number of tokens, not with its square.
+That function takes a mask, or computes plain causal attention over rows of one length. Sequences without cached keys
+form a batch, the shorter ones padded behind their end, where no query looks. Only a sequence with cached keys, at most
+one a row, takes a mask, for one block of queries at a time. So memory grows with the tokens, not with their square.
 
 `EqualRows` (no padding, known from sizes) are cut into the rest of the first chunk, the full chunks and the tail.
 All other rows are gathered into a `Fold` from the `Sequences` that flash attention takes too.
@@ -13,14 +12,15 @@ N tokens of the batch, S sequences of q queries and k keys (t either of them), n
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers.utils import is_torchdynamo_compiling
 
-from .varlen import EqualRows, Sequences
+from .mask_inputs import MaskInputs
+from .varlen import Sequences, sequences
+from .visibility import EqualRows, Rule
 
 # Queries of one mask. Larger masks are no faster: a block of this size keeps every core of a GPU busy.
 BLOCK = 1024
@@ -34,12 +34,12 @@ class Batch(NamedTuple):
     Attributes:
         query_index: `[S, q]` int64 into `B * Q`, padded with each sequence's last query.
         key_index: `[S, k]` likewise, into `B * K`.
-        begun: `[S, 1, 1, 1]` int64, keys before the first query; None: no sequence has any.
+        begun: `[S, 1, 1, 1]` int64, keys before the first query; 0: no sequence has any.
     """
 
     query_index: torch.Tensor
     key_index: torch.Tensor
-    begun: torch.Tensor | None
+    begun: torch.Tensor | int
 
 
 class Fold(NamedTuple):
@@ -63,14 +63,17 @@ class Fold(NamedTuple):
         return self
 
 
-def fold(sequences: Sequences, num_queries: int, key_length: int) -> Fold:
-    """Gather sequences into batches; reading their lengths synchronises with the device.
+def folded_batch(inputs: MaskInputs, rule: Rule) -> Fold | EqualRows | None:
+    """Gather the sequences of a pass into batches; None where plain causal attention is right."""
+    made, key_length = sequences(inputs, rule), inputs.keys(rule).length
+    if made is not None:
+        return fold(made, inputs.batch_size * inputs.query_length, key_length)
+    begun = key_length - inputs.query_length
+    return EqualRows(None, inputs.query_length, begun, 0, key_length) if begun else None
 
-    Args:
-        sequences: all sequences of a pass.
-        num_queries: B * Q.
-        key_length: K.
-    """
+
+def fold(sequences: Sequences, num_queries: int, key_length: int) -> Fold:
+    """Gather all sequences of a pass, of `B * Q` queries, into batches; reads their lengths."""
     device = sequences.cu_seq_lens_q.device
     lengths_S2 = torch.stack([sequences.cu_seq_lens_q.diff(), sequences.cu_seq_lens_k.diff()], 1).long()
     by_size: dict[int, list[int]] = {}
@@ -87,79 +90,43 @@ def fold(sequences: Sequences, num_queries: int, key_length: int) -> Fold:
         index = (sequences.query_index, sequences.key_index)[side]
         return places if index is None else index[places]  # [S, longest]
 
-    place = torch.empty(num_queries, dtype=torch.long, device=device)
-    batches, laid = [], 0
+    batches = []
     for size, numbers in by_size.items():
         chosen = torch.tensor(numbers, device=device)
-        batch = Batch(
-            query_index=side_by_side(0, numbers, chosen),
-            key_index=side_by_side(1, numbers, chosen),
-            begun=None if size else (lengths_S2[:, 1] - lengths_S2[:, 0])[chosen, None, None, None],
-        )
-        batches.append(batch)
-        laid += batch.query_index.numel()
-    place.fill_(laid)
-    for batch in reversed(batches):
-        laid -= batch.query_index.numel()
-        # Padding repeats a sequence's last query; the query itself is the first of these places.
-        flat = batch.query_index.flatten()
-        place.scatter_reduce_(0, flat, torch.arange(laid, laid + len(flat), device=device), "amin")
-    return Fold(
-        batches=tuple(batches),
-        place=place,
-        is_partial=sequences.query_index is not None,
-        key_length=key_length,
-    )
+        begun = 0 if size else (lengths_S2[:, 1] - lengths_S2[:, 0])[chosen, None, None, None]
+        batches.append(Batch(side_by_side(0, numbers, chosen), side_by_side(1, numbers, chosen), begun))
+    laid = torch.cat([batch.query_index.flatten() for batch in batches])
+    # Padding repeats a sequence's last query; the query itself is the first of these places.
+    place = torch.full((num_queries,), len(laid), device=device)
+    place.scatter_reduce_(0, laid, torch.arange(len(laid), device=device), "amin")
+    return Fold(tuple(batches), place, is_partial=sequences.query_index is not None, key_length=key_length)
 
 
 def attend_in_fold(
-    attend: Callable,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    folded: Fold,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """Run SDPA over sequences of any lengths.
-
-    Args:
-        attend: transformers' `sdpa`.
-        module: the attention module.
-        query: `[B, H, Q, D]`.
-        key: `[B, H / groups, K, D]`.
-        value: like `key`.
-        folded: which tokens see each other.
-        **kwargs: for the implementation.
-
-    Returns:
-        the output `[B, Q, H, D]`, zero where no query takes part, and None for the weights.
-
-    Raises:
-        ValueError: the cache returned another number of keys than it had announced.
-    """
+    attend: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, folded: Fold
+) -> torch.Tensor:
+    """Run SDPA over sequences of any lengths; queries that take no part get zero."""
     _check_keys(key, folded.key_length)
     batch_size, num_heads, query_length, _ = query.shape
-    attend = partial(attend, module, **{**kwargs, "position_ids": None})
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     outputs = []
     for batch in folded.batches:
-        states = [
-            _gather(states, index)
-            for states, index in (
-                (query, batch.query_index),
-                (key, batch.key_index),
-                (value, batch.key_index),
-            )
-        ]
+        index_of = ((query, batch.query_index), (key, batch.key_index), (value, batch.key_index))
+        states = (_gather(states, index) for states, index in index_of)
         outputs.append(_attend_causally(attend, *states, begun=batch.begun).flatten(0, 1))  # [S * q, H, D]
     if folded.is_partial:
         outputs.append(outputs[0].new_zeros(1, *outputs[0].shape[1:]))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output.index_select(0, folded.place).view(batch_size, query_length, num_heads, -1), None
+    return output.index_select(0, folded.place).view(batch_size, query_length, num_heads, -1)
+
+
+def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    # [N, H, D] to [S, H, t, D]
+    return states.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
 
 
 def _check_keys(key: torch.Tensor, key_length: int) -> None:
+    """Raise a ValueError if the cache returned another number of keys than it had announced."""
     if key.shape[2] != key_length:
         raise ValueError(
             f"A layer was given {key.shape[2]} keys where {key_length}, cached and new, were expected. Either gradient "
@@ -169,27 +136,18 @@ def _check_keys(key: torch.Tensor, key_length: int) -> None:
         )
 
 
-def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    # [N, H, D] to [S, H, t, D]
-    return states.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
-
-
 def attend_in_equal_rows(
-    attend: Callable,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: EqualRows,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """Run SDPA over the chunks of rows without padding; arguments and result as in `attend_in_fold`."""
+    attend: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: EqualRows
+) -> torch.Tensor:
+    """Run SDPA over the chunks of rows without padding."""
     _check_keys(key, rows.key_length)
-    attend = partial(attend, module, **{**kwargs, "position_ids": None})
     length, chunk_size = query.shape[2], rows.chunk_size
     is_aligned = rows.begun == 0 and rows.rest == chunk_size
     if is_aligned and is_torchdynamo_compiling():
-        return _attend_in_filled_chunks(attend, query, key, value, chunk_size), None
+        # One call, with the last chunk filled up, so that one graph serves every length.
+        filling = (length + chunk_size - 1) // chunk_size * chunk_size - length
+        filled = (nn.functional.pad(states, (0, 0, 0, filling)) for states in (query, key, value))
+        return _attend_in_chunks(attend, *filled, chunk_size)[:, :length]
     end_of_keys = rows.first_key + rows.begun + length
     key, value = key[:, :, rows.first_key : end_of_keys], value[:, :, rows.first_key : end_of_keys]
 
@@ -197,39 +155,28 @@ def attend_in_equal_rows(
         keys = slice(rows.begun + begin - begun, rows.begun + end)
         return [query[:, :, begin:end], key[:, :, keys], value[:, :, keys]]
 
-    outputs, full = [], 0
+    outputs, done = [], 0
     if not is_aligned:
-        full = min(rows.rest, length)
-        outputs.append(_attend_causally(attend, *part(0, full, rows.begun), begun=rows.begun))
-    if chunk_size is not None and (num_chunks := (length - full) // chunk_size):
-        tail = full + num_chunks * chunk_size
-        outputs.append(_attend_in_chunks(attend, *part(full, tail), num_chunks=num_chunks))
-        full = tail
-    if full < length:
-        outputs.append(_attend_causally(attend, *part(full, length)))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), None
+        done = min(rows.rest, length)
+        outputs.append(_attend_causally(attend, *part(0, done, rows.begun), begun=rows.begun))
+    if chunk_size is not None and length - done >= chunk_size:
+        tail = done + (length - done) // chunk_size * chunk_size
+        outputs.append(_attend_in_chunks(attend, *part(done, tail), chunk_size))
+        done = tail
+    if done < length:
+        outputs.append(_attend_causally(attend, *part(done, length)))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def _attend_in_chunks(
-    attend: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_chunks: int
+    attend: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk_size: int
 ) -> torch.Tensor:
-    batch_size = query.shape[0]
+    batch_size, num_chunks = query.shape[0], query.shape[2] // chunk_size
     query, key, value = (
-        states.unflatten(2, (num_chunks, states.shape[2] // num_chunks)).transpose(1, 2).flatten(0, 1)
+        states.unflatten(2, (num_chunks, chunk_size)).transpose(1, 2).flatten(0, 1)
         for states in (query, key, value)
     )  # [B * n, H, C, D]
     return _attend_causally(attend, query, key, value).unflatten(0, (batch_size, num_chunks)).flatten(1, 2)
-
-
-def _attend_in_filled_chunks(
-    attend: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk_size: int
-) -> torch.Tensor:
-    """Attend in one call, with the last chunk padded, so that one graph serves every length."""
-    length = query.shape[2]
-    num_chunks = (length + chunk_size - 1) // chunk_size
-    filling = num_chunks * chunk_size - length
-    query, key, value = (nn.functional.pad(states, (0, 0, 0, filling)) for states in (query, key, value))
-    return _attend_in_chunks(attend, query, key, value, num_chunks)[:, :length]
 
 
 def _attend_causally(
@@ -237,7 +184,7 @@ def _attend_causally(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    begun: int | torch.Tensor | None = 0,
+    begun: int | torch.Tensor = 0,
 ) -> torch.Tensor:
     """Causal attention `[B, Q, H, D]` where `begun` keys of each row stand before its first query.
 
@@ -245,14 +192,12 @@ def _attend_causally(
     """
     query_length, key_length = query.shape[2], key.shape[2]
     is_number = not isinstance(begun, torch.Tensor)
-    if begun is None or (is_number and (begun == 0 or query_length == 1)):
+    if is_number and (begun == 0 or query_length == 1):
         return attend(query, key, value, None)[0]
-    outputs = []
-    place = torch.arange(key_length, device=query.device)
+    outputs, place = [], torch.arange(key_length, device=query.device)
     for begin in range(0, query_length, BLOCK):
         end = min(begin + BLOCK, query_length)
         seen = begun + end if is_number else key_length
-        mask = place[:seen] <= place[begin:end, None] + begun
-        mask = mask if mask.ndim == 4 else mask[None, None]
+        mask = place[:seen] <= place[None, None, begin:end, None] + begun
         outputs.append(attend(query[:, :, begin:end], key[:, :, :seen], value[:, :, :seen], mask)[0])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)

@@ -5,26 +5,22 @@ LLaMA 1 has as many key/value heads as query heads; multi-query attention has a 
 after rotation. Every fourth layer has neither rotation nor norm: it scales queries by a temperature that grows
 with position (Nakanishi 2025, arXiv 2501.19399).
 
-The mask, or the variable-length sequences that replace it, decides which keys a query sees (see `masks` and
-`forms`). The product itself is transformers' attention interface.
+The mask, or the form that replaces it, decides which keys a query sees (see `visibility` and `forms`). The product
+itself is transformers' attention interface.
 
 Shapes: B batch, H heads, T or Q new tokens, K keys (cached and new), D head_dim.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.generic import is_flash_attention_requested
 
-from ..kernels import apply_linear, are_single_queries, attend_to_single_queries
+from ..kernels import apply_linear
 from ..layers import L2Norm, rotary_tables, rotate
-from .chunked_sdpa import Fold, attend_in_equal_rows, attend_in_fold
-from .varlen import EqualRows, Sequences, attend_in_sequences
-
-# Forms that replace a mask, and the function that attends with each.
-IN_SEQUENCES = {Sequences: attend_in_sequences, EqualRows: attend_in_equal_rows, Fold: attend_in_fold}
+from .forms import attend_in_form
 
 
 def eager_attention_forward(
@@ -39,18 +35,9 @@ def eager_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention written out, with the softmax in float32 or float64: the implementation called `eager`.
 
-    Args:
-        module: the attention module; `num_key_value_groups` is read from it.
-        query: `[B, H, Q, D]`.
-        key: `[B, H / groups, K, D]`.
-        value: like `key`.
-        attention_mask: None or additive, broadcastable to `[B, H, Q, K]`.
-        scaling: what the scores are multiplied by.
-        dropout: probability of dropping a weight.
-        **kwargs: arguments of other implementations, unused.
-
-    Returns:
-        the output `[B, Q, H, D]` and the attention weights `[B, H, Q, K]`.
+    `query` is `[B, H, Q, D]`; `key` and `value` are `[B, H / module.num_key_value_groups, K, D]`; `attention_mask` is
+    None or additive and broadcasts to `[B, H, Q, K]`; `kwargs`, for other implementations, are unused. Returns the
+    output `[B, Q, H, D]` and the attention weights `[B, H, Q, K]`.
     """
     groups = module.num_key_value_groups
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -94,7 +81,7 @@ class Attention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, ...],
-        attention_mask: torch.Tensor | Sequences | EqualRows | Fold | None,
+        attention_mask: Any,
         position_ids: torch.Tensor,
         past_key_values: Cache | None = None,
         **kwargs,
@@ -105,7 +92,7 @@ class Attention(nn.Module):
             hidden_states: `[B, T, hidden_size]`.
             position_embeddings: the tables of `rotary_tables`, which a decoder prepares once a pass; or cos and sin
                 from `RotaryEmbedding`.
-            attention_mask: what `masks.attention_masks` returned for this layer's type; None for plain causal.
+            attention_mask: what `attention_masks` returned for this layer's type; None for plain causal.
             position_ids: `[B or 1, T]`.
             past_key_values: KV cache that rotated keys and values are appended to.
             **kwargs: passed unchanged to the attention implementation.
@@ -141,22 +128,9 @@ class Attention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         kwargs["dropout"] = self.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
-        attend_in = IN_SEQUENCES.get(type(attention_mask))
-        if attend_in is not None:
-            output, weights = attend_in(attend, self, query, key, value, attention_mask, **kwargs)
-        elif attend is sdpa_attention_forward and are_single_queries(query, attention_mask, **kwargs):
-            output = attend_to_single_queries(query, key, value, attention_mask, self.scaling)
-            weights = None
-        else:
-            if is_flash_attention_requested(requested_attention_implementation=implementation):
-                # flash attention would look for packed rows in every layer; `masks` has found them already.
-                position_ids = None
-            output, weights = attend(
-                self, query, key, value, attention_mask, position_ids=position_ids, **kwargs
-            )
-            if implementation == "flex_attention":
-                # On a GPU flex attention returns log-sum-exp values here, not weights.
-                weights = None
+        output, weights = attend_in_form(
+            attend, self, query, key, value, attention_mask, position_ids, **kwargs
+        )
         return apply_linear(self.o_proj, output.reshape(*input_shape, -1).contiguous()), weights
 
     def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:

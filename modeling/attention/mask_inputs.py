@@ -1,257 +1,253 @@
-"""Facts of a pass: which tokens are real, their positions, and their packed segments.
+"""Facts of a pass: its lengths, padding, positions, packed segments and groups, each worked out at most once.
 
-Shapes: B batch, Q query tokens, K key tokens (cached and new), T either of them.
+Facts that are read from values make a GPU's host wait. They say so, and a form asks for them only where it must.
+
+Shapes: B batch, Q query tokens, K key tokens (cached and new), T some tokens, W width of the padding mask, S sequences.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils import is_torchdynamo_compiling
+from transformers.utils.import_utils import is_torchdynamo_exporting
 
-from ..kernels import is_tracing
-from .cache import cached_length
+from ..kernels import is_readable, is_tracing
+from .cache import Keys, cached_length, keys_of
+from .positions import (
+    cached_positions,
+    is_real,
+    left_padding,
+    positions_from_lengths,
+    positions_from_padding,
+)
+from .visibility import EqualRows, Rule, chunk_of, cut_equal_rows, packed_groups
 
 
-def left_padding(attention_mask: torch.Tensor) -> torch.Tensor:
-    """`[B]`: the number of zeros before the first one of each row."""
-    return (attention_mask.cumsum(-1) == 0).sum(-1)
+class fact:
+    """A property worked out once. `functools.cached_property` takes a lock, which no compiled graph can hold."""
+
+    def __init__(self, work_out: Callable[[Any], Any]):
+        self.work_out = work_out
+        self.__doc__ = work_out.__doc__
+
+    def __get__(self, owner: Any, _: Any = None) -> Any:
+        value = owner.__dict__[self.work_out.__name__] = self.work_out(owner)
+        return value
 
 
-def packed_segments(
-    attention_mask: Any, past_key_values: Cache | None, position_ids: torch.Tensor | None
-) -> torch.Tensor | None:
-    """`[B or 1, Q]`: the number of each token's packed segment; None where rows are not packed."""
-    if attention_mask is not None or position_ids is None:
-        return None
-    if past_key_values is not None and (
-        getattr(past_key_values, "is_compileable", False) or cached_length(past_key_values) > 0
+class MaskInputs:
+    """What decides which tokens of a pass see each other.
+
+    Args:
+        config: a decoder's config, with `_attn_implementation` set.
+        inputs_embeds: `[B, Q, ...]`; only sizes, dtype and device are read.
+        attention_mask: None, `[B, W]` with zeros on padding, a ready 4-D mask, or a dict of ready masks.
+        past_key_values: the cache, before this pass is written to it.
+        position_ids: `[B or 1, Q]` as the caller gave them; None where they follow from the padding. Rows in which
+            they restart are packed if there is neither a mask nor a cached token.
+        cu_seq_lens: `[S + 1]`, where each packed sequence begins, if the attention implementation gets it too.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        inputs_embeds: torch.Tensor,
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        position_ids: torch.Tensor | None = None,
+        cu_seq_lens: torch.Tensor | None = None,
     ):
-        return None
-    return find_packed_sequence_indices(position_ids)
+        self.config = config
+        self.implementation = config._attn_implementation
+        self.inputs_embeds, self.device = inputs_embeds, inputs_embeds.device
+        self.batch_size, self.query_length = inputs_embeds.shape[:2]
+        self.attention_mask, self.past_key_values = attention_mask, past_key_values
+        self.is_static = getattr(past_key_values, "is_compileable", False)
+        self.has_lengths = cu_seq_lens is not None
+        if position_ids is None and cu_seq_lens is not None:
+            position_ids = positions_from_lengths(cu_seq_lens, self.query_length)
+        self.position_ids = None if position_ids is None else position_ids.to(self.device)
+        self._keys: dict[bool, Keys] = {}
 
+    @fact
+    def query_offset(self) -> int | torch.Tensor:
+        """Index along the row of the first query: the number of cached tokens, a tensor in a static cache."""
+        length = cached_length(self.past_key_values)
+        # The cache counts in place, and flex attention reads this later.
+        return length.clone().to(self.device) if isinstance(length, torch.Tensor) else length
 
-def check_not_packed(
-    attention_mask: Any, past_key_values: Cache | None, position_ids: torch.Tensor | None
-) -> None:
-    """Refuse packed rows with a static cache, which cannot tell segments apart; checked on the CPU only.
+    @fact
+    def query_index(self) -> torch.Tensor:
+        """`[Q]`: index along the row of each query."""
+        return torch.arange(self.query_length, device=self.device) + self.query_offset
 
-    Raises:
-        ValueError: positions restart within a row.
-    """
-    if attention_mask is not None or position_ids is None or position_ids.shape[1] < 2:
-        return
-    if not getattr(past_key_values, "is_compileable", False) or is_torchdynamo_compiling():
-        return
-    if position_ids.is_cpu and not is_tracing(position_ids) and bool((position_ids.diff(dim=1) != 1).any()):
-        raise ValueError(
-            "position_ids restart within a row, as in packed rows, and past_key_values is a cache of fixed length, "
-            "which takes one sequence a row: use DynamicCache(), or none. For padding give an attention_mask."
-        )
+    def keys(self, rule: Rule) -> Keys:
+        """Keys that layers of this rule get from the cache."""
+        is_local = rule.is_local
+        if is_local not in self._keys:
+            self._keys[is_local] = keys_of(self.past_key_values, is_local, self.query_length, self.device)
+        return self._keys[is_local]
 
+    @fact
+    def is_static_step(self) -> bool:
+        """Whether this is a step with a static cache, which needs masks of one shape."""
+        if isinstance(self.query_offset, torch.Tensor):
+            return True
+        return self.is_static and (self.query_length == 1 or self.query_offset > 0)
 
-def is_real(index: torch.Tensor, padding_mask: torch.Tensor | None, batch_size: int) -> torch.Tensor:
-    """`[B, T]` bool: which indices `[T]` along the rows are real tokens; negative and past the mask are not."""
-    if padding_mask is None:
-        return (index >= 0).expand(batch_size, -1)
-    width = padding_mask.shape[1]
-    return padding_mask[:, index.clamp(0, width - 1)] & (index >= 0) & (index < width)
+    @fact
+    def reads_values(self) -> bool:
+        """Whether the form depends on the values of mask and positions: for `sdpa`, where no graph is made."""
+        if self.implementation != "sdpa" or self.is_static_step:
+            return False
+        # On the CPU the second question, which asks CUDA too, costs more than all others of a decode step.
+        return is_readable(self.inputs_embeds) or not is_tracing(self.inputs_embeds)
 
-
-def without_padding_positions(
-    position_ids: torch.Tensor, attention_mask: Any, past_length: int | torch.Tensor
-) -> torch.Tensor:
-    """`[B or 1, Q]`: the positions, with zeros where a 2-D mask marks padding; other masks change nothing.
-
-    Args:
-        position_ids: `[B or 1, Q]`.
-        attention_mask: `[B, K]` with zeros on padding, or anything else.
-        past_length: tokens already in the cache.
-    """
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
-        return position_ids
-    index = torch.arange(position_ids.shape[1], device=position_ids.device) + past_length
-    padding_mask = attention_mask.to(device=position_ids.device, dtype=torch.bool)
-    return torch.where(is_real(index, padding_mask, len(padding_mask)), position_ids, 0)
-
-
-def positions_along(
-    padding_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    query_offset: int | torch.Tensor,
-    query_length: int,
-    batch_size: int,
-    device: torch.device,
-    chunk_size: int,
-) -> Callable[[Any, Any], torch.Tensor]:
-    """Function from row and key index (tensors that broadcast) to the token's position.
-
-    For cached tokens only the padding is known: their positions are counted back from the first new token.
-
-    Raises:
-        ValueError: padding follows cached tokens, the first new position fits both ways of counting, and the two
-            ways put cached tokens into different chunks; checked on the CPU only.
-    """
-    if position_ids is None:
-        offset_B = torch.zeros(batch_size, dtype=torch.long, device=device)
-        return _shifted(offset_B if padding_mask is None else -left_padding(padding_mask))
-    positions_BQ = position_ids.expand(batch_size, -1).to(device)
-    if padding_mask is None:
-        cached_position_at = _shifted(positions_BQ[:, 0] - query_offset)
-    else:
-        query_index = torch.arange(query_length, device=device) + query_offset
-        column_B1 = is_real(query_index, padding_mask, batch_size).int().argmax(1, keepdim=True)
-        index_B1 = (column_B1 + query_offset).clamp(max=padding_mask.shape[1] - 1)
-        cached_position_at = _looked_up(
-            _counted_back(padding_mask, index_B1, positions_BQ.gather(1, column_B1), query_offset, chunk_size)
-        )
-    new_position_at = _looked_up(positions_BQ)
-
-    def position_at(row, index):
-        is_cached = index < query_offset
-        return torch.where(
-            is_cached, cached_position_at(row, index), new_position_at(row, index - query_offset)
-        )
-
-    return position_at
-
-
-def _counted_back(
-    padding_mask: torch.Tensor,
-    index_B1: torch.Tensor,
-    position_B1: torch.Tensor,
-    query_offset: int | torch.Tensor,
-    chunk_size: int,
-) -> torch.Tensor:
-    """`[B, K]`: positions of the cached tokens, counted back from the index and position of each row's first new token.
-
-    Padding in the middle of a row may be counted (`arange`) or not (`attention_mask.cumsum(-1) - 1`). To tell which,
-    the row's first real token is given a position both ways: the right way yields a usual start, such as 0.
-    """
-    by_index_BK = torch.arange(padding_mask.shape[1], device=padding_mask.device) - index_B1 + position_B1
-    counts_BK = padding_mask.cumsum(-1)
-    by_count_BK = counts_BK - counts_BK.gather(1, index_B1) + position_B1
-    # Both ways give the row's first real token a position; counting indices gives the lower one.
-    begin_B1 = left_padding(padding_mask)[:, None]
-    first_by_index = position_B1 - index_B1 + begin_B1
-    first_by_count = position_B1 - counts_BK.gather(1, index_B1) + 1
-    fits_index = (first_by_index == 0) | (first_by_index == begin_B1)
-    fits_count = (first_by_count == 0) | (first_by_count == 1) | (first_by_count == begin_B1)
-    if not (is_torchdynamo_compiling() or is_tracing(padding_mask)) and padding_mask.is_cpu:
-        is_open = (first_by_index >= 0) & (fits_index == fits_count)
-        is_cached = padding_mask & (torch.arange(padding_mask.shape[1]) < query_offset)
-        chunk_B1 = position_B1 // chunk_size
-        differs = (by_index_BK // chunk_size == chunk_B1) != (by_count_BK // chunk_size == chunk_B1)
-        has_new = padding_mask.gather(1, index_B1)
-        wrong = (is_open & is_cached & differs & has_new).any(1).nonzero()
-        if len(wrong):
-            row = int(wrong[0])
-            raise ValueError(
-                f"position_ids do not tell where the cached tokens of row {row} stand, which has padding behind them: "
-                f"its next token has position {int(position_B1[row])}, so its first one had "
-                f"{int(first_by_index[row])} if padding was counted, {int(first_by_count[row])} if not, and by that it "
-                "falls into other chunks. Number real tokens from zero, attention_mask.cumsum(-1) - 1, or give all "
-                "tokens in one pass."
-            )
-    return torch.where(fits_index, by_index_BK, by_count_BK)
-
-
-def _shifted(offset_B: torch.Tensor) -> Callable[[Any, Any], torch.Tensor]:
-    return lambda row, index: index + offset_B[row]
-
-
-def _looked_up(positions_BT: torch.Tensor) -> Callable[[Any, Any], torch.Tensor]:
-    return lambda row, index: positions_BT[row, index.clamp(0, positions_BT.shape[1] - 1)]
-
-
-def check_window(
-    position_at: Callable,
-    padding_mask: torch.Tensor,
-    key_index: int | torch.Tensor,
-    query_offset: int | torch.Tensor,
-    chunk_size: int,
-) -> None:
-    """Refuse a sliding cache in which padding in the middle of a row has displaced tokens of the current chunk.
-
-    Checked on the CPU only: elsewhere the check would synchronise with the device.
-
-    Raises:
-        ValueError: a token that the cache has dropped belongs to the chunk of the first new one.
-    """
-    if is_torchdynamo_compiling() or is_tracing(padding_mask) or not padding_mask.is_cpu:
-        return
-    key_index = torch.as_tensor(key_index)
-    first_kept = int(key_index[key_index >= 0].min()) if key_index.ndim else int(key_index)
-    begin = int(query_offset)
-    if not 0 < first_kept <= padding_mask.shape[1] or begin >= padding_mask.shape[1]:
-        return
-    is_new = padding_mask[:, begin:]
-    rows = torch.arange(len(padding_mask))[:, None]
-    first_new = is_new.int().argmax(1, keepdim=True) + begin
-    chunks = position_at(rows, torch.arange(first_kept)) // chunk_size
-    lost = padding_mask[:, :first_kept] & (chunks == position_at(rows, first_new) // chunk_size)
-    if bool((lost & is_new.any(1, keepdim=True)).any()):
-        raise ValueError(
-            "past_key_values has forgotten tokens that are still needed: it keeps the last tokens of each chunked "
-            "layer, padding included, and a row has padding behind cached tokens. Use a cache that keeps every token, "
-            "DynamicCache() without a config."
-        )
-
-
-def starts_late(
-    position_at: Callable, query_offset: int | torch.Tensor, batch_size: int, device: torch.device
-) -> bool:
-    """Whether a row's first new token has a higher position than index, so that it meets chunk borders early."""
-    rows = torch.arange(batch_size, device=device)
-    index = torch.zeros_like(rows) + query_offset
-    return bool((position_at(rows, index) > index).any())
-
-
-def position_of_first_query(
-    attention_mask: Any, position_ids: torch.Tensor | None, query_length: int, past_length: int
-) -> int | None:
-    """Position of the first new token, if no row has padding and all rows count on from the same position.
-
-    Reads the values of mask and positions.
-
-    Args:
-        attention_mask: None, or `[B, K]` with zeros on padding; for a 4-D mask the result is None.
-        position_ids: `[B or 1, Q]`, or None: positions are indices.
-        query_length: Q.
-        past_length: tokens already in the cache.
-
-    Returns:
-        None for all other rows.
-    """
-    if attention_mask is not None:
-        if attention_mask.ndim != 2 or not attention_mask[:, : past_length + query_length].all():
+    @fact
+    def padding_mask(self) -> torch.Tensor | None:
+        """`[B, W]` bool, false on padding; None without a 2-D mask, or if its values are read and hide no token."""
+        mask = self.attention_mask
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return None
-    if position_ids is None:
-        return past_length
-    if query_length > 1:
-        position_ids = position_ids - torch.arange(query_length, device=position_ids.device)
-        position_ids = torch.stack(position_ids.aminmax())[:, None]
-    first, *others = position_ids[:, 0].tolist()
-    return first if all(other == first for other in others) else None
+        if self.reads_values and mask[:, : self.query_offset + self.query_length].all():
+            return None
+        return mask.to(device=self.device, dtype=torch.bool)
+
+    @fact
+    def left_padding(self) -> torch.Tensor | None:
+        """`[B, 1]`: padding before each row's first real token; None: none."""
+        return None if self.padding_mask is None else left_padding(self.padding_mask)
+
+    def is_real(self, index: torch.Tensor) -> torch.Tensor:
+        """`[B, T]` bool: which indices `[T]` along the rows are real tokens."""
+        return is_real(index, self.padding_mask, self.batch_size)
+
+    @fact
+    def positions(self) -> torch.Tensor:
+        """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token."""
+        if self.position_ids is not None:
+            return self.position_ids
+        return positions_from_padding(self.query_index, self.left_padding)
+
+    @fact
+    def first_position(self) -> int | None:
+        """Position of the first new token, if all rows count on from it without padding; None if not, or unknown."""
+        if self.attention_mask is None and self.position_ids is None:
+            # A step's graph and an exported program serve all lengths; a compiled pass behind cached tokens would be
+            # cut differently for every length.
+            if self.is_static_step or torch.jit.is_tracing() or is_torchdynamo_exporting():
+                return None
+            return None if self.query_offset > 0 and is_torchdynamo_compiling() else self.query_offset
+        if not self.reads_values or self.padding_mask is not None:
+            return None
+        if self.position_ids is None:
+            return self.query_offset
+        firsts = self.position_ids
+        if self.query_length > 1:
+            firsts = firsts - torch.arange(self.query_length, device=self.device)
+            firsts = torch.stack(firsts.aminmax())[:, None]
+        first, *others = firsts[:, 0].tolist()
+        return first if all(other == first for other in others) else None
+
+    @fact
+    def positions_fall(self) -> bool:
+        """Whether positions fall between two neighbouring new tokens that are real; reads them."""
+        if self.position_ids is None:
+            return False
+        real = self.is_real(self.query_index)
+        return bool(((self.position_ids.diff(dim=1) < 0) & real[:, 1:] & real[:, :-1]).any())
+
+    @fact
+    def cached_positions(self) -> torch.Tensor:
+        """`[B, W]`: positions of cached tokens under a padding mask; raises what the function of this name does."""
+        padding_mask, offset = self.padding_mask, self.query_offset
+        column_B1 = self.is_real(self.query_index).int().argmax(1, keepdim=True)
+        index_B1 = (column_B1 + offset).clamp(max=padding_mask.shape[1] - 1)
+        position_B1 = self.position_ids.expand(self.batch_size, -1).gather(1, column_B1)
+        return cached_positions(padding_mask, index_B1, position_B1, offset, self.config.attention_chunk_size)
+
+    def positions_at(self, index: torch.Tensor) -> torch.Tensor:
+        """`[B or 1, T]`: positions of the tokens at these indices `[T]` along the rows, cached or new."""
+        if self.position_ids is None:
+            return positions_from_padding(index, self.left_padding)
+        offset = self.query_offset
+        new = self.position_ids[:, (index - offset).clamp(0, self.query_length - 1)]
+        if isinstance(offset, int) and offset == 0:
+            return new
+        if self.padding_mask is None:
+            cached = index + (self.position_ids[:, :1] - offset)
+        else:
+            cached = self.cached_positions[:, index.clamp(0, self.padding_mask.shape[1] - 1)]
+        return torch.where(index < offset, cached, new)
+
+    @fact
+    def segments(self) -> torch.Tensor | None:
+        """`[B or 1, Q]`: number of each token's packed segment; None where rows are not packed. Reads positions.
+
+        Raises:
+            ValueError: packed rows with a static cache, which cannot tell segments apart; found on the CPU only.
+        """
+        positions = self.position_ids
+        if self.attention_mask is not None or positions is None or self.first_position is not None:
+            return None
+        if self.is_static:
+            if is_readable(positions) and bool((positions.diff(dim=1) != 1).any()):
+                raise ValueError(
+                    "position_ids restart within a row, as in packed rows, and past_key_values is a cache of fixed "
+                    "length, which takes one sequence a row: use DynamicCache(), or none. For padding give an "
+                    "attention_mask."
+                )
+            return None
+        return None if self.query_offset > 0 else find_packed_sequence_indices(positions)
+
+    def groups(self, rule: Rule) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Groups of queries `[B, Q]` and of keys `[B, K]`, outside of which nothing is seen; None: a row is one."""
+        if self.segments is not None:
+            groups = packed_groups(self.segments, self.positions, rule.chunk_size)
+            return (groups.expand(self.batch_size, -1),) * 2
+        if rule.chunk_size is None:
+            return None
+        self._check_window(rule)
+        key_positions = self.positions_at(self.keys(rule).index(self.device))
+        chunks = (chunk_of(each, rule.chunk_size) for each in (self.positions, key_positions))
+        of_queries, of_keys = (each.expand(self.batch_size, -1) for each in chunks)
+        return of_queries, of_keys
+
+    def equal_rows(self, rule: Rule) -> EqualRows:
+        """Groups of rows without padding that begin at one position, from sizes alone."""
+        keys, first = self.keys(rule), self.query_offset
+        if self.position_ids is not None and rule.chunk_size is not None:
+            first = self.first_position
+        first_key = first - self.query_offset + keys.offset
+        return cut_equal_rows(first, self.query_length, first_key, keys.length, *rule)
+
+    def _check_window(self, rule: Rule) -> None:
+        """Refuse a window from which padding has displaced tokens of the first query's chunk; on the CPU only."""
+        padding_mask = self.padding_mask
+        if padding_mask is None or self.past_key_values is None or not is_readable(padding_mask):
+            return
+        _, first_kept, ring = self.keys(rule)
+        first_kept, begin = first_kept if ring is None else int(ring[ring >= 0].min()), int(self.query_offset)
+        if not 0 < first_kept <= padding_mask.shape[1] or begin >= padding_mask.shape[1]:
+            return
+        is_new = padding_mask[:, begin:]
+        first_new = is_new.int().argmax(1, keepdim=True) + begin
+        chunks = chunk_of(self.positions_at(torch.arange(padding_mask.shape[1])), rule.chunk_size)
+        chunks = chunks.expand(self.batch_size, -1)
+        lost = padding_mask[:, :first_kept] & (chunks[:, :first_kept] == chunks.gather(1, first_new))
+        if bool((lost & is_new.any(1, keepdim=True)).any()):
+            raise ValueError(
+                "past_key_values has forgotten tokens that are still needed: it keeps the last tokens of each chunked "
+                "layer, padding included, and a row has padding behind cached tokens. Use a cache that keeps every "
+                "token, DynamicCache() without a config."
+            )
 
 
-def positions_fall(
-    padding_mask: torch.Tensor | None, position_ids: torch.Tensor | None, query_offset: int | torch.Tensor
-) -> bool:
-    """Whether positions fall between two neighbouring new tokens that are real; reads their values.
-
-    Args:
-        padding_mask: `[B, K]` bool, false on padding.
-        position_ids: `[B or 1, Q]`.
-        query_offset: index of the first new token.
-    """
-    if position_ids is None:
-        return False
-    falls = position_ids.diff(dim=1) < 0
-    if padding_mask is not None:
-        query_index = torch.arange(position_ids.shape[1], device=padding_mask.device) + query_offset
-        real_queries = is_real(query_index, padding_mask, len(padding_mask))
-        falls = falls & real_queries[:, 1:] & real_queries[:, :-1]
-    return bool(falls.any())
+def mask_of_new_tokens(attention_mask: object, num_tokens: int) -> torch.Tensor | None:
+    """`[B, T]` with zeros on padding for the last T tokens; None where `attention_mask` is not 2-D."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        return attention_mask[:, -num_tokens:]
+    return None

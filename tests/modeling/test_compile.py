@@ -17,6 +17,7 @@ from transformers.integrations.executorch import TorchExportableModuleForDecoder
 
 import llamoe
 from llamoe.modeling.attention.varlen import sequences_of_equal_rows
+from llamoe.modeling.attention.visibility import cut_equal_rows
 from llamoe.modeling.moe.grouped_product import grouped_product
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
@@ -338,7 +339,9 @@ def test_sequences_of_equal_rows_are_one_graph():
     """What flash attention is given in training without padding waits for no value."""
 
     def cut(tokens):
-        sequences = sequences_of_equal_rows(2, 0, tokens.shape[1], 0, tokens.shape[1], 16, tokens.device)
+        length = tokens.shape[1]
+        rows = cut_equal_rows(0, length, 0, length, 16)
+        sequences = sequences_of_equal_rows(rows, 2, length, tokens.device)
         return sequences.cu_seq_lens_q, sequences.cu_seq_lens_k
 
     backend = Counting()

@@ -17,8 +17,9 @@ from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedMod
 from transformers import modeling_flash_attention_utils as flash_utils
 
 import llamoe
-from llamoe.modeling.attention.masks import positions_from_lengths
+from llamoe.modeling.attention.positions import positions_from_lengths
 from llamoe.modeling.attention.varlen import sequences_of_equal_rows, sequences_of_groups
+from llamoe.modeling.attention.visibility import cut_equal_rows
 
 CASES = {case.name: case for case in MODELS}
 TEXT, DENSE = CASES["LlamoeForCausalLM"], CASES["LlamoeDenseForCausalLM"]
@@ -282,6 +283,22 @@ def test_gradients_equal_eager(case, implementation):
             assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max(), name
 
 
+@DECODERS
+@pytest.mark.parametrize("when", ["made", "run"])
+def test_an_unknown_type_of_layer_is_refused(case, when, implementation):
+    """Under flash attention, which takes no mask, it would become full attention in silence."""
+    model, config = case.make(), case.make_config()
+    model.set_attn_implementation(implementation)
+    for each in (config, model.config):
+        each.layer_types = ["full_attention", "dilated_attention", "full_attention"]
+    ids = case.inputs(padding=(0,))["input_ids"]
+    attempt = {"made": lambda: case.model_class(config), "run": lambda: model(ids, use_cache=False)}[when]
+    with pytest.raises(
+        ValueError, match="layer_types names 'dilated_attention'.*'full_attention', 'chunked_att"
+    ):
+        attempt()
+
+
 # Flash attention: what the kernels are given
 
 
@@ -349,8 +366,8 @@ def test_sequences_see_what_the_formula_says(chunk_size, query_offset):
                 q = torch.arange(query_length)[:, None] + query_offset
                 k = torch.arange(key_length)[None] + key_offset
                 formula = (k <= q) & (k // chunk == q // chunk)
-                sizes = (3, query_offset, query_length, key_offset, key_length, chunk_size)
-                given = sequences_of_equal_rows(*sizes, torch.device("cpu"))
+                rows = cut_equal_rows(query_offset, query_length, key_offset, key_length, chunk_size)
+                given = sequences_of_equal_rows(rows, 3, query_length, torch.device("cpu"))
                 assert torch.equal(seen(given, 3, query_length, key_length), formula.expand(3, -1, -1))
 
                 real = torch.rand(3, query_offset + query_length, generator=generator) < 0.7

@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
-from llamoe.modeling.attention import chunked_sdpa
-from llamoe.modeling.attention import masks as masks_module
-from llamoe.modeling.attention.chunked_sdpa import Fold, attend_in_equal_rows, attend_in_fold, fold
+from llamoe.modeling.attention import MaskInputs, attention_masks, chunked_sdpa, forms
+from llamoe.modeling.attention.chunked_sdpa import Fold, fold
+from llamoe.modeling.attention.forms import attend_in_form
 from llamoe.modeling.attention.layer import ALL_ATTENTION_FUNCTIONS
-from llamoe.modeling.attention.masks import attention_masks
-from llamoe.modeling.attention.varlen import EqualRows, cut_equal_rows, sequences_of_groups
+from llamoe.modeling.attention.varlen import sequences_of_groups
+from llamoe.modeling.attention.visibility import EqualRows, cut_equal_rows
 
 CHUNK = 16
 HEADS = {case.name: case for case in MODELS if case.is_head}
@@ -67,9 +67,13 @@ def padding_mask(padding, length, side="left"):
     return (index >= torch.tensor(padding)[:, None]).long()
 
 
+def masks_of(*inputs):
+    return attention_masks(MaskInputs(*inputs))
+
+
 def chunked_mask(model, rows, length, attention_mask=None, past_key_values=None, position_ids=None):
     embeds = torch.empty(rows, length, 0)
-    masks = attention_masks(model.config, embeds, attention_mask, past_key_values, position_ids)
+    masks = masks_of(model.config, embeds, attention_mask, past_key_values, position_ids)
     return masks["chunked_attention"]
 
 
@@ -234,12 +238,14 @@ def test_dropout_reaches_every_part(kind):
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(3, 6, 63, 20, generator=generator)
     key, value = torch.randn(3, 2, 63, 20, generator=generator), torch.ones(3, 2, 63, 20)
-    attend = attend_in_equal_rows if kind == "bare" else attend_in_fold
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     module = model.model.layers[0].self_attn
     torch.manual_seed(0)
     outputs = torch.stack(
-        [attend(sdpa, module, query, key, value, mask, scaling=0.2, dropout=0.25)[0] for _ in range(200)]
+        [
+            attend_in_form(sdpa, module, query, key, value, mask, None, scaling=0.2, dropout=0.25)[0]
+            for _ in range(200)
+        ]
     )
     real = given.get("attention_mask", torch.ones(3, 63)).bool()
     outputs = outputs[:, real]
@@ -294,12 +300,7 @@ def test_chunked_layers_make_nothing_as_large_as_a_mask(kind, with_cache):
 def chunked_only(model, ids, past, attention_mask=None, position_ids=None):
     """A pass of a model with one chunked layer and no full one, without the mask for full layers."""
     embeds = model.embed_tokens(ids)
-    full = llamoe.modeling.attention.masks.create_causal_mask
-    llamoe.modeling.attention.masks.create_causal_mask = lambda **_: None
-    try:
-        mask = attention_masks(model.config, embeds, attention_mask, past, position_ids)
-    finally:
-        llamoe.modeling.attention.masks.create_causal_mask = full
+    mask = masks_of(model.config, embeds, attention_mask, past, position_ids)
     with torch.no_grad():
         return model(
             inputs_embeds=embeds, attention_mask=mask, position_ids=position_ids, past_key_values=past
@@ -341,7 +342,7 @@ def test_uneven_sequences_are_filled_up_to_less_than_twice_their_length():
 @pytest.fixture
 def no_full_masks(monkeypatch):
     """Gather rows of every size; masks of what continues them are in pieces."""
-    monkeypatch.setattr(masks_module, "LARGEST_FULL_MASK", 0)
+    monkeypatch.setattr(forms, "LARGEST_FULL_MASK", 0)
     monkeypatch.setattr(chunked_sdpa, "BLOCK", 32)
 
 
@@ -358,7 +359,7 @@ def test_full_layers_fold_rows_too(models, no_full_masks, kind, cache):
         past = None if cache is None else CACHES[cache](each.config, 70)
         results.append(run(each, use_cache=past is not None, past_key_values=past, **given)[real])
     assert max_abs(*results) < TOLERANCE * max(1, results[0].std())
-    masks = attention_masks(
+    masks = masks_of(
         model.config,
         torch.empty(3, 63, 0),
         given.get("attention_mask"),
@@ -429,12 +430,12 @@ LONG_ROWS = {
 def test_other_implementations_keep_their_masks_at_every_size(models, no_full_masks):
     truth, model = models
     embeds, mask = torch.empty(2, 30, 0), padding_mask((3, 0), 30)
-    assert isinstance(attention_masks(truth.config, embeds, mask, None, None)["full_attention"], torch.Tensor)
+    assert isinstance(masks_of(truth.config, embeds, mask, None, None)["full_attention"], torch.Tensor)
     four = torch.zeros(2, 1, 30, 30)
-    assert attention_masks(model.config, embeds, four, None, None)["full_attention"] is four
+    assert masks_of(model.config, embeds, four, None, None)["full_attention"] is four
     past = StaticCache(config=model.config, max_cache_len=40)
     run(model, input_ids=tokens(2, 29), attention_mask=mask[:, :29], past_key_values=past)
-    step = attention_masks(model.config, embeds[:, :1], mask, past, None)
+    step = masks_of(model.config, embeds[:, :1], mask, past, None)
     assert isinstance(step["full_attention"], torch.Tensor)
 
 
@@ -443,7 +444,7 @@ def test_a_decoder_without_full_layers_needs_no_mask_of_theirs(given):
     truth, model = pair(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)
     ids, mask = tokens(2, 40), padding_mask((3, 0), 40)
     expected = run(truth, input_ids=ids, attention_mask=mask)
-    masks = attention_masks(model.config, torch.empty(2, 40, 0), mask, None, None)
+    masks = masks_of(model.config, torch.empty(2, 40, 0), mask, None, None)
     assert list(masks) == ["chunked_attention"]
     positions = (mask.cumsum(1) - 1).clamp(min=0) if given else None
     seen = run(model, input_ids=ids, attention_mask=masks if given else mask, position_ids=positions)
@@ -479,7 +480,7 @@ def test_a_single_query_takes_no_mask(models):
             run(model, input_ids=tokens(2, length), past_key_values=past)
             ones = torch.ones(2, length + 1, dtype=torch.long)
             for given in ({}, {"attention_mask": ones, "position_ids": torch.full((2, 1), length)}):
-                masks = attention_masks(
+                masks = masks_of(
                     model.config,
                     torch.empty(2, 1, 0),
                     given.get("attention_mask"),

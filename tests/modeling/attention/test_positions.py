@@ -21,7 +21,7 @@ from support.models import (
 from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
-from llamoe.modeling.attention.mask_inputs import positions_along
+from llamoe.modeling.attention import MaskInputs
 
 CHUNK = 16  # attention_chunk_size of the tiny config; floor_scale is 8
 LENGTHS = (5, 37, 50)  # one chunk, a chunk border inside, several borders
@@ -318,9 +318,10 @@ def test_nobody_waits_for_positions_on_another_device():
     """Tensors without values cannot be read; a GPU's must not be."""
     mask = torch.ones(2, 9, dtype=torch.bool, device="meta")
     positions = torch.zeros(2, 3, dtype=torch.long, device="meta")
-    position_at = positions_along(mask, positions, 6, 3, 2, torch.device("meta"), chunk_size=4)
-    rows, index = torch.arange(2, device="meta")[:, None], torch.arange(9, device="meta")
-    assert position_at(rows, index).shape == (2, 9)
+    past = DynamicCache()
+    past.update(*[torch.zeros(2, 2, 6, 20, device="meta")] * 2, 0)
+    inputs = MaskInputs(text_config(), torch.zeros(2, 3, 0, device="meta"), mask, past, positions)
+    assert inputs.positions_at(torch.arange(9, device="meta")).shape == (2, 9)
 
 
 @pytest.mark.parametrize("cache", ["windows", "static"])

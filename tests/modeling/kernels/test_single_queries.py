@@ -41,7 +41,7 @@ def test_single_queries_go_the_short_way_only_where_nobody_looks_on(case, dtype,
         seen.append(tuple(query.shape))
         return attend_to_single_queries(query, *args)
 
-    monkeypatch.setattr(llamoe.modeling.attention.layer, "attend_to_single_queries", record)
+    monkeypatch.setattr(llamoe.modeling.attention.forms, "attend_to_single_queries", record)
     model = case.make().to(dtype)
     layers = model.config.num_hidden_layers
     model(torch.tensor([[5]]))  # with gradients

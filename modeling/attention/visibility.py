@@ -1,0 +1,134 @@
+"""Which tokens see each other in each type of layer: groups, chunk borders, and the place of a sliding window.
+
+A token sees another if both are real, both are in the same group, and the other is not later. The group is the packed
+segment and, in chunked layers, the position's chunk. Every form of attention follows from this. A sliding window ("and
+less than W earlier") is a field of `Rule`, a row of `RULES` and a condition in `Rule.sees`; FlashAttention takes it as
+a number (`varlen`), a block of queries as the lower edge of its mask (`chunked_sdpa`).
+
+Shapes: B batch, Q query tokens, K key tokens (cached and new), T new tokens, C tokens of a chunk.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.masking_utils import causal_mask_function
+
+from ...configuration.errors import ConfigurationError
+from .cache import Keys
+
+# By type of layer, the config's field for each field of its rule.
+RULES: dict[str, dict[str, str]] = {
+    "full_attention": {},
+    "chunked_attention": {"chunk_size": "attention_chunk_size"},
+}
+
+
+class Rule(NamedTuple):
+    """What hides earlier tokens of its own row from a token.
+
+    Attributes:
+        chunk_size: tokens of a chunk; None: no chunks.
+    """
+
+    chunk_size: int | None = None
+
+    @property
+    def local_size(self) -> int | None:
+        """The most tokens that a token sees, so that a cache may forget older ones; None: all."""
+        return self.chunk_size
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a token sees a limited number of tokens."""
+        return self.local_size is not None
+
+    def sees(
+        self, groups: tuple[torch.Tensor, torch.Tensor] | None, query_offset: int | torch.Tensor, keys: Keys
+    ) -> Callable[..., Any]:
+        """Mask function for transformers' interface: whether a query sees a key, if that key is real.
+
+        `groups` are those of queries `[B, Q]` and keys `[B, K]`, or None; `query_offset` is the first query's index.
+        """
+        if groups is None:
+            # Layers without groups keep their keys in row order. Mask functions may recognise this one.
+            return causal_mask_function
+        query_groups, key_groups = groups
+
+        def visible(row, head, query, key):
+            same_group = query_groups[row, query - query_offset] == key_groups[row, key - keys.offset]
+            return same_group & ((key if keys.ring is None else keys.ring[key]) <= query)
+
+        return visible
+
+
+def rules_of(config: PreTrainedConfig) -> dict[str, Rule]:
+    """Rule of each type of layer that a decoder has.
+
+    Raises:
+        ConfigurationError: an unknown type.
+    """
+    rules = {}
+    for layer_type in dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"]):
+        if layer_type not in RULES:
+            known = ", ".join(map(repr, RULES))
+            raise ConfigurationError(f"layer_types names {layer_type!r}; expected: {known}.")
+        fields = RULES[layer_type].items()
+        rules[layer_type] = Rule(**{field: getattr(config, name) for field, name in fields})
+    return rules
+
+
+def chunk_of(position: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    """Number of the chunk in which a position lies."""
+    return position // chunk_size
+
+
+def packed_groups(segments: torch.Tensor, position_ids: torch.Tensor, chunk_size: int | None) -> torch.Tensor:
+    """`[B or 1, T]`: groups of packed rows, which are segments or the chunks of segments, numbered along the row."""
+    if chunk_size is None:
+        return segments
+    begins = (segments.diff(dim=1) != 0) | (chunk_of(position_ids, chunk_size).diff(dim=1) != 0)
+    return nn.functional.pad(begins.cumsum(1), (1, 0))
+
+
+class EqualRows(NamedTuple):
+    """Groups of rows without padding that begin at one position: known from sizes alone.
+
+    Attributes:
+        chunk_size: C; None: no borders.
+        rest: queries of a row before the first border; Q or more where there is no border.
+        begun: keys of the first query's chunk that precede it.
+        first_key: index, among the row's keys, of the first key that the first query sees.
+        key_length: K.
+    """
+
+    chunk_size: int | None
+    rest: int
+    begun: int
+    first_key: int
+    key_length: int
+
+    def contiguous(self) -> "EqualRows":
+        """Return self; `generate` calls this on every mask."""
+        return self
+
+    def is_plain(self, query_length: int) -> bool:
+        """Whether this is causal attention over all keys of the row, with the last query at the last key."""
+        return query_length <= self.rest and self.begun + query_length == self.key_length
+
+
+def cut_equal_rows(
+    first_query: int, query_length: int, first_key: int, key_length: int, chunk_size: int | None
+) -> EqualRows:
+    """Cut rows into chunks, given the positions of their first query and first key.
+
+    `key_length` is K, or more: keys after the last query are ignored.
+    """
+    num_cached = first_query - first_key
+    if chunk_size is None:
+        return EqualRows(None, query_length, num_cached, 0, key_length)
+    in_chunk = first_query % chunk_size
+    begun = min(in_chunk, num_cached)
+    return EqualRows(chunk_size, chunk_size - in_chunk, begun, num_cached - begun, key_length)
