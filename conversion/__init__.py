@@ -6,7 +6,7 @@ tensors, block by block.
 Reading order: io (a folder: lazy tensors, reading and writing files), tokenizers (a folder), checkpoint (a
 configuration and lazy tensors, read from any format); hf, clip, meta (a folder for each format), open (recognises the
 format); then a file or folder for each command: convert, derive (new models of others' weights: upcycle, gqa,
-assemble), verify, inspect; printing, cli (the `llamoe` command). A file or folder imports only what stands before it.
+assemble), verify, inspect. A file or folder imports only what stands before it. The command is in `llamoe_command`.
 """
 
 from .checkpoint import Checkpoint, Report

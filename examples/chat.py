@@ -11,12 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
-
-import llamoe
-
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def fail(message: str) -> NoReturn:
@@ -55,12 +50,17 @@ def main() -> None:
         fail(f"no such model folder: {arguments.model}")
     if not (Path(arguments.model) / "config.json").is_file():
         fail(f"{arguments.model} has no config.json, so it is not a model folder; `llamoe convert` makes one")
+    # Imported here: help and mistakes are shown before that, which takes seconds.
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+    import llamoe
+
     # Load stock folders with llamoe's models.
     llamoe.adopt("llama", "llama4")
     try:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            arguments.model, dtype=DTYPES[arguments.dtype], device_map=arguments.device_map
+            arguments.model, dtype=arguments.dtype, device_map=arguments.device_map
         )
     except (OSError, ValueError) as error:
         fail(f"{arguments.model}: {error}")

@@ -12,14 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, TextStreamer
-
-# The import registers llamoe's model types with the Auto classes.
-import llamoe
-
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 MARKER = "<|image|>"
 
 
@@ -29,10 +22,41 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def read_arguments() -> argparse.Namespace:
+    """Read the command line, and exit where a file or folder in it does not exist."""
+    parser = argparse.ArgumentParser(description="Ask a multimodal checkpoint about pictures.")
+    parser.add_argument("--model", required=True, help="folder with config.json, weights and processor files")
+    parser.add_argument("--image", required=True, nargs="+", metavar="FILE", help="one or more pictures")
+    parser.add_argument("--prompt", default="Describe the picture.", help="default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: as the weights were saved")
+    parser.add_argument("--device-map", default="auto", help="auto, cpu, cuda, ...; default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
+    arguments = parser.parse_args()
+    if arguments.max_new_tokens < 1:
+        parser.error(f"argument --max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
+    for path in arguments.image:
+        if not Path(path).exists():
+            fail(f"no such image: {path}")
+    if not Path(arguments.model).is_dir():
+        fail(f"no such model folder: {arguments.model}")
+    if not (Path(arguments.model) / "config.json").is_file():
+        fail(f"{arguments.model} has no config.json, so it is not a model folder")
+    return arguments
+
+
+if __name__ == "__main__":
+    # Help and mistakes are shown before torch is imported, which takes seconds.
+    read_arguments()
+
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, TextStreamer
+
+# The import registers llamoe's model types with the Auto classes.
+import llamoe
+
+
 def read_picture(path: str) -> Image.Image:
     """Read every pixel of a picture now, or exit."""
-    if not Path(path).exists():
-        fail(f"no such image: {path}")
     try:
         return llamoe.read_picture(path)
     except ValueError as error:
@@ -40,12 +64,7 @@ def read_picture(path: str) -> Image.Image:
 
 
 def check_model(path: str) -> None:
-    """Exit unless `path` is a folder with a config that has a vision tower."""
-    folder = Path(path)
-    if not folder.is_dir():
-        fail(f"no such model folder: {path}")
-    if not (folder / "config.json").is_file():
-        fail(f"{path} has no config.json, so it is not a model folder")
+    """Exit unless the folder has a configuration with a vision tower."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -71,18 +90,8 @@ def typed_content(prompt: str, pictures: list[Image.Image]) -> list[dict]:
 
 
 def main() -> None:
-    """Read and check the command line, load the model and print the answer token by token."""
-    parser = argparse.ArgumentParser(description="Ask a multimodal checkpoint about pictures.")
-    parser.add_argument("--model", required=True, help="folder with config.json, weights and processor files")
-    parser.add_argument("--image", required=True, nargs="+", metavar="FILE", help="one or more pictures")
-    parser.add_argument("--prompt", default="Describe the picture.", help="default: %(default)s")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: as the weights were saved")
-    parser.add_argument("--device-map", default="auto", help="auto, cpu, cuda, ...; default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
-    arguments = parser.parse_args()
-    if arguments.max_new_tokens < 1:
-        parser.error(f"argument --max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
-
+    """Load the model and print the answer token by token."""
+    arguments = read_arguments()
     pictures = [read_picture(path) for path in arguments.image]
     content = typed_content(arguments.prompt, pictures)
     check_model(arguments.model)
@@ -96,7 +105,7 @@ def main() -> None:
         return_tensors="pt",
     )
     model: Any = AutoModelForImageTextToText.from_pretrained(
-        arguments.model, dtype=DTYPES[arguments.dtype], device_map=arguments.device_map
+        arguments.model, dtype=arguments.dtype, device_map=arguments.device_map
     )
     # Casts pixels only: token ids stay integers.
     inputs = inputs.to(model.device, dtype=model.dtype)

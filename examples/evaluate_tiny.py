@@ -10,6 +10,23 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+
+def read_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Accuracy of a checkpoint made by train_tiny.py.")
+    parser.add_argument("--model", default="examples/llamoe-tiny", help="default: %(default)s")
+    parser.add_argument("--count", type=int, default=800, help="questions per column (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    arguments = parser.parse_args()
+    if arguments.count < 1:
+        parser.error(f"argument --count: must be at least 1, not {arguments.count}")
+    return arguments
+
+
+if __name__ == "__main__":
+    # Help and mistakes are shown before torch is imported, which takes seconds.
+    read_arguments()
+
 import questions
 import shapes
 import torch
@@ -103,14 +120,8 @@ def report(folder: str, count: int, dtype: str = "auto") -> tuple[float, float]:
 
 
 def main() -> None:
-    """Read the command line and print the table."""
-    parser = argparse.ArgumentParser(description="Accuracy of a checkpoint made by train_tiny.py.")
-    parser.add_argument("--model", default="examples/llamoe-tiny", help="default: %(default)s")
-    parser.add_argument("--count", type=int, default=800, help="questions per column (default: %(default)s)")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    arguments = parser.parse_args()
-    if arguments.count < 1:
-        parser.error(f"argument --count: must be at least 1, not {arguments.count}")
+    """Print the table."""
+    arguments = read_arguments()
     try:
         report(arguments.model, arguments.count, arguments.dtype)
     except (OSError, ValueError) as error:

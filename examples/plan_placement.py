@@ -19,6 +19,53 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+
+def fail(message: str) -> NoReturn:
+    """Print one line and exit with status 2, as argparse does."""
+    print(f"plan_placement: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def read_arguments() -> argparse.Namespace:
+    """Read the command line, and exit where it asks for what cannot be."""
+    parser = argparse.ArgumentParser(description="Plan on which device each part of a model goes.")
+    parser.add_argument("model", help="a preset, a folder with config.json, or a config.json, ours or stock")
+    parser.add_argument("--gpus", type=int, default=1, help="accelerators; default: %(default)s")
+    parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="default: %(default)s")
+    parser.add_argument("--cpu-memory", type=float, default=256, metavar="GB", help="default: %(default)s")
+    parser.add_argument(
+        "--headroom",
+        type=float,
+        default=4,
+        metavar="GB",
+        help="kept free of each; default: %(default)s",
+    )
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16", "int8", "int4"], default="bfloat16"
+    )
+    parser.add_argument("--context", type=int, help="tokens in all; default: 8192, or what the model has")
+    parser.add_argument("--batch", type=int, default=1, help="rows; default: %(default)s")
+    parser.add_argument("--prefill", type=int, help="tokens of the prompt read in one pass; default: all")
+    parser.add_argument("--save", metavar="FILE", help="write the device map as JSON")
+    arguments = parser.parse_args()
+    limits = {"gpus": 0, "batch": 1, "headroom": 0, "gpu_memory": 0, "cpu_memory": 0, "prefill": 1}
+    for name, least in limits.items():
+        value = getattr(arguments, name)
+        if value is not None and not least <= value < math.inf:
+            fail(f"--{name.replace('_', '-')} must be at least {least} and finite, not {value}")
+    if arguments.save and not Path(arguments.save).absolute().parent.is_dir():
+        fail(f"--save {arguments.save}: there is no such folder")
+    path = Path(arguments.model)
+    if not path.exists() and (path.name == "config.json" or "/" in arguments.model):
+        is_file = path.name == "config.json"
+        fail(f"no such file: {path}" if is_file else f"no such folder or file: {arguments.model}")
+    return arguments
+
+
+if __name__ == "__main__":
+    # Help and mistakes are shown before torch is imported, which takes seconds.
+    read_arguments()
+
 import torch
 import transformers
 from accelerate import infer_auto_device_map
@@ -59,20 +106,14 @@ class Plan:
     parts: dict[str, tuple[int, int]]
 
 
-def fail(message: str) -> NoReturn:
-    """Print one line and exit with status 2, as argparse does."""
-    print(f"plan_placement: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def read_config(name: str):
     """The configuration of a preset, a folder or a config.json, ours or stock."""
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     try:
         if path.is_file():
             return llamoe.from_stock(json.loads(path.read_text(encoding="utf-8")))
-        if path.name == "config.json" or "/" in name:
-            fail(f"no such folder or file: {name}" if path.name != "config.json" else f"no such file: {path}")
+        if path.name == "config.json":
+            fail(f"no such file: {path}")
         return llamoe.preset(name)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         fail(f"{name}: {error}")
@@ -236,31 +277,7 @@ def show(config, result: Plan, room: dict[Any, int], arguments: argparse.Namespa
 
 def main() -> None:
     """Read the command line, plan and print."""
-    parser = argparse.ArgumentParser(description="Plan on which device each part of a model goes.")
-    parser.add_argument("model", help="a preset, a folder with config.json, or a config.json, ours or stock")
-    parser.add_argument("--gpus", type=int, default=1, help="accelerators; default: %(default)s")
-    parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="default: %(default)s")
-    parser.add_argument("--cpu-memory", type=float, default=256, metavar="GB", help="default: %(default)s")
-    parser.add_argument(
-        "--headroom",
-        type=float,
-        default=4,
-        metavar="GB",
-        help="kept free of each; default: %(default)s",
-    )
-    parser.add_argument("--dtype", choices=[*DTYPES, *QUANTIZED], default="bfloat16")
-    parser.add_argument("--context", type=int, help="tokens in all; default: 8192, or what the model has")
-    parser.add_argument("--batch", type=int, default=1, help="rows; default: %(default)s")
-    parser.add_argument("--prefill", type=int, help="tokens of the prompt read in one pass; default: all")
-    parser.add_argument("--save", metavar="FILE", help="write the device map as JSON")
-    arguments = parser.parse_args()
-    limits = {"gpus": 0, "batch": 1, "headroom": 0, "gpu_memory": 0, "cpu_memory": 0, "prefill": 1}
-    for name, least in limits.items():
-        value = getattr(arguments, name)
-        if value is not None and not least <= value < math.inf:
-            fail(f"--{name.replace('_', '-')} must be at least {least} and finite, not {value}")
-    if arguments.save and not Path(arguments.save).absolute().parent.is_dir():
-        fail(f"--save {arguments.save}: there is no such folder")
+    arguments = read_arguments()
     own = arguments.gpu_memory if arguments.gpus else arguments.cpu_memory
     if not own > arguments.headroom:
         fail(f"a device of {own:g} GB has no room beside a headroom of {arguments.headroom:g} GB")

@@ -17,9 +17,29 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import fields
 from io import StringIO
 from pathlib import Path
+
+
+def read_arguments() -> argparse.Namespace:
+    """Read the command line; what is wrong with it ends the program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="examples/llamoe-tiny", help="folder of a checkpoint with experts")
+    parser.add_argument("--parallel", choices=("ddp", "fsdp", "tp", "ep"), default="fsdp")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--save", metavar="FOLDER", help="where to write the trained model")
+    parser.add_argument("--processes", type=int, default=2, help="without torchrun; default: %(default)s")
+    arguments = parser.parse_args()
+    if arguments.processes < 1:
+        parser.error(f"argument --processes: must be at least 1, not {arguments.processes}")
+    return arguments
+
+
+if __name__ == "__main__":
+    # Help and mistakes are shown before torch is imported, which takes seconds.
+    read_arguments()
 
 import torch
 import torch.distributed as dist
@@ -32,6 +52,17 @@ import llamoe  # noqa: F401
 ROWS, LENGTH = 4, 32
 
 
+def check_model(folder: str) -> None:
+    """End the program with a sentence and exit status 2 where there is no model."""
+    try:
+        AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        is_there = Path(folder).exists()
+        reason = " ".join(str(error).split()) if is_there else "no such folder, nor such a model in reach"
+        print(f"train_parallel: {folder}: {reason}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
 def distributed_config(parallel: str, processes: int) -> DistributedConfig | None:
     """The configuration for sharding the model while it loads; None for ddp, which wraps the loaded model."""
     if parallel == "fsdp":
@@ -39,10 +70,7 @@ def distributed_config(parallel: str, processes: int) -> DistributedConfig | Non
     if parallel == "tp":
         return DistributedConfig(tp_size=processes)
     if parallel == "ep":
-        # Releases without `ep_size` distribute the experts over the tensor parallel processes.
-        has_size = any(field.name == "ep_size" for field in fields(DistributedConfig))
-        experts = {"ep_size": processes} if has_size else {"enable_expert_parallel": True}
-        return DistributedConfig(tp_size=processes, **experts)
+        return DistributedConfig(tp_size=processes, ep_size=processes)
     return None
 
 
@@ -78,35 +106,13 @@ def train(model_folder: str, parallel: str, steps: int, save: str | None = None)
     return losses
 
 
-def read_arguments() -> argparse.Namespace:
-    """Read the command line; what is wrong with it ends the program with a sentence and exit status 2."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="examples/llamoe-tiny", help="folder of a checkpoint with experts")
-    parser.add_argument("--parallel", choices=("ddp", "fsdp", "tp", "ep"), default="fsdp")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--save", metavar="FOLDER", help="where to write the trained model")
-    parser.add_argument("--processes", type=int, default=2, help="without torchrun; default: %(default)s")
-    arguments = parser.parse_args()
-    if arguments.processes < 1:
-        parser.error(f"argument --processes: must be at least 1, not {arguments.processes}")
-    try:
-        AutoConfig.from_pretrained(arguments.model)
-    except (OSError, ValueError) as error:
-        is_there = Path(arguments.model).exists()
-        reason = " ".join(str(error).split()) if is_there else "no such folder, nor such a model in reach"
-        print(f"train_parallel: {arguments.model}: {reason}", file=sys.stderr)
-        raise SystemExit(2) from None
-    return arguments
-
-
 def main() -> None:
     """Read the arguments, join the group that torchrun describes, train; without torchrun, start it first."""
     # Each process finds the same mistake. The first one tells.
     is_first = os.environ.get("RANK", "0") == "0"
     with nullcontext() if is_first else redirect_stderr(StringIO()):
         arguments = read_arguments()
+        check_model(arguments.model)
     if "RANK" not in os.environ:
         launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.processes)]
         raise SystemExit(subprocess.call([sys.executable, "-m", *launch, __file__, *sys.argv[1:]]))

@@ -24,6 +24,28 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+
+def read_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train a tiny multimodal mixture of experts on shapes.")
+    parser.add_argument("--out", default="trained-tiny", help="folder (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4500, help="of all stages (default: %(default)s)")
+    parser.add_argument("--start", metavar="FOLDER", help="model to go on from, with the last stage only")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and pictures (default: %(default)s)")
+    parser.add_argument("--evaluate", type=int, default=800, help="questions a column (default: %(default)s)")
+    arguments = parser.parse_args()
+    for name in ("steps", "evaluate"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"argument --{name}: must be at least 1, not {getattr(arguments, name)}")
+    if arguments.start and not Path(arguments.start, "tokenizer.json").is_file():
+        parser.error(f"argument --start: no such file: {Path(arguments.start, 'tokenizer.json')}")
+    return arguments
+
+
+if __name__ == "__main__":
+    # Help and mistakes are shown before torch is imported, which takes seconds.
+    read_arguments()
+
 import evaluate_tiny
 import questions
 import shapes
@@ -484,20 +506,8 @@ def make_optimizers(modules: list[nn.Module], learning_rate: float, steps: int) 
 
 
 def main() -> None:
-    """Read the command line, train, save in bfloat16 and measure the saved model."""
-    parser = argparse.ArgumentParser(description="Train a tiny multimodal mixture of experts on shapes.")
-    parser.add_argument("--out", default="trained-tiny", help="folder (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4500, help="of all stages (default: %(default)s)")
-    parser.add_argument("--start", metavar="FOLDER", help="model to go on from, with the last stage only")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and pictures (default: %(default)s)")
-    parser.add_argument("--evaluate", type=int, default=800, help="questions a column (default: %(default)s)")
-    arguments = parser.parse_args()
-    for name in ("steps", "evaluate"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"argument --{name}: must be at least 1, not {getattr(arguments, name)}")
-    if arguments.start and not Path(arguments.start, "tokenizer.json").is_file():
-        parser.error(f"argument --start: no such file: {Path(arguments.start, 'tokenizer.json')}")
-
+    """Train, save in bfloat16 and measure the saved model."""
+    arguments = read_arguments()
     set_seed(arguments.seed)
     if arguments.start:
         tokenizer = wrap_tokenizer(Tokenizer.from_file(f"{arguments.start}/tokenizer.json"))

@@ -13,6 +13,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
 # Dependencies run one way: a folder imports only those that stand before it.
+FRONT = ("llamoe", "llamoe_command")
 LIBRARY = [folder for folder in ("configuration", "modeling", "conversion") if (ROOT / folder).is_dir()]
 
 
@@ -23,7 +24,7 @@ def library_files(folder):
 def package_of(folder):
     """The dotted name of a folder on disk, as it is when installed."""
     parts = folder.relative_to(ROOT).parts
-    return ".".join(parts if parts[0] == "llamoe" else ("llamoe", *parts))
+    return ".".join(parts if parts[0].startswith("llamoe") else ("llamoe", *parts))
 
 
 def imported_modules(path):
@@ -41,20 +42,20 @@ def imported_modules(path):
 
 def test_every_package_on_disk_is_packaged():
     on_disk = {
-        package_of(path.parent) for f in ("llamoe", *LIBRARY) for path in (ROOT / f).rglob("__init__.py")
+        package_of(path.parent) for f in (*FRONT, *LIBRARY) for path in (ROOT / f).rglob("__init__.py")
     }
     assert on_disk == set(SETUPTOOLS["packages"])
 
 
 def test_every_library_folder_is_a_package():
-    folders = {path.parent for f in ("llamoe", *LIBRARY) for path in library_files(f) if path.suffix == ".py"}
+    folders = {path.parent for f in (*FRONT, *LIBRARY) for path in library_files(f) if path.suffix == ".py"}
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
 def test_every_data_file_is_packaged():
     forgotten = [
         str(path.relative_to(ROOT))
-        for folder in ("llamoe", *LIBRARY)
+        for folder in (*FRONT, *LIBRARY)
         for path in library_files(folder)
         if path.suffix != ".py"
         and not any(
@@ -77,13 +78,18 @@ def test_root_and_tests_are_no_packages():
 
 def test_tests_mirror_the_rooms():
     """Who looks for the tests of a room finds a folder of its name."""
-    rooms = {str(path.parent.relative_to(ROOT)) for f in LIBRARY for path in (ROOT / f).rglob("__init__.py")}
-    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
-    assert {str(folder) for folder in folders if folder.parts} - {"examples", "fuzz"} == rooms
+    rooms = {
+        str(path.parent.relative_to(ROOT))
+        for f in (*LIBRARY, "llamoe_command")
+        for path in (ROOT / f).rglob("__init__.py")
+    }
+    tests = [path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")]
+    folders = {str(folder) for path in tests for folder in path.parents}
+    assert folders - {".", "examples", "fuzz"} == rooms
 
 
 def test_llamoe_holds_nothing_but_its_front_door():
-    assert {path.name for path in library_files("llamoe")} == {"__init__.py", "py.typed"}
+    assert {path.name for path in library_files("llamoe")} == {"__init__.py", "__main__.py", "py.typed"}
 
 
 @pytest.mark.parametrize("folder", LIBRARY)
@@ -170,7 +176,9 @@ def test_files_import_only_what_stands_before_them(folder):
     assert not wrong
 
 
-@pytest.mark.parametrize(("folder", "most_rooms", "most_imports"), [("modeling", 18, 48)])
+@pytest.mark.parametrize(
+    ("folder", "most_rooms", "most_imports"), [("modeling", 18, 48), ("conversion", 16, 56)]
+)
 def test_rooms_are_few_and_import_few_others(folder, most_rooms, most_imports):
     """Rooms and files at a folder's top level, and the pairs of them of which one imports the other."""
     package = package_of(ROOT / folder)
@@ -187,7 +195,7 @@ def test_rooms_are_few_and_import_few_others(folder, most_rooms, most_imports):
     assert len(imports) <= most_imports, sorted(imports)
 
 
-@pytest.mark.parametrize("folder", ["modeling"])
+@pytest.mark.parametrize("folder", [*FRONT, *LIBRARY])
 def test_no_file_is_long(folder):
     files = [path for path in library_files(folder) if path.suffix == ".py"]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}

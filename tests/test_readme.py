@@ -120,7 +120,7 @@ def test_paths_in_backticks_exist(page):
 
 
 def test_every_command_has_a_row():
-    from llamoe.conversion import cli
+    from llamoe_command import cli
 
     names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     assert set(re.findall(r"^\| `llamoe (\w+)`", read("docs/checkpoints.md"), re.MULTILINE)) == names

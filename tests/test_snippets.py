@@ -29,7 +29,8 @@ from transformers.utils import logging
 from typer.main import get_command
 
 import llamoe
-from llamoe.conversion import cli, verify
+from llamoe.conversion import verify
+from llamoe_command import cli
 
 # What a user types at `examples/chat.py`.
 TYPED = "Who are you?\nAnd I?\n\n"

@@ -1,21 +1,24 @@
-"""The `llamoe` command.
+"""The commands and their options.
 
-Each command calls one function of this package with the same options. Results go to standard output, as text or with
-`--json` as JSON; progress and errors go to standard error. Exit status: 0 for success, 1 if `verify` finds a
+Each command calls one function of `llamoe.conversion` with the same options. Results go to standard output, as text or
+with `--json` as JSON; progress and errors go to standard error. Exit status: 0 for success, 1 if `verify` finds a
 difference, 2 for wrong options or an unusable source, 3 if reading or writing failed, 130 if interrupted.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect as signatures
 import json
+import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import version as installed_version
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
-from transformers.utils import logging
 
 from .printing import print_report, print_sections, progress_bar
 
@@ -90,6 +93,26 @@ def _shared_options(
     """Declares the options of all commands that write a folder."""
 
 
+def _load(*sources: Path) -> ModuleType:
+    """`llamoe.conversion`, imported once it is known that the sources exist: that takes seconds.
+
+    Raises:
+        ValueError: a source does not exist.
+    """
+    for path in sources:
+        # What cannot be looked at is told by the function.
+        with contextlib.suppress(OSError):
+            if not path.exists():
+                raise ValueError(f"{path}: no such file or folder.")
+    from transformers.utils import logging
+
+    from llamoe import conversion
+
+    # transformers' advice about configurations is meant for their authors.
+    logging.set_verbosity_error()
+    return conversion
+
+
 def _writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
     """Register a command that calls a function of `llamoe.conversion`, and prints its report.
 
@@ -107,8 +130,8 @@ def _writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable]
 
         @functools.wraps(declaration)
         def run(*, as_json: bool, **given: Any) -> None:
-            from llamoe import conversion
-
+            paths = {name: value for name, value in given.items() if isinstance(value, Path)}
+            conversion = _load(*(path for name, path in paths.items() if name != "target"))
             with progress_bar(as_json) as progress:
                 report = getattr(conversion, function)(**given, progress=progress)
             print_report(report, as_json)
@@ -122,9 +145,7 @@ def _writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable]
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        from llamoe import __version__
-
-        print(f"llamoe {__version__}")
+        print(f"llamoe {installed_version('llamoe')}")
         raise typer.Exit
 
 
@@ -326,9 +347,9 @@ def inspect(
 
         llamoe inspect Llama-4-Maverick --context 32768 --batch 4
     """
-    from .inspect import inspect as run
-
-    found = run(path, context=context, batch=batch)
+    # A name without a folder may be that of a preset.
+    conversion = _load(*[Path(path)] if os.sep in path else [])
+    found = conversion.inspect(path, context=context, batch=batch)
     print_sections(dataclasses.asdict(found), found.sections(), as_json)
 
 
@@ -359,11 +380,10 @@ def verify(
 
         llamoe verify llama-2-7b-chat chat      # before and after convert
     """
-    from .verify import verify as run
-
     options = {"tokens": tokens, "rows": rows, "seed": seed, "tolerance": tolerance, "logits": logits}
+    conversion = _load(a, b)
     with progress_bar(as_json) as progress:
-        found = run(a, b, **options, device=device, progress=progress)
+        found = conversion.verify(a, b, **options, device=device, progress=progress)
     print_sections(found.as_dict(), found.sections(), as_json)
     same = found.same_weights if found.same_function is None else found.same_function
     if not same:
@@ -375,8 +395,6 @@ def main(args: list[str] | None = None) -> None:
     given = sys.argv[1:] if args is None else args
     # Read here, since errors are JSON too where the options cannot be parsed.
     as_json = "--json" in given
-    # transformers' advice about configurations is meant for their authors.
-    logging.set_verbosity_error()
     try:
         app(given)
     except SystemExit as end:
@@ -402,7 +420,3 @@ def _fail(error: object, status: int, as_json: bool) -> NoReturn:
         print(json.dumps({"error": message, "status": status}))
     print(f"llamoe: {message}", file=sys.stderr)
     sys.exit(status)
-
-
-if __name__ == "__main__":
-    main()

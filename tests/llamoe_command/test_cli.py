@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import llamoe
 from llamoe import conversion
-from llamoe.conversion import cli
+from llamoe_command import cli
 
 COMMANDS = ("convert", "vision", "upcycle", "gqa", "assemble", "inspect", "verify")
 
@@ -191,10 +191,39 @@ def test_every_option_of_the_function_is_an_option_of_the_command(name):
     assert wanted <= set(signatures.signature(getattr(cli, name)).parameters)
 
 
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        (["--help"], 0),
+        (["convert", "-h"], 0),
+        (["--version"], 0),
+        (["convert", "nowhere", "out"], 2),
+        (["verify", "nowhere", "out"], 2),
+        (["inspect", "nowhere/model"], 2),
+        (["upcycle", "--expert", "8"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_help_and_mistakes_wait_for_no_import(given, status):
+    """Importing torch takes seconds; nobody waits for them to read that a folder is not there."""
+    code = f"""
+import sys
+from llamoe_command.cli import main
+try:
+    main({given})
+except SystemExit as end:
+    assert (end.code or 0) == {status}, end.code
+assert not {{"torch", "transformers", "llamoe"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not status or done.stderr.strip()
+
+
 def test_command_is_installed(source):
     """As a module too, which needs no entry point on the path."""
     done = subprocess.run(
-        [sys.executable, "-m", "llamoe.conversion.cli", "inspect", source, "--json"],
+        [sys.executable, "-m", "llamoe", "inspect", source, "--json"],
         capture_output=True,
         text=True,
         check=True,

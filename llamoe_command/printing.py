@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,7 +18,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from .checkpoint import Report
+if TYPE_CHECKING:
+    from llamoe.conversion import Report
 
 
 class Bar:
@@ -56,7 +57,7 @@ def progress_bar(as_json: bool) -> Iterator[Bar | None]:
         yield Bar(progress)
 
 
-def print_report(report: Report, as_json: bool) -> None:
+def print_report(report: "Report", as_json: bool) -> None:
     """Print what a conversion did."""
     verb = "would write" if report.dry_run else "wrote"
     rows = [
