@@ -1,5 +1,6 @@
 """What every test shares: no network, one seed, the markers `gpu` and `slow`, the table of parity."""
 
+import gc
 import json
 import os
 import shutil
@@ -25,6 +26,17 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # the process that talks to the terminal, not one of its workers
         config.pluginmanager.register(ParityTable(), "llamoe-parity")
+
+
+def pytest_collection_finish(session):
+    """Leave what is there by now out of garbage collections: they would go through a million objects of libraries."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session):
+    """Let Python find its libraries' objects when it ends: some complain about what is left."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+from transformers import dynamic_module_utils
+from transformers.utils import hub
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
@@ -71,6 +73,10 @@ def _execute(arguments, output, errors, cwd, env):
         os.close(file)
     os.environ.clear()
     os.environ.update(env)
+    if "HF_MODULES_CACHE" in env:
+        # transformers reads it when it is imported.
+        for module in (hub, dynamic_module_utils):
+            module.HF_MODULES_CACHE = env["HF_MODULES_CACHE"]
     os.chdir(cwd)
     # Threads that one process starts are lost in those that it forks.
     torch.set_num_threads(1)

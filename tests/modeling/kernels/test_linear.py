@@ -1,12 +1,11 @@
 """CPU shortcuts: linear layers of few rows give `nn.Linear`'s numbers, and plain calls wherever somebody looks."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support import programs
 from support.models import MODELS, max_abs
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -188,13 +187,6 @@ torch.set_grad_enabled(False)
 from llamoe.modeling.kernels import cpu
 print(cpu._BATCHES_ARE_FASTER, cpu.can_use_shortcut(torch.ones(1)))
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "LLAMOE_CPU_SHORTCUTS": setting},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = programs.run(["-c", code], env={**os.environ, "LLAMOE_CPU_SHORTCUTS": setting})
     expected = [str(is_faster and torch.backends.mkl.is_available()), str(is_on)]
     assert done.stdout.split() == expected, done.stderr

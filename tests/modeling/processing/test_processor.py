@@ -1,13 +1,12 @@
 """From pictures and prompts to tokens: transformers' own Llama 4 processor in front of our model and of stock's."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from support import programs
 from support.models import make_asymmetric, max_abs, stock_multimodal_config
 from transformers import Llama4ForConditionalGeneration
 
@@ -319,13 +318,8 @@ first.save_pretrained(sys.argv[2])
 again = AutoProcessor.from_pretrained(sys.argv[2], trust_remote_code=True)
 print(type(first).__module__, type(first).__name__, type(again) is type(first), first.patch_size)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "folder"), str(tmp_path / "again")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        stdin=subprocess.DEVNULL,
+    done = programs.run(
+        ["-c", code, tmp_path / "folder", tmp_path / "again"],
         env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
     )
     assert done.returncode == 0, done.stderr

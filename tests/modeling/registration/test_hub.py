@@ -2,12 +2,13 @@
 
 import importlib.util
 import json
-import subprocess
+import os
 import sys
 
 import pytest
 import torch
 import transformers
+from support import programs
 from support.models import (
     MODELS,
     dense_config,
@@ -68,16 +69,7 @@ def files(folder):
 
 def run_python(code, *arguments, modules):
     """A process that finds llamoe, and keeps what transformers copies from the folders to itself."""
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "HF_MODULES_CACHE": str(modules)},
-    )
+    done = programs.run(["-c", code, *arguments], env={**os.environ, "HF_MODULES_CACHE": str(modules)})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
