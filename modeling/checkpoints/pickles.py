@@ -40,7 +40,7 @@ _DTYPES = {
 BITS = {**DTYPE_BITS, "C128": 128}
 _REBUILD = "torch._utils._rebuild_"
 # Functions by which torch rebuilds tensors that are not plain.
-_OTHER_TENSORS = ("torch._utils._rebuild_", "torch._tensor.", "torch.serialization._get_layout", "torch.per_")
+_OTHER_TENSORS = (_REBUILD, "torch._tensor.", "torch.serialization._get_layout", "torch.per_")
 _NAMES = {
     "collections.OrderedDict",
     "torch.Size",
@@ -48,10 +48,7 @@ _NAMES = {
     "torch.device",
     "torch.nn.parameter.Parameter",
     "torch._tensor._rebuild_from_type_v2",
-    *(
-        f"{_REBUILD}{kind}"
-        for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")
-    ),
+    *(_REBUILD + kind for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")),
     *(f"torch.{module}{name}" for module in ("", "cuda.", "storage.") for name in _STORAGES),
     *(f"torch.{name}" for name in _DTYPES),
     # For bytes.

@@ -106,16 +106,9 @@ def _read_archive(path: str | os.PathLike, file: BinaryIO, allowed: set[str]) ->
 
 
 def read_records(path: str | os.PathLike, file: BinaryIO) -> dict[str, Record]:
-    """Read the directory of a torch file.
+    """Directory of an open torch file: name to record, in the directory's order; at least one.
 
     The small records, which describe the numbers, are compared with their checksums, which torch does not check.
-
-    Args:
-        path: the file, for messages.
-        file: the same file, open.
-
-    Returns:
-        name to record, in the directory's order; at least one.
 
     Raises:
         CheckpointError: the archive is damaged, or differs from what torch writes.
