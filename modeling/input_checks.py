@@ -168,7 +168,7 @@ def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor, num_labels: 
 def check_next_tokens(config: PreTrainedConfig, labels: torch.Tensor, ignored: int = -100) -> None:
     """Check that each label of `[B, T]` that counts is a token; where it is `ignored`, no loss is wanted.
 
-    The first of each row is no next token of any other and may be anything.
+    The first label of each row is no next token of any other and may be anything.
 
     Raises:
         ValueError: there is no such token (on the CPU; a loss on a GPU ends in an assertion of its kernel).

@@ -159,8 +159,8 @@ def find_weights(
 ) -> WeightFiles | None:
     """Files of weights that transformers reads in a folder: one or many, safetensors before .bin.
 
-    None if the folder has neither a file nor an index under the expected names, of which `variant` is a part, as in
-    `from_pretrained`.
+    The result is None if the folder has neither a file nor an index under the expected names, of which `variant` is a
+    part, as in `from_pretrained`.
 
     Raises:
         CheckpointError: the index cannot be read, names a file outside of the folder or of another format, or there
@@ -232,7 +232,7 @@ def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
 def check_files(
     files: Iterable[str | os.PathLike], folder: str | os.PathLike | None = None
 ) -> dict[str, Path]:
-    """Check the headers of all files of a checkpoint; tensor to the file that holds it.
+    """Check the headers of all files of a checkpoint, and return which tensor is in which file.
 
     The files must be in `folder`, if that is a local one.
 

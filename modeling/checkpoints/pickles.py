@@ -59,7 +59,7 @@ _NAMES = {
 
 
 class Storage(NamedTuple):
-    """The bytes behind tensors: the dtype of their elements, their offset in the file, and their number."""
+    """The bytes behind tensors: the dtype of their elements, their offset in the file, and how many they are."""
 
     dtype: str
     begin: int
