@@ -17,26 +17,9 @@ from transformers import initialization as init
 from ..configuration import LlamoeConfig, from_stock
 from ..configuration.hub import HUB_ARGUMENTS, written_by
 from ..configuration.stock import to_stock
+from . import checkpoints
 from .adapters import LoadsAdapters
 from .attention import MaskInputs, attention_masks
-from .checkpoints import (
-    SavesWhole,
-    check_complete,
-    check_devices,
-    check_files,
-    check_fit,
-    check_folder,
-    check_layers,
-    check_offload,
-    check_on_disk,
-    check_place,
-    check_whole,
-    find_split_experts,
-    fuse_while_loading,
-    loading,
-    settle_device_map,
-    tell_of_experts,
-)
 from .moe import IMPLEMENTATION, Experts, Router
 from .parallel import Distributed
 
@@ -47,7 +30,7 @@ logger = logging.getLogger("llamoe")
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "quanto", "torchao")
 
 
-class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
+class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
     """Base of every llamoe model."""
 
     base_model_prefix = "model"
@@ -70,7 +53,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         """Create a model; raises if it has more layers than the checkpoint being loaded has tensors."""
-        check_layers(config)
+        checkpoints.check_layers(config)
         super().__init__(config, *args, **kwargs)
 
     @classmethod
@@ -199,34 +182,33 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         # Like every other device's name, it means the whole model.
         if device_map == "disk":
             device_map = kwargs["device_map"] = {"": "disk"}
-        check_devices(device_map, kwargs.get("max_memory"), kwargs.get("offload_folder"))
+        checkpoints.check_devices(device_map, kwargs.get("max_memory"), kwargs.get("offload_folder"))
         if isinstance(device_map, dict):
             # A copy: it is changed in place once the model is known.
             kwargs["device_map"] = dict(device_map)
         if name_or_path is not None:
-            check_whole(name_or_path, subfolder)
+            checkpoints.check_whole(name_or_path, subfolder)
             if config is None:
-                check_place(name_or_path, subfolder)
+                checkpoints.check_place(name_or_path, subfolder)
         if isinstance(config, PreTrainedConfig):
             kwargs["config"] = config = cls.resolve_config(config)
         elif name_or_path is not None and not kwargs.get("gguf_file"):
             config = cls._config_if_quantized(config or name_or_path, kwargs)
         cls._check_quantization(config, kwargs.get("quantization_config"))
-        with loading() as state:
+        with checkpoints.loading() as state:
             if name_or_path is not None and os.path.isdir(name_or_path):
-                quantization = kwargs.get("quantization_config") or getattr(
-                    config, "quantization_config", None
-                )
+                quantization = getattr(config, "quantization_config", None)
+                quantized = bool(kwargs.get("quantization_config") or quantization)
                 variant, use_safetensors = kwargs.get("variant"), kwargs.get("use_safetensors")
-                state.tensors = check_folder(
-                    name_or_path, subfolder, variant, use_safetensors, quantized=bool(quantization)
+                state.tensors = checkpoints.check_folder(
+                    name_or_path, subfolder, variant, use_safetensors, quantized
                 )
             result = super().from_pretrained(name_or_path, *model_args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         model._log_backends()
         if getattr(model, "is_quantized", False):
             stacks = [module.gate_up_proj for module in model.modules() if isinstance(module, Experts)]
-            tell_of_experts(model, stacks, _name(model.quantization_method))
+            checkpoints.tell_of_experts(model, stacks, _name(model.quantization_method))
         return result
 
     @classmethod
@@ -242,35 +224,37 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         is_whole = not args and "expected_keys" not in kwargs
         files = checkpoint_files if state_dict is None else None
         if files:
-            check_files(files, load_config.pretrained_model_name_or_path)
+            checkpoints.check_files(files, load_config.pretrained_model_name_or_path)
         expected = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
         stacks = {}
         if is_whole and model._has_experts:
-            stacks = find_split_experts(model, state_dict, checkpoint_files, load_config, expected)
+            stacks = checkpoints.find_split_experts(model, state_dict, files, load_config, expected)
         device_map = load_config.device_map
         if device_map is not None and is_whole:
-            settled = settle_device_map(model, device_map)
+            settled = checkpoints.settle_device_map(model, device_map)
             # A strategy may have chosen devices by max_memory.
-            check_devices(settled)
-            check_offload(settled, files, load_config.disk_offload_folder, stacks)
+            checkpoints.check_devices(settled)
+            checkpoints.check_offload(settled, files, load_config.disk_offload_folder, stacks)
             # The caller dispatches by the same dict, so it is changed in place.
             device_map.clear()
             device_map.update(settled)
         if files and not load_config.ignore_mismatched_sizes and load_config.hf_quantizer is None:
-            check_fit(files, expected, model._checkpoint_prefixes)
+            checkpoints.check_fit(files, expected, model._checkpoint_prefixes)
         # Set on this model alone, and only now: transformers reads it for keys that fit nowhere.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
-        load = partial(fuse_while_loading, stacks) if stacks else PreTrainedModel._load_pretrained_model
+        load = PreTrainedModel._load_pretrained_model
+        if stacks:
+            load = partial(checkpoints.fuse_while_loading, stacks)
         loading_info, offload_index = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         if device_map is not None and is_whole:
-            check_on_disk(device_map, loading_info.missing_keys, offload_index)
+            checkpoints.check_on_disk(device_map, loading_info.missing_keys, offload_index)
         return loading_info, offload_index
 
     @staticmethod
     def _finalize_model_loading(model, load_config, loading_info):
         loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
-        check_complete(model, loading_info.missing_keys, load_config)
+        checkpoints.check_complete(model, loading_info.missing_keys, load_config)
         return loading_info
 
     @classmethod
@@ -332,7 +316,6 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, SavesWhole):
         """Save as `PreTrainedModel.save_pretrained` does; the weights have stock keys in either layout.
 
         Args:
-            save_directory: the folder.
             layout: "llamoe" writes our model type to config.json, and llamoe_hub.py beside it, so that the folder
                 loads with `trust_remote_code=True` where llamoe is not imported. "stock" writes transformers' type
                 (`llama`, `llama4`, `llama4_text`), so that transformers, vLLM or llama.cpp read the folder without

@@ -236,10 +236,8 @@ class MultimodalGeneration(ChunkedGeneration):
             # that it assists, which it cannot use if their size differs.
             encoder_outputs = kwargs.get("mm_encoder_outputs")
             images = (encoder_outputs or {}).get("image")
-            if (
-                images is not None
-                and images.pooler_output[0].shape[-1] != self.config.text_config.hidden_size
-            ):
+            hidden_size = self.config.text_config.hidden_size
+            if images is not None and images.pooler_output[0].shape[-1] != hidden_size:
                 encoder_outputs = {"image": None}
             inputs |= {"pixel_values": pixel_values, "mm_encoder_outputs": encoder_outputs}
         return inputs

@@ -45,7 +45,6 @@ def check_tokens(
     """Check token ids, or the embeddings given instead.
 
     Args:
-        config: a decoder's config.
         input_ids: must be `[B, T]` integers from 0 to `vocab_size - 1`.
         inputs_embeds: must be `[B, T, hidden_size]`, floating.
 
@@ -90,12 +89,9 @@ def check_inputs(
     """Check tokens or embeddings, as `check_tokens` does, and what accompanies them.
 
     Args:
-        config: a decoder's config.
-        input_ids: `[B, T]`.
-        inputs_embeds: `[B, T, hidden_size]` instead.
+        config, input_ids, inputs_embeds: as in `check_tokens`.
         attention_mask: must be `[B, cached + T]`, or 4-D, or a dict that the library made.
         position_ids: must be `[B or 1, T]`, not negative for real tokens.
-        past_key_values: the cache.
 
     Raises:
         ValueError: both or none of tokens and embeddings, another shape or dtype, a negative position, or a cache of
@@ -125,10 +121,8 @@ def check_inputs(
         raise ValueError(
             f"position_ids is a {type(position_ids).__name__}; expected: integers in a tensor of {wanted}."
         )
-    if position_ids.dtype not in _INTEGERS or tuple(position_ids.shape) not in (
-        (1, num_tokens),
-        (batch_size, num_tokens),
-    ):
+    shapes = ((1, num_tokens), (batch_size, num_tokens))
+    if position_ids.dtype not in _INTEGERS or tuple(position_ids.shape) not in shapes:
         _fail("position_ids", position_ids, f"int64 or int32 of {wanted}")
     if position_ids.numel() and is_readable(position_ids) and int(position_ids.min()) < 0:
         _check_negative_positions(attention_mask, position_ids, past_key_values)
@@ -158,12 +152,9 @@ def _check_negative_positions(
 
 
 def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor, num_labels: int | None = None) -> None:
-    """Raise a `ValueError` for labels not of shape `[B, T]`, or a class that does not exist.
+    """Raise a `ValueError` for labels not of shape `[B, T]`, or a class beyond `num_labels` (None: no classes).
 
-    Args:
-        labels: the labels.
-        tokens: their `input_ids` `[B, T]` or `inputs_embeds` `[B, T, hidden_size]`.
-        num_labels: number of classes, if the labels are classes.
+    `tokens` are the labels' `input_ids` `[B, T]` or `inputs_embeds` `[B, T, hidden_size]`.
     """
     if labels is None:
         return
@@ -175,12 +166,9 @@ def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor, num_labels: 
 
 
 def check_next_tokens(config: PreTrainedConfig, labels: torch.Tensor, ignored: int = -100) -> None:
-    """Check that each label that counts is a token.
+    """Check that each label of `[B, T]` that counts is a token; where it is `ignored`, no loss is wanted.
 
-    Args:
-        config: a decoder's config.
-        labels: `[B, T]`; the first of each row is no next token of any other and may be anything.
-        ignored: the label where no loss is wanted.
+    The first label of each row is no next token of any other and may be anything.
 
     Raises:
         ValueError: there is no such token (on the CPU; a loss on a GPU ends in an assertion of its kernel).
@@ -213,7 +201,6 @@ def check_class_labels(config: PreTrainedConfig, labels: torch.Tensor | None, ba
     Args:
         config: with `num_labels` and `problem_type`; if that is None, transformers infers it from the labels.
         labels: must be `[B]` or `[B, 1]`; for several labels at once or several numbers `[B, num_labels]`.
-        batch_size: B.
 
     Raises:
         ValueError: another shape or dtype, or a class that does not exist.
@@ -262,11 +249,7 @@ def _check_classes(labels: torch.Tensor, num_labels: int) -> None:
 def leave_out_attentions(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
     """Warn once, as transformers does, that an implementation returns no attention weights; their tuple stays empty.
 
-    The option is removed from `kwargs`: the implementation's function would warn again.
-
-    Args:
-        config: a decoder's config.
-        kwargs: arguments of its forward pass; changed in place.
+    The option is removed from `kwargs`, a forward pass's: the implementation's function would warn again.
     """
     wanted = kwargs["output_attentions"] if "output_attentions" in kwargs else config.output_attentions
     implementation = config._attn_implementation or "eager"

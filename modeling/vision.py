@@ -164,14 +164,9 @@ class VisionEncoder(nn.Module):
         """Output of one of the layers.
 
         Args:
-            hidden_states: `[N, T, D]`.
-            cos_sin: as in `VisionAttention`.
+            hidden_states: `[N, T, D]`, as the result; `cos_sin` and `with_weights` are as in `VisionAttention`.
             depth: number of layers behind the returned states; 0 returns the input.
             run_all: also run the later layers (for callers that record every layer's output).
-            with_weights: as in `VisionAttention`.
-
-        Returns:
-            `[N, T, D]`.
         """
         selected = hidden_states
         for number, layer in enumerate(self.layers, start=1):
@@ -356,11 +351,9 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         expected = (config.num_channels, config.image_size, config.image_size)
         wanted = f"pixel_values must be [tiles, {', '.join(map(str, expected))}]; got {list(shape)}"
         if len(shape) != 4:
-            remedy = (
-                "merge the leading axes: pixel_values.flatten(0, -4)"
-                if len(shape) > 4
-                else "add the tile axis: pixel_values[None]"
-            )
+            remedy = "add the tile axis: pixel_values[None]"
+            if len(shape) > 4:
+                remedy = "merge the leading axes: pixel_values.flatten(0, -4)"
             raise ValueError(f"{wanted}. For {len(shape)} axes, {remedy}.")
         if shape[1:] != expected:
             raise ValueError(

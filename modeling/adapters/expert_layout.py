@@ -105,14 +105,10 @@ def orient_experts(
     expected: Mapping[str, tuple[int, ...]],
     given: Mapping[str, torch.Tensor],
 ) -> None:
-    """Exchange the experts' factors in place if they were trained on stock.
+    """Exchange the experts' factors in `tensors`, by the model's keys, if they were trained on stock.
 
-    Args:
-        model: one of our models.
-        config: the adapter's config.
-        tensors: the adapter's weights by the model's keys; changed in place.
-        expected: keys and shapes that the adapter must have on this model.
-        given: the whole adapter, as it was read.
+    `expected` has the keys and shapes that the adapter must have on this model, `given` the whole adapter as it was
+    read.
 
     Raises:
         ValueError: experts whose layout cannot be known.

@@ -61,7 +61,7 @@ def fit(
     """Rename an adapter's tensors to the model's keys, and bring its experts into the model's layout.
 
     Args:
-        model: the model; its class may differ from the adapter's own, as a head and its base model do.
+        model: its class may differ from the adapter's own, as a head and its base model do.
         config: the adapter's config.
         tensors: its weights, without peft's prefix.
         expected: keys and shapes that the adapter must have on this model.
@@ -147,15 +147,10 @@ def fit_folder(
     strict: bool = True,
     make_skeleton: Callable[[], PreTrainedModel] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Fit the content of an adapter's folder to a model that does not have the adapter yet.
+    """Fit the content of an adapter's folder to a model that does not have the adapter yet, and is not changed.
 
-    Args:
-        model: the model; it is not changed.
-        config: the adapter's config.
-        adapter_name: the adapter's future name.
-        tensors: its weights, by keys of the file.
-        strict: as in `fit`.
-        make_skeleton: `skeleton_with` for these arguments, if it is cached.
+    The arguments are those of `fit`, with `tensors` by keys of the file. `make_skeleton` is `skeleton_with` for them,
+    if it is cached.
 
     Returns:
         the tensors by names that `PreTrainedModel.load_adapter` understands.
@@ -196,12 +191,9 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def fit_state_dict(model: PreTrainedModel, state_dict: dict[str, Any], prefix: str) -> None:
-    """Fit what peft loads into a model that already has the adapter, in place; raises as `fit` does.
+    """Fit, in place, what peft loads into a model of ours that already has the adapter; raises as `fit` does.
 
-    Args:
-        model: one of our models, inside of a `PeftModel`.
-        state_dict: the tensors being loaded.
-        prefix: the beginning of the model's keys in it.
+    `prefix` is the beginning of the model's keys in `state_dict`.
     """
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
@@ -233,16 +225,9 @@ def fit_state_dict(model: PreTrainedModel, state_dict: dict[str, Any], prefix: s
 def orient_swapped(
     model: PreTrainedModel, config: Any, adapter_name: str, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Bring the experts' factors of an adapter that replaces another one into our layout.
+    """Weights of an adapter that replaces the one named `adapter_name`, with its experts' factors in our layout.
 
-    Args:
-        model: one of our models, inside of a `PeftModel`.
-        config: config of the new adapter.
-        adapter_name: name of the adapter that is replaced.
-        tensors: weights of the new adapter, by keys of the `PeftModel`.
-
-    Returns:
-        the tensors by the same keys.
+    The model is inside of a `PeftModel`, whose keys the weights have.
 
     Raises:
         ValueError: experts whose layout cannot be known.

@@ -27,15 +27,7 @@ _IN_THE_TOWER = {"up_proj": "fc1", "down_proj": "fc2", "norm": "layernorm_post"}
 
 
 def default_targets(model_type: str, stock: dict[str, Any]) -> Any:
-    """Default targets of one of our model types in one of peft's tables.
-
-    Args:
-        model_type: ours.
-        stock: a table of peft's, by stock model types.
-
-    Returns:
-        the entry of the same architecture: `llama`'s, or `llama4`'s where the table has it.
-    """
+    """Default targets of a model type of ours from a table of peft's: those of `llama`, or of `llama4` if it has it."""
     name = "llama" if model_type == LlamoeDenseConfig.model_type or "llama4" not in stock else "llama4"
     targets = list(stock[name])
     if model_type == LlamoeVisionConfig.model_type:

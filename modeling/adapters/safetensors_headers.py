@@ -28,15 +28,9 @@ _COMMON_RANK, _FULL_RANK, _FEW_NUMBERS = 1 << 10, 1 << 16, 1 << 26
 def check_files(
     model: PreTrainedModel, name_or_path: str | os.PathLike, **download: Any
 ) -> dict[str, TensorHeader]:
-    """Check an adapter's files by their headers, before peft creates layers for it and reads it.
+    """Check an adapter's files, in a folder or on the Hub, before peft creates layers for it and reads it.
 
-    Args:
-        model: the model that the adapter is for.
-        name_or_path: the adapter's folder, or `owner/name` on the Hub.
-        **download: arguments in `HUB_ARGUMENTS`; others are ignored.
-
-    Returns:
-        the file's tensors by their names; empty without a file.
+    Of `download`, only `HUB_ARGUMENTS` count. Returns the headers of the weights; empty without a file.
 
     Raises:
         CheckpointError: a file is damaged or hostile, has more numbers than an adapter of this model could, or dtypes

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,17 +26,14 @@ _FORMATS = ("safetensors", "bin")
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
 
+@dataclass
 class _Loading:
-    """What is known while a model is loaded.
+    """What is known while a model is loaded."""
 
-    Attributes:
-        headers: by the file's identity, size and time: what changes when a file does.
-        tensors: number of tensors in the files; None if unknown.
-    """
-
-    def __init__(self) -> None:
-        self.headers: dict[tuple[int, int, int, int], dict[str, TensorHeader]] = {}
-        self.tensors: int | None = None
+    # By the file's device, inode, size and time: what changes when a file does.
+    headers: dict[tuple[int, int, int, int], dict[str, TensorHeader]] = field(default_factory=dict)
+    # Number of tensors in the files; None if unknown.
+    tensors: int | None = None
 
 
 _current: ContextVar[_Loading | None] = ContextVar("llamoe_loading", default=None)
@@ -63,14 +61,9 @@ def check_layers(config: LlamoeBaseConfig) -> None:
 
 
 def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, TensorHeader]:
-    """Read and check the header of a file of weights: of safetensors or of torch.save.
+    """Checked header of a file of weights: tensor name to header, not to be changed inside `loading`.
 
-    Args:
-        path: the file.
-        kind: "safetensors" or "bin"; None goes by the name, as transformers does.
-
-    Returns:
-        tensor name to header; not to be changed inside `loading`.
+    `kind` is "safetensors" or "bin" (torch.save); None goes by the name, as transformers does.
 
     Raises:
         CheckpointError: the file is missing, cut short, or contradicts itself or its size; or it is a pickle that
@@ -164,15 +157,10 @@ class WeightFiles(NamedTuple):
 def find_weights(
     folder: str | os.PathLike, variant: str | None = None, formats: Iterable[str] = _FORMATS
 ) -> WeightFiles | None:
-    """Find the files of weights that transformers reads in a folder: one or many, safetensors before .bin.
+    """Files of weights that transformers reads in a folder: one or many, safetensors before .bin.
 
-    Args:
-        folder: folder of the weights.
-        variant: as in `from_pretrained`: part of the file names.
-        formats: "safetensors" and "bin", or one of them.
-
-    Returns:
-        the files, or None if the folder has neither a file nor an index under the expected names.
+    The result is None if the folder has neither a file nor an index under the expected names, of which `variant` is a
+    part, as in `from_pretrained`.
 
     Raises:
         CheckpointError: the index cannot be read, names a file outside of the folder or of another format, or there
@@ -225,11 +213,7 @@ def _is_inside(name: str) -> bool:
 
 
 def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
-    """Compare an index with the content of the files.
-
-    Args:
-        found: the files and the index.
-        held: tensor to the file that holds it.
+    """Compare an index with the content of its files: `held` maps each tensor to the file that holds it.
 
     Raises:
         CheckpointError: a tensor is not in the file that the index names, or the index does not name it.
@@ -248,14 +232,9 @@ def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
 def check_files(
     files: Iterable[str | os.PathLike], folder: str | os.PathLike | None = None
 ) -> dict[str, Path]:
-    """Check the headers of all files of a checkpoint.
+    """Check the headers of all files of a checkpoint, and return which tensor is in which file.
 
-    Args:
-        files: safetensors files, and those of torch.save.
-        folder: the local folder that they must be in; other places are not checked.
-
-    Returns:
-        tensor to the file that holds it.
+    The files must be in `folder`, if that is a local one.
 
     Raises:
         CheckpointError: a file is missing or damaged, or lies outside of the folder; or a tensor is in two of them, of
@@ -282,12 +261,8 @@ def check_folder(
 ) -> int | None:
     """Check the weights of a local checkpoint, and the small files that are read with them.
 
-    Args:
-        folder: a checkpoint's folder.
-        subfolder: the place of the weights in it.
-        variant: as in `from_pretrained`.
-        use_safetensors: likewise.
-        quantized: skip pickles: they may hold objects of a quantizer that is not imported yet.
+    The arguments are those of `from_pretrained`. If the model is `quantized`, pickles are skipped: they may hold
+    objects of a quantizer that is not imported yet.
 
     Returns:
         number of tensors; None if it is unknown, or there are no weights.
@@ -322,10 +297,8 @@ def check_fit(
 ) -> None:
     """Compare the shapes in the headers with the model's; a quantized checkpoint's are its quantizer's business.
 
-    Args:
-        files: safetensors files, and those of torch.save.
-        expected: the model's keys and shapes.
-        prefixes: patterns of the beginning of keys in the files, and their replacement in the model.
+    `expected` has the model's keys and shapes; `prefixes` has patterns of the beginning of keys in the files, and
+    their replacement in the model.
 
     Raises:
         CheckpointError: a tensor has another shape than the model, or a dtype that no weight has.
@@ -355,10 +328,8 @@ def check_complete(model: "PreTrainedModel", missing: Iterable[str], load_config
     A class may load a checkpoint of another class, as a classifier loads a language model's. Weights that such a
     checkpoint cannot have start fresh, and transformers reports them.
 
-    Args:
-        model: the loaded model.
-        missing: names of weights that the checkpoint lacks and that are not tied to others.
-        load_config: transformers' record of the loading: its source and quantizer.
+    `missing` names the weights that the checkpoint lacks and that are not tied to others; `load_config` is
+    transformers' record of the loading.
 
     Raises:
         CheckpointError: config.json names the model's class, and weights of it are missing.

@@ -10,6 +10,7 @@ it. Such maps are refused here, or rewritten so that every module is named once.
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -80,10 +81,8 @@ def _is_size(size: Any) -> bool:
     if isinstance(size, str):
         from accelerate.utils import convert_file_size_to_int
 
-        try:
+        with suppress(ValueError):
             size = convert_file_size_to_int(size)
-        except ValueError:
-            return False
     return isinstance(size, int) and not isinstance(size, bool) and size >= 0
 
 
@@ -112,10 +111,9 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
         ValueError: a name that the model does not have, a module without a device, tensors of one module in different
             places, or tied weights of which only one is on disk.
     """
-    names = dict.fromkeys(["", *(name for name, _ in model.named_modules())])
-    names |= dict.fromkeys(name for name, _ in [*model.named_parameters(), *model.named_buffers()])
+    named = [*model.named_modules(), *model.named_parameters(), *model.named_buffers()]
     # `named_parameters` lists tied parameters once; the state dict has all their names.
-    names |= dict.fromkeys(model.state_dict())
+    names = dict.fromkeys([*(name for name, _ in named), *model.state_dict()])
     if unknown := [name for name in device_map if name not in names]:
         close = difflib.get_close_matches(unknown[0], names, n=1)
         parts = [*model.named_parameters(recurse=False), *model.named_children()]
@@ -216,11 +214,8 @@ def check_offload(
 ) -> None:
     """Check that weights kept on disk can be read from there.
 
-    Args:
-        device_map: a result of `settle_device_map`.
-        files: the checkpoint's files; None for a state dict in memory.
-        offload_folder: folder for weights that cannot be read from the checkpoint itself.
-        fused: the model's keys that the files store as several tensors.
+    `device_map` is a result of `settle_device_map`. A state dict in memory has no `files`; `fused` are the model's keys
+    that the files store as several tensors.
 
     Raises:
         ValueError: weights on disk that are in no safetensors file, without a folder to write them to.
@@ -245,10 +240,7 @@ def check_on_disk(
 ) -> None:
     """Check that every weight kept on disk is in a file; that of a new head, for one, is not.
 
-    Args:
-        device_map: a result of `settle_device_map`.
-        missing_keys: the model's keys that the checkpoint does not have.
-        offload_index: the keys that will be read from disk.
+    `missing_keys` are those that the checkpoint does not have, `offload_index` those that will be read from disk.
 
     Raises:
         ValueError: a weight that would be initialised at random is kept on disk.

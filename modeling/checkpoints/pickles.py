@@ -37,10 +37,10 @@ _DTYPES = {
     "uint16": "U16", "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
-_BITS = {**DTYPE_BITS, "C128": 128}
+BITS = {**DTYPE_BITS, "C128": 128}
 _REBUILD = "torch._utils._rebuild_"
 # Functions by which torch rebuilds tensors that are not plain.
-_OTHER_TENSORS = ("torch._utils._rebuild_", "torch._tensor.", "torch.serialization._get_layout", "torch.per_")
+_OTHER_TENSORS = (_REBUILD, "torch._tensor.", "torch.serialization._get_layout", "torch.per_")
 _NAMES = {
     "collections.OrderedDict",
     "torch.Size",
@@ -48,10 +48,7 @@ _NAMES = {
     "torch.device",
     "torch.nn.parameter.Parameter",
     "torch._tensor._rebuild_from_type_v2",
-    *(
-        f"{_REBUILD}{kind}"
-        for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")
-    ),
+    *(_REBUILD + kind for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")),
     *(f"torch.{module}{name}" for module in ("", "cuda.", "storage.") for name in _STORAGES),
     *(f"torch.{name}" for name in _DTYPES),
     # For bytes.
@@ -62,13 +59,7 @@ _NAMES = {
 
 
 class Storage(NamedTuple):
-    """The bytes behind tensors.
-
-    Attributes:
-        dtype: dtype of its elements.
-        begin: offset in the file.
-        nbytes: number of bytes.
-    """
+    """The bytes behind tensors: the dtype of their elements, their offset in the file, and how many they are."""
 
     dtype: str
     begin: int
@@ -83,28 +74,20 @@ class Named:
     name: str
 
 
-def bits_of(dtype: str) -> int:
-    """Number of bits of an element of a dtype."""
-    return _BITS[dtype]
-
-
 class Machine:
-    """Runs one pickle.
+    """Runs pickles, one after another.
 
     Args:
-        data: the bytes.
-        position: the pickle's offset in them.
+        data: the bytes, which begin with the first pickle.
         find: returns the `Storage` for the dtype, key and number of elements that the pickle asks for, and for a view
             into it that older files name.
         origin: the file, for messages.
         allowed: names of further classes and functions, neither tensors nor containers of tensors.
     """
 
-    def __init__(
-        self, data: bytes, position: int, find: Callable[..., Storage], origin: str, allowed: Set[str]
-    ):
-        self.data, self.position, self.find, self.origin = data, position, find, origin
-        self.allowed = allowed
+    def __init__(self, data: bytes, find: Callable[..., Storage], origin: str, allowed: Set[str]):
+        self.data, self.find, self.origin, self.allowed = data, find, origin, allowed
+        self.position = 0
         self.stack: list[Any]
         self.marks: list[list[Any]]
         self.memo: dict[int, Any]
@@ -155,6 +138,10 @@ class Machine:
         """What was pushed since the last mark, taken off the stack."""
         items, self.stack = self.stack, self.marks.pop()
         return items
+
+    def last(self, count: int) -> list[Any]:
+        """The last values, taken off the stack."""
+        return [self.stack.pop() for _ in range(count)][::-1]
 
     def count_copies(self, copied: int) -> None:
         """Refuse a pickle that copies more than it holds: torch.save writes each list once."""
@@ -223,7 +210,7 @@ class Machine:
             case "collections.OrderedDict", (list() as pairs,):
                 self.count_copies(len(pairs))
                 content: dict[Any, Any] = {}
-                self.put(content, [part for pair in pairs for part in _pair(pair)])
+                self.put(content, [part for key, value in pairs for part in (key, value)])
                 return content
             case "torch.Size", ((list() | tuple()) as sizes,):
                 self.count_copies(len(sizes))
@@ -245,17 +232,15 @@ class Machine:
 
     def tensor(self, storage: Storage, dtype: str, begin: Any, shape: Any, strides: Any) -> TensorHeader:
         """A tensor's header, checked against the bytes behind it."""
-        if (
-            type(shape) is not tuple
-            or type(strides) is not tuple
-            or not len(shape) == len(strides) <= MOST_AXES
+        if not (
+            type(shape) is type(strides) is tuple
+            and len(shape) == len(strides) <= MOST_AXES
+            and all(type(n) is int and 0 <= n <= MOST_INDICES for n in (begin, *shape, *strides))
         ):
-            self.fail("has a tensor whose shape and strides are no sizes")
-        if not all(type(n) is int and 0 <= n <= MOST_INDICES for n in (begin, *shape, *strides)):
             self.fail("has a tensor whose shape and strides are no sizes")
         if prod(shape) > MOST_INDICES:
             self.fail("has a tensor whose shape is beyond reason")
-        bits = _BITS[dtype]
+        bits = BITS[dtype]
         reach = 0
         if prod(shape):
             reach = begin + 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
@@ -276,9 +261,7 @@ class Machine:
         is_plain = all(
             size == 1 or step == plain for size, step, plain in zip(shape, strides, row_major, strict=True)
         )
-        return TensorHeader(
-            dtype, tuple(shape), storage.begin + begin * bits // 8, None if is_plain else tuple(strides)
-        )
+        return TensorHeader(dtype, shape, storage.begin + begin * bits // 8, None if is_plain else strides)
 
     def check_plain(self, extras: list[Any]) -> None:
         """Refuse a tensor with hooks, or one that torch would negate or conjugate when reading."""
@@ -295,11 +278,6 @@ class Machine:
                 if not any(type(key) is not str or hasattr(owner, key) for key in part):
                     continue
             self.fail(f"changes what a {owner.__name__} is")
-
-
-def _pair(pair: Any) -> tuple[Any, Any]:
-    key, value = pair
-    return key, value
 
 
 def _build(machine: Machine, _: Any) -> None:
@@ -335,18 +313,13 @@ def _append(machine: Machine, items: list[Any]) -> None:
     machine.stack[-1].extend(items)
 
 
+def _put(machine: Machine, pairs: list[Any]) -> None:
+    machine.put(machine.stack[-1], pairs)
+
+
 def _mark(machine: Machine, _: Any) -> None:
     machine.marks.append(machine.stack)
     machine.stack = []
-
-
-def _tuple(size: int) -> "_Instruction":
-    def make(machine: Machine, _: Any) -> None:
-        if len(machine.stack) < size:
-            machine.fail("is damaged in its pickle")
-        machine.stack[-size:] = [tuple(machine.stack[-size:])]
-
-    return make
 
 
 def _remember(machine: Machine, index: int) -> None:
@@ -356,16 +329,6 @@ def _remember(machine: Machine, index: int) -> None:
 def _call(machine: Machine, _: Any) -> None:
     arguments = machine.stack.pop()
     machine.stack[-1] = machine.call(machine.stack[-1], arguments)
-
-
-def _put_one(machine: Machine, _: Any) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    machine.put(machine.stack[-1], [key, value])
-
-
-def _put_many(machine: Machine, _: Any) -> None:
-    pairs = machine.since_mark()
-    machine.put(machine.stack[-1], pairs)
 
 
 def _push(value: Callable[[Machine, Any], Any]) -> "_Instruction":
@@ -394,13 +357,13 @@ _INSTRUCTIONS: dict[str, _Instruction] = {
     "GLOBAL": _push(Machine.name),
     "MARK": _mark,
     "TUPLE": _push(lambda machine, _: tuple(machine.since_mark())),
-    "TUPLE1": _tuple(1),
-    "TUPLE2": _tuple(2),
-    "TUPLE3": _tuple(3),
-    "APPEND": lambda machine, _: _append(machine, [machine.stack.pop()]),
+    "TUPLE1": _push(lambda machine, _: tuple(machine.last(1))),
+    "TUPLE2": _push(lambda machine, _: tuple(machine.last(2))),
+    "TUPLE3": _push(lambda machine, _: tuple(machine.last(3))),
+    "APPEND": lambda machine, _: _append(machine, machine.last(1)),
     "APPENDS": lambda machine, _: _append(machine, machine.since_mark()),
-    "SETITEM": _put_one,
-    "SETITEMS": _put_many,
+    "SETITEM": lambda machine, _: _put(machine, machine.last(2)),
+    "SETITEMS": lambda machine, _: _put(machine, machine.since_mark()),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _remember),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), _push(lambda machine, index: machine.memo[index])),
     "BINPERSID": _persistent,

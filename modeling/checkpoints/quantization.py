@@ -57,11 +57,9 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def bytes_by_part(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
-    """Bytes of each part of a model before and after quantization, largest first.
+    """Bytes of each part of a loaded model before quantization, from `dtype`, and after it; largest first.
 
-    Args:
-        model: a loaded model; shared weights count once.
-        dtype: dtype of the weights before quantization.
+    Shared weights count once.
     """
     found: dict[str, tuple[int, int]] = {}
     for name, parameter in model.named_parameters():
@@ -77,10 +75,7 @@ def bytes_by_part(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, 
 def tell_of_experts(model: nn.Module, stacks: Iterable[torch.Tensor], method: str) -> None:
     """Warn, in one sentence with bytes by part, if a quantizer has left routed experts unquantized.
 
-    Args:
-        model: the model that `from_pretrained` has loaded.
-        stacks: one stack of experts of each mixture.
-        method: the quantizer's name.
+    `stacks` has one stack of experts of each mixture, `method` is the quantizer's name.
 
     Raises:
         CheckpointError: a linear layer that is not quantized was loaded with a quantized one's numbers.

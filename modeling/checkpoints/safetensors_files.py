@@ -45,13 +45,7 @@ class TensorHeader(NamedTuple):
 
 
 def read_safetensors(path: str | os.PathLike) -> dict[str, TensorHeader]:
-    """Read and check the header of one safetensors file.
-
-    Args:
-        path: the file.
-
-    Returns:
-        tensor name to header, in the file's order.
+    """Checked header of one safetensors file: tensor name to header, in the file's order.
 
     Raises:
         CheckpointError: the file is cut short, or its header contradicts itself or the file's size.

@@ -14,15 +14,13 @@ Shapes: E experts, H hidden_size, I intermediate_size.
 """
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import patch_environment
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     MergeModulelist,
@@ -52,13 +50,7 @@ _PLAIN_DTYPES = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", 
 
 
 class ExpertName(NamedTuple):
-    """The parts of the name of an expert's weight.
-
-    Attributes:
-        experts: the beginning, up to `feed_forward.experts`.
-        number: which expert.
-        part: "gate", "up" or "down".
-    """
+    """An expert's weight: its name up to `feed_forward.experts`, the expert's number, and "gate", "up" or "down"."""
 
     experts: str
     number: int
@@ -94,17 +86,15 @@ class StackExperts(MergeModulelist):
     ) -> dict[str, torch.Tensor]:
         """The one target pattern, with `[experts, in, out]`; the outs of several sources, gate before up, are joined.
 
-        Args:
-            input_dict: source patterns to tensors `[in, out]` in the order of the experts; emptied.
-            source_patterns: its keys in order.
-            target_patterns: one pattern.
-            full_layer_name: name of the stack in `model`.
-            model: the model.
-            **kwargs: unused.
+        `input_dict` maps the source patterns to tensors `[in, out]` in the order of the experts, and is emptied;
+        `full_layer_name` is the stack's name in `model`.
         """
         parts = [input_dict.pop(pattern) for pattern in source_patterns]
         if not parts[0]:
-            return {target_patterns[0]: _nothing_of(model.get_parameter(full_layer_name))}
+            # The shard [0, ...] of a device without experts; the parameter is still on the meta device.
+            stack = model.get_parameter(full_layer_name)
+            shard = torch.empty_like(stack.to_local(), device=stack.device_mesh.device_type)
+            return {target_patterns[0]: shard}
         size_in, size_out = parts[0][0].shape
         stack = parts[0][0].new_empty(len(parts[0]), size_in, len(parts) * size_out)
         for part, columns in zip(parts, stack.split(size_out, dim=-1), strict=True):
@@ -115,11 +105,6 @@ class StackExperts(MergeModulelist):
                 # Frees a tensor that was cast, or moved to another device.
                 part[expert] = None
         return {target_patterns[0]: stack}
-
-
-def _nothing_of(parameter: DTensor) -> torch.Tensor:
-    """The shard `[0, ...]` of a device without experts; the parameter is still on the meta device."""
-    return torch.empty_like(parameter.to_local(), device=parameter.device_mesh.device_type)
 
 
 def _rules() -> list[WeightConverter]:
@@ -166,12 +151,8 @@ def find_split_experts(
 ) -> dict[str, set[str]]:
     """Find the stacks that a checkpoint stores as one linear layer an expert, and check that all experts exist.
 
-    Args:
-        model: the empty model.
-        state_dict: the weights, if they are in memory.
-        files: otherwise the files that hold them.
-        load_config: transformers' record of the loading.
-        expected: the model's keys and shapes.
+    The model is empty yet, and `expected` has its keys and shapes. `state_dict` has the weights if they are in memory,
+    otherwise `files` hold them.
 
     Returns:
         the model's keys of these stacks, to the names of their experts in the checkpoint; usually empty.
@@ -284,7 +265,9 @@ def fuse_while_loading(
     turned = {name: tensor.T if name in experts else tensor for name, tensor in state_dict.items()}
     rules = _rules()
     mapping = [*(load_config.weight_mapping or []), *rules]
-    with _reading_when_needed():
+    # Threads that read ahead are faster where a tensor is used as it is. Where many tensors are fused into one, they
+    # hold the checkpoint in memory twice: all layers are read while the first is being fused.
+    with patch_environment(HF_DEACTIVATE_ASYNC_LOAD=1):
         loading_info, offload_index = PreTrainedModel._load_pretrained_model(
             model, turned, files, dataclasses.replace(load_config, weight_mapping=mapping)
         )
@@ -294,22 +277,3 @@ def fuse_while_loading(
             names = sorted(stacks[key])
             raise CheckpointError(f"{key} could not be made of {names[0]} … {names[-1]}: {report}")
     return loading_info, offload_index
-
-
-@contextmanager
-def _reading_when_needed() -> Iterator[None]:
-    """Context in which transformers reads and casts each tensor when it is needed, without threads that read ahead.
-
-    Threads are faster where a tensor is used as it is. Where many tensors are fused into one, they hold the
-    checkpoint in memory twice: all layers are read while the first is being fused.
-    """
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -18,7 +18,7 @@ import torch
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import check_regular
 from .._private_api import open_archive
-from .pickles import MOST_BYTES, Machine, Storage, bits_of
+from .pickles import BITS, MOST_BYTES, Machine, Storage
 
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.7, 4.3.12, 4.3.14 to 4.3.16
 _LOCAL, _ENTRY, _END64, _LOCATOR, _END = b"PK\3\4", b"PK\1\2", b"PK\6\6", b"PK\6\7", b"PK\5\6"
@@ -32,13 +32,7 @@ _AGAIN = "Download or copy it again."
 
 
 class Record(NamedTuple):
-    """A record of a torch file.
-
-    Attributes:
-        begin: offset of its content in the file.
-        nbytes: length of its content.
-        crc: CRC-32 of its content; 0 where torch was told not to compute it.
-    """
+    """Offset and length of a record's content, and its CRC-32; 0 where torch was told not to compute that."""
 
     begin: int
     nbytes: int
@@ -99,7 +93,7 @@ def _read_archive(path: str | os.PathLike, file: BinaryIO, allowed: set[str]) ->
 
     def find(dtype: str, key: str, numel: int) -> Storage:
         record = records.get(f"{folder}/data/{key}")
-        nbytes = numel * bits_of(dtype) // 8
+        nbytes = numel * BITS[dtype] // 8
         if record is None or record.nbytes != nbytes:
             found = "none" if record is None else f"one of {record.nbytes} bytes"
             raise CheckpointError(
@@ -108,20 +102,13 @@ def _read_archive(path: str | os.PathLike, file: BinaryIO, allowed: set[str]) ->
         return Storage(dtype, record.begin, nbytes)
 
     file.seek(pickled.begin)
-    return Machine(file.read(pickled.nbytes), 0, find, str(path), allowed).run()
+    return Machine(file.read(pickled.nbytes), find, str(path), allowed).run()
 
 
 def read_records(path: str | os.PathLike, file: BinaryIO) -> dict[str, Record]:
-    """Read the directory of a torch file.
+    """Directory of an open torch file: name to record, in the directory's order; at least one.
 
     The small records, which describe the numbers, are compared with their checksums, which torch does not check.
-
-    Args:
-        path: the file, for messages.
-        file: the same file, open.
-
-    Returns:
-        name to record, in the directory's order; at least one.
 
     Raises:
         CheckpointError: the archive is damaged, or differs from what torch writes.
@@ -258,14 +245,14 @@ def _read_legacy(path: str | os.PathLike, file: BinaryIO, allowed: set[str]) -> 
     places: dict[str, int] = {}
 
     def find(dtype: str, key: str, numel: int, part: object) -> Storage:
-        found = numel, numel * bits_of(dtype) // 8
+        found = numel, numel * BITS[dtype] // 8
         if part is not None or sizes.setdefault(key, found) != found:
             raise CheckpointError(
                 f"{path}: names a part of a storage, which torch has not written since 0.3."
             )
         return Storage(dtype, places.get(key, 0), found[1])
 
-    machine = Machine(file.read(MOST_BYTES), 0, find, str(path), allowed)
+    machine = Machine(file.read(MOST_BYTES), find, str(path), allowed)
     if machine.run() != _MAGIC_NUMBER or machine.run() != _PROTOCOL:
         raise CheckpointError(f"{path}: is a pickle, but none of torch.save.")
     system = machine.run()

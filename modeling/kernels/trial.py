@@ -129,10 +129,7 @@ def find_difference(
     Three kinds of ids are tried: spread over all experts (as far as `TRITON_MAX_ROWS` rows reach, the first and the
     last among them) with every seventh row without an expert; all the last expert's; all without an expert.
 
-    Args:
-        gate_up_EHF: 16 or 32 bits, in any strides, on a device where `few_rows_fits`.
-        down_EIH: likewise.
-        before_launch: called just before the first launch.
+    The experts have 16 or 32 bits and any strides, on a device where `few_rows_fits`.
 
     Raises:
         torch.OutOfMemoryError: no memory for the comparison.
@@ -312,18 +309,10 @@ def run_task(task: dict) -> None:
 
 @torch.no_grad()
 def find_fastest_rows(kernel: Way, other: Way, down_EIH: torch.Tensor) -> tuple[int, str]:
-    """Up to how many rows the kernel is no slower than the other way.
+    """Up to how many rows the kernel is no slower than the way it would replace, 0 for never; the times in words.
 
     Rows and ids are random, the same each time. Powers of two are tried up to `TRITON_MAX_ROWS`, until the kernel is
-    slower.
-
-    Args:
-        kernel: the kernels' way through the experts.
-        other: the way that it would replace.
-        down_EIH: the experts' second weights.
-
-    Returns:
-        the number of rows, 0 if the kernel is slower for one row; the times in words.
+    slower. `down_EIH` are the experts' second weights.
     """
     num_experts, _, hidden = down_EIH.shape
     generator = torch.Generator(down_EIH.device).manual_seed(2)

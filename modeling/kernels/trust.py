@@ -78,11 +78,8 @@ def rows_to_trust(
 ) -> int:
     """Number of rows up to which to use the kernels, 0 for never; tries them if no answer is stored.
 
-    Args:
-        device: the experts' device.
-        experts: their description by `describe`.
-        stacks: `[E, H, F]` and `[E, I, H]`.
-        ways: returns the kernels' way through these experts, and the way it would replace.
+    `experts` describes the `stacks`, `[E, H, F]` and `[E, I, H]`, as `describe` does; `ways` returns the kernels' way
+    through them, and the way it would replace.
     """
     answer = _ANSWERS.get((device, experts))
     if answer is not None:
@@ -106,12 +103,7 @@ def rows_to_trust(
 # A compiler runs this function while it traces, and takes its result as a constant.
 @torch.compiler.assume_constant_result
 def rows_known(device: torch.device, experts: str) -> int:
-    """Number of rows as in `rows_to_trust`, or 0 without a stored answer; nothing runs on the device.
-
-    Args:
-        device: the experts' device.
-        experts: their description by `describe`.
-    """
+    """Number of rows as in `rows_to_trust`, or 0 without a stored answer; nothing runs on the device."""
     key = device, experts
     answer = _ANSWERS.get(key) or _recall(*key)
     if answer is None and key not in _ASKED_IN_VAIN:
@@ -136,7 +128,7 @@ def _is_capturing(device: torch.device) -> bool:
 def _recall(device: torch.device, experts: str) -> Answer | None:
     """Look an answer up, in this process and on disk."""
     question = _question(device, experts)
-    answer = _ANSWERS_TO.get(_name(question)) or _read(_file_for(question), question)
+    answer = _ANSWERS_TO.get(_hash(question)) or _read(_file_for(question), question)
     if answer is not None:
         _keep(device, experts, question, answer)
     return answer
@@ -144,8 +136,9 @@ def _recall(device: torch.device, experts: str) -> Answer | None:
 
 def _keep(device: torch.device, experts: str, question: dict[str, str], answer: Answer) -> None:
     """Store an answer, and tell the user what it means the first time."""
-    is_new = _name(question) not in _ANSWERS_TO
-    _ANSWERS[device, experts] = _ANSWERS_TO[_name(question)] = answer
+    name = _hash(question)
+    is_new = name not in _ANSWERS_TO
+    _ANSWERS[device, experts] = _ANSWERS_TO[name] = answer
     if not is_new:
         return
     what = f"the kernel for few rows on {question['device']} (experts {experts})"
@@ -194,8 +187,8 @@ def _source() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _name(question: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]
+def _hash(content: dict | list) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _file_for(question: dict[str, str]) -> Path | None:
@@ -205,11 +198,7 @@ def _file_for(question: dict[str, str]) -> Path | None:
         folder = Path(os.environ.get("LLAMOE_CACHE") or Path(base) / "llamoe").expanduser()
     except RuntimeError:
         return None
-    return folder / f"few_rows-{_name(question)}.json"
-
-
-def _seal(question: dict[str, str], answer: Answer) -> str:
-    return hashlib.sha256(json.dumps([question, *answer], sort_keys=True).encode()).hexdigest()
+    return folder / f"few_rows-{_hash(question)}.json"
 
 
 def _read(path: Path | None, question: dict[str, str]) -> Answer | None:
@@ -217,7 +206,7 @@ def _read(path: Path | None, question: dict[str, str]) -> Answer | None:
     try:
         content = json.loads(path.read_text()) if path is not None else {}
         answer = Answer(**content["answer"])
-        whole = content["question"] == question and content["seal"] == _seal(question, answer)
+        whole = content["question"] == question and content["seal"] == _hash([question, *answer])
         return answer if whole and type(answer.rows) is int and 0 <= answer.rows <= TRITON_MAX_ROWS else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -227,7 +216,7 @@ def _write(path: Path | None, question: dict[str, str], answer: Answer) -> None:
     """Write an answer, whole or not at all; a folder that cannot be written is no error."""
     if path is None:
         return
-    content = {"question": question, "answer": answer._asdict(), "seal": _seal(question, answer)}
+    content = {"question": question, "answer": answer._asdict(), "seal": _hash([question, *answer])}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".few_rows-", delete=False) as file:

@@ -35,11 +35,7 @@ def _processor_of(name_or_path: Any, **kwargs) -> type[LlamoeProcessor] | None:
 
 
 def register(classes: Mapping[str, Any]) -> None:
-    """Register configs, models, the processor and renamings; called once, when llamoe is imported.
-
-    Args:
-        classes: name to class; those that `AUTO_CLASSES` names are registered.
-    """
+    """Register configs, processor, renamings, and the classes that `AUTO_CLASSES` names; called once, at the import."""
     MODELS.update((name, classes[name]) for served in AUTO_CLASSES.values() for name in served.values())
     for model_type, config_class in CONFIGS.items():
         AutoConfig.register(model_type, config_class)

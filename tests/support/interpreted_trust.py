@@ -366,7 +366,7 @@ def edit(**changes):
 def edit_and_seal(file):
     content = json.loads(file.read_text())
     content["answer"]["rows"] = 10**9
-    content["seal"] = trust._seal(content["question"], trust.Answer(10**9))
+    content["seal"] = trust._hash([content["question"], *trust.Answer(10**9)])
     file.write_text(json.dumps(content))
 
 
@@ -374,7 +374,7 @@ def swap_for_another(file):
     """The answer to another question, by this one's name."""
     content = json.loads(file.read_text())
     content["question"]["driver"] = "older"
-    content["seal"] = trust._seal(content["question"], trust.Answer(**content["answer"]))
+    content["seal"] = trust._hash([content["question"], *trust.Answer(**content["answer"])])
     file.write_text(json.dumps(content))
 
 
