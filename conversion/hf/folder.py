@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 import torch
 
-from ...configuration import LlamoeConfig, LlamoeVisionConfig, from_stock, to_stock
+from ...configuration import LlamoeConfig, from_stock, to_stock
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import written_by
@@ -51,12 +51,8 @@ _COMPANIONS = re.compile(
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
     r"|(LICENSE|NOTICE|USE_POLICY)(\.\w+)?"
 )
-
-
-_DROPPED = (
-    (r".*rotary_emb\.inv_freq", "computed from the configuration"),
-    (r".*rotary_embedding\.freqs_ci", "computed from the configuration"),
-)
+# Buffers that some releases of transformers saved.
+_COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_embedding\.freqs_ci)")
 
 
 @remember_looks
@@ -75,9 +71,7 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     config = read_config(folder / "config.json", refuse_quantized=True)
     tensors, others, sources = open_shards(folder)
     dropped = {name: f"no tensor but a {kind}" for name, kind in others.items()}
-    dropped |= {
-        name: reason for name in tensors for pattern, reason in _DROPPED if re.fullmatch(pattern, name)
-    }
+    dropped |= dict.fromkeys(filter(_COMPUTED.fullmatch, tensors), "computed from the configuration")
     # A tower has no such field.
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         dropped |= tie_heads(tensors)
@@ -243,8 +237,6 @@ def _config_files(
             layout = "stock"
         except ValueError:
             layout = "llamoe"
-    if isinstance(config, LlamoeVisionConfig) and layout == "stock":
-        to_stock(config)
     with tempfile.TemporaryDirectory() as folder, written_by(to_stock if layout == "stock" else None):
         config.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, layout

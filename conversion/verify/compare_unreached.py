@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
-from ...configuration.base import LlamoeBaseConfig
 from ...configuration.checks import listed
 from ...modeling.moe import Experts
 from .report import OutputDifference
@@ -38,21 +37,6 @@ _EMBEDDING = "embed_tokens.weight"
 
 Answer = tuple[bool | None, str]
 """Whether the function is the same, None if unknown; and the reason."""
-
-
-@dataclass
-class Side:
-    """One of the two models.
-
-    Attributes:
-        config: its configuration.
-        weights: its parameters.
-        used: name of a layer's experts to the experts that got a token.
-    """
-
-    config: LlamoeBaseConfig
-    weights: Weights
-    used: dict[str, set[int]]
 
 
 @dataclass
@@ -76,7 +60,9 @@ class Seen:
     has_pictures: bool
 
 
-def compare_unreached(sides: tuple[Side, Side], seen: Seen, tolerance: float, seed: int) -> list[Answer]:
+def compare_unreached(
+    sides: tuple[Weights, Weights], seen: Seen, tolerance: float, seed: int
+) -> list[Answer]:
     """Compare what the run did not reach; both models' outputs agree.
 
     Returns:
@@ -94,7 +80,7 @@ def compare_unreached(sides: tuple[Side, Side], seen: Seen, tolerance: float, se
     names = {
         key.removesuffix(".gate_up_proj"): None
         for side in sides
-        for key in side.weights.tensors
+        for key in side.tensors
         if key.endswith(_EXPERTS)
     }
     for name in names:
@@ -114,7 +100,7 @@ def wanted_tokens(rows: torch.Tensor | None) -> list[int]:
     return order[: int((rows > 0).sum())].tolist()
 
 
-def _of_pictures(sides: tuple[Side, Side], seen: Seen) -> Iterator[Answer]:
+def _of_pictures(sides: tuple[Weights, Weights], seen: Seen) -> Iterator[Answer]:
     if seen.has_pictures or not all(isinstance(side.config, LlamoeConfig) for side in sides):
         return
     if keys := [key for key in seen.others if key.startswith(_OF_PICTURES)]:
@@ -123,7 +109,7 @@ def _of_pictures(sides: tuple[Side, Side], seen: Seen) -> Iterator[Answer]:
 
 
 def _of_embeddings(
-    sides: tuple[Side, Side], seen: Seen, tolerance: float, is_one_basis: bool
+    sides: tuple[Weights, Weights], seen: Seen, tolerance: float, is_one_basis: bool
 ) -> Iterator[Answer]:
     if seen.rows is None:
         if any(key.endswith(_EMBEDDING) for key in seen.others):
@@ -149,28 +135,26 @@ def _difference(found: str, is_one_basis: bool) -> Answer:
 class _Layer:
     """The experts and routers of one layer in both models; one of the models may have none."""
 
-    def __init__(self, name: str, sides: tuple[Side, Side], seed: int):
+    def __init__(self, name: str, sides: tuple[Weights, Weights], seed: int):
         self.name, self.sides = name, sides
         self.label = name.removeprefix("language_model.").removeprefix("model.").removesuffix(".experts")
-        self.has = [f"{name}.gate_up_proj" in side.weights.tensors for side in sides]
+        stacks = [side.tensors.get(f"{name}.gate_up_proj") for side in sides]
+        self.counts = [0 if stack is None else stack.shape[0] for stack in stacks]
+        self.has = [stack is not None for stack in stacks]
         self.modules, self.inputs, self.routers = [], [], []
         for side, has in zip(sides, self.has, strict=True):
             if not has:
                 self.modules.append(None)
                 continue
-            config, weights = side.config.get_text_config(), side.weights
+            config = side.config.get_text_config()
             with torch.device("meta"):
-                self.modules.append(ExpertsOnDemand(Experts(config), name, weights))
+                self.modules.append(ExpertsOnDemand(Experts(config), name, side))
             # Scaled by the norm's weight, which may instead have been multiplied into the matrices after the norm.
-            scale = weights.read(name.replace("feed_forward.experts", "post_attention_layernorm.weight"))
+            scale = side.read(name.replace("feed_forward.experts", "post_attention_layernorm.weight"))
             generator = torch.Generator().manual_seed(seed)
             rows = torch.randn(_ROWS, config.hidden_size, generator=generator)
-            self.inputs.append(rows.to(weights.device) * scale)
-            self.routers.append(weights.read(name.replace(".experts", ".router.weight")) * scale)
-        self.counts = [
-            side.weights.tensors[f"{name}.gate_up_proj"].shape[0] if has else 0
-            for side, has in zip(sides, self.has, strict=True)
-        ]
+            self.inputs.append(rows.to(side.device) * scale)
+            self.routers.append(side.read(name.replace(".experts", ".router.weight")) * scale)
 
     def compare(
         self, differing: Mapping[str, set[int]], tolerance: float, is_one_basis: bool
@@ -205,7 +189,7 @@ class _Layer:
         self, partners: Sequence[int], unequal: set[int], tolerance: float
     ) -> dict[int, float]:
         """Experts of the first side whose outputs differ from their partners', with the difference."""
-        shapes = [side.weights.tensors[f"{self.name}.down_proj"].shape for side in self.sides]
+        shapes = [side.tensors[f"{self.name}.down_proj"].shape for side in self.sides]
         is_all = shapes[0] != shapes[1] or not torch.equal(*self.inputs)
         used = [side.used.get(self.name, set()) for side in self.sides]
         beyond = {}
