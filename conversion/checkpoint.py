@@ -323,7 +323,7 @@ def tie_heads(tensors: dict[str, LazyTensor]) -> dict[str, str]:
     heads = [name for name in tensors if name.endswith("lm_head.weight")]
     why = "the configuration has tie_word_embeddings. Set it to false if the model has a head of its own."
     for head in heads:
-        name = head.replace("lm_head", "model.embed_tokens")
+        name, stored = head.replace("lm_head", "model.embed_tokens"), tensors.pop(head)
         if name in tensors:
-            tensors[name] = one_of([tensors[name], tensors[head]], why)
+            tensors[name] = one_of([tensors[name], stored], why)
     return dict.fromkeys(heads, "the embedding serves as the output head (tie_word_embeddings)")

@@ -85,7 +85,7 @@ def convert_vision(
             processor does, and the features stay the same.
         activation: "quick_gelu" or "gelu"; needed for an open_clip file without open_clip_config.json, unless `tag` is
             given.
-        tag: the release's tag in open_clip, such as "metaclip_fullcc".
+        tag: the release's tag in open_clip, such as "metaclip_fullcc", which implies the activation.
         heads: number of attention heads; needed for an open_clip file of an unpublished size without
             open_clip_config.json.
         **options: see `RunOptions`.

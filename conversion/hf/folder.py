@@ -16,7 +16,7 @@ from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import written_by
 from ...configuration.json_files import LARGE
-from ...modeling.checkpoints import WeightFiles, check_shards, find_weights
+from ...modeling.checkpoints import check_shards, find_weights
 from ..checkpoint import (
     Checkpoint,
     Report,
@@ -89,9 +89,20 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
         name to tensor, name to type of the entries that are not tensors, and the files.
 
     Raises:
-        CheckpointError: as for `weight_files`; or a tensor is in two files, or not where the index says.
+        CheckpointError: there are no weights, or two sets; a file that the index names is missing or outside the
+            folder; or a tensor is in two files, or not where the index says.
     """
-    weights = weight_files(folder)
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        note(folder / name)
+    weights = find_weights(folder)
+    if weights is None:
+        raise CheckpointError(
+            f"{folder}: no weights in this folder; looked for model.safetensors and pytorch_model.bin, and for "
+            "the index of either in several files."
+        )
+    for path in weights.files:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file, though {weights.index} names it.")
     tensors: dict[str, LazyTensor] = {}
     held: dict[str, Path] = {}
     others: dict[str, str] = {}
@@ -104,26 +115,6 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
             tensors[name], held[name] = tensor, path
     check_shards(weights, held)
     return tensors, others, weights.files
-
-
-def weight_files(folder: Path) -> WeightFiles:
-    """The weight files of a Hugging Face folder, sorted by name.
-
-    Raises:
-        CheckpointError: there are none, two sets, or one that the index names is missing or outside the folder.
-    """
-    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        note(folder / name)
-    found = find_weights(folder)
-    if found is None:
-        raise CheckpointError(
-            f"{folder}: no weights in this folder; looked for model.safetensors and pytorch_model.bin, and for "
-            "the index of either in several files."
-        )
-    for path in found.files:
-        if not path.is_file():
-            raise CheckpointError(f"{path}: no such file, though {found.index} names it.")
-    return found
 
 
 def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:

@@ -62,7 +62,11 @@ def _write_alone(plan: Plan, target: Path, lock: RunLock, progress: Progress | N
     earlier = None if is_empty(target) else _read_state(plan, target)
     state = earlier or {"fingerprint": plan.fingerprint(), "made_from": plan.identity, "writing": {}}
     files = plan.files
-    done = _whole_files(plan, target) if earlier else set()
+    # Of an earlier run; files that are written together count only together.
+    done: set[str] = set()
+    for group in plan.groups if earlier else ():
+        if all(_is_whole(target / name, tensors) for name, tensors in group.items()):
+            done.update(group)
     partial = [_partial(target / name) for name in files] if earlier else []
     _check_room(
         target,
@@ -136,12 +140,6 @@ def _read_state(plan: Plan, target: Path) -> dict[str, Any]:
             f"{made_from}, now {now}. Give the same ones, or another target."
         )
     return state
-
-
-def _whole_files(plan: Plan, target: Path) -> set[str]:
-    """Names of the weight files that an earlier run has completed; files written together count only together."""
-    groups = [group for group in plan.groups if all(_is_whole(target / name, group[name]) for name in group)]
-    return {name for group in groups for name in group}
 
 
 def _is_whole(path: Path, tensors: Mapping[str, LazyTensor]) -> bool:

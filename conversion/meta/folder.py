@@ -112,12 +112,9 @@ def open_meta(
         raise CheckpointError(f"{params.origin}: {error}") from error
     table = llama4_table(config) if seen.generation == 4 else llama_table(axis)
     tensors, left_out = read_through(table, files, config)
-    if config.get_text_config().tie_word_embeddings:
-        heads = tie_heads(tensors)
-        if heads:
-            dropped["output.weight"] = next(iter(heads.values()))
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in heads}
-    tensors = check_model(config, tensors, str(folder), lambda name: sources_of(table, name))
+    if config.get_text_config().tie_word_embeddings and (heads := tie_heads(tensors)):
+        dropped["output.weight"] = next(iter(heads.values()))
+    tensors = check_model(config, tensors, str(paths[0]), lambda name: sources_of(table, name))
     translated, notes = {}, note_defaults(params, config)
     if path is None or tokenizer is None:
         notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")

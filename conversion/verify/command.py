@@ -25,7 +25,7 @@ from ..io import Progress
 from ..open import open_checkpoint
 from .common_parts import Normalization, pixel_normalization, shared_parts
 from .compare_stored import compare_configs, compare_rows, compare_tensors
-from .compare_unreached import Seen, compare_unreached, wanted_tokens
+from .compare_unreached import compare_unreached, wanted_tokens
 from .report import (
     TOLERANCE,
     OutputDifference,
@@ -263,15 +263,7 @@ class _Runner:
         result = replace(result, tokens=(tokens, rows, seed), by_layer=self.by_layer)
         result, reasons = self._outputs(result, (sides[0], sides[1]), inputs)
         if result.same_function and (not result.same_weights or result.structure):
-            seen = Seen(
-                tokens=set(inputs[0]["input_ids"].unique().tolist()) if "input_ids" in inputs[0] else set(),
-                rows=rows_differ,
-                experts=unequal,
-                others=[*result.tensors, *result.shapes, *result.only_in_a, *result.only_in_b],
-                layers=result.layers,
-                has_pictures="pixel_values" in inputs[0],
-            )
-            answers = compare_unreached((sides[0], sides[1]), seen, result.tolerance, seed)
+            answers = compare_unreached((sides[0], sides[1]), result, inputs[0], rows_differ, unequal, seed)
             if answers:
                 is_other = any(same is False for same, _ in answers)
                 result = replace(result, same_function=False if is_other else None)

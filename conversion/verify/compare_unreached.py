@@ -14,15 +14,14 @@ This holds where both models' hidden states are equal. Where outputs agree and h
 written in another basis, and rows and experts cannot be compared one by one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.checks import listed
 from ...modeling.moe import Experts
-from .report import OutputDifference
+from .report import Verification
 from .run_streamed import ExpertsOnDemand, Weights
 
 # Names listed in a sentence.
@@ -39,31 +38,23 @@ Answer = tuple[bool | None, str]
 """Whether the function is the same, None if unknown; and the reason."""
 
 
-@dataclass
-class Seen:
-    """Findings of the comparison of weights and of the run of both models.
-
-    Attributes:
-        tokens: token ids of the run.
-        rows: difference of each common embedding row, or None where the embeddings' widths differ.
-        experts: key of a stack to the experts whose elements differ.
-        others: keys of all tensors that differ in elements or shape, or are on one side only.
-        layers: differences of the hidden states.
-        has_pictures: whether the run had pictures.
-    """
-
-    tokens: set[int]
-    rows: torch.Tensor | None
-    experts: Mapping[str, set[int]]
-    others: Sequence[str]
-    layers: Sequence[OutputDifference]
-    has_pictures: bool
-
-
 def compare_unreached(
-    sides: tuple[Weights, Weights], seen: Seen, tolerance: float, seed: int
+    sides: tuple[Weights, Weights],
+    result: Verification,
+    inputs: Mapping[str, torch.Tensor],
+    rows: torch.Tensor | None,
+    experts: Mapping[str, set[int]],
+    seed: int,
 ) -> list[Answer]:
     """Compare what the run did not reach; both models' outputs agree.
+
+    Args:
+        sides: both models after the run.
+        result: findings of the comparison of weights and of the run.
+        inputs: the first model's inputs of the run.
+        rows: difference of each common embedding row, or None where the embeddings' widths differ.
+        experts: key of a stack to the experts whose elements differ.
+        seed: random seed of the rows that experts are compared with.
 
     Returns:
         an answer for each part that differs, or may differ. The tolerance has the units of the module's docstring.
@@ -71,12 +62,23 @@ def compare_unreached(
     if isinstance(sides[0].config, LlamoeVisionConfig):
         # A picture reaches every weight of a tower.
         return []
-    is_one_basis = bool(seen.layers) and all(
+    is_one_basis = bool(result.layers) and all(
         part.mean_abs <= _SAME_BASIS * part.std
-        for part in seen.layers
+        for part in result.layers
         if not part.name.startswith(_OF_PICTURES)
     )
-    answers = [*_of_pictures(sides, seen), *_of_embeddings(sides, seen, tolerance, is_one_basis)]
+    answers: list[Answer] = []
+    differing = [*result.tensors, *result.shapes, *result.only_in_a, *result.only_in_b]
+    keys = [key for key in differing if key.startswith(_OF_PICTURES)]
+    if keys and "pixel_values" not in inputs and all(isinstance(side.config, LlamoeConfig) for side in sides):
+        found = "no picture was run, since a vocabulary has no token for it, and these differ"
+        answers.append((None, f"{found}: {listed(keys, _SHOWN)}"))
+    tokens = set(inputs["input_ids"].unique().tolist())
+    if rows is not None:
+        answers += _of_embeddings(sides, rows, tokens, result.tolerance, is_one_basis)
+    elif any(key.endswith(_EMBEDDING) for key in differing):
+        found = "the embeddings have rows of two widths"
+        answers.append((None, f"{found}: other tokens than the {len(tokens)} were not compared"))
     names = {
         key.removesuffix(".gate_up_proj"): None
         for side in sides
@@ -85,7 +87,7 @@ def compare_unreached(
     }
     for name in names:
         layer = _Layer(name, sides, seed)
-        if answer := layer.compare(seen.experts, tolerance, is_one_basis):
+        if answer := layer.compare(experts, result.tolerance, is_one_basis):
             answers.append(answer)
             if answer[0] is False:
                 break
@@ -100,30 +102,17 @@ def wanted_tokens(rows: torch.Tensor | None) -> list[int]:
     return order[: int((rows > 0).sum())].tolist()
 
 
-def _of_pictures(sides: tuple[Weights, Weights], seen: Seen) -> Iterator[Answer]:
-    if seen.has_pictures or not all(isinstance(side.config, LlamoeConfig) for side in sides):
-        return
-    if keys := [key for key in seen.others if key.startswith(_OF_PICTURES)]:
-        found = "no picture was run, since a vocabulary has no token for it, and these differ"
-        yield None, f"{found}: {listed(keys, _SHOWN)}"
-
-
 def _of_embeddings(
-    sides: tuple[Weights, Weights], seen: Seen, tolerance: float, is_one_basis: bool
-) -> Iterator[Answer]:
-    if seen.rows is None:
-        if any(key.endswith(_EMBEDDING) for key in seen.others):
-            found = "the embeddings have rows of two widths"
-            yield None, f"{found}: other tokens than the {len(seen.tokens)} were not compared"
-        return
+    sides: tuple[Weights, Weights], rows: torch.Tensor, tokens: set[int], tolerance: float, is_one_basis: bool
+) -> list[Answer]:
     # Picture features replace the embedding of the image token, so its row is never read.
-    known = seen.tokens | {getattr(side.config, "image_token_index", -1) for side in sides}
-    beyond = [row for row in wanted_tokens(seen.rows) if row not in known and not seen.rows[row] <= tolerance]
+    known = tokens | {getattr(side.config, "image_token_index", -1) for side in sides}
+    beyond = [row for row in wanted_tokens(rows) if row not in known and not rows[row] <= tolerance]
     if not beyond:
-        return
+        return []
     worst = f"{_names('embedding row', sorted(beyond))}, which no random token read, differ by as much as "
-    worst += f"{seen.rows[beyond[0]].item():.3g} of the row's size"
-    yield _difference(worst, is_one_basis)
+    worst += f"{rows[beyond[0]].item():.3g} of the row's size"
+    return [_difference(worst, is_one_basis)]
 
 
 def _difference(found: str, is_one_basis: bool) -> Answer:
