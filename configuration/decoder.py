@@ -63,7 +63,8 @@ class _DecoderConfig(LlamoeBaseConfig):
             problem = f"no such layer among num_hidden_layers = {self.num_hidden_layers}"
             fail(self, "layer_plan(layer_idx)", layer_idx, problem, f"0 to {self.num_hidden_layers - 1}")
 
-    def _fill_heads(self) -> None:
+    def __post_init__(self, **kwargs):
+        """Fill the fields that follow from others."""
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -73,8 +74,10 @@ class _DecoderConfig(LlamoeBaseConfig):
             problem = "one rotary embedding serves all layers"
             valid = f"the keys of {kinds[0]!r} at the top level"
             fail(self, "rope_parameters", self.rope_parameters, problem, valid)
+        super().__post_init__(**kwargs)
 
-    def _check_decoder(self) -> None:
+    def validate_architecture(self) -> None:
+        """Check sizes and heads."""
         check_positive(
             self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings",
@@ -145,11 +148,6 @@ class LlamoeDenseConfig(_DecoderConfig):
 
     rope_interleave: bool = False
 
-    def __post_init__(self, **kwargs):
-        """Fill the fields that follow from others."""
-        self._fill_heads()
-        super().__post_init__(**kwargs)
-
     def layer_plan(self, layer_idx: int) -> LayerPlan:
         """The plan of layer `layer_idx`, the same for all layers."""
         self._check_layer_idx(layer_idx)
@@ -162,10 +160,6 @@ class LlamoeDenseConfig(_DecoderConfig):
             is_moe=False,
             intermediate_size=self.intermediate_size,
         )
-
-    def validate_architecture(self) -> None:
-        """Check sizes and heads."""
-        self._check_decoder()
 
 
 class LlamoeTextConfig(_DecoderConfig):
@@ -265,7 +259,6 @@ class LlamoeTextConfig(_DecoderConfig):
         check_not_negative(
             self, "interleave_moe_layer_step", "no_rope_layer_interval", "attention_chunk_size"
         )
-        self._fill_heads()
         count, step = self.num_hidden_layers, self.interleave_moe_layer_step
         if self.no_rope_layers:
             self.no_rope_layers = self.no_rope_layers[:count]
@@ -313,7 +306,7 @@ class LlamoeTextConfig(_DecoderConfig):
 
     def validate_architecture(self) -> None:
         """Check sizes, heads and the mixture."""
-        self._check_decoder()
+        super().validate_architecture()
         check_positive(self, "intermediate_size_mlp", "floor_scale")
         check_experts = check_positive if self.moe_layers else check_not_negative
         check_experts(self, "num_local_experts", "num_experts_per_tok")

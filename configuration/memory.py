@@ -37,11 +37,9 @@ def cache_bytes(
     """Bytes of each layer's cache at its fullest: keys and values, for every key-value head, token and row.
 
     Args:
-        config: A decoder's configuration, or a multimodal one.
-        context: Tokens of the prompt and the answer together.
+        config, context, piece: As in `cache_tokens`.
         batch_size: Rows.
         element_size: Bytes of a number: 2 in bfloat16.
-        piece: See `cache_tokens`.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size = {batch_size!r}: should be rows, 1 or more")

@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, L
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
-from .io import LazyTensor, Look, Plan, Progress, compute, look_at, write
+from .io import LazyTensor, Look, Plan, Progress, look_at, one_of, write
 
 DTYPES = {
     "float32": torch.float32,
@@ -186,11 +187,7 @@ def identify(checkpoint: Checkpoint) -> list[list[Any]]:
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype of that name.
-
-    Raises:
-        ValueError: it is not float32, float16 or bfloat16.
-    """
+    """The dtype of that name; `ValueError` if it is not float32, float16 or bfloat16."""
     name = str(dtype).removeprefix("torch.")
     if dtype is not None and name not in DTYPES:
         raise ValueError(
@@ -201,10 +198,10 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
     """The dtype that most elements have."""
-    counts: dict[torch.dtype, int] = {}
+    counts = Counter()
     for tensor in tensors.values():
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
-    return max(counts, key=lambda dtype: counts[dtype])
+        counts[tensor.dtype] += tensor.numel
+    return max(counts, key=counts.__getitem__)
 
 
 def check_at_least(least: int, **values: int) -> None:
@@ -277,9 +274,14 @@ def expected_shapes_of(config: LlamoeBaseConfig, count: int, place: str) -> dict
 
 
 def check_model(
-    config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], place: str
+    config: LlamoeBaseConfig,
+    tensors: Mapping[str, LazyTensor],
+    place: str,
+    sources_of: Callable[[str], list[str]] = lambda name: [name],
 ) -> dict[str, LazyTensor]:
     """Compare tensors with the model that a configuration describes, and return them in the model's order.
+
+    `sources_of` gives the names under which a missing tensor is reported.
 
     Raises:
         CheckpointError: one is missing, unknown, of another shape, or of a dtype that weights do not have.
@@ -295,7 +297,8 @@ def check_model(
                 f"{list(expected[name])}. Weights and configuration do not belong together."
             )
         check_plain(tensor)
-    if missing := [name for name in expected if name not in tensors]:
+    missing = dict.fromkeys(source for name in expected if name not in tensors for source in sources_of(name))
+    if missing:
         raise CheckpointError(f"{place}: {listed(missing)} missing; the checkpoint is not whole.")
     return {name: tensors[name] for name in expected}
 
@@ -318,24 +321,9 @@ def tie_heads(tensors: dict[str, LazyTensor]) -> dict[str, str]:
         CheckpointError: embedding and head differ in shape or dtype.
     """
     heads = [name for name in tensors if name.endswith("lm_head.weight")]
+    why = "the configuration has tie_word_embeddings. Set it to false if the model has a head of its own."
     for head in heads:
-        name = head.replace("lm_head", "model.embed_tokens")
+        name, stored = head.replace("lm_head", "model.embed_tokens"), tensors.pop(head)
         if name in tensors:
-            tensors[name] = _tied(tensors[name], tensors[head])
+            tensors[name] = one_of([tensors[name], stored], why)
     return dict.fromkeys(heads, "the embedding serves as the output head (tie_word_embeddings)")
-
-
-def _tied(embedding: LazyTensor, head: LazyTensor) -> LazyTensor:
-    differs = (
-        f"{head.origin}: differs from {embedding.origin}, though the configuration has tie_word_embeddings. Set it to "
-        "false if the model has a head of its own."
-    )
-    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
-        raise CheckpointError(differs)
-
-    def compare(matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if not torch.equal(matrix, other):
-            raise CheckpointError(differs)
-        return matrix
-
-    return compute(compare, [embedding, head], embedding.shape, embedding.dtype, embedding.origin)

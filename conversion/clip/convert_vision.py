@@ -46,6 +46,7 @@ from .open_tower import OPEN_CLIP_FILES, open_tower
 from .resize import POSITIONS, fold_normalization, resize_positions
 
 _TARGETS = ("tower", "open_clip", "clip")
+# Mean and standard deviation of pixels for Llama 4.
 _LLAMA_4 = ([0.5] * 3, [0.5] * 3)
 _SHARD_SIZE = 5 * 10**9
 # Configuration values that open_clip's and CLIP's classes need to compute the same function.
@@ -84,7 +85,7 @@ def convert_vision(
             processor does, and the features stay the same.
         activation: "quick_gelu" or "gelu"; needed for an open_clip file without open_clip_config.json, unless `tag` is
             given.
-        tag: the release's tag in open_clip, such as "metaclip_fullcc".
+        tag: the release's tag in open_clip, such as "metaclip_fullcc", which implies the activation.
         heads: number of attention heads; needed for an open_clip file of an unpublished size without
             open_clip_config.json.
         **options: see `RunOptions`.
@@ -168,8 +169,8 @@ def fold(checkpoint: Checkpoint) -> Checkpoint:
         )
     note = f"normalization: mean {mean} and std {std} folded into the patch weights and positions; now 0.5 and 0.5"
     tensors = fold_normalization(checkpoint.tensors, mean, std, *_LLAMA_4)
-    folded = {PROCESSOR: to_json(image_processors.with_normalization(processor, *_LLAMA_4))}
-    companions = {**checkpoint.companions, **folded}
+    processor.update(do_normalize=True, image_mean=_LLAMA_4[0], image_std=_LLAMA_4[1])
+    companions = {**checkpoint.companions, PROCESSOR: to_json(processor)}
     return replace(checkpoint, tensors=tensors, companions=companions, notes=[*checkpoint.notes, note])
 
 

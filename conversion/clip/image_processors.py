@@ -50,7 +50,7 @@ def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) ->
         "rescale_factor": 1 / 255,
         "do_normalize": True,
         "image_mean": _channels(given.get("mean", CLIP_MEAN), "mean", origin),
-        "image_std": _positive(_channels(given.get("std", CLIP_STD), "std", origin), "std", origin),
+        "image_std": _channels(given.get("std", CLIP_STD), "std", origin, is_positive=True),
     }
 
 
@@ -85,13 +85,7 @@ def normalization(processor: Mapping[str, Any], origin: str) -> tuple[list[float
     if not processor.get("do_normalize", True):
         return [0.0] * 3, [1.0] * 3
     mean = _channels(processor.get("image_mean", CLIP_MEAN), "image_mean", origin)
-    std = _channels(processor.get("image_std", CLIP_STD), "image_std", origin)
-    return mean, _positive(std, "image_std", origin)
-
-
-def with_normalization(processor: Mapping[str, Any], mean: list[float], std: list[float]) -> dict[str, Any]:
-    """The settings with another normalization."""
-    return {**processor, "do_normalize": True, "image_mean": list(mean), "image_std": list(std)}
+    return mean, _channels(processor.get("image_std", CLIP_STD), "image_std", origin, is_positive=True)
 
 
 def with_image_size(processor: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
@@ -113,17 +107,13 @@ def _size(processor: Mapping[str, Any]) -> dict[str, Any]:
     return dict(size) if isinstance(size, dict) else {}
 
 
-def _channels(values: Any, name: str, origin: str) -> list[float]:
+def _channels(values: Any, name: str, origin: str, is_positive: bool = False) -> list[float]:
     listed = [values] * 3 if isinstance(values, (int, float)) else values
     is_listed = isinstance(listed, (list, tuple)) and len(listed) == 3
     if not is_listed or not all(
         isinstance(value, (int, float)) and not isinstance(value, bool) for value in listed
     ):
         raise CheckpointError(f"{origin}: {name} is {values!r}; three numbers were expected.")
+    if is_positive and not all(value > 0 for value in listed):
+        raise CheckpointError(f"{origin}: {name} is {listed}; positive numbers were expected.")
     return [float(value) for value in listed]
-
-
-def _positive(values: list[float], name: str, origin: str) -> list[float]:
-    if not all(value > 0 for value in values):
-        raise CheckpointError(f"{origin}: {name} is {values}; positive numbers were expected.")
-    return values

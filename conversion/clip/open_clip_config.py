@@ -71,11 +71,7 @@ def read_activation(model: Mapping[str, Any], where: Path) -> str:
 
 
 def write_model_cfg(config: LlamoeVisionConfig) -> dict[str, Any]:
-    """The open_clip description of a tower, without a text tower.
-
-    Raises:
-        ValueError: open_clip does not have the activation.
-    """
+    """The open_clip description of a tower, without a text tower; `ValueError` for an activation it does not have."""
     if config.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh"):
         raise ValueError(
             f"hidden_act = {config.hidden_act!r}: open_clip has QuickGELU and GELU only, and cannot compute this tower."

@@ -77,9 +77,7 @@ def open_tower(
 
     Args:
         path: an open_clip file (.safetensors, .pt, .bin) or folder, or a folder of transformers.
-        activation: "quick_gelu" or "gelu", for an open_clip file without open_clip_config.json.
-        tag: the release's tag in open_clip ("metaclip_400m", "metaclip_fullcc", …), which implies the activation.
-        heads: number of attention heads, for an open_clip file of an unpublished size without open_clip_config.json.
+        activation, tag, heads: what an open_clip file does not state, as in `convert_vision`.
 
     Returns:
         the tower under the keys of `LlamoeVisionModel`. Its companions hold preprocessor_config.json where the source

@@ -74,9 +74,7 @@ def assemble(
         image_size: side of a tile in pixels, a multiple of the tower's patch size; None keeps the tower's.
         fold_normalization: change the patch weights so that pixels are normalized as for Llama 4.
         max_tiles: largest number of tiles that a picture is cut into.
-        activation: for an open_clip file that does not state it; see `open_tower`, as for the next two.
-        tag: see there.
-        heads: see there.
+        activation, tag, heads: what an open_clip file does not state, as in `convert_vision`.
         seed: random seed of adapter and projector, at least 0.
         **options: see `WriteOptions`; without a dtype, all weights get the decoder's. Stock cannot express a model
             with a CLIP tower.

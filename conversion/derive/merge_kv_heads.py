@@ -33,9 +33,6 @@ def merge_kv_heads(
         kv_heads: number of key/value heads of the result; divides the source's. 1 makes multi-query attention.
         **options: see `WriteOptions`.
 
-    Returns:
-        what was written.
-
     Raises:
         ValueError: a source without a decoder, or a number of heads that does not divide the source's.
         CheckpointError: a missing or damaged file (also a ValueError).

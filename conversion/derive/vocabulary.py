@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
 from ..checkpoint import Checkpoint
 from ..tokenizers import (
@@ -12,6 +11,7 @@ from ..tokenizers import (
     extend_tokenizer,
     fill_vocabulary,
     multimodal_chat_template,
+    read_part,
     token_ids,
 )
 
@@ -89,7 +89,7 @@ def _prompt_files(
     """Write chat template, processor and generation files into `files`; return notes on what was there before."""
     notes = []
     settings = json.loads(files["tokenizer_config.json"])
-    generation = _generation(files)
+    generation = read_part(files, "generation_config.json")
     ends = generation.get("eos_token_id")
     ends = _as_list(config.eos_token_id if ends is None else ends)
     template = files.get("chat_template.jinja", str(settings.get("chat_template") or "").encode())
@@ -109,17 +109,6 @@ def _prompt_files(
     files["tokenizer_config.json"] = to_json(settings)
     files["generation_config.json"] = to_json(generation)
     return notes
-
-
-def _generation(files: dict[str, bytes]) -> dict[str, Any]:
-    name = "generation_config.json"
-    try:
-        content = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
-        raise CheckpointError(f"{name}: is no JSON ({error}). Repair or remove the decoder's.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{name}: holds no JSON object. Repair or remove the decoder's.")
-    return content
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:

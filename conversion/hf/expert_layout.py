@@ -51,7 +51,7 @@ def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         gate, up, down = (kinds[kind][0] for kind in _KINDS)
         if gate.shape != up.shape or len({gate.dtype, up.dtype, down.dtype}) > 1:
             raise CheckpointError(f"{prefix}: gate_proj and up_proj differ in shape or dtype.")
-        stacks = [_stacked(kinds[kind], count) for kind in _KINDS]
+        stacks = [stack([kinds[kind][expert].transpose() for expert in range(count)]) for kind in _KINDS]
         for name, tensor in (("gate_up_proj", join(stacks[:2], 2)), ("down_proj", stacks[2])):
             if f"{prefix}.{name}" in result:
                 raise CheckpointError(
@@ -81,7 +81,3 @@ def split_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
             for kind, part in parts.items():
                 result[f"{match[1]}.{expert}.{kind}.weight"] = part.transpose()
     return result
-
-
-def _stacked(experts: Mapping[int, LazyTensor], count: int) -> LazyTensor:
-    return stack([experts[expert].transpose() for expert in range(count)])

@@ -11,12 +11,12 @@ from typing import Any, Unpack
 
 import torch
 
-from ...configuration import LlamoeConfig, LlamoeVisionConfig, from_stock, to_stock
+from ...configuration import LlamoeConfig, from_stock, to_stock
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import written_by
 from ...configuration.json_files import LARGE
-from ...modeling.checkpoints import WeightFiles, check_shards, find_weights
+from ...modeling.checkpoints import check_shards, find_weights
 from ..checkpoint import (
     Checkpoint,
     Report,
@@ -51,12 +51,8 @@ _COMPANIONS = re.compile(
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
     r"|(LICENSE|NOTICE|USE_POLICY)(\.\w+)?"
 )
-
-
-_DROPPED = (
-    (r".*rotary_emb\.inv_freq", "computed from the configuration"),
-    (r".*rotary_embedding\.freqs_ci", "computed from the configuration"),
-)
+# Buffers that some releases of transformers saved.
+_COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_embedding\.freqs_ci)")
 
 
 @remember_looks
@@ -75,9 +71,7 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     config = read_config(folder / "config.json", refuse_quantized=True)
     tensors, others, sources = open_shards(folder)
     dropped = {name: f"no tensor but a {kind}" for name, kind in others.items()}
-    dropped |= {
-        name: reason for name in tensors for pattern, reason in _DROPPED if re.fullmatch(pattern, name)
-    }
+    dropped |= dict.fromkeys(filter(_COMPUTED.fullmatch, tensors), "computed from the configuration")
     # A tower has no such field.
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         dropped |= tie_heads(tensors)
@@ -95,9 +89,20 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
         name to tensor, name to type of the entries that are not tensors, and the files.
 
     Raises:
-        CheckpointError: as for `weight_files`; or a tensor is in two files, or not where the index says.
+        CheckpointError: there are no weights, or two sets; a file that the index names is missing or outside the
+            folder; or a tensor is in two files, or not where the index says.
     """
-    weights = weight_files(folder)
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        note(folder / name)
+    weights = find_weights(folder)
+    if weights is None:
+        raise CheckpointError(
+            f"{folder}: no weights in this folder; looked for model.safetensors and pytorch_model.bin, and for "
+            "the index of either in several files."
+        )
+    for path in weights.files:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file, though {weights.index} names it.")
     tensors: dict[str, LazyTensor] = {}
     held: dict[str, Path] = {}
     others: dict[str, str] = {}
@@ -110,26 +115,6 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
             tensors[name], held[name] = tensor, path
     check_shards(weights, held)
     return tensors, others, weights.files
-
-
-def weight_files(folder: Path) -> WeightFiles:
-    """The weight files of a Hugging Face folder, sorted by name.
-
-    Raises:
-        CheckpointError: there are none, two sets, or one that the index names is missing or outside the folder.
-    """
-    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        note(folder / name)
-    found = find_weights(folder)
-    if found is None:
-        raise CheckpointError(
-            f"{folder}: no weights in this folder; looked for model.safetensors and pytorch_model.bin, and for "
-            "the index of either in several files."
-        )
-    for path in found.files:
-        if not path.is_file():
-            raise CheckpointError(f"{path}: no such file, though {found.index} names it.")
-    return found
 
 
 def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
@@ -243,8 +228,6 @@ def _config_files(
             layout = "stock"
         except ValueError:
             layout = "llamoe"
-    if isinstance(config, LlamoeVisionConfig) and layout == "stock":
-        to_stock(config)
     with tempfile.TemporaryDirectory() as folder, written_by(to_stock if layout == "stock" else None):
         config.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, layout

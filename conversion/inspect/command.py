@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import Counter
@@ -126,11 +125,11 @@ def inspect(
     """
     begin = time.perf_counter()
     check_at_least(1, batch=batch, **({} if context is None else {"context": context}))
-    found = open_partly(path)
-    config, tensors, problems = found.config, found.tensors, list(found.problems)
+    found, problems = open_partly(path)
+    config, tensors = found.config, found.tensors
     tied = {} if config is None else tied_head(config)
     kept = {key: tensor for key, tensor in tensors.items() if tied.get(key) not in tensors}
-    stored = sum(math.prod(tensor.shape) for tensor in kept.values()) if tensors else None
+    stored = sum(tensor.numel for tensor in kept.values()) if tensors else None
     parameters, mismatches, needs = None, [], {}
     if config is None:
         family, sizes = guess(tensors)
@@ -150,7 +149,7 @@ def inspect(
             f"the configuration asks for {counted.total:,} numbers, and the files have {stored:,}: "
             f"{len(mismatches):,} tensors do not fit"
         )
-    files = {file.name: file.stat().st_size for file in found.files}
+    files = {file.name: file.stat().st_size for file in found.sources}
     return Inspection(
         path=str(found.path),
         kind=found.kind,
@@ -184,11 +183,8 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
 
 
 def _need(weights: int, cached: int) -> str:
-    return (
-        in_units(weights)
-        if not cached
-        else f"{in_units(weights)} + {in_units(cached)} of cache = {in_units(weights + cached)}"
-    )
+    more = f" + {in_units(cached)} of cache = {in_units(weights + cached)}" if cached else ""
+    return f"{in_units(weights)}{more}"
 
 
 def _text(value: Any) -> str:

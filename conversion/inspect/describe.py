@@ -17,8 +17,9 @@ from ...configuration import (
 )
 from ...configuration.base import LlamoeBaseConfig
 from ...modeling.checkpoints import expert_of
+from ..io import LazyTensor
 from ..verify import compare_configs
-from .footprint import Header, layers_of, split_shapes
+from .footprint import layers_of, split_shapes
 
 OF_CLIP = re.compile(r"(^|\.)visual\.|vision_model\.encoder\.")
 # Patterns of keys that name the family where there is no configuration.
@@ -97,7 +98,7 @@ def presets_like(config: LlamoeBaseConfig) -> list[str]:
     return ranks[min(ranks)] if ranks else []
 
 
-def mismatches_of(expected: dict[str, tuple[int, ...]], tensors: Mapping[str, Header]) -> list[str]:
+def mismatches_of(expected: dict[str, tuple[int, ...]], tensors: Mapping[str, LazyTensor]) -> list[str]:
     """Sentences on tensors that are missing, unknown or of another shape."""
     tensors = {str(expert_of(key) or key): tensor for key, tensor in tensors.items()}
     if any(map(expert_of, tensors)):
@@ -111,7 +112,7 @@ def mismatches_of(expected: dict[str, tuple[int, ...]], tensors: Mapping[str, He
     return lines
 
 
-def guess(tensors: Mapping[str, Header]) -> tuple[str, dict[str, Any]]:
+def guess(tensors: Mapping[str, LazyTensor]) -> tuple[str, dict[str, Any]]:
     """Family and sizes as keys and shapes show them without a configuration; they do not show the number of heads."""
     sizes: dict[str, Any] = {}
     for key, tensor in tensors.items():

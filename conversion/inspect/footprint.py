@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -18,7 +17,7 @@ from ...configuration import LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...modeling.checkpoints import part_of
 from ..hf import split_experts
-from ..io import from_tensor
+from ..io import LazyTensor, from_tensor
 
 # Bytes of a linear layer as bitsandbytes stores it, from its rows and its number of weights.
 _LINEAR_BYTES: dict[str, Callable[[int, int], int]] = {
@@ -31,13 +30,6 @@ NOTE = (
     "int8 and int4: linear layers, as bitsandbytes stores them. Routed experts stay in bfloat16, since quantizers pass "
     "them over, and so do embeddings, routers, norms, the head and the tower's patch embedding."
 )
-
-
-class Header(Protocol):
-    """Shape and dtype of a tensor, as lazy tensors have them."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -77,35 +69,33 @@ def split_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, 
     return {key: tensor.shape for key, tensor in split_experts(stacked).items()}
 
 
-def dtypes_of(tensors: Iterable[Header]) -> dict[str, tuple[int, int]]:
+def dtypes_of(tensors: Iterable[LazyTensor]) -> dict[str, tuple[int, int]]:
     """Dtype to the number of its tensors and their bytes."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for tensor in tensors:
         name = str(tensor.dtype).removeprefix("torch.")
         count, size = found[name]
-        found[name] = (count + 1, size + _nbytes(tensor))
+        found[name] = (count + 1, size + tensor.nbytes)
     return dict(found)
 
 
-def parts_of(config: LlamoeBaseConfig | None, tensors: Mapping[str, Header]) -> dict[str, tuple[int, int]]:
+def parts_of(
+    config: LlamoeBaseConfig | None, tensors: Mapping[str, LazyTensor]
+) -> dict[str, tuple[int, int]]:
     """Part of the model to its number of parameters and their bytes."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for key, tensor in tensors.items():
         part = "vision tower" if isinstance(config, LlamoeVisionConfig) else part_of(key)
         numbers, size = found[part]
-        found[part] = (numbers + math.prod(tensor.shape), size + _nbytes(tensor))
+        found[part] = (numbers + tensor.numel, size + tensor.nbytes)
     return dict(found)
 
 
-def layers_of(config: LlamoeBaseConfig | None, tensors: Mapping[str, Header]) -> list[int]:
+def layers_of(config: LlamoeBaseConfig | None, tensors: Mapping[str, LazyTensor]) -> list[int]:
     """Bytes of each decoder layer; for a tower alone, of each of the tower's layers."""
     sizes: dict[int, int] = defaultdict(int)
     for key, tensor in tensors.items():
         of_tower = re.search(r"(^|\.)vision_model\.", key) and not isinstance(config, LlamoeVisionConfig)
         if not of_tower and (number := re.search(r"(?:^|\.)(?:layers|resblocks)\.(\d+)\.", key)):
-            sizes[int(number[1])] += _nbytes(tensor)
+            sizes[int(number[1])] += tensor.nbytes
     return [sizes[layer] for layer in sorted(sizes)]
-
-
-def _nbytes(tensor: Header) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize

@@ -5,21 +5,18 @@ from __future__ import annotations
 import codecs
 import difflib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...configuration import PRESETS, preset
-from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import reading
 from ...modeling.checkpoints import UNFINISHED, find_weights
 from ..checkpoint import Checkpoint
 from ..hf import read_config
-from ..io import open_weights, read_json
+from ..io import LazyTensor, open_weights, read_json
 from ..open import open_checkpoint
 from .describe import OF_CLIP
-from .footprint import Header
 
 _SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
 _EXPECTED = (
@@ -30,33 +27,23 @@ _EXPECTED = (
 _LONGEST_NAME = 99
 
 
-@dataclass
-class Found:
-    """As much of a checkpoint as can be opened, under the names of `Checkpoint`; `problems` says what is wrong."""
-
-    path: str | os.PathLike
-    kind: str
-    config: LlamoeBaseConfig | None
-    tensors: Mapping[str, Header]
-    files: list[Path]
-    dropped: Mapping[str, str]
-    problems: list[str]
-
-
-def open_partly(given: str | os.PathLike | Checkpoint) -> Found:
+def open_partly(given: str | os.PathLike | Checkpoint) -> tuple[Checkpoint, list[str]]:
     """Open as much as can be opened: a checkpoint, a configuration, a preset, or files of weights.
+
+    Returns:
+        what was found, its `config` None where there is none; and sentences on what is wrong with it.
 
     Raises:
         CheckpointError: nothing can.
     """
     if isinstance(given, Checkpoint):
-        return _of_checkpoint(given)
+        return given, []
     path = Path(given)
     # The name may be too long, or the folder without permission.
     with reading(given):
         is_there, is_file, is_folder = path.exists(), path.is_file(), path.is_dir()
     if not is_there and str(given) in PRESETS:
-        return Found(given, "preset", preset(str(given)), {}, [], {}, [])
+        return Checkpoint(path, "preset", preset(str(given)), {}), []
     if not is_there or not str(given):
         near = difflib.get_close_matches(str(given).lower()[:_LONGEST_NAME], PRESETS, n=1, cutoff=0.7)
         hint = f" Did you mean the preset {near[0]!r}?" if near else ""
@@ -68,16 +55,16 @@ def open_partly(given: str | os.PathLike | Checkpoint) -> Found:
             raise CheckpointError(
                 f"{path}: says no model_type, as the config.json of a model does; {_EXPECTED}."
             )
-        return Found(given, "configuration", read_config(path), {}, [], {}, [])
+        return Checkpoint(path, "configuration", read_config(path), {}), []
     if is_file:
         _check_begin(path)
     with reading(given):
         try:
-            return _of_checkpoint(open_checkpoint(path, companions=False))
+            return open_checkpoint(path, companions=False), []
         except (OSError, ValueError) as error:
-            found = _survey(path, error)
+            found, problems = _survey(path, error)
             if found.config is not None or found.tensors:
-                return found
+                return found, problems
             raise
 
 
@@ -99,28 +86,21 @@ def _check_begin(path: Path) -> None:
         raise CheckpointError(f"{path}: {what} and holds no weights; {_EXPECTED}.")
 
 
-def _of_checkpoint(checkpoint: Checkpoint) -> Found:
-    files = list(checkpoint.sources)
-    return Found(
-        checkpoint.path, checkpoint.kind, checkpoint.config, checkpoint.tensors, files, checkpoint.dropped, []
-    )
-
-
-def _survey(path: Path, error: Exception) -> Found:
+def _survey(path: Path, error: Exception) -> tuple[Checkpoint, list[str]]:
     """Look at each file alone where the whole cannot be opened."""
     missing = _missing_shards(path)
     told = any(str(error).startswith(f"{shard}:") for shard in missing)
     problems = [] if told else [str(error)]
     problems += [f"{shard}: missing, with {held}" for shard, held in missing.items()]
     files = [path]
-    config = None
+    config: Any = None
     if path.is_dir():
         files = sorted(file for suffix in _SUFFIXES for file in path.glob(f"*{suffix}"))
         try:
             config = read_config(path / "config.json")
         except CheckpointError as problem:
             problems.append(str(problem))
-    tensors: dict[str, Header] = {}
+    tensors: dict[str, LazyTensor] = {}
     for file in files:
         try:
             tensors.update(open_weights(file))
@@ -135,7 +115,7 @@ def _survey(path: Path, error: Exception) -> Found:
         if not any(map(OF_CLIP.search, tensors)):
             # Drop the complaint that a file of another model is no tower.
             problems = []
-    return Found(path, kind, config, tensors, files, {}, list(dict.fromkeys(problems)))
+    return Checkpoint(path, kind, config, tensors, sources=files), list(dict.fromkeys(problems))
 
 
 def _missing_shards(folder: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ preallocated_files, write_checkpoint.
 
 from .lazy_tensor import LazyTensor, Slot, blocks, compute, from_tensor, join, stack
 from .name_table import Condition, Drop, Row, Table, read_through, sources_of, write_through
-from .operations import KEEP, TRANSPOSED, FusedRows, Operation, permute_pairs, split
+from .operations import KEEP, TRANSPOSED, FusedRows, Operation, one_of, permute_pairs, split
 from .plan import Plan, Progress, parse_size, split_shards
 from .read_files import check_sums, open_pickle, open_safetensors, open_weights, read_bytes, read_json
 from .source_changes import Look, look_at, note, remember_looks
@@ -37,6 +37,7 @@ __all__ = [
     "join",
     "look_at",
     "note",
+    "one_of",
     "open_pickle",
     "open_safetensors",
     "open_weights",

@@ -82,7 +82,7 @@ class LazyTensor(ABC):
         """View as another dtype; tensors that are not floating are unchanged."""
         if dtype == self.dtype or not self.dtype.is_floating_point:
             return self
-        return _Cast(self, dtype)
+        return _Cast(self, dtype=dtype)
 
     def cut(self, dim: int, start: int, stop: int) -> "LazyTensor":
         """View indices `start` to `stop` of an axis."""
@@ -318,9 +318,6 @@ class _View(_Derived):
 
 
 class _Cast(_Derived):
-    def __init__(self, tensor: LazyTensor, dtype: torch.dtype):
-        super().__init__(tensor, dtype=dtype)
-
     def _read(self, start, stop):
         return self.tensor.read(start, stop).to(self.dtype)
 

@@ -78,25 +78,20 @@ def read_through(
     rows = [row for row in table if isinstance(row, Row)]
     drops = [(_regex(drop.pattern), drop.reason) for drop in table if isinstance(drop, Drop)]
     found, unknown = _sort_names(names, [row.sources for row in rows], rows, sizes)
-    dropped = {}
-    for name in list(unknown):
-        reason = next((reason for regex, reason in drops if regex.fullmatch(name)), None)
-        if reason is not None:
-            dropped[name] = reason
-            unknown.remove(name)
+    dropped = {name: reason for name in unknown for regex, reason in drops if regex.fullmatch(name)}
     _check_common([name for name in names if name not in dropped], files)
     where = _place(files, names)
-    _refuse_unknown(unknown, where)
+    _refuse_unknown([name for name in unknown if name not in dropped], where)
     results: dict[str, LazyTensor] = {}
     givers: dict[str, str] = {}
     for (index, numbers), group in found.items():
         row, values = rows[index], dict(numbers)
-        keys = [_fill(pattern, values) for pattern in row.sources]
+        keys = [pattern.format_map(values) for pattern in row.sources]
         _refuse_missing([key for key in keys if key not in group], group, where)
         parts = [[file[key] for file in files] for key in keys]
         _check_parts(parts, row.axis)
         for pattern, tensor in zip(row.targets, row.operation.forward(parts, row.axis, sizes), strict=True):
-            name = _fill(pattern, values)
+            name = pattern.format_map(values)
             if name in results:
                 raise CheckpointError(
                     f"{where}{keys[0]} and {givers[name]} are the same tensor ({name}) under two names. Remove one."
@@ -123,11 +118,11 @@ def write_through(
     results: list[dict[str, LazyTensor]] = [{} for _ in range(files)]
     for (index, numbers), group in found.items():
         row, values = rows[index], dict(numbers)
-        keys = [_fill(pattern, values) for pattern in row.targets]
+        keys = [pattern.format_map(values) for pattern in row.targets]
         _refuse_missing([key for key in keys if key not in group], group, where)
         parts = row.operation.inverse([tensors[key] for key in keys], row.axis, files, sizes)
         for pattern, pieces in zip(row.sources, parts, strict=True):
-            name = _fill(pattern, values)
+            name = pattern.format_map(values)
             for result, piece in zip(results, pieces, strict=True):
                 assert name not in result, f"two rows of the table write {name}"
                 result[name] = piece
@@ -139,7 +134,7 @@ def sources_of(table: Table, target: str) -> list[str]:
     for row in table:
         for pattern in row.targets if isinstance(row, Row) else ():
             if match := _regex(pattern).fullmatch(target):
-                return [_fill(name, match.groupdict()) for name in row.sources]
+                return [name.format_map(match.groupdict()) for name in row.sources]
     return []
 
 
@@ -197,10 +192,6 @@ def _sort_names(
 def _regex(pattern: str) -> re.Pattern[str]:
     escaped = re.escape(pattern).replace(r"\*", ".*")
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>0|[1-9][0-9]*)", escaped))
-
-
-def _fill(pattern: str, values: Mapping[str, Any]) -> str:
-    return pattern.format_map(values)
 
 
 def _place(files: Sequence[Mapping[str, LazyTensor]], names: list[str]) -> str:

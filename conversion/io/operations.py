@@ -25,7 +25,9 @@ class Operation:
             axis: axis along which files hold parts; None where each file has a copy.
             sizes: the model's configuration.
         """
-        return self.convert([_agree(files) if axis is None else join(files, axis) for files in parts], sizes)
+        why = "every file should hold the same. The files do not belong together, or one is damaged."
+        whole = [one_of(files, why) if axis is None else join(files, axis) for files in parts]
+        return self.convert(whole, sizes)
 
     def inverse(
         self, targets: list[LazyTensor], axis: int | None, files: int, sizes: Any
@@ -136,19 +138,24 @@ def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
     return [tensor.cut(axis, i * part, (i + 1) * part) for i in range(files)]
 
 
-def _agree(copies: list[LazyTensor]) -> LazyTensor:
-    """The first of several copies; reading it compares them."""
-    first = copies[0]
-    if len(copies) == 1:
-        return first
+def one_of(copies: list[LazyTensor], why: str) -> LazyTensor:
+    """The first of several copies; reading it compares them. `why` ends the error: why they should be equal.
 
-    def compare(*tensors: torch.Tensor) -> torch.Tensor:
-        for copy, tensor in zip(copies[1:], tensors[1:], strict=True):
-            if not torch.equal(tensor, tensors[0]):
-                raise CheckpointError(
-                    f"{copy.origin}: differs from {first.origin}, though every file should hold the same. The files do "
-                    "not belong together, or one is damaged."
-                )
-        return tensors[0]
+    Raises:
+        CheckpointError: they differ in shape or dtype.
+    """
+    first, *others = copies
+    if not others:
+        return first
+    problems = [f"{copy.origin}: differs from {first.origin}, though {why}" for copy in others]
+    for copy, problem in zip(others, problems, strict=True):
+        if (copy.shape, copy.dtype) != (first.shape, first.dtype):
+            raise CheckpointError(problem)
+
+    def compare(expected: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        for tensor, problem in zip(tensors, problems, strict=True):
+            if not torch.equal(tensor, expected):
+                raise CheckpointError(problem)
+        return expected
 
     return compute(compare, copies, first.shape, first.dtype, first.origin)

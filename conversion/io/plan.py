@@ -67,11 +67,7 @@ class Plan:
 
 
 def parse_size(size: int | str) -> int:
-    """The bytes of a size: a number, or a text such as "5GB", "500MB" or "2GiB".
-
-    Raises:
-        ValueError: it is not a size, or not above zero.
-    """
+    """The bytes of a size, a number or a text such as "5GB", "500MB" or "2GiB"; `ValueError` if it is below 1."""
     if isinstance(size, str):
         digits = size.strip().rstrip("BbKkMmGgTtIi ")
         unit = size.strip()[len(digits) :].strip().upper()
@@ -87,7 +83,7 @@ def parse_size(size: int | str) -> int:
 
 
 def split_shards(
-    tensors: Mapping[str, LazyTensor], shard_size: int, stem: str = "model"
+    tensors: Mapping[str, LazyTensor], shard_size: int
 ) -> tuple[list[dict[str, dict[str, LazyTensor]]], dict[str, bytes]]:
     """Distribute tensors over safetensors files, named as transformers names them.
 
@@ -103,14 +99,15 @@ def split_shards(
         shards[-1][name] = tensor
         filled += tensor.nbytes
     if len(shards) == 1:
-        return [{f"{stem}.safetensors": shards[0]}], {}
-    names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        return [{"model.safetensors": shards[0]}], {}
+    count = len(shards)
+    files = {f"model-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
     index = {
         "metadata": {
             "total_parameters": sum(tensor.numel for tensor in tensors.values()),
             "total_size": sum(tensor.nbytes for tensor in tensors.values()),
         },
-        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in sorted(shard)},
+        "weight_map": {key: name for name, shard in files.items() for key in sorted(shard)},
     }
-    groups = [{name: shard} for name, shard in zip(names, shards, strict=True)]
-    return groups, {f"{stem}.safetensors.index.json": to_json(index)}
+    groups = [{name: shard} for name, shard in files.items()]
+    return groups, {"model.safetensors.index.json": to_json(index)}

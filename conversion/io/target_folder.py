@@ -11,11 +11,7 @@ TEMPORARY = ".{}.partial"
 
 
 def check_apart(source: Path, target: Path) -> None:
-    """Refuse a target that is the source or inside it, by whatever path.
-
-    Raises:
-        ValueError: it is.
-    """
+    """Refuse, with a `ValueError`, a target that is the source or inside it, by whatever path."""
     if source.is_dir() and source.resolve() in (target.resolve(), *target.resolve().parents):
         raise ValueError(f"{target}: lies in the source, which is never changed. Choose another target.")
 
@@ -65,11 +61,7 @@ def is_empty(target: Path) -> bool:
 
 
 def check_source(folder: Path) -> None:
-    """Refuse a source that a run is writing, or has left unfinished.
-
-    Raises:
-        CheckpointError: it is.
-    """
+    """Refuse, with a `CheckpointError`, a source that a run is writing or has left unfinished."""
     if running := find_run(folder):
         raise CheckpointError(f"{folder}: is being written by {running}. Wait until that ends.")
     check_finished(folder)

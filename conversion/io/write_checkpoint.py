@@ -62,7 +62,11 @@ def _write_alone(plan: Plan, target: Path, lock: RunLock, progress: Progress | N
     earlier = None if is_empty(target) else _read_state(plan, target)
     state = earlier or {"fingerprint": plan.fingerprint(), "made_from": plan.identity, "writing": {}}
     files = plan.files
-    done = _whole_files(plan, target) if earlier else set()
+    # Of an earlier run; files that are written together count only together.
+    done: set[str] = set()
+    for group in plan.groups if earlier else ():
+        if all(_is_whole(target / name, tensors) for name, tensors in group.items()):
+            done.update(group)
     partial = [_partial(target / name) for name in files] if earlier else []
     _check_room(
         target,
@@ -101,7 +105,11 @@ def _write_alone(plan: Plan, target: Path, lock: RunLock, progress: Progress | N
                     path.parent.rmdir()
         elif isinstance(error, OSError):
             lock.check()
-            raise _explain(error, target) from error
+            problem = (
+                f"{target}: writing failed ({error.strerror or error}). Whole files were kept; make room or "
+            )
+            problem += "repair the disk, then go on with resume=True (--resume)"
+            raise OSError(error.errno, problem) from error
         raise
     finally:
         if lock.is_held():
@@ -134,12 +142,6 @@ def _read_state(plan: Plan, target: Path) -> dict[str, Any]:
     return state
 
 
-def _whole_files(plan: Plan, target: Path) -> set[str]:
-    """Names of the weight files that an earlier run has completed; files written together count only together."""
-    groups = [group for group in plan.groups if all(_is_whole(target / name, group[name]) for name in group)]
-    return {name for group in groups for name in group}
-
-
 def _is_whole(path: Path, tensors: Mapping[str, LazyTensor]) -> bool:
     try:
         found = open_weights(path)
@@ -151,21 +153,12 @@ def _is_whole(path: Path, tensors: Mapping[str, LazyTensor]) -> bool:
 
 
 def _check_room(target: Path, needed: int) -> None:
-    folder = next(parent for parent in (target.absolute(), *target.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(target).free
     if needed > free:
         raise OSError(
             errno.ENOSPC,
             f"{target}: {needed / 1e9:.2f} GB have to be written, but only {free / 1e9:.2f} GB are free",
         )
-
-
-def _explain(error: OSError, target: Path) -> OSError:
-    return OSError(
-        error.errno,
-        f"{target}: writing failed ({error.strerror or error}). Whole files were kept; make room or repair the disk, "
-        "then go on with resume=True (--resume)",
-    )
 
 
 def _partial(path: Path) -> Path:
@@ -289,22 +282,18 @@ def _units(group: Mapping[str, Mapping[str, LazyTensor]]) -> list[Unit]:
 
 
 def _check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
-    if block.is_floating_point() and block.dtype.itemsize > 1:
-        for piece in block.split(_CHECKED_AT_ONCE):
-            # A sum is many times faster. It may overflow for finite elements, so they are checked in that case.
-            if not bool(torch.isfinite(piece.sum())) and not bool(piece.isfinite().all()):
-                _refuse_numbers(key, tensor, piece)
-
-
-def _refuse_numbers(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
-    count = int((~block.isfinite()).sum())
-    leaf = next(tensor.leaves())
-    cause = (
-        f"numbers too large for {tensor.dtype} (cast from {leaf.dtype}), NaN or infinity; another dtype may hold them"
-        if leaf.dtype != tensor.dtype
-        else "NaN or infinity; the source is damaged"
-    )
-    raise CheckpointError(f"{leaf.origin} (as {key}): {count} of its numbers are {cause}.")
+    if not block.is_floating_point() or block.dtype.itemsize == 1:
+        return
+    for piece in block.split(_CHECKED_AT_ONCE):
+        # A sum is many times faster. It may overflow for finite elements, so they are checked in that case.
+        if bool(torch.isfinite(piece.sum())) or bool(piece.isfinite().all()):
+            continue
+        count, leaf = int((~piece.isfinite()).sum()), next(tensor.leaves())
+        cause = "NaN or infinity; the source is damaged"
+        if leaf.dtype != tensor.dtype:
+            cause = f"numbers too large for {tensor.dtype} (cast from {leaf.dtype}), NaN or infinity; another dtype "
+            cause += "may hold them"
+        raise CheckpointError(f"{leaf.origin} (as {key}): {count} of its numbers are {cause}.")
 
 
 class _Behind:

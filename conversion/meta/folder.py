@@ -8,7 +8,7 @@ up. `name_tables` has the names, `sizes` the sizes, `params_to_config` and `conf
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -17,7 +17,6 @@ import torch
 
 from ...configuration import LlamoeDenseConfig, LlamoeVisionConfig, count_parameters
 from ...configuration.base import LlamoeBaseConfig
-from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
 from ..checkpoint import (
@@ -27,7 +26,6 @@ from ..checkpoint import (
     carry_out,
     check_at_least,
     check_model,
-    expected_shapes_of,
     parse_dtype,
     takes_options,
     tie_heads,
@@ -36,7 +34,6 @@ from ..io import (
     LazyTensor,
     Plan,
     Slot,
-    Table,
     check_target,
     open_pickle,
     read_bytes,
@@ -115,13 +112,9 @@ def open_meta(
         raise CheckpointError(f"{params.origin}: {error}") from error
     table = llama4_table(config) if seen.generation == 4 else llama_table(axis)
     tensors, left_out = read_through(table, files, config)
-    if config.get_text_config().tie_word_embeddings:
-        heads = tie_heads(tensors)
-        if heads:
-            dropped["output.weight"] = next(iter(heads.values()))
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in heads}
-    _refuse_missing(tensors, config, table, paths)
-    tensors = check_model(config, tensors, str(folder))
+    if config.get_text_config().tie_word_embeddings and (heads := tie_heads(tensors)):
+        dropped["output.weight"] = next(iter(heads.values()))
+    tensors = check_model(config, tensors, str(paths[0]), lambda name: sources_of(table, name))
     translated, notes = {}, note_defaults(params, config)
     if path is None or tokenizer is None:
         notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")
@@ -130,17 +123,6 @@ def open_meta(
         translated = hf_files_from_meta(tokenizer, config, instruct=tuned, family=family, origin=str(path))
     kind = "meta-llama4" if seen.generation == 4 else "meta-llama"
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
-
-
-def _refuse_missing(
-    tensors: Mapping[str, LazyTensor], config: LlamoeBaseConfig, table: Table, paths: Sequence[Path]
-) -> None:
-    """Report missing tensors under Meta's names."""
-    expected = expected_shapes_of(config, len(tensors), str(paths[0].parent))
-    keys = [key for key in expected if key not in tensors]
-    names = list(dict.fromkeys(name for key in keys for name in sources_of(table, key)))
-    if names:
-        raise CheckpointError(f"{paths[0]}: {listed(names)} missing; the checkpoint is not whole.")
 
 
 def _is_tuned(folder: Path) -> bool:
@@ -200,7 +182,8 @@ def save_meta(
     embedding_axis = 0 if generation > 2 else 1
     tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))
     if config.get_text_config().tie_word_embeddings:
-        tensors = _untied(tensors)
+        embedding = next(name for name in tensors if name.endswith("model.embed_tokens.weight"))
+        tensors[embedding.replace("model.embed_tokens", "lm_head")] = tensors[embedding]
         notes.append(
             "the embedding serves as the output head (tie_word_embeddings); Meta's format has no such thing: "
             "output.weight is a copy"
@@ -258,12 +241,6 @@ def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> i
         return 3 if looks_like_table(tokenizer) else 2
     theta = (config.rope_parameters or {}).get("rope_theta")
     return 3 if config.vocab_size > LARGEST_SENTENCEPIECE or theta == LLAMA3_THETA else 2
-
-
-def _untied(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The tensors, with a tied embedding copied as output head, since Meta's code has no tying."""
-    name = next(name for name in tensors if name.endswith("model.embed_tokens.weight"))
-    return {**tensors, name.replace("model.embed_tokens", "lm_head"): tensors[name]}
 
 
 def _usual_files(

@@ -72,7 +72,7 @@ class _Experts(Operation):
     def forward(self, parts, axis, sizes):
         """Stack, join the files' slices of every expert, then join gate and up."""
         assert axis is not None
-        experts = _text(sizes).num_local_experts
+        experts = sizes.get_text_config().num_local_experts
         stacked = [[self._stacked(part, experts) for part in files] for files in parts]
         sides = [join(files, axis + self.flat) for files in stacked]
         for side in sides[1:]:
@@ -132,17 +132,13 @@ class _ResampledPositions(Operation):
         return [compute(resample, [tensor], tensor.shape, tensor.dtype, tensor.origin)]
 
 
-def _text(sizes: LlamoeBaseConfig) -> Any:
-    return sizes.get_text_config()
-
-
 def _qkv_shares(sizes: Any) -> list[int]:
-    text = _text(sizes)
+    text = sizes.get_text_config()
     return [text.num_attention_heads, text.num_key_value_heads, text.num_key_value_heads]
 
 
 def _is_mixture(sizes: Any, numbers: Mapping[str, int]) -> bool:
-    return numbers["i"] in _text(sizes).moe_layers
+    return numbers["i"] in sizes.get_text_config().moe_layers
 
 
 def _is_dense(sizes: Any, numbers: Mapping[str, int]) -> bool:
@@ -310,8 +306,6 @@ def llama4_table(config: LlamoeBaseConfig, style: str | None = None) -> Table:
         style: names to write, "release" or "unfused". None is a table for reading, which has both in any layer, and an
             older form of the tower's positions.
     """
-    if style is not None and style not in STYLES:
-        raise ValueError(f"style = {style!r}: should be one of {', '.join(map(repr, STYLES))}.")
     chosen = {
         "release": _LLAMA4_SHARED + _LLAMA4_RELEASE,
         "unfused": _LLAMA4_SHARED + _LLAMA4_UNFUSED,
@@ -333,7 +327,7 @@ def check_division(config: LlamoeBaseConfig, files: int, embedding_axis: int) ->
     Raises:
         ValueError: sizes are not divisible; the message names all of them.
     """
-    text = _text(config)
+    text = config.get_text_config()
     sizes = {"num_key_value_heads": text.num_key_value_heads, "num_attention_heads": text.num_attention_heads}
     if isinstance(config, LlamoeDenseConfig):
         sizes["intermediate_size"] = text.intermediate_size

@@ -324,7 +324,7 @@ def _read_text(params: Params, seen: Seen) -> dict[str, Any]:
         "no_rope_layer_interval": params.optional_integer("nope_layer_interval"),
         "use_qk_norm": params.flag("use_qk_norm"),
         "attn_temperature_tuning": params.flag("attn_temperature_tuning"),
-        "floor_scale": _whole(params, "floor_scale", 8192.0),
+        "floor_scale": params.integer("floor_scale", 8192),
         "attn_scale": params.number("attn_scale", 0.1),
         "intermediate_size_mlp": _inner(params, seen, dim),
     }
@@ -344,13 +344,6 @@ def _read_text(params: Params, seen: Seen) -> dict[str, Any]:
         "moe_layers": list(range(step - 1, layers, step)),
         "intermediate_size": inner,
     }
-
-
-def _whole(params: Params, name: str, default: float) -> int:
-    value = params.number(name, default)
-    if not value.is_integer():
-        params.reject(name, "a whole number")
-    return int(value)
 
 
 def _read_vision(params: Params, seen: Seen) -> dict[str, Any]:

@@ -8,7 +8,14 @@ from .folder_files import hf_files_from_meta, meta_tokenizer_model, multimodal_c
 from .meta_tokenizer import check_tokenizer
 from .processors import processor_files, processor_of_layout
 from .tiktoken_tables import looks_like_table
-from .tokenizer_json import MULTIMODAL_TOKENS, check_companions, extend_tokenizer, fill_vocabulary, token_ids
+from .tokenizer_json import (
+    MULTIMODAL_TOKENS,
+    check_companions,
+    extend_tokenizer,
+    fill_vocabulary,
+    read_part,
+    token_ids,
+)
 
 __all__ = [
     "MULTIMODAL_TOKENS",
@@ -22,5 +29,6 @@ __all__ = [
     "multimodal_chat_template",
     "processor_files",
     "processor_of_layout",
+    "read_part",
     "token_ids",
 ]

@@ -42,8 +42,7 @@ def hf_files_from_meta(
         instruct: whether the model was trained to chat. True writes the chat template, the tokens that end an answer,
             and the sampling settings of Meta's examples (temperature 0.6, top_p 0.9). None, unknown, omits the sampling
             settings. False, a base model, stops only at the end of text and, for Llama 2, has no template.
-        family: as in `check_tokenizer`.
-        origin: as in `check_tokenizer`.
+        family, origin: as in `check_tokenizer`.
 
     Returns:
         file name to content: the original tokenizer.model, tokenizer.json, tokenizer_config.json,

@@ -115,7 +115,7 @@ def check_companions(companions: Mapping[str, bytes], config: Any, origin: str |
 
 
 def read_part(companions: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The content of a JSON file of a tokenizer; empty if there is none."""
+    """The object in one of the small JSON files around a tokenizer; empty if there is no such file."""
     if name not in companions:
         return {}
     try:
@@ -134,7 +134,7 @@ def read_part(companions: Mapping[str, bytes], name: str) -> dict[str, Any]:
             ) from error
     if not isinstance(content, dict) or (name == "tokenizer.json" and not _is_tokenizer(content)):
         raise CheckpointError(
-            f"{name}: is JSON, but not what a tokenizer's file holds. Take it from its source again."
+            f"{name}: is JSON, but not what such a file holds. Take it from its source again."
         )
     return content
 

@@ -25,7 +25,7 @@ from ..io import Progress
 from ..open import open_checkpoint
 from .common_parts import Normalization, pixel_normalization, shared_parts
 from .compare_stored import compare_configs, compare_rows, compare_tensors
-from .compare_unreached import Seen, Side, compare_unreached, wanted_tokens
+from .compare_unreached import compare_unreached, wanted_tokens
 from .report import (
     TOLERANCE,
     OutputDifference,
@@ -37,8 +37,6 @@ from .report import (
     within,
 )
 from .run_streamed import Weights, random_inputs, run, tied_head
-
-__all__ = ["TOLERANCE", "OutputDifference", "Verification", "verify"]
 
 
 def verify(
@@ -84,9 +82,6 @@ def verify(
         logits: compute outputs; otherwise only weights and configurations are compared.
         device: device that the models run on; this machine must have it.
         progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
-
-    Returns:
-        The findings.
 
     Raises:
         CheckpointError: a path is no checkpoint, or a file is damaged.
@@ -262,22 +257,13 @@ class _Runner:
         sides = []
         for side, part in zip("ab", self.parts, strict=True):
             try:
-                weights = Weights(part.config, part.tensors, self.device, self.meter.advance)
+                sides.append(Weights(part.config, part.tensors, self.device, self.meter.advance))
             except CheckpointError as error:
                 return replace(result, same_function=False), [f"{side} cannot be run: {error}"]
-            sides.append(Side(part.config, weights, {}))
         result = replace(result, tokens=(tokens, rows, seed), by_layer=self.by_layer)
         result, reasons = self._outputs(result, (sides[0], sides[1]), inputs)
         if result.same_function and (not result.same_weights or result.structure):
-            seen = Seen(
-                tokens=set(inputs[0]["input_ids"].unique().tolist()) if "input_ids" in inputs[0] else set(),
-                rows=rows_differ,
-                experts=unequal,
-                others=[*result.tensors, *result.shapes, *result.only_in_a, *result.only_in_b],
-                layers=result.layers,
-                has_pictures="pixel_values" in inputs[0],
-            )
-            answers = compare_unreached((sides[0], sides[1]), seen, result.tolerance, seed)
+            answers = compare_unreached((sides[0], sides[1]), result, inputs[0], rows_differ, unequal, seed)
             if answers:
                 is_other = any(same is False for same, _ in answers)
                 result = replace(result, same_function=False if is_other else None)
@@ -285,7 +271,7 @@ class _Runner:
         return result, reasons
 
     def _outputs(
-        self, result: Verification, sides: tuple[Side, Side], inputs: list[dict[str, Any]]
+        self, result: Verification, sides: tuple[Weights, Weights], inputs: list[dict[str, Any]]
     ) -> tuple[Verification, list[str]]:
         states: dict[str, torch.Tensor] = {}
         layers: list[OutputDifference] = []
@@ -296,7 +282,7 @@ class _Runner:
                 layers.append(difference(name, expected, state))
 
         first, second = (
-            run(side.config, side.weights, given, stream=self.by_layer, watch=watch, used=side.used)
+            run(side, given, stream=self.by_layer, watch=watch)
             for side, given, watch in zip(sides, inputs, (states.__setitem__, compare_state), strict=True)
         )
         reasons = []

@@ -66,14 +66,11 @@ def _encoders(parts: list[Checkpoint]) -> tuple[list[Checkpoint], list[str]]:
         dropped.append("visual_projection.")
         for config in configs:
             config.projection_dim = None
-    kept = [
-        {key: tensor for key, tensor in part.tensors.items() if not key.startswith(tuple(dropped))}
-        for part in parts
-    ]
-    return [
-        replace(part, config=config, tensors=tensors)
-        for part, config, tensors in zip(parts, configs, kept, strict=True)
-    ], notes
+    encoders = []
+    for part, config in zip(parts, configs, strict=True):
+        kept = {key: tensor for key, tensor in part.tensors.items() if not key.startswith(tuple(dropped))}
+        encoders.append(replace(part, config=config, tensors=kept))
+    return encoders, notes
 
 
 def _left_out(what: str, in_a: bool, in_b: bool) -> str:

@@ -14,16 +14,14 @@ This holds where both models' hidden states are equal. Where outputs agree and h
 written in another basis, and rows and experts cannot be compared one by one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
-from ...configuration.base import LlamoeBaseConfig
 from ...configuration.checks import listed
 from ...modeling.moe import Experts
-from .report import OutputDifference
+from .report import Verification
 from .run_streamed import ExpertsOnDemand, Weights
 
 # Names listed in a sentence.
@@ -40,44 +38,23 @@ Answer = tuple[bool | None, str]
 """Whether the function is the same, None if unknown; and the reason."""
 
 
-@dataclass
-class Side:
-    """One of the two models.
+def compare_unreached(
+    sides: tuple[Weights, Weights],
+    result: Verification,
+    inputs: Mapping[str, torch.Tensor],
+    rows: torch.Tensor | None,
+    experts: Mapping[str, set[int]],
+    seed: int,
+) -> list[Answer]:
+    """Compare what the run did not reach; both models' outputs agree.
 
-    Attributes:
-        config: its configuration.
-        weights: its parameters.
-        used: name of a layer's experts to the experts that got a token.
-    """
-
-    config: LlamoeBaseConfig
-    weights: Weights
-    used: dict[str, set[int]]
-
-
-@dataclass
-class Seen:
-    """Findings of the comparison of weights and of the run of both models.
-
-    Attributes:
-        tokens: token ids of the run.
+    Args:
+        sides: both models after the run.
+        result: findings of the comparison of weights and of the run.
+        inputs: the first model's inputs of the run.
         rows: difference of each common embedding row, or None where the embeddings' widths differ.
         experts: key of a stack to the experts whose elements differ.
-        others: keys of all tensors that differ in elements or shape, or are on one side only.
-        layers: differences of the hidden states.
-        has_pictures: whether the run had pictures.
-    """
-
-    tokens: set[int]
-    rows: torch.Tensor | None
-    experts: Mapping[str, set[int]]
-    others: Sequence[str]
-    layers: Sequence[OutputDifference]
-    has_pictures: bool
-
-
-def compare_unreached(sides: tuple[Side, Side], seen: Seen, tolerance: float, seed: int) -> list[Answer]:
-    """Compare what the run did not reach; both models' outputs agree.
+        seed: random seed of the rows that experts are compared with.
 
     Returns:
         an answer for each part that differs, or may differ. The tolerance has the units of the module's docstring.
@@ -85,21 +62,32 @@ def compare_unreached(sides: tuple[Side, Side], seen: Seen, tolerance: float, se
     if isinstance(sides[0].config, LlamoeVisionConfig):
         # A picture reaches every weight of a tower.
         return []
-    is_one_basis = bool(seen.layers) and all(
+    is_one_basis = bool(result.layers) and all(
         part.mean_abs <= _SAME_BASIS * part.std
-        for part in seen.layers
+        for part in result.layers
         if not part.name.startswith(_OF_PICTURES)
     )
-    answers = [*_of_pictures(sides, seen), *_of_embeddings(sides, seen, tolerance, is_one_basis)]
+    answers: list[Answer] = []
+    differing = [*result.tensors, *result.shapes, *result.only_in_a, *result.only_in_b]
+    keys = [key for key in differing if key.startswith(_OF_PICTURES)]
+    if keys and "pixel_values" not in inputs and all(isinstance(side.config, LlamoeConfig) for side in sides):
+        found = "no picture was run, since a vocabulary has no token for it, and these differ"
+        answers.append((None, f"{found}: {listed(keys, _SHOWN)}"))
+    tokens = set(inputs["input_ids"].unique().tolist())
+    if rows is not None:
+        answers += _of_embeddings(sides, rows, tokens, result.tolerance, is_one_basis)
+    elif any(key.endswith(_EMBEDDING) for key in differing):
+        found = "the embeddings have rows of two widths"
+        answers.append((None, f"{found}: other tokens than the {len(tokens)} were not compared"))
     names = {
         key.removesuffix(".gate_up_proj"): None
         for side in sides
-        for key in side.weights.tensors
+        for key in side.tensors
         if key.endswith(_EXPERTS)
     }
     for name in names:
         layer = _Layer(name, sides, seed)
-        if answer := layer.compare(seen.experts, tolerance, is_one_basis):
+        if answer := layer.compare(experts, result.tolerance, is_one_basis):
             answers.append(answer)
             if answer[0] is False:
                 break
@@ -114,30 +102,17 @@ def wanted_tokens(rows: torch.Tensor | None) -> list[int]:
     return order[: int((rows > 0).sum())].tolist()
 
 
-def _of_pictures(sides: tuple[Side, Side], seen: Seen) -> Iterator[Answer]:
-    if seen.has_pictures or not all(isinstance(side.config, LlamoeConfig) for side in sides):
-        return
-    if keys := [key for key in seen.others if key.startswith(_OF_PICTURES)]:
-        found = "no picture was run, since a vocabulary has no token for it, and these differ"
-        yield None, f"{found}: {listed(keys, _SHOWN)}"
-
-
 def _of_embeddings(
-    sides: tuple[Side, Side], seen: Seen, tolerance: float, is_one_basis: bool
-) -> Iterator[Answer]:
-    if seen.rows is None:
-        if any(key.endswith(_EMBEDDING) for key in seen.others):
-            found = "the embeddings have rows of two widths"
-            yield None, f"{found}: other tokens than the {len(seen.tokens)} were not compared"
-        return
+    sides: tuple[Weights, Weights], rows: torch.Tensor, tokens: set[int], tolerance: float, is_one_basis: bool
+) -> list[Answer]:
     # Picture features replace the embedding of the image token, so its row is never read.
-    known = seen.tokens | {getattr(side.config, "image_token_index", -1) for side in sides}
-    beyond = [row for row in wanted_tokens(seen.rows) if row not in known and not seen.rows[row] <= tolerance]
+    known = tokens | {getattr(side.config, "image_token_index", -1) for side in sides}
+    beyond = [row for row in wanted_tokens(rows) if row not in known and not rows[row] <= tolerance]
     if not beyond:
-        return
+        return []
     worst = f"{_names('embedding row', sorted(beyond))}, which no random token read, differ by as much as "
-    worst += f"{seen.rows[beyond[0]].item():.3g} of the row's size"
-    yield _difference(worst, is_one_basis)
+    worst += f"{rows[beyond[0]].item():.3g} of the row's size"
+    return [_difference(worst, is_one_basis)]
 
 
 def _difference(found: str, is_one_basis: bool) -> Answer:
@@ -149,28 +124,26 @@ def _difference(found: str, is_one_basis: bool) -> Answer:
 class _Layer:
     """The experts and routers of one layer in both models; one of the models may have none."""
 
-    def __init__(self, name: str, sides: tuple[Side, Side], seed: int):
+    def __init__(self, name: str, sides: tuple[Weights, Weights], seed: int):
         self.name, self.sides = name, sides
         self.label = name.removeprefix("language_model.").removeprefix("model.").removesuffix(".experts")
-        self.has = [f"{name}.gate_up_proj" in side.weights.tensors for side in sides]
+        stacks = [side.tensors.get(f"{name}.gate_up_proj") for side in sides]
+        self.counts = [0 if stack is None else stack.shape[0] for stack in stacks]
+        self.has = [stack is not None for stack in stacks]
         self.modules, self.inputs, self.routers = [], [], []
         for side, has in zip(sides, self.has, strict=True):
             if not has:
                 self.modules.append(None)
                 continue
-            config, weights = side.config.get_text_config(), side.weights
+            config = side.config.get_text_config()
             with torch.device("meta"):
-                self.modules.append(ExpertsOnDemand(Experts(config), name, weights))
+                self.modules.append(ExpertsOnDemand(Experts(config), name, side))
             # Scaled by the norm's weight, which may instead have been multiplied into the matrices after the norm.
-            scale = weights.read(name.replace("feed_forward.experts", "post_attention_layernorm.weight"))
+            scale = side.read(name.replace("feed_forward.experts", "post_attention_layernorm.weight"))
             generator = torch.Generator().manual_seed(seed)
             rows = torch.randn(_ROWS, config.hidden_size, generator=generator)
-            self.inputs.append(rows.to(weights.device) * scale)
-            self.routers.append(weights.read(name.replace(".experts", ".router.weight")) * scale)
-        self.counts = [
-            side.weights.tensors[f"{name}.gate_up_proj"].shape[0] if has else 0
-            for side, has in zip(sides, self.has, strict=True)
-        ]
+            self.inputs.append(rows.to(side.device) * scale)
+            self.routers.append(side.read(name.replace(".experts", ".router.weight")) * scale)
 
     def compare(
         self, differing: Mapping[str, set[int]], tolerance: float, is_one_basis: bool
@@ -205,7 +178,7 @@ class _Layer:
         self, partners: Sequence[int], unequal: set[int], tolerance: float
     ) -> dict[int, float]:
         """Experts of the first side whose outputs differ from their partners', with the difference."""
-        shapes = [side.weights.tensors[f"{self.name}.down_proj"].shape for side in self.sides]
+        shapes = [side.tensors[f"{self.name}.down_proj"].shape for side in self.sides]
         is_all = shapes[0] != shapes[1] or not torch.equal(*self.inputs)
         used = [side.used.get(self.name, set()) for side in self.sides]
         beyond = {}

@@ -49,6 +49,11 @@ class Weights:
 
     `on_read` is called with the number of bytes and the origin of everything that is read.
 
+    Attributes:
+        config: the model's configuration.
+        tensors: the parameters by name.
+        used: name of each layer's experts to the experts that a token was sent to; `run` fills it.
+
     Raises:
         CheckpointError: a weight of the model is missing or has another shape.
     """
@@ -62,9 +67,9 @@ class Weights:
     ):
         # As in `from_pretrained`, a tied head that is stored all the same is used as its own weight.
         aliases = {head: tensors[key] for head, key in tied_head(config).items() if key in tensors}
-        self.tensors = {**aliases, **tensors}
-        self.device = device
-        self.on_read = on_read
+        self.config, self.tensors = config, {**aliases, **tensors}
+        self.device, self.on_read = device, on_read
+        self.used: dict[str, set[int]] = {}
         expected = expected_shapes(config)
         if missing := [name for name in expected if name not in self.tensors]:
             raise CheckpointError(f"the model needs tensors that are not there: {listed(missing)}")
@@ -122,29 +127,22 @@ class ExpertsOnDemand(nn.Module):
 
 
 def run(
-    config: LlamoeBaseConfig,
-    weights: Weights,
-    inputs: dict[str, torch.Tensor],
-    *,
-    stream: bool,
-    watch: Watch,
-    used: dict[str, set[int]] | None = None,
+    weights: Weights, inputs: dict[str, torch.Tensor], *, stream: bool, watch: Watch
 ) -> dict[str, torch.Tensor]:
     """Run a model once.
 
     Args:
-        config: the model's configuration.
-        weights: its parameters.
+        weights: the model's configuration and parameters.
         inputs: arguments of its `forward`, on any device.
         stream: read one matrix at a time; otherwise the whole model is first read into memory.
         watch: called with name and output of the embedding, each layer and the last norm, in this order; names are
             those of `LlamoeForCausalLM.model`, and a tower's begin with `vision_model`.
-        used: filled with the experts that a token was sent to, under the name of each layer's stack.
 
     Returns:
         float32 on the CPU: `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower `last_hidden_state` and,
         if it has one, `pooler_output`.
     """
+    config = weights.config
     model = build_empty(config)
     if stream:
         _stream(model, weights)
@@ -155,8 +153,8 @@ def run(
             module.register_forward_hook(
                 lambda _, inputs, output, label=label: watch(label, output.float().cpu())
             )
-        if used is not None and isinstance(module, ExpertsOnDemand if stream else Experts):
-            chosen = used.setdefault(name, set())
+        if isinstance(module, ExpertsOnDemand if stream else Experts):
+            chosen = weights.used.setdefault(name, set())
             module.register_forward_pre_hook(
                 lambda _, inputs, chosen=chosen: chosen.update(inputs[1].unique().tolist())
             )

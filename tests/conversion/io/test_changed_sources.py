@@ -160,13 +160,13 @@ def test_what_changes_between_opening_and_writing_is_noticed(given, kind, patter
 
 def test_what_changes_while_the_source_is_opened_is_noticed(given, tmp_path, monkeypatch):
     """The configuration, after it was read and before the weights were."""
-    plain = folder_of_hf.weight_files
+    plain = folder_of_hf.find_weights
 
     def find_weights(folder):
         exchange(folder / "config.json")
         return plain(folder)
 
-    monkeypatch.setattr(folder_of_hf, "weight_files", find_weights)
+    monkeypatch.setattr(folder_of_hf, "find_weights", find_weights)
     with pytest.raises(ValueError, match=f"^{given / 'hf' / 'config.json'}: was changed"):
         WRITERS["convert"][0](given, tmp_path / "to")
     assert not (tmp_path / "to").exists()

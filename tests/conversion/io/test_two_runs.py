@@ -22,7 +22,6 @@ import llamoe
 from llamoe.conversion import (
     assemble,
     checkpoint,
-    cli,
     convert,
     convert_vision,
     inspect,
@@ -33,6 +32,7 @@ from llamoe.conversion import (
 )
 from llamoe.conversion.io import run_lock
 from llamoe.conversion.io.run_lock import one_run
+from llamoe_command import cli
 
 CASE = replace(META_LLAMA_2, params={**META_LLAMA_2.params, "n_layers": 2})
 LOCK = ".llamoe-lock"

@@ -67,9 +67,8 @@ def used_experts(folder, stream=True):
     opened = open_hf(folder)
     weights = run_streamed.Weights(opened.config, opened.tensors, torch.device("cpu"))
     inputs, _ = run_streamed.random_inputs((opened.config, opened.config), 32, 2, 0)
-    used = {}
-    run_streamed.run(opened.config, weights, inputs, stream=stream, watch=lambda *_: None, used=used)
-    return used
+    run_streamed.run(weights, inputs, stream=stream, watch=lambda *_: None)
+    return weights.used
 
 
 def unused_experts(folder, layer=3):

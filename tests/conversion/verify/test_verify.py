@@ -84,7 +84,7 @@ def test_a_model_read_one_matrix_at_a_time_computes_what_the_whole_model_does(fa
     weights = run_streamed.Weights(model.config, tensors, torch.device("cpu"))
     inputs, _ = run_streamed.random_inputs((model.config, model.config), 53, 2, seed=1)
     states = {}
-    found = run_streamed.run(model.config, weights, inputs, stream=stream, watch=states.__setitem__)
+    found = run_streamed.run(weights, inputs, stream=stream, watch=states.__setitem__)
     with torch.no_grad():
         expected = model(**inputs, output_hidden_states=True)
     assert found
@@ -124,7 +124,7 @@ def test_a_stream_holds_one_matrix_at_a_time_and_only_the_experts_that_are_used(
 
     weights = Watched(model.config, tensors, torch.device("cpu"))
     inputs = {"input_ids": torch.tensor([[3]])}
-    run_streamed.run(model.config, weights, inputs, stream=True, watch=lambda name, state: None)
+    run_streamed.run(weights, inputs, stream=True, watch=lambda name, state: None)
     largest = max(tensor.nbytes // (tensor.shape[0] if tensor.ndim > 2 else 1) for tensor in tensors.values())
     experts = [row for row in rows if "experts.gate_up_proj" in row[0]]
     assert len(experts) == 2 * len(model.config.moe_layers)  # one token, two experts, of five
