@@ -1,4 +1,4 @@
-"""Conversion between Meta's format and Hugging Face's: a checkpoint is recognised by its files, opened and written."""
+"""Conversion between Meta's format and Hugging Face's: `llamoe convert`."""
 
 import os
 from typing import Unpack

@@ -8,6 +8,7 @@ difference, 2 for wrong options or an unusable source, 3 if reading or writing f
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect as signatures
 import json
 import os
@@ -106,7 +107,7 @@ def _load(*sources: Path) -> ModuleType:
                 raise ValueError(f"{path}: no such file or folder.")
     from transformers.utils import logging
 
-    from llamoe import conversion
+    conversion = importlib.import_module("llamoe.conversion")
 
     # transformers' advice about configurations is meant for their authors.
     logging.set_verbosity_error()

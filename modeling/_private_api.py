@@ -34,7 +34,7 @@ def is_observed() -> bool:
         is_under_functorch()
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
-        or _has_any_global_hook()
+        or bool(_has_any_global_hook())
     )
 
 

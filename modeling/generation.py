@@ -7,6 +7,7 @@ request fits into one chunk; longer requests are refused.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -153,6 +154,11 @@ class ChunkedGeneration(CheckedGeneration):
 
 class MultimodalGeneration(ChunkedGeneration):
     """Images in `generate`: with beams, and in the first pass alone."""
+
+    # Of the model.
+    vision_model: Any
+    _image_places: Callable
+    _mismatch: Callable
 
     def _get_candidate_generator(self, generation_config, *args, **kwargs):
         if generation_config.assistant_early_exit is not None:

@@ -5,7 +5,7 @@ a GPU, only tensors on the CPU are checked.
 """
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from transformers import Cache, PreTrainedConfig
@@ -75,7 +75,7 @@ def check_tokens(
                 f"input_ids contain {lowest if lowest < 0 else highest} where the model has "
                 f"vocab_size = {config.vocab_size}: use the tokenizer of this checkpoint."
             )
-    return input_ids
+    return cast(torch.Tensor, input_ids)
 
 
 def check_inputs(

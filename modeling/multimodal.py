@@ -158,7 +158,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         pixel_values: torch.Tensor | None,
         encoder_outputs: dict[str, Any] | None,
         is_first_pass: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Embeddings with the image features in their places, and the tower's output."""
         images = (encoder_outputs or {}).get("image")
         if images is not None and pixel_values is not None:

@@ -132,7 +132,9 @@ def write_through(
 def sources_of(table: Table, target: str) -> list[str]:
     """Source names of the tensors behind a target name, for messages; of several rows, those of the first."""
     for row in table:
-        for pattern in row.targets if isinstance(row, Row) else ():
+        if not isinstance(row, Row):
+            continue
+        for pattern in row.targets:
             if match := _regex(pattern).fullmatch(target):
                 return [name.format_map(match.groupdict()) for name in row.sources]
     return []

@@ -155,7 +155,8 @@ def attend_in_form(
         return attend_in(partial(attend, module, position_ids=None, **kwargs), query, key, value, form), None
     if attend is sdpa_attention_forward and are_single_queries(query, form, **kwargs):
         return attend_to_single_queries(query, key, value, form, kwargs["scaling"]), None
-    implementation = module.config._attn_implementation
+    config: Any = module.config
+    implementation = config._attn_implementation
     if is_flash_attention_requested(requested_attention_implementation=implementation):
         # flash attention would look for packed rows in every layer; `MaskInputs` has found them already.
         position_ids = None

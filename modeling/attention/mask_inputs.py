@@ -207,7 +207,8 @@ class MaskInputs:
         """Groups of queries `[B, Q]` and of keys `[B, K]`, outside of which nothing is seen; None: a row is one."""
         if self.segments is not None:
             groups = packed_groups(self.segments, self.positions, rule.chunk_size)
-            return (groups.expand(self.batch_size, -1),) * 2
+            groups = groups.expand(self.batch_size, -1)
+            return groups, groups
         if rule.chunk_size is None:
             return None
         self._check_window(rule)

@@ -92,7 +92,7 @@ class StackExperts(MergeModulelist):
         parts = [input_dict.pop(pattern) for pattern in source_patterns]
         if not parts[0]:
             # The shard [0, ...] of a device without experts; the parameter is still on the meta device.
-            stack = model.get_parameter(full_layer_name)
+            stack: Any = model.get_parameter(full_layer_name)
             shard = torch.empty_like(stack.to_local(), device=stack.device_mesh.device_type)
             return {target_patterns[0]: shard}
         size_in, size_out = parts[0][0].shape

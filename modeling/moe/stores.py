@@ -1,4 +1,4 @@
-"""Where the numbers of the experts are, and in which form.
+"""Where the numbers of the experts are, and the loop over experts that defines their result.
 
 A store answers one thing: the products of these rows with these experts (`Experts.products`). It has no part in the
 choice of rows and experts, nor in how rows are sorted and multiplied (`dispatch`). The only store so far is the
