@@ -123,9 +123,6 @@ def model_pair(
             embedding.copy_(4 * steer(embedding, routers[0], wanted))
     with torch.device("meta"):
         ours = our_class(llamoe.from_stock(config))
-    if routers:
-        # The stock model has noted in `config`, which ours is made from, that it knows `eager` alone.
-        ours.set_experts_implementation("llamoe")
     ours.load_state_dict(dict(stock.named_parameters()), assign=True)
     return stock.eval(), ours.eval()
 

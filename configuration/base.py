@@ -93,6 +93,9 @@ def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
     for name in ("attn_implementation", "experts_implementation"):
         if (value := getattr(config, f"_{name}", None)) is not None:
             data[name] = value
+    # A stock model notes in its configuration that it knows no other way; nobody has chosen it for ours.
+    if data.get("experts_implementation") == "eager" and not isinstance(config, LlamoeBaseConfig):
+        del data["experts_implementation"]
     return data
 
 

@@ -5,8 +5,18 @@ import logging
 
 import pytest
 import torch
+import transformers
 from support import programs
-from support.models import MODELS, MULTIMODAL, for_models, main_output, max_abs, run, text_config
+from support.models import (
+    MODELS,
+    MULTIMODAL,
+    for_models,
+    main_output,
+    max_abs,
+    run,
+    stock_text_config,
+    text_config,
+)
 from transformers import AutoModelForCausalLM
 
 import llamoe
@@ -79,6 +89,15 @@ def test_experts_implementation_is_taken(case, name, when, calls, tmp_path):
     calls.clear()
     assert max_abs(run(model, **inputs), expected) < 1e-5 * expected.std()
     assert calls == {name: 2}
+
+
+def test_a_stock_model_does_not_choose_the_experts_of_ours():
+    """It notes in its configuration that it computes them one by one: ours would be slow, and nobody would know."""
+    stock = transformers.Llama4ForCausalLM(stock_text_config())
+    assert stock.config._experts_implementation == "eager"
+    for config in (stock.config, llamoe.from_stock(stock.config)):
+        ours = llamoe.LlamoeForCausalLM(config)
+        assert ours.config._experts_implementation == "llamoe"
 
 
 @for_models("has_experts")
