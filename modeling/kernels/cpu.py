@@ -6,10 +6,9 @@ llamoe is imported, turns all of them off: the model then runs the formulas that
 
 * `apply_linear`: on AMD processors, a linear layer of a few rows in float32. A decode step is bound by reading weights.
   torch calls MKL's plain product, which reaches the memory's speed on Intel's processors and about half of it on AMD's.
-  There MKL's batched product is faster, with the weight's rows cut into a batch. On Intel's it takes 2.5 times as long.
+  There MKL's batched product is faster, with the weight's rows cut into a batch. On Intel's it is slower.
 * `attend_to_single_queries`: attention of one query a row, reading each key once. torch's own way copies the cached
-  keys for each query head that shares them, or takes a slow kernel: at 4096 cached tokens it costs 3 times as much in
-  float32, and 15 times in bfloat16.
+  keys for each query head that shares them, or takes a slow kernel, which costs most in bfloat16.
 
 `python -m benchmarks.cpu --cases parts` measures the linear layer, on weights that are in no cache.
 
