@@ -41,17 +41,6 @@ def _metadata_version(package: str) -> str:
         return "(none)"
 
 
-def shifts_assistant_masks() -> bool:
-    """Whether a processor's `apply_chat_template` accounts for pictures, which lengthen the text behind them.
-
-    transformers before 5.23 looks for the assistant's tokens at their offsets in the short text, and finds other tokens
-    or none. Later releases are recognised by the method that shifts the offsets.
-    """
-    from transformers import ProcessorMixin
-
-    return hasattr(ProcessorMixin, "_adjust_assistant_masks_indices")
-
-
 def offloads_everything() -> bool:
     """Whether accelerate can have a whole model, and tied weights, on disk.
 

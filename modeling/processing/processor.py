@@ -6,9 +6,7 @@ forwards the tokenizer's attributes that trainers ask of a processor.
 """
 
 import os
-from bisect import bisect_right
 from collections.abc import Sequence
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,7 @@ from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.processing_utils import MultiModalData
 
 from ...configuration.hub import MODULE_NAME, write_module
-from .._compat import shifts_assistant_masks
 from .pictures import read_pictures_in
-
-# True during a call that computes the mask of the assistant's tokens, on releases that place it wrongly.
-_finds_assistant: ContextVar[bool] = ContextVar("llamoe_finds_assistant", default=False)
 
 
 class _OfTokenizer:
@@ -73,24 +67,9 @@ class LlamoeProcessor(Llama4Processor):
         """
         if isinstance(text, (list, tuple)) and not text:
             raise ValueError("text is an empty list; expected one text or more.")
-        if not _finds_assistant.get():
-            return super().__call__(images=images, text=text, **kwargs)
-        inputs = super().__call__(images=images, text=text, return_text_replacement_offsets=True, **kwargs)
-        rows = zip(inputs["offset_mapping"], inputs.pop("text_replacement_offsets"), strict=True)
-        inputs["offset_mapping"] = [_as_written(offsets, expansions) for offsets, expansions in rows]
-        return inputs
+        return super().__call__(images=images, text=text, **kwargs)
 
-    def apply_chat_template(
-        self,
-        conversation,
-        chat_template=None,
-        tools=None,
-        documents=None,
-        add_generation_prompt=False,
-        continue_final_message=False,
-        return_assistant_tokens_mask=False,
-        **kwargs,
-    ):
+    def apply_chat_template(self, conversation, *args, **kwargs):
         """A conversation as one text or as its tokens; arguments as in `Llama4Processor`.
 
         Raises:
@@ -101,20 +80,7 @@ class LlamoeProcessor(Llama4Processor):
                 f"The conversation is {conversation!r}; expected one message or more: "
                 '[{"role": "user", "content": "..."}].'
             )
-        token = _finds_assistant.set(return_assistant_tokens_mask and not shifts_assistant_masks())
-        try:
-            return super().apply_chat_template(
-                conversation,
-                chat_template=chat_template,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                return_assistant_tokens_mask=return_assistant_tokens_mask,
-                **kwargs,
-            )
-        finally:
-            _finds_assistant.reset(token)
+        return super().apply_chat_template(conversation, *args, **kwargs)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """Save as `ProcessorMixin.save_pretrained`, and in a form that loads without llamoe imported."""
@@ -205,16 +171,3 @@ class LlamoeProcessor(Llama4Processor):
         return MultiModalData(
             num_image_tokens=[count * tokens_per_tile for count in tiles], num_image_patches=tiles
         )
-
-
-def _as_written(offsets: Sequence[Sequence[int]], expansions: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Token offsets in the text before pictures were expanded in it; a picture's tokens are all at its marker."""
-    starts = [expansion["new_span"][0] for expansion in expansions]
-
-    def before(place: int) -> int:
-        if (index := bisect_right(starts, place) - 1) < 0:
-            return place
-        (first, last), (_, new_last) = expansions[index]["span"], expansions[index]["new_span"]
-        return first if place < new_last else place - new_last + last
-
-    return [(before(int(start)), before(int(end))) for start, end in offsets]
