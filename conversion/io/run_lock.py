@@ -129,9 +129,9 @@ def _wait_for_lock(target: Path, made: set[Path]) -> Any:
             if is_late:
                 raise refuse_second(target, _holder(file))
             time.sleep(_PATIENCE / 50)
-        # A run that ended has just removed the folder.
-        except FileNotFoundError:
-            if is_late:
+        # A run that ended has just removed the folder; `mkdir` complains that it exists if that happens inside of it.
+        except (FileNotFoundError, FileExistsError):
+            if is_late or target.exists() and not target.is_dir():
                 raise
         except OSError as error:
             if error.errno not in _NO_LOCKS:
