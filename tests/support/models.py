@@ -14,6 +14,7 @@ from transformers import (
     Llama4TextConfig,
     Llama4VisionConfig,
     LlamaConfig,
+    initialization,
 )
 
 import llamoe
@@ -305,7 +306,11 @@ class Case:
         return getattr(llamoe, self.name)
 
     def make(self, seed=0, **text):
-        return make_asymmetric(self.model_class(self.make_config(**text)), seed)
+        # Every weight is drawn below.
+        with initialization.no_init_weights():
+            model = self.model_class(self.make_config(**text))
+        model.tie_weights()
+        return make_asymmetric(model, seed)
 
     def inputs(self, padding=PADDING, length=LENGTH):
         """Rows without a token twice in a row, left-padded; row 1 has two tiles, row 2 one."""
