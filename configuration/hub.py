@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-# Arguments that say from where a file is read.
-HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-
 # Auto class to the class that it returns, by model type. A folder's `auto_map` and the registration follow it.
 AUTO_CLASSES = {
     "llamoe_dense": {
@@ -90,6 +87,12 @@ def written_by(converter: Callable[[Any], dict[str, Any]] | None) -> Iterator[No
 def entries_of_others(auto_map: Mapping[str, Any] | None) -> dict[str, Any]:
     """Entries of an `auto_map` that do not name our module, with or without the `owner/name--` of the Hub."""
     return {name: entry for name, entry in (auto_map or {}).items() if f"{MODULE_NAME}." not in str(entry)}
+
+
+def hub_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some arguments that say from where a file is read."""
+    names = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+    return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def auto_map(config: Any, is_ours: bool) -> dict[str, str]:

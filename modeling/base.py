@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..configuration import LlamoeConfig, from_stock
-from ..configuration.hub import HUB_ARGUMENTS, written_by
+from ..configuration.hub import hub_arguments, written_by
 from ..configuration.stock import to_stock
 from . import checkpoints
 from .adapters import LoadsAdapters
@@ -260,7 +260,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
     @classmethod
     def _config_if_quantized(cls, name_or_path: Any, kwargs: dict[str, Any]) -> Any:
         """Config of a model that is quantized or shall be; None for others, whose config is read later."""
-        where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        where = hub_arguments(kwargs)
         try:
             if kwargs.get("quantization_config") is None:
                 content, _ = cls.config_class.get_config_dict(name_or_path, **where)

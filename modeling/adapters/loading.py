@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...configuration.hub import HUB_ARGUMENTS
+from ...configuration.hub import hub_arguments
 from .expert_layout import read_config
 from .fitting import fit_folder, fit_state_dict, skeleton_with
 from .safetensors_headers import check_files
@@ -54,7 +54,7 @@ class LoadsAdapters(PreTrainedModel):
         if peft_model_id is not None and (config is None or tensors is None):
             download = dict(getattr(kwargs.get("load_config"), "download_kwargs", None) or {})
             download |= {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
-            download = {name: download[name] for name in HUB_ARGUMENTS if download.get(name) is not None}
+            download = hub_arguments(download)
             if "revision" in download:
                 # The revision may be an object that also carries the commit in the base model's repository.
                 download["revision"] = str(download["revision"])

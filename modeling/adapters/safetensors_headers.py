@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ...configuration.errors import CheckpointError
-from ...configuration.hub import HUB_ARGUMENTS
+from ...configuration.hub import hub_arguments
 from ...configuration.json_files import read_json
 from ..checkpoints import WEIGHT_DTYPES, TensorHeader, read_header
 
@@ -30,7 +30,7 @@ def check_files(
 ) -> dict[str, TensorHeader]:
     """Check an adapter's files, in a folder or on the Hub, before peft creates layers for it and reads it.
 
-    Of `download`, only `HUB_ARGUMENTS` count. Returns the headers of the weights; empty without a file.
+    Of `download`, what says from where files are read counts. Returns the headers of the weights; empty without a file.
 
     Raises:
         CheckpointError: a file is damaged or hostile, has more numbers than an adapter of this model could, or dtypes
@@ -59,10 +59,12 @@ def check_files(
 
 
 def _find(name_or_path: str | os.PathLike, name: str, download: Mapping[str, Any]) -> str | None:
-    where = {name: download[name] for name in HUB_ARGUMENTS if download.get(name) is not None}
     try:
         return cached_file(
-            os.fspath(name_or_path), name, _raise_exceptions_for_missing_entries=False, **where
+            os.fspath(name_or_path),
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            **hub_arguments(download),
         )
     except (OSError, ValueError):
         # No network or no such repository: peft reports it.

@@ -9,7 +9,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import WeightRenaming
 
 from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from ...configuration.hub import AUTO_CLASSES, HUB_ARGUMENTS
+from ...configuration.hub import AUTO_CLASSES, hub_arguments
 from .._private_api import choose_processor, name_causal_model, publish, register_model
 from ..adapters import register_with_peft
 from ..processing import LlamoeProcessor
@@ -25,9 +25,8 @@ PROCESSED = {LlamoeConfig.model_type}
 
 
 def _processor_of(name_or_path: Any, **kwargs) -> type[LlamoeProcessor] | None:
-    where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
     try:
-        content, _ = PreTrainedConfig.get_config_dict(name_or_path, **where)
+        content, _ = PreTrainedConfig.get_config_dict(name_or_path, **hub_arguments(kwargs))
     except (OSError, ValueError):
         # A processor without a model beside it.
         return None
