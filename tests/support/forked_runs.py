@@ -1,23 +1,26 @@
 """Commands that write checkpoints, each in a process of its own that can be stopped at any moment.
 
 A process that has imported everything and has no threads forks for every run, so that a run costs what it does and
-not Python's start. `ForkedRuns` speaks to it; this file is both sides.
+not its imports. `ForkedRuns` speaks to it; this file is both sides.
 
 `LLAMOE_KILLS` is the number of cases of each test that stops runs at random, `LLAMOE_SEED` the first one's seed; what
 fails says how to repeat it: exactly where a run stopped at a line, nearly where it stopped by the clock.
 """
 
-import json
+import atexit
+import multiprocessing
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from support import programs
 
 _TRACED = {
     f"io/{name}.py"
@@ -66,18 +69,20 @@ class ForkedRuns:
     """
 
     def __init__(self, *warm_up: dict):
-        self.server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._ask(warm_up)
+        self.connection, theirs = multiprocessing.Pipe()
+        self.server = programs.call("support.forked_runs", "_serve", theirs, warm_up)
+        theirs.close()
+        # Python waits for the process before it ends; the process waits for the end of the connection.
+        atexit.register(self.connection.close)
+        assert self.connection.recv() == "ready"
 
     def start(self, run: dict, until_writing: bool = False) -> int:
         """Process of a run that has begun, or with `until_writing` has everything ready to be written."""
-        return self._ask(["start", run, until_writing])
+        return self._ask("start", run, until_writing)
 
     def wait(self, process: int) -> Ended:
         """Wait for the end of a run."""
-        return Ended(*self._ask(["wait", process]))
+        return self._ask("wait", process)
 
     def run(self, run: dict) -> Ended:
         """Start a run and wait for its end."""
@@ -85,15 +90,12 @@ class ForkedRuns:
 
     def close(self) -> None:
         """End the process that forks."""
-        self.server.stdin.close()
-        self.server.wait(60)
+        self.connection.close()
+        self.server.join(60)
 
-    def _ask(self, question):
-        self.server.stdin.write(json.dumps(question) + "\n")
-        self.server.stdin.flush()
-        answer = self.server.stdout.readline()
-        assert answer, "the process that forks has ended"
-        return json.loads(answer)
+    def _ask(self, *question):
+        self.connection.send(question)
+        return self.connection.recv()
 
 
 class _Watched:
@@ -141,8 +143,7 @@ class _Watched:
             self.stop()
 
     def trace(self, frame, event, argument):
-        name = frame.f_code.co_filename
-        return self.trace_line if "/".join(Path(name).parts[-2:]) in _TRACED else None
+        return self.trace_line if _is_traced(frame.f_code.co_filename) else None
 
     def trace_line(self, frame, event, argument):
         if event == "line":
@@ -150,6 +151,12 @@ class _Watched:
             if self.lines == self.given.get("line"):
                 self.stop()
         return self.trace_line
+
+
+# Asked at every call of a function.
+@cache
+def _is_traced(file: str) -> bool:
+    return "/".join(Path(file).parts[-2:]) in _TRACED
 
 
 def _execute(run: dict, writer: int) -> str:
@@ -172,18 +179,23 @@ def _execute(run: dict, writer: int) -> str:
     return f"finished {watched.lines}"
 
 
-def _serve() -> None:
-    import torch
+def _questions(connection):
+    try:
+        while True:
+            yield connection.recv()
+    except EOFError:
+        return
 
+
+def _serve(connection, warm_up: tuple[dict, ...]) -> None:
     import llamoe.conversion
 
-    torch.set_num_threads(1)
-    for run in json.loads(sys.stdin.readline()):
+    for run in warm_up:
         getattr(llamoe.conversion, run["command"])(*run["paths"], **run.get("options", {}))
-    print("0", flush=True)
+    connection.send("ready")
     readers: dict[int, int] = {}
-    for line in sys.stdin:
-        match json.loads(line):
+    for question in _questions(connection):
+        match question:
             case "start", run, until_writing:
                 reader, writer = os.pipe()
                 process = os.fork()
@@ -200,14 +212,10 @@ def _serve() -> None:
                 readers[process] = reader
                 if until_writing:
                     os.read(reader, 1)
-                print(process, flush=True)
+                connection.send(process)
             case "wait", process:
                 with open(readers.pop(process), "rb") as file:
                     said = file.read().decode()
                 status = os.waitpid(process, 0)[1]
                 ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-                print(json.dumps([ended, said.rpartition("\n")[2] or said]), flush=True)
-
-
-if __name__ == "__main__":
-    _serve()
+                connection.send(Ended(ended, said.rpartition("\n")[2] or said))

@@ -5,6 +5,8 @@ Importing them takes most of a short program's time. A server imports them once 
 of the import, is started with `subprocess`.
 """
 
+import gc
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -51,6 +53,13 @@ def start(arguments, output, errors, cwd=None, env=None):
     return process
 
 
+def call(module, function, *arguments):
+    """Start a process that calls a function of a module, which only that process imports."""
+    process = _PROCESSES.Process(target=_call, args=(module, function, arguments))
+    process.start()
+    return process
+
+
 def run(arguments, cwd=None, env=None, timeout=300) -> subprocess.CompletedProcess:
     """Run a program to its end, as `subprocess.run` with `capture_output=True` and `text=True` does."""
     with tempfile.TemporaryDirectory() as folder:
@@ -66,6 +75,12 @@ def run(arguments, cwd=None, env=None, timeout=300) -> subprocess.CompletedProce
         )
 
 
+def _call(module, function, arguments):
+    gc.freeze()
+    torch.set_num_threads(1)
+    getattr(importlib.import_module(module), function)(*arguments)
+
+
 def _execute(arguments, output, errors, cwd, env):
     for path, number in ((output, 1), (errors, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -78,6 +93,8 @@ def _execute(arguments, output, errors, cwd, env):
         for module in (hub, dynamic_module_utils):
             module.HF_MODULES_CACHE = env["HF_MODULES_CACHE"]
     os.chdir(cwd)
+    # Collections would go through a million objects of the libraries, and copy the memory that they lie in.
+    gc.freeze()
     # Threads that one process starts are lost in those that it forks.
     torch.set_num_threads(1)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
