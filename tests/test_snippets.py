@@ -1,8 +1,8 @@
 """Every block of code in the pages runs, on small stand-ins with the names that the pages use.
 
 A page's blocks run in its order, Python in one namespace. Commands run in this process, too, where they are Python,
-since importing torch costs more than what most of them do. A block that says at its beginning why it is not run is
-parsed.
+since importing torch costs more than what most of them do; for the same reason the processes of the example that
+trains in several are forked, not launched. A block that says at its beginning why it is not run is parsed.
 """
 
 import importlib.util
@@ -15,11 +15,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from support import programs
 from support.conversions import META_LLAMA_2
 from support.documents import NOT_RUN, PAGES, ROOT, blocks, read
 from support.models import make_asymmetric
@@ -58,46 +60,40 @@ STAND_INS = {
 }
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 class Server:
     """`transformers serve` in a process of its own, on a free port in place of 8000."""
 
     def __init__(self, folder):
-        self.folder, self.process, self.words = folder, None, None
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self.port = free.getsockname()[1]
+        self.log, self.folder, self.process, self.words = folder / "log", folder, None, None
+        self.port = free_port()
 
     def start(self, words):
         if self.words == words:
             return
         assert self.process is None, "one server is enough for these pages"
         self.words = words
-        command = [
-            sys.executable,
-            "-m",
-            "transformers.cli.transformers",
-            *words[1:],
-            "--port",
-            str(self.port),
-        ]
-        self.log = (self.folder / "log").open("w+")
+        command = ["-m", "transformers.cli.transformers", *words[1:], "--port", self.port]
         own = {"HF_MODULES_CACHE": str(self.folder / "modules"), "PYTHONPATH": os.pathsep.join(sys.path)}
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | own, stdout=self.log, stderr=subprocess.STDOUT
-        )
+        self.process = programs.start(command, self.log, self.log, ROOT, os.environ | own)
         for _ in range(1200):
             with socket.socket() as client:
                 if client.connect_ex(("localhost", self.port)) == 0:
                     return
-            assert self.process.poll() is None, (self.folder / "log").read_text()
+            assert self.process.is_alive(), self.log.read_text()
             time.sleep(0.1)
-        raise TimeoutError((self.folder / "log").read_text())
+        raise TimeoutError(self.log.read_text())
 
     def stop(self):
         if self.process is not None:
             self.process.terminate()
-            self.process.wait(timeout=60)
-            self.log.close()
+            self.process.join(60)
+            assert not self.process.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +118,31 @@ def workspace(tmp_path, monkeypatch):
     llamoe.release()
 
 
+def train_together(command, folder):
+    """Run the command in as many processes as it says, as torchrun would; tests/modeling/parallel launches it."""
+    count = int(command[command.index("--processes") + 1])
+    group = {"WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    output, processes = folder / "processes.txt", []
+    for rank in range(count):
+        own = {name: str(value) for name, value in {**group, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        processes.append(programs.start(command, output, output, folder, os.environ | own | path))
+    try:
+        for process in processes:
+            process.join(300)
+            assert process.exitcode == 0, output.read_text()
+    finally:
+        for process in processes:
+            process.kill()
+    # What the first process prints in each step.
+    assert output.read_text().count(": loss ") == int(command[command.index("--steps") + 1])
+
+
 def run_command(words, server):
     program, *arguments = words
-    if program == "llamoe" or (program == "python" and arguments[0].startswith("examples/")):
+    if words[:2] == ["python", "examples/train_parallel.py"]:
+        train_together(arguments, Path.cwd())
+    elif program == "llamoe" or (program == "python" and arguments[0].startswith("examples/")):
         sys.argv = words if program == "llamoe" else arguments
         status = None
         try:
