@@ -9,6 +9,7 @@ import sys
 import tomllib
 
 import pytest
+from support import programs
 from support.documents import PAGES, ROOT, anchors, blocks, read
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -25,9 +26,7 @@ def test_the_first_answer_is_all_that_the_first_snippet_prints(tmp_path):
     """In the repository root, as a reader would paste it; it is the answer that the picture stands beside."""
     script = tmp_path / "first.py"
     script.write_text(blocks("README.md")[1].code)
-    done = subprocess.run(
-        [sys.executable, script], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = programs.run([script], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert f"<br>**{done.stdout.strip()}**" in read("README.md")
     # transformers draws a bar while it loads.
