@@ -94,7 +94,7 @@ def test_it_answers_about_pictures_it_has_not_seen(tiny, phrasings, least):
     import evaluate_tiny
     import questions
 
-    cases = evaluate_tiny.held_out_cases(240, getattr(questions, phrasings), seed=f"test {phrasings}")
+    cases = evaluate_tiny.held_out_cases(120, getattr(questions, phrasings), seed=f"test {phrasings}")
     measured = evaluate_tiny.accuracy(*tiny, cases)
     assert measured["all"] >= least, measured
 
@@ -104,7 +104,7 @@ def test_without_its_picture_it_cannot_know(tiny):
     import evaluate_tiny
     import questions
 
-    cases = evaluate_tiny.held_out_cases(120, questions.TRAINED, seed="shuffled")
+    cases = evaluate_tiny.held_out_cases(80, questions.TRAINED, seed="shuffled")
     cases = [case for case in cases if case.kind not in ("count", "exists", "where")]  # these can be guessed
     pictures = [case.picture for case in cases[1:] + cases[:1]]
     answers = evaluate_tiny.answer(*tiny, pictures, [case.question for case in cases])
@@ -212,8 +212,8 @@ def test_training_sees_what_the_processor_makes():
 
 
 def test_training_runs_from_nothing(tmp_path):
-    """Five steps pass through every stage and write a complete folder; loss and accuracies are printed."""
-    result = run("train_tiny.py", "--steps", 5, "--evaluate", 8, "--out", tmp_path / "tiny")
+    """Four steps pass through every stage and write a complete folder; loss and accuracies are printed."""
+    result = run("train_tiny.py", "--steps", 4, "--evaluate", 2, "--out", tmp_path / "tiny")
     assert result.returncode == 0, result.stderr
     assert all(stage in result.stderr for stage in ("seeing", "talking", "answering", "loss="))
     assert "new phrasings" in result.stdout
