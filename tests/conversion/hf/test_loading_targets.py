@@ -1,5 +1,6 @@
 """Whatever a command writes, `from_pretrained` reads: every form of target, and the logits of its source."""
 
+from functools import cache
 from itertools import product
 
 import pytest
@@ -30,8 +31,24 @@ from llamoe.conversion import assemble, convert, convert_vision, merge_kv_heads,
 
 CASES = {case.name: case for case in MODELS if case.is_head}
 TEXT = CASES["LlamoeForCausalLM"]
+META_CASES = {
+    case.name.replace(" ", "-"): case for case in (META_LLAMA_2, META_LLAMA_3, META_SCOUT, META_MAVERICK)
+}
 FORMS = [dict(experts=how, layout=kind) for how, kind in product(("fused", "split"), ("stock", "llamoe"))]
-for_forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form.values()))
+
+
+def words(value):
+    """Ids of parameters among which are forms."""
+    return "-".join(value.values()) if isinstance(value, dict) else None
+
+
+for_forms = pytest.mark.parametrize("form", FORMS, ids=words)
+# Without experts, both ways to write them are one.
+IN_FORMS = [
+    (name, form)
+    for name, form in product(CASES, FORMS)
+    if CASES[name].has_experts or form != dict(experts="split", layout="stock")
+]
 # Between implementations, and where sums have another order: logits of deviation 1, of which up to 5e-6 was measured.
 TOLERANCE = 1e-5
 
@@ -45,22 +62,44 @@ def has_split_experts(folder):
     return any(".experts.0." in name for name in names)
 
 
-@for_forms
-@pytest.mark.parametrize("shard_size", ["5GB", "60KB"])
-@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
-@pytest.mark.parametrize("name", CASES)
-def test_converted(name, dtype, shard_size, form, tmp_path):
-    case = CASES[name]
-    source = case.make()
-    source.save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "target", dtype=dtype, shard_size=shard_size, **form)
+@pytest.fixture(scope="module")
+def source_of(tmp_path_factory):
+    """Gives for the name of a case the folder of its model, which is in float32, and for a dtype its logits."""
+
+    @cache
+    def save(name):
+        folder = tmp_path_factory.mktemp(name)
+        CASES[name].make().save_pretrained(folder)
+        return folder
+
+    @cache
+    def compute(name, dtype):
+        return run(CASES[name].make().to(dtype), **CASES[name].inputs())
+
+    return lambda name, dtype: (save(name), compute(name, dtype))
+
+
+def conversions():
+    """Every form in files of either size. A cast goes one way through all of them: those of small files have it."""
+    for name, form in IN_FORMS:
+        pairs = [(None, "5GB"), (None, "60KB"), ("bfloat16", "60KB")]
+        if form == dict(experts="split", layout="llamoe"):
+            pairs += [("bfloat16", "5GB"), ("float16", "5GB"), ("float16", "60KB")]
+        for dtype, shard_size in pairs:
+            yield name, dtype, shard_size, form
+
+
+@pytest.mark.parametrize(("name", "dtype", "shard_size", "form"), list(conversions()), ids=words)
+def test_converted(name, dtype, shard_size, form, source_of, tmp_path):
+    case, torch_dtype = CASES[name], getattr(torch, dtype or "float32")
+    source, expected = source_of(name, torch_dtype)
+    convert(source, tmp_path / "target", dtype=dtype, shard_size=shard_size, **form)
     assert has_split_experts(tmp_path / "target") == (case.has_experts and form["experts"] == "split")
     assert (len(list((tmp_path / "target").glob("*.safetensors"))) > 1) == (shard_size == "60KB")
     loaded = load_whole(case.model_class, tmp_path / "target")
-    assert loaded.dtype == getattr(torch, dtype or "float32")
-    inputs = case.inputs()
+    assert loaded.dtype == torch_dtype
     # The same weights go through the same products.
-    assert torch.equal(run(loaded, **inputs), run(source.to(loaded.dtype), **inputs))
+    assert torch.equal(run(loaded, **case.inputs()), expected)
 
 
 @for_forms
@@ -76,27 +115,35 @@ def test_upcycled(form, tmp_path):
         assert max_abs(run(loaded, input_ids=some_ids()), expected) < TOLERANCE
 
 
-@for_forms
-@pytest.mark.parametrize("name", CASES)
-def test_merged_heads(name, form, tmp_path):
-    """Each key-value head stands there three times, so that merging changes nothing."""
-    case = CASES[name]
-    small = case.make()
-    large = case.make(num_key_value_heads=6)
-    state = small.state_dict()
-    for key, tensor in state.items():
-        if ".k_proj." in key or ".v_proj." in key:
-            if "vision_model" not in key:
-                state[key] = tensor.unflatten(0, (2, -1)).repeat_interleave(3, 0).flatten(0, 1)
-    large.load_state_dict(state)
-    large.save_pretrained(tmp_path / "source")
-    merge_kv_heads(tmp_path / "source", tmp_path / "merged", kv_heads=2)
-    convert(tmp_path / "merged", tmp_path / "target", **form)
-    inputs = case.inputs()
-    expected = run(small, **inputs)
-    for folder in ("merged", "target"):
-        loaded = load_whole(case.model_class, tmp_path / folder)
-        assert max_abs(run(loaded, **inputs), expected) < TOLERANCE
+@pytest.fixture(scope="module")
+def merged_of(tmp_path_factory):
+    """Gives for the name of a case a folder of its model; each head stood there three times until they were merged."""
+
+    @cache
+    def merge(name):
+        folder = tmp_path_factory.mktemp(f"merged {name}")
+        large = CASES[name].make(num_key_value_heads=6)
+        state = CASES[name].make().state_dict()
+        for key, tensor in state.items():
+            if ".k_proj." in key or ".v_proj." in key:
+                if "vision_model" not in key:
+                    state[key] = tensor.unflatten(0, (2, -1)).repeat_interleave(3, 0).flatten(0, 1)
+        large.load_state_dict(state)
+        large.save_pretrained(folder / "source")
+        merge_kv_heads(folder / "source", folder / "merged", kv_heads=2)
+        return folder / "merged"
+
+    return merge
+
+
+@pytest.mark.parametrize(("name", "form"), IN_FORMS, ids=words)
+def test_merged_heads(name, form, source_of, merged_of, tmp_path):
+    """Merging equal heads changes nothing."""
+    case, merged, (_, expected) = CASES[name], merged_of(name), source_of(name, torch.float32)
+    convert(merged, tmp_path / "target", **form)
+    for folder in (merged, tmp_path / "target"):
+        loaded = load_whole(case.model_class, folder)
+        assert max_abs(run(loaded, **case.inputs()), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("experts", ["fused", "split"])
@@ -163,13 +210,33 @@ def test_towers(tmp_path):
     assert torch.equal(given, expected)
 
 
-@for_forms
+@pytest.fixture(scope="module")
+def meta_source_of(tmp_path_factory):
+    """Gives for a model of Meta's its folder, and the logits of Meta's maths."""
+
+    @cache
+    def make(name):
+        case = META_CASES[name]
+        weights = case.weights()
+        folder = case.write(tmp_path_factory.mktemp(name) / "meta", weights, 1)
+        return folder, case.logits(weights, *case.inputs())
+
+    return make
+
+
 @pytest.mark.parametrize(
-    "case", [META_LLAMA_2, META_LLAMA_3, META_SCOUT, META_MAVERICK], ids=lambda c: c.name.replace(" ", "-")
+    ("name", "form"),
+    [
+        (name, form)
+        for name, form in product(META_CASES, FORMS)
+        if META_CASES[name].is_llama4 or form != dict(experts="split", layout="stock")
+    ],
+    ids=words,
 )
-def test_through_metas_format_and_back(case, form, tmp_path):
-    weights, (tokens, tiles) = case.weights(), case.inputs()
-    convert(case.write(tmp_path / "meta", weights, 1), tmp_path / "hf", **form)
+def test_through_metas_format_and_back(name, form, meta_source_of, tmp_path):
+    case, (source, expected) = META_CASES[name], meta_source_of(name)
+    tokens, tiles = case.inputs()
+    convert(source, tmp_path / "hf", **form)
     convert(tmp_path / "hf", tmp_path / "back", to="meta", shards=case.counts[-1])
     convert(tmp_path / "back", tmp_path / "again", **form)
     if not case.is_llama4:
@@ -177,7 +244,6 @@ def test_through_metas_format_and_back(case, form, tmp_path):
     else:
         model_class = llamoe.LlamoeForConditionalGeneration if case.has_images else llamoe.LlamoeForCausalLM
     inputs = {"input_ids": tokens} | ({} if tiles is None else {"pixel_values": tiles})
-    expected = case.logits(weights, tokens, tiles)
     assert deviation_in_range(expected)
     for folder in ("hf", "again"):
         assert has_split_experts(tmp_path / folder) == (case.is_llama4 and form["experts"] == "split")
