@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MANY = 10**6
+# Too deep for a stack of 8 MB, of which a level of recursion takes a hundred bytes or more.
+DEEP = 3 * 10**5
 MAGIC = 0x1950A86A20F9469CFC6C
 
 
@@ -162,8 +164,8 @@ PICKLES: dict[str, bytes] = {
     "nested_in_a_set": call("builtins.set", pickle.EMPTY_LIST + nested_tuples(50) + pickle.APPEND),
     "colliding_keys": dictionary({number(n * (2**61 - 1)): number(0) for n in range(1, 60_000)}),
     "far_memory": number(1) + keep(2**32 - 1),
-    "deep_lists": MANY * pickle.EMPTY_LIST + (MANY - 1) * pickle.APPEND,
-    "deep_marks": MANY * pickle.MARK + MANY * pickle.TUPLE,
+    "deep_lists": DEEP * pickle.EMPTY_LIST + (DEEP - 1) * pickle.APPEND,
+    "deep_marks": DEEP * pickle.MARK + DEEP * pickle.TUPLE,
     "many_axes": tuple_of(100_000 * number(1))
     + keep(0)
     + storage(1)
