@@ -8,6 +8,7 @@ configuration describes.
 import copy
 import functools
 import inspect
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -246,16 +247,23 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
         CheckpointError: torch or transformers cannot build the model, although the configuration passed our checks.
     """
     try:
-        with torch.device("meta"):
-            model = model_class(config)(copy.deepcopy(config))
+        shapes = _shapes_of_model(type(config), config.to_json_string(use_diff=False))
     # Both raise errors of many types.
     except Exception as error:
         raise CheckpointError(f"no model can be made of the configuration ({error}).") from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     # A tower has no such field.
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
-        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
-    return shapes
+        return {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
+    return dict(shapes)
+
+
+# Source, target and each part ask for the same model's shapes, and building it takes longer than reading a header.
+@functools.lru_cache(maxsize=16)
+def _shapes_of_model(config_class: type[LlamoeBaseConfig], values: str) -> dict[str, tuple[int, ...]]:
+    config = config_class.from_dict(json.loads(values))
+    with torch.device("meta"):
+        model = model_class(config)(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def expected_shapes_of(config: LlamoeBaseConfig, count: int, place: str) -> dict[str, tuple[int, ...]]:
