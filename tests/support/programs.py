@@ -5,6 +5,7 @@ Importing them takes most of a short program's time. A server imports them once 
 of the import, is started with `subprocess`.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -78,6 +79,8 @@ def _execute(arguments, output, errors, cwd, env):
         for module in (hub, dynamic_module_utils):
             module.HF_MODULES_CACHE = env["HF_MODULES_CACHE"]
     os.chdir(cwd)
+    # Collections would go through a million objects of the libraries, and copy the memory that they lie in.
+    gc.freeze()
     # Threads that one process starts are lost in those that it forks.
     torch.set_num_threads(1)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
