@@ -1,7 +1,8 @@
 """Small things that several test files use: tiny stock configs, weights without symmetry, measures."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -48,6 +49,9 @@ TEXT = dict(
     max_position_embeddings=256,
     pad_token_id=0,
 )
+# Fields of a text config for tests whose time is ruled by the number of weights: a dense layer and two mixtures, the
+# last with full attention and without positions.
+SHALLOW = dict(num_hidden_layers=3, moe_layers=[1, 2], no_rope_layers=[1, 1, 0])
 VISION = dict(
     hidden_size=120,
     num_hidden_layers=3,
@@ -366,6 +370,11 @@ MODELS = [
     ),
 ]
 MULTIMODAL = MODELS[-1]
+
+
+def shallow(case):
+    """The case of a class, with the text layers of `SHALLOW` where it has mixtures."""
+    return replace(case, make_config=partial(case.make_config, **SHALLOW)) if case.has_experts else case
 
 
 def for_models(*wanted):

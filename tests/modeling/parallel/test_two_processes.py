@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 from support import programs
-from support.models import MODELS, make_asymmetric, stock_multimodal_config
+from support.models import MODELS, SHALLOW, make_asymmetric, stock_multimodal_config
 from support.paths import EXAMPLES, SUPPORT, environment
 
 import llamoe
@@ -30,10 +30,7 @@ GRADIENTS = 3e-5
 
 def write_checkpoints(folder):
     cases = {case.name: case for case in MODELS}
-    # A dense layer and two mixtures, the last with full attention and without positions: each weight of a layer is
-    # sent to and fro in every check, and more layers would be more of the same.
-    layers = dict(num_hidden_layers=3, moe_layers=[1, 2], no_rope_layers=[1, 1, 0])
-    experts = dict(num_local_experts=6, **layers)
+    experts = dict(num_local_experts=6, **SHALLOW)
     multimodal = llamoe.from_stock(
         stock_multimodal_config(dict(num_experts_per_tok=2, **experts), dict(num_hidden_layers=2))
     )
@@ -49,7 +46,7 @@ def write_checkpoints(folder):
         "top1": text.make(num_experts_per_tok=1, intermediate_size=51, intermediate_size_mlp=93, **experts),
         "multimodal": make_asymmetric(llamoe.LlamoeForConditionalGeneration(multimodal), seed=1),
         # Of two devices that share its mixtures, one holds no expert.
-        "lone": text.make(num_local_experts=1, num_experts_per_tok=1, intermediate_size=51, **layers),
+        "lone": text.make(num_local_experts=1, num_experts_per_tok=1, intermediate_size=51, **SHALLOW),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)
