@@ -6,6 +6,7 @@ of the import, is started with `subprocess`.
 """
 
 import gc
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -52,6 +53,13 @@ def start(arguments, output, errors, cwd=None, env=None):
     return process
 
 
+def call(module, function, *arguments):
+    """Start a process that calls a function of a module, which only that process imports."""
+    process = _PROCESSES.Process(target=_call, args=(module, function, arguments))
+    process.start()
+    return process
+
+
 def run(arguments, cwd=None, env=None, timeout=300) -> subprocess.CompletedProcess:
     """Run a program to its end, as `subprocess.run` with `capture_output=True` and `text=True` does."""
     with tempfile.TemporaryDirectory() as folder:
@@ -65,6 +73,12 @@ def run(arguments, cwd=None, env=None, timeout=300) -> subprocess.CompletedProce
         return subprocess.CompletedProcess(
             arguments, process.exitcode, output.read_text(), errors.read_text()
         )
+
+
+def _call(module, function, arguments):
+    gc.freeze()
+    torch.set_num_threads(1)
+    getattr(importlib.import_module(module), function)(*arguments)
 
 
 def _execute(arguments, output, errors, cwd, env):

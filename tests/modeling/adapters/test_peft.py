@@ -4,7 +4,6 @@ import copy
 import importlib
 import importlib.util
 import json
-import subprocess
 import sys
 
 import peft
@@ -13,6 +12,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import constants
+from support import programs
 from support.models import MODELS, MULTIMODAL, for_models, max_abs, run
 
 import llamoe
@@ -75,9 +75,7 @@ lora = peft.get_peft_model(model, peft.LoraConfig())
 finders = [finder for finder in sys.meta_path if "llamoe" in type(finder).__module__]
 print(json.dumps([sorted(lora.targeted_module_names)[:2], len(finders)]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = programs.run(["-c", code])
     assert done.returncode == 0, done.stderr
     expected = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
     assert json.loads(done.stdout.splitlines()[-1]) == [expected, 0]
