@@ -377,9 +377,12 @@ def shallow(case):
     return replace(case, make_config=partial(case.make_config, **SHALLOW)) if case.has_experts else case
 
 
-def for_models(*wanted):
+SHALLOW_MODELS = [shallow(case) for case in MODELS]
+
+
+def for_models(*wanted, models=MODELS):
     """Parametrise over the classes that have all of these."""
-    chosen = [case for case in MODELS if all(getattr(case, name) for name in wanted)]
+    chosen = [case for case in models if all(getattr(case, name) for name in wanted)]
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case.name)
 
 
