@@ -52,6 +52,7 @@ TEXT = dict(
 # Fields of a text config for tests whose time is ruled by the number of weights: a dense layer and two mixtures, the
 # last with full attention and without positions.
 SHALLOW = dict(num_hidden_layers=3, moe_layers=[1, 2], no_rope_layers=[1, 1, 0])
+SHALLOW_VISION = dict(num_hidden_layers=2)
 VISION = dict(
     hidden_size=120,
     num_hidden_layers=3,
@@ -288,8 +289,8 @@ def vision_config():
     return llamoe.from_stock(Llama4VisionConfig(**VISION))
 
 
-def multimodal_config(**text):
-    return llamoe.from_stock(stock_multimodal_config(text))
+def multimodal_config(vision=None, **text):
+    return llamoe.from_stock(stock_multimodal_config(text, vision))
 
 
 @dataclass(frozen=True)
@@ -373,8 +374,11 @@ MULTIMODAL = MODELS[-1]
 
 
 def shallow(case):
-    """The case of a class, with the text layers of `SHALLOW` where it has mixtures."""
-    return replace(case, make_config=partial(case.make_config, **SHALLOW)) if case.has_experts else case
+    """The case of a class with fewer layers, where it has many: those of `SHALLOW`, and two of a tower beside them."""
+    if not case.has_experts:
+        return case
+    tower = {"vision": SHALLOW_VISION} if case.has_images else {}
+    return replace(case, make_config=partial(case.make_config, **SHALLOW, **tower))
 
 
 SHALLOW_MODELS = [shallow(case) for case in MODELS]

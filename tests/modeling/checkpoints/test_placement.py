@@ -13,6 +13,7 @@ from support.models import (
     ROPES,
     SHALLOW,
     SHALLOW_MODELS,
+    SHALLOW_VISION,
     for_models,
     make_asymmetric,
     max_abs,
@@ -221,7 +222,7 @@ def test_a_placed_model_saves_whole(case, layout, saved, tmp_path):
         (Llama4ForCausalLM, partial(stock_text_config, **SHALLOW), ["LlamoeForCausalLM", "LlamoeTextModel"]),
         (
             Llama4ForConditionalGeneration,
-            partial(stock_multimodal_config, SHALLOW),
+            partial(stock_multimodal_config, SHALLOW, SHALLOW_VISION),
             [
                 "LlamoeForConditionalGeneration",
                 "LlamoeModel",

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.models import (
     MODELS,
     SHALLOW,
+    SHALLOW_VISION,
     Case,
     dense_config,
     make_asymmetric,
@@ -41,7 +42,7 @@ HEADS = [
 CASES = {case.name: shallow(case) for case in MODELS + HEADS}
 for_classes = pytest.mark.parametrize("name", CASES)
 
-multimodal = partial(multimodal_config, **SHALLOW)
+multimodal = partial(multimodal_config, vision=SHALLOW_VISION, **SHALLOW)
 # Folders whose keys each class renames: that of another class, and how its configuration is made.
 RENAMED = {
     "LlamoeDenseModel": ("LlamoeDenseForQuestionAnswering", dense_config),

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 from support import programs
-from support.models import MODELS, SHALLOW, make_asymmetric, stock_multimodal_config
+from support.models import MODELS, SHALLOW, SHALLOW_VISION
 from support.paths import EXAMPLES, SUPPORT, environment
 
 import llamoe
@@ -31,9 +31,6 @@ GRADIENTS = 3e-5
 def write_checkpoints(folder):
     cases = {case.name: case for case in MODELS}
     experts = dict(num_local_experts=6, **SHALLOW)
-    multimodal = llamoe.from_stock(
-        stock_multimodal_config(dict(num_experts_per_tok=2, **experts), dict(num_hidden_layers=2))
-    )
     dense, text = cases["LlamoeDenseForCausalLM"], cases["LlamoeForCausalLM"]
     tied = dense.make(tie_word_embeddings=True)
     with torch.no_grad():
@@ -44,7 +41,7 @@ def write_checkpoints(folder):
         "text": text.make(**experts),
         # Widths, too, that two devices do not divide; the vocabulary is odd everywhere.
         "top1": text.make(num_experts_per_tok=1, intermediate_size=51, intermediate_size_mlp=93, **experts),
-        "multimodal": make_asymmetric(llamoe.LlamoeForConditionalGeneration(multimodal), seed=1),
+        "multimodal": cases["LlamoeForConditionalGeneration"].make(seed=1, vision=SHALLOW_VISION, **experts),
         # Of two devices that share its mixtures, one holds no expert.
         "lone": text.make(num_local_experts=1, num_experts_per_tok=1, intermediate_size=51, **SHALLOW),
     }
