@@ -1,12 +1,11 @@
 """A process of little memory and time that opens files which may be made to take all of either."""
 
-import json
-import subprocess
-import sys
+import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support import programs
 
 MEGABYTES = 1024
 SECONDS = 20.0
@@ -35,26 +34,20 @@ class Guard:
     def __init__(self):
         self.process = None
 
-    def run(self, job: str, **arguments) -> Outcome:
-        """Run a job; one that kills the process, or hangs where no signal reaches it, fails the test."""
+    def run(self, job: str, limit: float = SECONDS, **arguments) -> Outcome:
+        """Run a job for `limit` seconds at most; one that kills the process, or hears no signal, fails the test."""
         if self.process is None:
-            worker = Path(__file__).with_name("guarded_worker.py")
-            self.process = subprocess.Popen(
-                [sys.executable, str(worker), str(MEGABYTES), str(SECONDS)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
+            self.jobs, theirs = multiprocessing.Pipe()
+            self.process = programs.call("support.guarded_worker", "main", theirs, MEGABYTES)
+            theirs.close()
         values = {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()}
-        self.process.stdin.write(json.dumps({"job": job, **values}) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            status = self.process.wait()
-            self.process = None
+        try:
+            self.jobs.send(({"job": job, **values}, limit))
+            return Outcome(**self.jobs.recv())
+        except (EOFError, ConnectionError):
+            self.process.join()
+            status, self.process = self.process.exitcode, None
             pytest.fail(f"{job} {arguments} ended the process (status {status})")
-        return Outcome(**json.loads(line))
 
     def refused(self, job: str, says: str, **arguments) -> str:
         """Run a job that must end with a `CheckpointError` or `ConfigurationError` that says something, and soon."""
@@ -73,5 +66,5 @@ class Guard:
     def close(self) -> None:
         """End the process."""
         if self.process is not None:
-            self.process.stdin.close()
-            self.process.wait(30)
+            self.jobs.close()
+            self.process.join(30)

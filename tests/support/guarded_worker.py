@@ -1,10 +1,10 @@
 """Opens what it is told to, and says how that ended: a process with little memory to take and little time to use.
 
-Started by `guarded.Guard`. A job is a line of JSON with the name of one of `JOBS` and its arguments; so is the answer.
+Started by `guarded.Guard`. A job is a dictionary with the name of one of `JOBS` and its arguments; so is the answer.
 """
 
 import faulthandler
-import json
+import os
 import resource
 import signal
 import sys
@@ -96,15 +96,16 @@ def run(job, seconds):
     return {**answer, "seconds": time.monotonic() - begin}
 
 
-def main(megabytes, seconds):
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit = taken + (int(megabytes) << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    answers = sys.stdout
+def main(jobs, megabytes):
+    """Answer the jobs that come through a connection, each with the seconds that it may take, until it is closed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     sys.stdout = sys.stderr
-    for line in sys.stdin:
-        print(json.dumps(run(json.loads(line), float(seconds))), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = taken + (megabytes << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    while True:
+        try:
+            job, seconds = jobs.recv()
+        except EOFError:
+            return
+        jobs.send(run(job, seconds))

@@ -1,7 +1,8 @@
 """Small things that several test files use: tiny stock configs, weights without symmetry, measures."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -48,6 +49,10 @@ TEXT = dict(
     max_position_embeddings=256,
     pad_token_id=0,
 )
+# Fields of a text config for tests whose time is ruled by the number of weights: a dense layer and two mixtures, the
+# last with full attention and without positions.
+SHALLOW = dict(num_hidden_layers=3, moe_layers=[1, 2], no_rope_layers=[1, 1, 0])
+SHALLOW_VISION = dict(num_hidden_layers=2)
 VISION = dict(
     hidden_size=120,
     num_hidden_layers=3,
@@ -284,8 +289,8 @@ def vision_config():
     return llamoe.from_stock(Llama4VisionConfig(**VISION))
 
 
-def multimodal_config(**text):
-    return llamoe.from_stock(stock_multimodal_config(text))
+def multimodal_config(vision=None, **text):
+    return llamoe.from_stock(stock_multimodal_config(text, vision))
 
 
 @dataclass(frozen=True)
@@ -368,9 +373,20 @@ MODELS = [
 MULTIMODAL = MODELS[-1]
 
 
-def for_models(*wanted):
+def shallow(case):
+    """The case of a class with fewer layers, where it has many: those of `SHALLOW`, and two of a tower beside them."""
+    if not case.has_experts:
+        return case
+    tower = {"vision": SHALLOW_VISION} if case.has_images else {}
+    return replace(case, make_config=partial(case.make_config, **SHALLOW, **tower))
+
+
+SHALLOW_MODELS = [shallow(case) for case in MODELS]
+
+
+def for_models(*wanted, models=MODELS):
     """Parametrise over the classes that have all of these."""
-    chosen = [case for case in MODELS if all(getattr(case, name) for name in wanted)]
+    chosen = [case for case in models if all(getattr(case, name) for name in wanted)]
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case.name)
 
 

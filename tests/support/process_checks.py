@@ -1,9 +1,11 @@
 """What the checks of the two processes share: their registry, the models, a measure."""
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from support.models import max_abs
 from transformers.distributed import DistributedConfig
 
@@ -38,12 +40,28 @@ def load(name, **kwargs):
     return model_class.from_pretrained(FOLDER / name, dtype=torch.float32, **kwargs)
 
 
+@cache
+def whole(name):
+    """The model that this process has for itself, only to be read."""
+    return load(name)
+
+
 def tensor_parallel(**kwargs):
     return DistributedConfig(tp_size=2, tp_plan="auto", **kwargs)
 
 
 def expert_parallel():
     return DistributedConfig(tp_size=2, ep_size=2)
+
+
+def saved_difference(folder, reference):
+    """How far the weights in a folder are from a whole model's; what one process reads, the others need not read again.
+
+    The last process reads, as the first has written.
+    """
+    if dist.get_rank() != dist.get_world_size() - 1:
+        return 0.0
+    return weight_difference(type(reference).from_pretrained(folder), reference)
 
 
 def weight_difference(model, reference):

@@ -12,13 +12,20 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import LoraConfig
 from support.models import max_abs
-from support.process_checks import FOLDER, check, load, tensor_parallel, weight_difference
+from support.process_checks import (
+    FOLDER,
+    check,
+    load,
+    saved_difference,
+    tensor_parallel,
+    weight_difference,
+    whole,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-import llamoe
 from llamoe.modeling._private_api import default_store, gather
 
 
@@ -41,7 +48,7 @@ def load_sharded(name, kind):
 @check("fsdp", "tensor", "torch")
 def saves(kind):
     """One save after the other into the same folder, with and without a state dict, sharded or not."""
-    model, reference = load_sharded("text", kind), load("text")
+    model, reference = load_sharded("text", kind), whole("text")
     folder = FOLDER / f"saves-{kind}"
     worst, count = 0.0, int(os.environ.get("LLAMOE_SAVES", 4))
     for number in range(count):
@@ -50,7 +57,7 @@ def saves(kind):
             options["state_dict"] = model.state_dict()
         model.save_pretrained(folder, **options)
         if number >= count - 4:
-            worst = max(worst, weight_difference(llamoe.LlamoeForCausalLM.from_pretrained(folder), reference))
+            worst = max(worst, saved_difference(folder, reference))
             dist.barrier()  # nobody reads while the next save exchanges the files
     return {"weights": worst, "left": sorted(path.name for path in folder.glob(".*"))}
 
@@ -65,7 +72,7 @@ def given(kind):
     folder = FOLDER / f"given-{kind}"
     model.save_pretrained(folder, state_dict=other.state_dict())
     dist.barrier()  # a whole state dict needs no other process, and none waits
-    return {"weights": weight_difference(llamoe.LlamoeForCausalLM.from_pretrained(folder), other)}
+    return {"weights": saved_difference(folder, other)}
 
 
 @check("fsdp", "tensor", "torch")
@@ -88,8 +95,7 @@ def alone(kind):
     left = folder.exists()
     dist.barrier()
     model.save_pretrained(folder)
-    again = llamoe.LlamoeForCausalLM.from_pretrained(folder)
-    weights = weight_difference(again, load("text"))
+    weights = saved_difference(folder, whole("text"))
     return {"message": message, "seconds": waited, "left": left, "weights": weights}
 
 
@@ -161,7 +167,7 @@ def gathered(what):
         dist.barrier()
     differences = []
     for saved in (folder / "alone", folder / "both"):
-        again = load("dense") if what == "adapter" else type(load("dense")).from_pretrained(saved)
+        again = load("dense") if what == "adapter" else type(whole("dense")).from_pretrained(saved)
         if what == "adapter":
             again.load_adapter(str(saved))
         expected = {name: p for name, p in again.named_parameters() if what == "weights" or "lora_" in name}
@@ -197,7 +203,7 @@ def trainer(name):
         middle = model_class.from_pretrained(folder / "checkpoint-1")
         return {
             "weights": weight_difference(trainer.model, again),
-            "learned": weight_difference(again, load(name)),
+            "learned": weight_difference(again, whole(name)),
             "in between": weight_difference(middle, again),
         }
 
@@ -223,7 +229,7 @@ def exchanged(name):
             parameter.mul_(1.5)
     for model, distributed in ((older, name == "over shards"), (newer, name == "over whole")):
         model.save_pretrained(folder, distributed_checkpoint=distributed)
-    again = type(load("dense")).from_pretrained(folder, distributed_config=config)
+    again = type(whole("dense")).from_pretrained(folder, distributed_config=config)
     expected = load("dense")
     with torch.no_grad():
         for parameter in expected.parameters():

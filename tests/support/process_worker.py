@@ -26,8 +26,10 @@ from support.process_checks import (
     check,
     expert_parallel,
     load,
+    saved_difference,
     tensor_parallel,
     weight_difference,
+    whole,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -89,14 +91,14 @@ def step(model, inputs):
 
 
 def generate(model, inputs):
-    return model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    return model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=None)
 
 
 def compare_outputs(model, reference, inputs):
     with torch.no_grad():
         expected, given = reference(**inputs).logits, model(**inputs).logits
     tokens, expected_tokens = generate(model, inputs), generate(reference, inputs)
-    assert tokens.shape[1] == inputs["input_ids"].shape[1] + 8
+    assert tokens.shape[1] == inputs["input_ids"].shape[1] + 4
     return {
         "deviation": expected.std().item(),
         "logits": max_abs(given, expected),
@@ -120,11 +122,10 @@ def compare(name, distributed_config, layout="llamoe", **kwargs):
     figures["gradients"] = relative_gradient_difference(model, reference)
     folder = FOLDER / f"saved-{name}-{layout}-{distributed_config.enable_expert_parallel}"
     model.save_pretrained(folder, layout=layout, max_shard_size="60KB")
-    again = type(reference).from_pretrained(folder)
-    stock_type = json.loads((folder / "config.json").read_text())["model_type"]
-    assert stock_type == (again.config.stock_model_type if layout == "stock" else again.config.model_type)
+    saved_type, config = json.loads((folder / "config.json").read_text())["model_type"], reference.config
+    assert saved_type == (config.stock_model_type if layout == "stock" else config.model_type)
     assert len(list(folder.glob("*.safetensors"))) > 1
-    return figures | {"trained and reloaded": weight_difference(again, reference)}
+    return figures | {"trained and reloaded": saved_difference(folder, reference)}
 
 
 @check("dense", "tied", "text", "top1", "multimodal")
@@ -164,7 +165,7 @@ def text_of(name):
 
 def starved_rows():
     """Two rows of two tokens; all choose, in each layer, among the first half of the experts."""
-    model = load("top1")
+    model = whole("top1")
     ids = torch.randint(3, 90, (400, 2), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         logits = model(ids, output_router_logits=True).router_logits
@@ -233,9 +234,7 @@ def train(name, kind, inputs):
     if kind.startswith("fsdp"):
         folder = FOLDER / f"saved-{kind}-{name}"
         model.save_pretrained(folder)
-        figures["trained and reloaded"] = weight_difference(
-            type(reference).from_pretrained(folder), reference
-        )
+        figures["trained and reloaded"] = saved_difference(folder, reference)
     return figures
 
 
@@ -267,7 +266,7 @@ def starved(kind):
 @check("dense", "tied", "text")
 def pipeline(name):
     model = load(name, distributed_config=DistributedConfig(pp_size=2))
-    return compare_outputs(model, load(name), padded_rows(name))
+    return compare_outputs(model, whole(name), padded_rows(name))
 
 
 SPLIT = {
@@ -294,23 +293,22 @@ def split(what):
         model = shard_with_accelerate(f"{name}-split")
     else:
         model = load(f"{name}-split", distributed_config=SPLIT[kind]())
-    figures = {"weights": weight_difference(model, load(name))}
+    figures = {"weights": weight_difference(model, whole(name))}
     stacks = [p for key, p in model.named_parameters() if ".experts." in key]
     figures["sharded"] = all(isinstance(p, DTensor) and p.to_local().shape != p.shape for p in stacks)
     if kind != "accelerate":
         folder = FOLDER / f"saved-split-{what}"
         model.save_pretrained(folder)
-        again = type(model).from_pretrained(folder)
-        figures["saved"] = weight_difference(again, load(name))
+        figures["saved"] = saved_difference(folder, whole(name))
         with safe_open(folder / "model.safetensors", "pt") as file:
-            figures["stacked"] = set(file.keys()) == {key for key, _ in again.named_parameters()}
+            figures["stacked"] = set(file.keys()) == {key for key, _ in whole(name).named_parameters()}
     return figures
 
 
 @check("text")
 def split_pipeline(name):
     model = load(f"{name}-split", distributed_config=DistributedConfig(pp_size=2))
-    return compare_outputs(model, load(name), padded_rows(name))
+    return compare_outputs(model, whole(name), padded_rows(name))
 
 
 @check("dense", "multimodal")
@@ -322,7 +320,7 @@ def shards(name):
     again = type(model).from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
     return {
         "files": len(list(folder.rglob("*.safetensors"))),
-        "weights": weight_difference(again, load(name)),
+        "weights": weight_difference(again, whole(name)),
     }
 
 

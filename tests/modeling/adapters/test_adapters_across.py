@@ -11,15 +11,24 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
-from support.models import MODELS, MULTIMODAL, main_output, make_asymmetric, max_abs, run, stock_text_config
+from support.models import (
+    SHALLOW,
+    SHALLOW_MODELS,
+    main_output,
+    make_asymmetric,
+    max_abs,
+    run,
+    stock_text_config,
+)
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import llamoe
 
-CASES = {case.name: case for case in MODELS}
-HEADS = [case for case in MODELS if case.stock_name and case.is_head]
+CASES = {case.name: case for case in SHALLOW_MODELS}
+HEADS = [case for case in SHALLOW_MODELS if case.stock_name and case.is_head]
 TEXT = CASES["LlamoeForCausalLM"]
 DENSE = CASES["LlamoeDenseForCausalLM"]
+MULTIMODAL = CASES["LlamoeForConditionalGeneration"]
 for_heads = pytest.mark.parametrize("case", HEADS, ids=lambda case: case.name)
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -410,9 +419,15 @@ def adapter_of(tmp_path, make, **options):
 
 
 WRONG = {
-    "narrower": (dict(hidden_size=66), r"has shape \[66, 4\] where the model has \[72, 4\] \(35 such\)"),
-    "longer": (dict(num_hidden_layers=7), r"layers\.5.*belongs to nothing in the model"),
-    "shorter": (dict(num_hidden_layers=4), r"needs .*layers\.4.* and the adapter has no such tensor"),
+    "narrower": (dict(hidden_size=66), r"has shape \[66, 4\] where the model has \[72, 4\] \(21 such\)"),
+    "longer": (
+        dict(num_hidden_layers=5, no_rope_layers=[1, 1, 0, 1, 1]),
+        r"layers\.3.*belongs to nothing in the model",
+    ),
+    "shorter": (
+        dict(num_hidden_layers=2, moe_layers=[1], no_rope_layers=[1, 0]),
+        r"needs .*layers\.2.* and the adapter has no such tensor",
+    ),
     "fewer experts": (
         dict(num_local_experts=4),
         r"experts.*has shape \[16, 52\] where the model has \[20, 52\]",
@@ -426,7 +441,9 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
     overrides, message = WRONG[kind]
     options = {"target_parameters": EXPERTS[1:]} if "experts" in kind else {}
     other = make_asymmetric(
-        transformers.Llama4ForCausalLM(stock_text_config(num_experts_per_tok=2, **overrides))
+        transformers.Llama4ForCausalLM(
+            stock_text_config(**{"num_experts_per_tok": 2, **SHALLOW, **overrides})
+        )
     )
     other.config.name_or_path = other.name_or_path = "some/other-model"
     if "experts" in kind:  # trained on ours, so that its layout is ours

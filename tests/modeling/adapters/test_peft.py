@@ -4,7 +4,6 @@ import copy
 import importlib
 import importlib.util
 import json
-import subprocess
 import sys
 
 import peft
@@ -13,14 +12,17 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import constants
-from support.models import MODELS, MULTIMODAL, for_models, max_abs, run
+from support import programs
+from support.models import MULTIMODAL, SHALLOW_MODELS, for_models, max_abs, run
 
 import llamoe
 from llamoe.modeling.adapters.when_imported import when_imported
 from llamoe.modeling.moe.stores import Experts
 
 TYPES = {"llamoe_dense": "llama", "llamoe_text": "llama4", "llamoe": "llama4", "llamoe_vision": "llama4"}
-DENSE, TEXT = (case for case in MODELS if case.name in ("LlamoeDenseForCausalLM", "LlamoeForCausalLM"))
+DENSE, TEXT = (
+    case for case in SHALLOW_MODELS if case.name in ("LlamoeDenseForCausalLM", "LlamoeForCausalLM")
+)
 EXPERTS = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
 
 
@@ -75,9 +77,7 @@ lora = peft.get_peft_model(model, peft.LoraConfig())
 finders = [finder for finder in sys.meta_path if "llamoe" in type(finder).__module__]
 print(json.dumps([sorted(lora.targeted_module_names)[:2], len(finders)]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = programs.run(["-c", code])
     assert done.returncode == 0, done.stderr
     expected = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
     assert json.loads(done.stdout.splitlines()[-1]) == [expected, 0]
@@ -101,7 +101,7 @@ def test_callbacks_come_once_behind_the_module(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", finders)
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 @pytest.mark.parametrize(
     "config_class",
     [
@@ -143,7 +143,7 @@ def linear_names(model):
     return {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
 
 
-@for_models("is_text")
+@for_models("is_text", models=SHALLOW_MODELS)
 def test_all_linear_leaves_the_tower_alone_unless_asked(case):
     model = case.make()
     linear = linear_names(model)
@@ -175,7 +175,7 @@ def test_all_linear_leaves_the_tower_alone_unless_asked(case):
 
 
 def test_all_linear_on_a_tower_by_itself_and_on_other_models():
-    tower = next(case for case in MODELS if not case.is_text).make()
+    tower = next(case for case in SHALLOW_MODELS if not case.is_text).make()
     expected = linear_names(tower)
     wrapped = get_peft_model(tower, LoraConfig(target_modules="all-linear"))
     assert set(wrapped.base_model.targeted_module_names) == expected
@@ -278,7 +278,7 @@ def test_expert_adapters_get_gradients_only(implementation):
 
 
 @pytest.mark.parametrize("way", ["PeftModel", "load_adapter"])
-@for_models("is_head")
+@for_models("is_head", models=SHALLOW_MODELS)
 def test_save_load_merge_and_unmerge(case, way, tmp_path):
     base, inputs = case.make(), case.inputs()
     before = run(base, **inputs)
@@ -313,7 +313,7 @@ def test_save_load_merge_and_unmerge(case, way, tmp_path):
     assert max_abs(run(case.model_class.from_pretrained(tmp_path / "merged"), **inputs), expected) < 1e-5
 
 
-@for_models("is_head")
+@for_models("is_head", models=SHALLOW_MODELS)
 def test_add_adapter_trains_one_of_several(case):
     """transformers' own methods, without a `PeftModel` around the model."""
     model, inputs = case.make(), case.inputs()

@@ -23,7 +23,7 @@ from llamoe.configuration.errors import CheckpointError
 
 def test_the_guard_sees_memory_and_time(guard):
     assert "MemoryError" in guard.run("allocate", gigabytes=2).kinds
-    assert "OutOfTime" in guard.run("wait", seconds=60).kinds
+    assert "OutOfTime" in guard.run("wait", limit=0.5, seconds=60).kinds
     assert guard.run("wait", seconds=0).kinds == []
 
 

@@ -24,7 +24,7 @@ def kill_saves(folder, *arguments):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_save_killed_at_a_random_moment(tmp_path):
-    count = KILLS or 10
+    count = KILLS or 5
     cases = kill_saves(tmp_path, "random", SEED, str(count))
     assert len(cases) == (1 if "/" in SEED else count)
     wrong = [

@@ -12,7 +12,7 @@ from collections import Counter
 
 from support import programs
 
-KILLS = int(os.environ.get("LLAMOE_KILLS", 0)) or 4
+KILLS = int(os.environ.get("LLAMOE_KILLS", 0)) or 3
 
 # Imports and trains once, then forks for every run that is killed and for every look at what it left.
 CHILD = """
@@ -28,7 +28,7 @@ import llamoe
 # Bars are watched by a thread, whose lock a fork would take along.
 tqdm.tqdm.monitor_interval = 0
 transformers.utils.logging.disable_progress_bar()
-STEPS = 4
+STEPS = 3
 CONFIG = dict(num_hidden_layers=2, num_experts_per_tok=2)
 OURS = ("config.json", "generation_config.json", "llamoe_hub.py", "model.safetensors")
 generator = torch.Generator().manual_seed(2)

@@ -1,11 +1,11 @@
 """Peak memory of loading, measured in a process of its own and compared with the size of the checkpoint."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
+from support import programs
 
 import llamoe
 
@@ -72,8 +72,7 @@ def save_large(folder, num_layers, shard):
 
 
 def measured(folder, name):
-    command = [sys.executable, "-c", MEASURE, str(folder), name, json.dumps(LOADS)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    result = programs.run(["-c", MEASURE, folder, name, json.dumps(LOADS)], timeout=600)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 

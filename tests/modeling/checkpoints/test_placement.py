@@ -3,13 +3,17 @@
 Several devices are what this suite cannot have: one test runs on a GPU where there is one.
 """
 
+from functools import partial
+
 import accelerate
 import pytest
 import torch
 from support.models import (
     MODELS,
-    MULTIMODAL,
     ROPES,
+    SHALLOW,
+    SHALLOW_MODELS,
+    SHALLOW_VISION,
     for_models,
     make_asymmetric,
     max_abs,
@@ -24,7 +28,7 @@ import llamoe
 from llamoe.modeling.checkpoints.device_map import settle_device_map
 
 CPU = torch.device("cpu")
-HEADS = {case.name: case for case in MODELS if case.is_head}
+HEADS = {case.name: case for case in SHALLOW_MODELS if case.is_head}
 # 29 tokens and 6 more cross a border of the attention's chunks of 16.
 LENGTH = 29
 
@@ -94,7 +98,7 @@ WAYS = {
 }
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 @pytest.mark.parametrize("way", WAYS)
 def test_device_maps_change_no_bit(case, way, saved, tmp_path):
     model, folder, inputs, expected = saved(case)
@@ -114,7 +118,7 @@ def test_device_maps_change_no_bit(case, way, saved, tmp_path):
     assert_equal(case, placed, inputs, expected)
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 def test_auto_classes_take_device_maps(case, saved):
     model, folder, inputs, expected = saved(case)
     placed = case.auto_class.from_pretrained(folder / "shards", device_map=in_turns(model))
@@ -126,11 +130,11 @@ def test_auto_classes_take_device_maps(case, saved):
 @pytest.mark.parametrize("place", [("disk", "cpu"), ("cpu", "disk")], ids=["tower_on_disk", "text_on_disk"])
 def test_tower_and_text_apart(place, saved):
     """The head's `model` is a view without hooks of its own; images are encoded through it before generation."""
-    model, folder, inputs, expected = saved(MULTIMODAL)
+    model, folder, inputs, expected = saved(SHALLOW_MODELS[-1])
     device_map = {"vision_model": place[0], "multi_modal_projector": place[0], "language_model": place[1]}
     placed = llamoe.LlamoeForConditionalGeneration.from_pretrained(folder / "shards", device_map=device_map)
     assert placed.hf_device_map == device_map
-    assert_equal(MULTIMODAL, placed, inputs, expected)
+    assert_equal(SHALLOW_MODELS[-1], placed, inputs, expected)
     assert torch.equal(run(placed.model, **inputs), run(model.model, **inputs))
     beams = dict(num_beams=3, num_return_sequences=2)
     assert torch.equal(generate(placed, inputs, **beams), generate(model, inputs, **beams))
@@ -144,7 +148,7 @@ def test_tower_and_text_apart(place, saved):
     )
 
 
-@for_models("is_head")
+@for_models("is_head", models=SHALLOW_MODELS)
 @pytest.mark.parametrize("cache", ["static", "none"])
 def test_ways_to_generate_on_placed_models(case, cache, saved):
     model, folder, inputs, _ = saved(case)
@@ -153,7 +157,7 @@ def test_ways_to_generate_on_placed_models(case, cache, saved):
     assert torch.equal(generate(placed, inputs, **options), generate(model, inputs, **options))
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 def test_everything_that_is_returned_is_equal(case, saved):
     model, folder, inputs, _ = saved(case)
     placed = case.model_class.from_pretrained(folder / "one", device_map={"": "disk"})
@@ -179,7 +183,7 @@ def test_everything_that_is_returned_is_equal(case, saved):
             assert all(torch.equal(mine, its) for mine, its in pairs), name
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 def test_weights_on_disk_are_cast(case, saved):
     model, folder, inputs, _ = saved(case)
     plain, placed = (
@@ -201,7 +205,7 @@ def test_backend_of_experts_on_disk_is_the_one_that_runs(dtype, tmp_path, caplog
     assert ("experts eager (grouped_mm does not" in caplog.text) == (dtype == torch.float16), caplog.text
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 @pytest.mark.parametrize("layout", ["llamoe", "stock"])
 def test_a_placed_model_saves_whole(case, layout, saved, tmp_path):
     model, folder, inputs, expected = saved(case)
@@ -215,10 +219,10 @@ def test_a_placed_model_saves_whole(case, layout, saved, tmp_path):
 @pytest.mark.parametrize(
     ("stock_class", "make_config", "names"),
     [
-        (Llama4ForCausalLM, stock_text_config, ["LlamoeForCausalLM", "LlamoeTextModel"]),
+        (Llama4ForCausalLM, partial(stock_text_config, **SHALLOW), ["LlamoeForCausalLM", "LlamoeTextModel"]),
         (
             Llama4ForConditionalGeneration,
-            stock_multimodal_config,
+            partial(stock_multimodal_config, SHALLOW, SHALLOW_VISION),
             [
                 "LlamoeForConditionalGeneration",
                 "LlamoeModel",
@@ -244,7 +248,7 @@ def test_stock_folders_and_their_parts(stock_class, make_config, names, tmp_path
             assert_equal(case, placed, inputs, expected)
 
 
-@for_models("is_head")
+@for_models("is_head", models=SHALLOW_MODELS)
 def test_files_that_are_no_safetensors_are_written_to_the_offload_folder(case, saved, tmp_path):
     model, _, inputs, expected = saved(case)
     model.config.save_pretrained(tmp_path)
@@ -257,7 +261,7 @@ def test_files_that_are_no_safetensors_are_written_to_the_offload_folder(case, s
     assert_equal(case, placed, inputs, expected)
 
 
-@for_models("is_head")
+@for_models("is_head", models=SHALLOW_MODELS)
 @pytest.mark.parametrize(
     "device_map", [{"": "disk"}, "embeddings", "auto"], ids=["disk", "embeddings", "auto"]
 )
@@ -298,7 +302,7 @@ OFFLOADS = {
 }
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 @pytest.mark.parametrize("how", OFFLOADS)
 def test_offload_of_a_model_in_memory(case, how, saved, tmp_path):
     """Stock Llama 4 fails in all of these: it asks its embedding, which is not in memory, for a device."""
@@ -308,7 +312,7 @@ def test_offload_of_a_model_in_memory(case, how, saved, tmp_path):
     assert_equal(case, placed, inputs, expected)
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 def test_load_checkpoint_and_dispatch(case, saved, tmp_path):
     model, folder, inputs, expected = saved(case)
     with accelerate.init_empty_weights():
@@ -325,7 +329,7 @@ def test_load_checkpoint_and_dispatch(case, saved, tmp_path):
     assert_equal(case, placed, inputs, expected)
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 def test_no_layer_is_split(case):
     """At thirty capacities; a layer's parts would otherwise send the residual stream back and forth."""
     with torch.device("meta"):
@@ -385,7 +389,7 @@ def test_loaders_leave_no_frequency_wrong(name, rope, tmp_path):
 
 
 @pytest.mark.gpu
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 @pytest.mark.parametrize("rest", ["cuda:0", "cpu", "disk"])
 def test_gpu_with_layers_elsewhere(case, rest, saved):
     model, folder, inputs, expected = saved(case)

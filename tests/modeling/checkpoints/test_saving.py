@@ -1,19 +1,37 @@
 """What `save_pretrained` writes, of every class, however the model came about and with every option, must load."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
-from support.models import MODELS, Case, dense_config, make_asymmetric, multimodal_config, run, text_config
+from safetensors.torch import load_file, save_file
+from support.models import (
+    MODELS,
+    SHALLOW,
+    SHALLOW_VISION,
+    Case,
+    dense_config,
+    make_asymmetric,
+    multimodal_config,
+    run,
+    shallow,
+    text_config,
+)
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 
 HEADS = [
-    Case(f"Llamoe{prefix}For{task}", config, AutoModelForSequenceClassification, stock)
+    Case(
+        f"Llamoe{prefix}For{task}",
+        config,
+        AutoModelForSequenceClassification,
+        stock,
+        has_experts=not prefix,
+    )
     for prefix, task, config, stock in (
         ("Dense", "SequenceClassification", dense_config, "LlamaForSequenceClassification"),
         ("Dense", "TokenClassification", dense_config, "LlamaForTokenClassification"),
@@ -21,9 +39,10 @@ HEADS = [
         ("", "SequenceClassification", text_config, None),
     )
 ]
-CASES = {case.name: case for case in MODELS + HEADS}
+CASES = {case.name: shallow(case) for case in MODELS + HEADS}
 for_classes = pytest.mark.parametrize("name", CASES)
 
+multimodal = partial(multimodal_config, vision=SHALLOW_VISION, **SHALLOW)
 # Folders whose keys each class renames: that of another class, and how its configuration is made.
 RENAMED = {
     "LlamoeDenseModel": ("LlamoeDenseForQuestionAnswering", dense_config),
@@ -31,12 +50,12 @@ RENAMED = {
     "LlamoeDenseForSequenceClassification": ("LlamoeDenseForQuestionAnswering", dense_config),
     "LlamoeDenseForTokenClassification": ("LlamoeDenseForQuestionAnswering", dense_config),
     "LlamoeDenseForQuestionAnswering": ("LlamoeDenseForCausalLM", dense_config),
-    "LlamoeTextModel": ("LlamoeForConditionalGeneration", multimodal_config),
-    "LlamoeForCausalLM": ("LlamoeForConditionalGeneration", multimodal_config),
-    "LlamoeForSequenceClassification": ("LlamoeForConditionalGeneration", multimodal_config),
-    "LlamoeVisionModel": ("LlamoeForConditionalGeneration", multimodal_config),
-    "LlamoeModel": ("LlamoeForConditionalGeneration", multimodal_config),
-    "LlamoeForConditionalGeneration": ("LlamoeModel", multimodal_config),
+    "LlamoeTextModel": ("LlamoeForConditionalGeneration", multimodal),
+    "LlamoeForCausalLM": ("LlamoeForConditionalGeneration", multimodal),
+    "LlamoeForSequenceClassification": ("LlamoeForConditionalGeneration", multimodal),
+    "LlamoeVisionModel": ("LlamoeForConditionalGeneration", multimodal),
+    "LlamoeModel": ("LlamoeForConditionalGeneration", multimodal),
+    "LlamoeForConditionalGeneration": ("LlamoeModel", multimodal),
 }
 # Base models, from which a model with a head may be loaded and the other way round.
 BASES = {"Dense": "LlamoeDenseModel", "": "LlamoeTextModel"}
@@ -96,8 +115,6 @@ def from_base(case, folder):
 
 def mapped(case, folder):
     """With renamings of the caller's."""
-    from safetensors.torch import load_file, save_file
-
     case.make().save_pretrained(folder)
     file = folder / "model.safetensors"
     save_file({f"mine.{key}": tensor for key, tensor in load_file(file).items()}, file, {"format": "pt"})
@@ -116,8 +133,13 @@ def offloaded(case, folder):
 STATES = [built, tied, resized, from_stock, from_ours, renamed, from_base, mapped, half, offloaded]
 OPTIONS = [
     {},
-    {"save_original_format": True, "save_peft_format": False, "is_main_process": True, "token": None},
-    {"save_original_format": True, "max_shard_size": "150KB"},
+    {
+        "save_original_format": True,
+        "save_peft_format": False,
+        "is_main_process": True,
+        "token": None,
+        "max_shard_size": "150KB",
+    },
     {"save_original_format": False, "max_shard_size": 150_000, "variant": "half"},
     {"save_original_format": True, "layout": "stock"},
     {"layout": "stock", "max_shard_size": "150KB"},
@@ -130,12 +152,10 @@ OPTIONS = [
 ]
 
 
-def saved_keys(folder):
-    keys = []
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            keys += file.keys()
-    return sorted(keys)
+def saved_tensors(folder):
+    tensors = [item for path in folder.glob("*.safetensors") for item in load_file(path).items()]
+    assert len(dict(tensors)) == len(tensors)
+    return dict(tensors)
 
 
 def weights_of(model):
@@ -148,11 +168,14 @@ def weights_of(model):
     }
 
 
-def assert_same_weights(model, expected):
-    weights = model.state_dict()
-    assert weights.keys() == expected.keys()
+def assert_same_tensors(given, expected):
+    assert given.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(weights[name], tensor), name
+        assert given[name].dtype == tensor.dtype and torch.equal(given[name], tensor), name
+
+
+def assert_same_weights(model, expected):
+    assert_same_tensors(model.state_dict(), expected)
 
 
 def load(model_class, folder, **options):
@@ -175,21 +198,28 @@ def test_what_is_saved_loads_here_and_in_stock(name, state, tmp_path):
     if model.dtype == torch.bfloat16 and "pixel_values" in inputs:
         inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
     output = model(**inputs)[0]
+    configs = {}
     for number, options in enumerate(OPTIONS):
-        options = dict(options)
+        options, layout = dict(options), options.get("layout", "llamoe")
         if "state_dict" in options:
             options["state_dict"] = dict(expected)
-        if options.get("layout") == "stock" and not case.stock_name:
+        if layout == "stock" and not case.stock_name:
             continue
         folder = tmp_path / f"saved-{number}"
         model.save_pretrained(folder, **options)
         # Our keys are stock keys, whatever became of the model before.
-        assert saved_keys(folder) == sorted(expected.keys() - hidden), options
+        assert_same_tensors(saved_tensors(folder), {key: expected[key] for key in expected.keys() - hidden})
+        config = json.loads((folder / "config.json").read_text())
+        is_new = layout not in configs
+        assert config == configs.setdefault(layout, config), options
+        # The same tensors beside the same configuration, in other files: those are read for a model of one state.
+        if not is_new and state is not built:
+            continue
         again = load(case.model_class, folder, variant=options.get("variant"))
         assert_same_weights(again, expected)
         if number == 0:
             assert torch.equal(again(**inputs)[0], output)
-        if options.get("layout") == "stock":
+        if layout == "stock":
             stock = load(getattr(transformers, case.stock_name), folder)
             assert_same_weights(stock, expected)
 
@@ -311,8 +341,6 @@ def test_models_inside_of_peft(tmp_path):
 
 def lose(folder, *wanted):
     """Take tensors out of a single file."""
-    from safetensors.torch import load_file, save_file
-
     file = folder / "model.safetensors"
     tensors = load_file(file)
     lost = [key for key in tensors if any(word in key for word in wanted)]
@@ -359,7 +387,7 @@ def test_what_a_checkpoint_of_another_class_cannot_have_is_reported(tmp_path):
         _, info = getattr(llamoe, name).from_pretrained(tmp_path, output_loading_info=True)
         assert info["missing_keys"] == {f"{head}.weight"}
         # The configuration that is given may name the class; what counts is the folder's.
-        config = text_config(architectures=[name])
+        config = text_config(architectures=[name], **SHALLOW)
         _, info = getattr(llamoe, name).from_pretrained(tmp_path, config=config, output_loading_info=True)
         assert info["missing_keys"] == {f"{head}.weight"}
 

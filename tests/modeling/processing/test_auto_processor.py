@@ -1,13 +1,11 @@
 """What the Auto classes give for a folder of ours, and that they neither ask nor warn where there is no reason to."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from support import programs
 from support.models import make_asymmetric, stock_multimodal_config
-from support.paths import TINY
+from support.paths import TINY, environment
 from transformers import AutoProcessor, Llama4Config, Llama4ForConditionalGeneration
 
 import llamoe
@@ -94,6 +92,10 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 from transformers import Llama4ForConditionalGeneration, Llama4ImageProcessor, Llama4Processor, pipeline
 assert "llamoe" not in sys.modules
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 2  # not 15 s
+# Somebody is there who answers nothing.
+read_end, write_end = os.pipe()
+os.dup2(read_end, 0)
+sys.stdin = open(0)
 folder, cases = sys.argv[1], json.loads(sys.argv[2])
 
 def load(what, options):
@@ -136,24 +138,9 @@ print(json.dumps(results))
 
 def ask(folder, cases, modules):
     """For each case what was given, the seconds, and what was printed; somebody is there who answers nothing."""
-    read_end, write_end = os.pipe()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", CASES, str(folder), json.dumps(cases)],
-            capture_output=True,
-            text=True,
-            timeout=500,
-            stdin=read_end,
-            check=False,
-            env={
-                **os.environ,
-                "HF_MODULES_CACHE": str(modules),
-                "OMP_NUM_THREADS": "1",
-                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            },
-        )
-    finally:
-        os.close(read_end), os.close(write_end)
+    done = programs.run(
+        ["-c", CASES, folder, json.dumps(cases)], env=environment(HF_MODULES_CACHE=str(modules)), timeout=500
+    )
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
     return dict(zip(map(tuple, cases), results, strict=True))
