@@ -32,7 +32,11 @@ ids = {"ids": lambda case: case.name}
 
 def pair(case, **text):
     """Ours and stock's model with the same weights."""
-    ours = case.make(**text)
+    return with_stock(case, case.make(**text))
+
+
+def with_stock(case, ours):
+    """A model of ours, and stock's with its weights."""
     stock_class = getattr(transformers, case.stock_name)
     stock = stock_class(stock_class.config_class(**llamoe.to_stock(ours.config)))
     stock.load_state_dict(ours.state_dict())
@@ -472,7 +476,10 @@ def test_trainer_with_bfloat16_stays_as_near_to_float32_as_stock(tmp_path):
     """accelerate's own autocast, 40 steps. Two rounded runs go apart from each other; both are held against float32."""
     drifts = {"ours": 0.0, "stock": 0.0}
     for seed in range(3):
-        ours, stock = pair(MULTIMODAL, seed=seed, num_hidden_layers=2, no_rope_layers=[1, 0])
+        ours = MULTIMODAL.make(seed=seed, num_hidden_layers=2, no_rope_layers=[1, 0])
+        del ours.vision_model.model.layers[1:]
+        ours.config.vision_config.num_hidden_layers = 1
+        ours, stock = with_stock(MULTIMODAL, ours)
         examples = [
             {**example, "labels": example["input_ids"]}
             for example in rows(MULTIMODAL, count=80, length=13, seed=seed)
@@ -485,7 +492,7 @@ def test_trainer_with_bfloat16_stays_as_near_to_float32_as_stock(tmp_path):
             drifts[name] += sum(abs(a - b) for a, b in zip(given, exact, strict=True)) / len(exact) / 3
             assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
     # Roundings differ by seed: stock's own drift does by a factor of 2 from one to the next, a third of that or so is
-    # left in a mean of three. Weights kept in bfloat16 drift 1.7 times as far.
+    # left in a mean of three. Weights kept in bfloat16 drift 2.4 times as far.
     assert 0 < drifts["ours"] <= 1.4 * drifts["stock"], drifts
 
 
