@@ -205,9 +205,7 @@ def test_gap_13_a_static_cache_is_compiled():
         graphs.append(graph)
         return graph.forward
 
-    kinds = ["chunked_attention", "full_attention"]
-    model = TEXT.make(num_hidden_layers=2, no_rope_layers=[1, 0], layer_types=kinds)
-    inputs = TEXT.row(TEXT.inputs(length=20), 0)
+    model, inputs = TEXT.make_small(), TEXT.row(TEXT.inputs(length=20), 0)
     expected = generate(model, inputs)
     torch._dynamo.reset()
     options = CompileConfig(backend=count, mode=None, fullgraph=True)

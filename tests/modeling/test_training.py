@@ -32,11 +32,7 @@ ids = {"ids": lambda case: case.name}
 
 def pair(case, **text):
     """Ours and stock's model with the same weights."""
-    return with_stock(case, case.make(**text))
-
-
-def with_stock(case, ours):
-    """A model of ours, and stock's with its weights."""
+    ours = case.make_small(**text)
     stock_class = getattr(transformers, case.stock_name)
     stock = stock_class(stock_class.config_class(**llamoe.to_stock(ours.config)))
     stock.load_state_dict(ours.state_dict())
@@ -476,10 +472,7 @@ def test_trainer_with_bfloat16_stays_as_near_to_float32_as_stock(tmp_path):
     """accelerate's own autocast, 40 steps. Two rounded runs go apart from each other; both are held against float32."""
     drifts = {"ours": 0.0, "stock": 0.0}
     for seed in range(3):
-        ours = MULTIMODAL.make(seed=seed, num_hidden_layers=2, no_rope_layers=[1, 0])
-        del ours.vision_model.model.layers[1:]
-        ours.config.vision_config.num_hidden_layers = 1
-        ours, stock = with_stock(MULTIMODAL, ours)
+        ours, stock = pair(MULTIMODAL, seed=seed)
         examples = [
             {**example, "labels": example["input_ids"]}
             for example in rows(MULTIMODAL, count=80, length=13, seed=seed)

@@ -318,6 +318,19 @@ class Case:
                 _BUILT[key] = make_asymmetric(self.model_class(self.make_config(**text)), seed)
         return copy.deepcopy(_BUILT[key])
 
+    def make_small(self, seed=0, **text):
+        """Two layers, of which a mixture has one of each kind: chunked and dense, position-free and routed."""
+        if self.is_text:
+            text = {"num_hidden_layers": 2, **text}
+        if self.has_experts:
+            text = {"no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"], **text}
+        model = self.make(seed, **text)
+        if self.has_images:
+            tower = getattr(model, "vision_model", model)
+            del tower.model.layers[1:]
+            tower.config.num_hidden_layers = 1
+        return model
+
     def inputs(self, padding=PADDING, length=LENGTH):
         """Rows without a token twice in a row, left-padded; row 1 has two tiles, row 2 one."""
         generator = torch.Generator().manual_seed(1)

@@ -111,7 +111,7 @@ def implementation(request):
 
 def pair(case, implementation, **overrides):
     """A model with `eager`, and the same with another implementation."""
-    truth, model = case.make(**overrides), case.make(**overrides)
+    truth, model = case.make_small(**overrides), case.make_small(**overrides)
     truth.set_attn_implementation("eager")
     model.set_attn_implementation(implementation)
     assert implementation in (
