@@ -606,10 +606,7 @@ def test_transforms_of_torch_func_pass_the_kernel_by(on_a_gpu, launches):
 def test_generate_tries_before_it_compiles(on_a_gpu, launches):
     """Each step of the one graph then runs the kernel, two experts for each of two tokens."""
     case = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
-    layers = dict(
-        num_hidden_layers=2, no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"]
-    )
-    model = case.make(**layers, **SIZES)
+    model = case.make_small(**SIZES)
     inputs = case.inputs(padding=(0, 2), length=70)
     options = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, cache_implementation="static")
     graphs = []
