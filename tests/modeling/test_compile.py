@@ -6,6 +6,7 @@ and computes the same. `test_inductor` lets torch generate it.
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -32,20 +33,6 @@ def forget_compiled_code():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def small(case, **text):
-    """Two layers, of which the mixture has one of each kind: chunked and dense, position-free and routed."""
-    if case.is_text:
-        text = {"num_hidden_layers": 2, **text}
-        if case.has_experts:
-            text = {"no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"], **text}
-    model = case.make(**text)
-    tower = getattr(model, "vision_model", model)
-    if case.has_images:
-        del tower.model.layers[1:]
-        tower.config.num_hidden_layers = 1
-    return model
 
 
 class Counting:
@@ -89,7 +76,7 @@ def assert_same_gradients(given, expected):
 
 @for_models()
 def test_every_class_is_one_graph(case):
-    model, inputs = small(case), case.inputs()
+    model, inputs = case.make_small(), case.inputs()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert max_abs(run(compiled, **inputs), run(model, **inputs)) < TOLERANCE
 
@@ -99,7 +86,7 @@ def test_every_class_is_one_graph(case):
 )
 def test_training_is_one_graph(name):
     case = CASES[name]
-    model, inputs = small(case).train(), case.inputs()
+    model, inputs = case.make_small().train(), case.inputs()
     options = {"labels": inputs["input_ids"]} if case.is_head else {}
     expected = gradients(model, model, inputs, **options)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -109,7 +96,7 @@ def test_training_is_one_graph(name):
 def test_router_training_is_one_graph():
     """Jitter, capacity, both router losses and the counted load; the same seed draws the same jitter."""
     case = CASES["LlamoeForCausalLM"]
-    model, inputs = small(case).train(), case.inputs()
+    model, inputs = case.make_small().train(), case.inputs()
     config = model.config
     config.router_aux_loss_coef, config.router_z_loss_coef = 0.5, 0.1
     mixture = next(module for module in model.modules() if isinstance(module, MixtureOfExperts))
@@ -132,7 +119,7 @@ def test_router_training_is_one_graph():
 
 def test_gradient_checkpointing_is_one_graph():
     case = CASES["LlamoeForCausalLM"]
-    model, inputs = small(case).train(), case.inputs()
+    model, inputs = case.make_small().train(), case.inputs()
     # Left to transformers, `use_cache` is turned off with a warning, which no graph can hold.
     options = {"labels": inputs["input_ids"], "use_cache": False}
     expected = gradients(model, model, inputs, **options)
@@ -144,7 +131,7 @@ def test_gradient_checkpointing_is_one_graph():
 def test_images_inside_the_graph_are_in_their_places():
     """Other pictures give other logits, from the same graph, in their own rows only."""
     case = CASES["LlamoeForConditionalGeneration"]
-    model, inputs = small(case), case.inputs()
+    model, inputs = case.make_small(), case.inputs()
     backend = Counting()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     before = run(compiled, **inputs)
@@ -158,7 +145,7 @@ def test_images_inside_the_graph_are_in_their_places():
 def test_few_graphs_for_all_lengths():
     """The first length is compiled as it is, the second for all that are longer than a chunk, the third for others."""
     case = CASES["LlamoeForCausalLM"]
-    model, backend = small(case), Counting()
+    model, backend = case.make_small(), Counting()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     graphs = []
     for length in (29, 41, 12, 70):
@@ -171,10 +158,16 @@ def test_few_graphs_for_all_lengths():
 # The experts, for every size and dtype
 
 
-@pytest.mark.parametrize("implementation", ["llamoe", "eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("width", [52, 48], ids=["odd", "aligned"])
-def test_experts_are_one_graph(width, dtype, implementation):
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EXPERTS = [
+    *itertools.product(("llamoe", "grouped_mm"), DTYPES, (52, 48)),
+    # No dtype or width has a way of its own in these.
+    *itertools.product(("eager", "batched_mm"), (torch.float32, torch.bfloat16), (52,)),
+]
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "width"), EXPERTS, ids=str)
+def test_experts_are_one_graph(implementation, dtype, width):
     """A width of 52 in bfloat16 is no multiple of 16 bytes, which torch's grouped product asks for."""
     config = CASES["LlamoeForCausalLM"].make_config(intermediate_size=width)
     config._experts_implementation = implementation
@@ -224,7 +217,7 @@ def test_grouped_product():
 def test_generate_compiles_once(name, length):
     """Eleven tokens and nine new ones fill the window of a chunk while they are generated; 24 have filled it before."""
     case = CASES[name]
-    model, inputs = small(case), case.inputs(padding=(3, 0, 1), length=length)
+    model, inputs = case.make_small(), case.inputs(padding=(3, 0, 1), length=length)
     options = dict(max_new_tokens=9, min_new_tokens=9, do_sample=False, cache_implementation="static")
     expected = model.generate(**inputs, **options, disable_compile=True)
     backend = Counting()
@@ -243,7 +236,7 @@ def test_generate_compiles_once(name, length):
 def test_prompts_of_differing_lengths_share_one_graph(name, dtype):
     """The longest comes first, as a server would warm up: shorter ones find its cache, and its graph."""
     case = CASES[name]
-    model = small(case).to(dtype)
+    model = case.make_small().to(dtype)
     options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, cache_implementation="static")
     backend = Counting()
     compiled = CompileConfig(fullgraph=True, backend=lambda *args, **_: backend(*args))
@@ -263,7 +256,7 @@ def test_prompts_of_differing_lengths_share_one_graph(name, dtype):
 def test_the_compiler_is_given_real_numbers(name):
     """It has no code of its own for complex ones, which turn interleaved pairs elsewhere."""
     case = CASES[name]
-    model, inputs = small(case), case.inputs()
+    model, inputs = case.make_small(), case.inputs()
     dtypes = {False: set(), True: set()}
 
     def watch(module, example_inputs, **_):
@@ -290,7 +283,7 @@ def test_the_compiler_is_given_real_numbers(name):
 def test_steps_with_a_static_cache_compile_once(name):
     """Without `generate`: the masks are made inside the graph, too."""
     case = CASES[name]
-    model, inputs, backend = small(case), case.inputs(length=30), Counting()
+    model, inputs, backend = case.make_small(), case.inputs(length=30), Counting()
     expected = run(model, **inputs)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     past = StaticCache(config=model.config, max_cache_len=40)
@@ -326,7 +319,7 @@ def test_rings_leave_other_caches_alone():
 
 def test_a_ring_can_be_used_again():
     case = CASES["LlamoeForCausalLM"]
-    model, ids = small(case), case.inputs(padding=(0, 0), length=40)["input_ids"]
+    model, ids = case.make_small(), case.inputs(padding=(0, 0), length=40)["input_ids"]
     past = StaticCache(config=model.config, max_cache_len=40)
     for _ in range(2):
         parts = [run(model, input_ids=piece, past_key_values=past) for piece in ids.split((21, 1, 9, 9), 1)]
@@ -365,7 +358,7 @@ def test_export_with_dynamic_sizes(name, with_mask):
     Llama either.
     """
     case = CASES[name]
-    model = small(case)
+    model = case.make_small()
 
     def inputs_of(padding, length):
         inputs = case.inputs(padding, length)
@@ -396,7 +389,7 @@ def test_export_with_dynamic_sizes(name, with_mask):
 def test_hidden_positions_in_a_graph(name):
     """Whatever positions padding has, below zero or above every other, compiled and exported."""
     case = CASES[name]
-    model, inputs = small(case), case.inputs()
+    model, inputs = case.make_small(), case.inputs()
     mask = inputs["attention_mask"]
     clean = (mask.cumsum(1) - 1).clamp(min=0)
     expected = run(model, **inputs, position_ids=clean)[mask == 1]
@@ -411,7 +404,7 @@ def test_hidden_positions_in_a_graph(name):
 def test_export_of_a_decoding_step(name):
     """transformers' wrapper for ExecuTorch: the cache is in the program, one token goes in; over a chunk's border."""
     case = CASES[name]
-    model = small(case)
+    model = case.make_small()
     model.generation_config.update(use_cache=True, cache_implementation="static")
     ids = case.inputs(padding=(0,), length=24)["input_ids"]
     wrapped = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=40)
@@ -425,7 +418,7 @@ def test_export_of_a_decoding_step(name):
 def test_inductor(name):
     """With generated code, forward and backward, in float32."""
     case = CASES[name]
-    model, inputs = small(case).train(), case.inputs()
+    model, inputs = case.make_small().train(), case.inputs()
     options = {"labels": inputs["input_ids"]}
     expected = gradients(model, model, inputs, **options)
     compiled = torch.compile(model, fullgraph=True)

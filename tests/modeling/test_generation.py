@@ -95,7 +95,7 @@ def test_tokens_and_scores_are_those_of_stock(case, way):
 
 @pytest.mark.parametrize("way", ["greedy", "sampling", "processors", "sampled_lookup"])
 def test_with_images_tokens_are_those_of_stock(way):
-    model = MULTIMODAL.make()
+    model = MULTIMODAL.make_small()
     inputs = MULTIMODAL.row(MULTIMODAL.inputs(length=PROMPT), 1)
     expected = new_tokens(stock_of(MULTIMODAL, model), inputs, **WAYS[way])
     assert torch.equal(new_tokens(model, inputs, **WAYS[way]), expected)
@@ -105,7 +105,7 @@ def test_with_images_tokens_are_those_of_stock(way):
 @pytest.mark.parametrize("row", [1, 2], ids=["two_tiles", "one_tile"])
 def test_with_images_tokens_are_those_of_stocks_text_model(way, row):
     """Stock cannot repeat rows with images. Its text model can, given embeddings with the features in their places."""
-    model = MULTIMODAL.make()
+    model = MULTIMODAL.make_small()
     stock = stock_of(MULTIMODAL, model)
     inputs = MULTIMODAL.row(MULTIMODAL.inputs(length=PROMPT), row)
     ids = inputs["input_ids"]
@@ -129,7 +129,7 @@ def test_with_images_tokens_are_those_of_stocks_text_model(way, row):
 @for_models("is_head")
 def test_generate_on_a_padded_batch_equals_each_row_alone(case):
     """Twenty tokens, over more than one chunk border; the reference is the argmax of passes without a cache."""
-    model, inputs = case.make(), case.inputs(length=PROMPT)
+    model, inputs = case.make_small(), case.inputs(length=PROMPT)
     together = new_tokens(model, inputs, max_new_tokens=20)
     for row in range(len(PADDING)):
         alone = case.row(inputs, row)
@@ -148,7 +148,7 @@ def test_beams_of_a_batch_are_those_of_each_row(case, by, use_cache):
     """Rows without a tile, with two and with one: each beam must take the tiles of its own row."""
     if by == "embeddings" and not use_cache:
         pytest.skip("transformers always uses a cache with embeddings")
-    model, inputs = case.make(), case.inputs(length=PROMPT)
+    model, inputs = case.make_small(), case.inputs(length=PROMPT)
     options = {"num_beams": 3, "num_return_sequences": 2, "use_cache": use_cache}
     given = inputs if by == "ids" else with_embeddings(model, inputs)
     options = {"max_new_tokens": 8, "eos_token_id": -1, **options}
@@ -163,7 +163,7 @@ def test_beams_of_a_batch_are_those_of_each_row(case, by, use_cache):
 @pytest.mark.parametrize("by", ["ids", "embeddings"])
 def test_samples_of_a_batch_stand_beside_their_row(case, by):
     """Logits of each sampled row are those of its own prompt, run alone with the tokens that were drawn."""
-    model, inputs = case.make(), case.inputs(length=PROMPT)
+    model, inputs = case.make_small(), case.inputs(length=PROMPT)
     given = inputs if by == "ids" else with_embeddings(model, inputs)
     options = {"do_sample": True, "num_return_sequences": 2, "output_logits": True}
     options["suppress_tokens"] = [IMAGE_TOKEN]  # run again as a prompt, one would ask for a picture
@@ -180,7 +180,7 @@ def test_samples_of_a_batch_stand_beside_their_row(case, by):
 
 @for_models("is_head")
 def test_beams_find_no_worse_than_greedy(case):
-    model, inputs = case.make(), case.row(case.inputs(length=PROMPT), 1)
+    model, inputs = case.make_small(), case.row(case.inputs(length=PROMPT), 1)
 
     def log_probability(tokens):
         ids = torch.cat([inputs["input_ids"], tokens], 1)
@@ -195,7 +195,7 @@ def test_beams_find_no_worse_than_greedy(case):
 
 @for_models("is_head")
 def test_sampling_follows_the_seed(case):
-    model, inputs = case.make(), case.inputs(length=PROMPT)
+    model, inputs = case.make_small(), case.inputs(length=PROMPT)
     samples = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -212,7 +212,7 @@ def test_sampling_follows_the_seed(case):
 @for_models("is_head")
 @pytest.mark.parametrize("way", ["greedy", "sampling", "prefill_with_ids"])
 def test_embeddings_give_the_tokens_of_their_ids(case, way):
-    model, inputs = case.make(), case.inputs(length=PROMPT)
+    model, inputs = case.make_small(), case.inputs(length=PROMPT)
     given = with_embeddings(model, inputs)
     expected = new_tokens(model, inputs, **WAYS.get(way, {}))
     if way == "prefill_with_ids":  # given both, the ids only stand before what is returned
@@ -224,7 +224,7 @@ def test_embeddings_give_the_tokens_of_their_ids(case, way):
 
 def test_features_computed_before_can_be_given_and_stay_as_they_are():
     """A server encodes a picture once and asks several questions, with beams too."""
-    model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs(length=PROMPT)
+    model, inputs = MULTIMODAL.make_small(), MULTIMODAL.inputs(length=PROMPT)
     with torch.no_grad():
         features = model.get_image_features(inputs["pixel_values"])
     pixels, before = inputs.pop("pixel_values"), features.pooler_output.clone()
@@ -239,7 +239,7 @@ def test_features_computed_before_can_be_given_and_stay_as_they_are():
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_features_that_do_not_fit_the_text_are_refused(num_beams):
-    model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs(length=PROMPT)
+    model, inputs = MULTIMODAL.make_small(), MULTIMODAL.inputs(length=PROMPT)
     more = inputs | {"pixel_values": inputs["pixel_values"][[0, 1, 2, 2]]}
     with pytest.raises(ValueError, match="12 image tokens.* 16 image features"):
         new_tokens(model, more, num_beams=num_beams)
@@ -254,7 +254,7 @@ def test_features_that_do_not_fit_the_text_are_refused(num_beams):
 
 
 def test_forgotten_pictures_are_missed_by_generate_too():
-    model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs(length=PROMPT)
+    model, inputs = MULTIMODAL.make_small(), MULTIMODAL.inputs(length=PROMPT)
     del inputs["pixel_values"]
     for options in ({}, {"num_beams": 2}):
         with pytest.raises(ValueError, match="image tokens .* 0 image features"):
@@ -287,7 +287,7 @@ def smaller(case, **text):
 @for_models("is_head")
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
 def test_assisted_tokens_are_those_of_stock(case, do_sample):
-    model, assistant = case.make(), smaller(case)
+    model, assistant = case.make_small(), smaller(case)
     inputs = without_images(case.row(case.inputs(length=PROMPT), 1))
     options = {"do_sample": do_sample, "max_new_tokens": 12}
     given = new_tokens(model, inputs, assistant_model=assistant, **options)
@@ -305,7 +305,7 @@ def assistants(case, model):
 @for_models("is_head")
 def test_assisted_tokens_are_those_without_an_assistant(case):
     """Over the chunk borders at 32 and 48, with many a draft taken back; with images too."""
-    model, inputs = case.make(), case.row(case.inputs(length=PROMPT), 1)
+    model, inputs = case.make_small(), case.row(case.inputs(length=PROMPT), 1)
     expected = new_tokens(model, inputs, max_new_tokens=24)
     helpers = dict(assistants(case, model))
     passes = []
@@ -337,7 +337,7 @@ def test_drafting_with_the_first_layers(name):
 @for_models("is_head", "has_experts")
 def test_drafts_take_pad_tokens_for_tokens(case):
     """transformers infers a draft's mask from its ids; one that was generated is no padding, and hides nothing."""
-    model, inputs = case.make(), case.row(case.inputs(length=PROMPT), 1)
+    model, inputs = case.make_small(), case.row(case.inputs(length=PROMPT), 1)
     settings = dict(max_new_tokens=30, pad_token_id=0)
 
     def often_pads(ids, scores):
@@ -349,7 +349,7 @@ def test_drafts_take_pad_tokens_for_tokens(case):
     settings["logits_processor"] = [often_pads]
     expected = new_tokens(model, inputs, **settings)
     assert 7 <= int((expected == 0).sum()) < 30
-    draft = copy.deepcopy(model if case.has_images else case.make(seed=5))
+    draft = copy.deepcopy(model if case.has_images else case.make_small(seed=5))
     draft.generation_config.num_assistant_tokens = 5
     if not case.has_images:
         try:
@@ -362,7 +362,7 @@ def test_drafts_take_pad_tokens_for_tokens(case):
 
 
 def test_a_turn_without_pictures_may_say_so():
-    model = MULTIMODAL.make()
+    model = MULTIMODAL.make_small()
     ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(2))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     expected = new_tokens(model, inputs, max_new_tokens=5)
@@ -371,7 +371,7 @@ def test_a_turn_without_pictures_may_say_so():
 
 def test_a_draft_that_fails_leaves_the_model_whole():
     case = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
-    model, inputs = case.make(), case.row(case.inputs(length=PROMPT), 1)
+    model, inputs = case.make_small(), case.row(case.inputs(length=PROMPT), 1)
     expected = new_tokens(model, inputs, max_new_tokens=5)
     hook = model.model.norm.register_forward_hook(lambda *_: 1 / (model.config.num_hidden_layers > 2))
     with pytest.raises(ZeroDivisionError):
@@ -381,7 +381,7 @@ def test_a_draft_that_fails_leaves_the_model_whole():
 
 
 def test_generated_image_tokens_are_no_forgotten_pictures():
-    model = MULTIMODAL.make()
+    model = MULTIMODAL.make_small()
     ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(2))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -399,7 +399,7 @@ def test_generated_image_tokens_are_no_forgotten_pictures():
 
 
 def test_drafting_with_the_first_layers_is_for_text_models():
-    model, inputs = MULTIMODAL.make(), MULTIMODAL.row(MULTIMODAL.inputs(length=PROMPT), 1)
+    model, inputs = MULTIMODAL.make_small(), MULTIMODAL.row(MULTIMODAL.inputs(length=PROMPT), 1)
     with pytest.raises(ValueError, match="assistant_early_exit is for text models"):
         new_tokens(model, inputs, assistant_early_exit=2)
 
@@ -409,7 +409,7 @@ def test_drafting_with_the_first_layers_is_for_text_models():
 
 @for_models("is_head")
 def test_everything_that_can_be_asked_for_comes_with_the_tokens(case):
-    model, inputs = case.make(), case.inputs(length=PROMPT)
+    model, inputs = case.make_small(), case.inputs(length=PROMPT)
     model.set_attn_implementation("eager")
     expected = new_tokens(model, inputs, max_new_tokens=6)
     names = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
@@ -465,7 +465,7 @@ def tokenizer():
 
 @for_models("is_head")
 def test_streamers_see_each_token_as_it_comes(case, tokenizer, capsys):
-    model, inputs = case.make(), case.row(case.inputs(length=PROMPT), 1)
+    model, inputs = case.make_small(), case.row(case.inputs(length=PROMPT), 1)
     expected = new_tokens(model, inputs)[0].tolist()
     collector = Collector()
     new_tokens(model, inputs, streamer=collector)
@@ -482,7 +482,7 @@ def test_streamers_see_each_token_as_it_comes(case, tokenizer, capsys):
 @for_models("is_head")
 def test_each_row_ends_where_it_is_told_to(case, tokenizer):
     """After it has ended, a row is padded while the others go on."""
-    model, inputs = case.make(), case.inputs(length=PROMPT)
+    model, inputs = case.make_small(), case.inputs(length=PROMPT)
     plain = new_tokens(model, inputs, max_new_tokens=10)
     stops = plain[torch.arange(3), torch.tensor([2, 5, 7])]
 
@@ -519,7 +519,7 @@ class Shift(LogitsProcessor):
 
 @for_models("is_head")
 def test_settings_come_from_a_generation_config_and_processors_are_called(case):
-    model, inputs = case.make(), case.inputs(length=PROMPT)
+    model, inputs = case.make_small(), case.inputs(length=PROMPT)
     config = GenerationConfig(max_new_tokens=5, num_beams=3, eos_token_id=-1, pad_token_id=0)
     given = model.generate(**inputs, generation_config=config)[:, PROMPT:]
     assert torch.equal(given, new_tokens(model, inputs, max_new_tokens=5, num_beams=3))
@@ -533,7 +533,7 @@ def test_settings_come_from_a_generation_config_and_processors_are_called(case):
 
 @for_models("is_head")
 def test_logits_to_keep(case):
-    model, inputs = case.make(), case.inputs()
+    model, inputs = case.make_small(), case.inputs()
     expected = run(model, **inputs)
     assert torch.equal(run(model, **inputs, logits_to_keep=0), expected)
     for kept in (1, 5, torch.tensor([2, 51, 30]), torch.tensor([True, False] * 26 + [True])):

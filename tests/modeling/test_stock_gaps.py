@@ -20,7 +20,8 @@ from support.models import (
     text_config,
 )
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModel, CompileConfig
+from transformers import AutoModel, CompileConfig, GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from llamoe.modeling.moe.layer import MixtureOfExperts
@@ -181,7 +182,12 @@ def test_gap_12_continuous_batching_within_one_chunk():
     assert len(inputs["input_ids"]) == 3
     options = dict(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
     results = model.generate_batch(
-        rows, model.generation_config.__class__(**options), progress_bar=False, warmup=False
+        rows,
+        GenerationConfig(**options),
+        # Left to transformers, the cache fills the memory.
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64),
+        progress_bar=False,
+        warmup=False,
     )
     given = [
         results[key].generated_tokens for key in sorted(results, key=lambda key: int(key.split("_")[-1]))
@@ -199,7 +205,7 @@ def test_gap_13_a_static_cache_is_compiled():
         graphs.append(graph)
         return graph.forward
 
-    model, inputs = TEXT.make(), TEXT.row(TEXT.inputs(length=20), 0)
+    model, inputs = TEXT.make_small(), TEXT.row(TEXT.inputs(length=20), 0)
     expected = generate(model, inputs)
     torch._dynamo.reset()
     options = CompileConfig(backend=count, mode=None, fullgraph=True)

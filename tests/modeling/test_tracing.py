@@ -111,7 +111,7 @@ def test_a_traced_model_is_right_for_other_inputs(case, attention):
     """Other tokens, paddings, places of pictures and numbers of rows, and, but for pictures, other lengths."""
     overrides = {"intermediate_size": 51} if case.has_experts else {}
     for implementation in ("llamoe", "eager") if case.has_experts else ("llamoe",):
-        model = case.make(**overrides)
+        model = case.make_small(**overrides)
         model.set_attn_implementation(attention)
         if case.has_experts:
             model.set_experts_implementation(implementation)
@@ -139,7 +139,7 @@ def test_a_traced_model_is_right_for_other_inputs(case, attention):
 @pytest.mark.parametrize("implementation", ["llamoe", "eager"])
 def test_a_model_made_by_fx_is_right_for_other_tokens(implementation):
     case = CASES["LlamoeForCausalLM"]
-    model = case.make(intermediate_size=51)
+    model = case.make_small(intermediate_size=51)
     model.set_experts_implementation(implementation)
     example, other = (case.inputs(padding=(0, 0, 0))["input_ids"].roll(by, 1) for by in (0, 20))
     program = make_fx(lambda ids: model(input_ids=ids, use_cache=False).logits)(example)

@@ -32,7 +32,7 @@ ids = {"ids": lambda case: case.name}
 
 def pair(case, **text):
     """Ours and stock's model with the same weights."""
-    ours = case.make(**text)
+    ours = case.make_small(**text)
     stock_class = getattr(transformers, case.stock_name)
     stock = stock_class(stock_class.config_class(**llamoe.to_stock(ours.config)))
     stock.load_state_dict(ours.state_dict())
@@ -198,7 +198,7 @@ def test_trainer_loses_what_stock_loses(case, options, tmp_path):
 @pytest.mark.parametrize("case", HEADS, **ids)
 def test_label_smoothing_predicts_the_next_token(case, tmp_path):
     """Trainer knows by the model's class name whether to shift; without it it would train to repeat the input."""
-    model, examples = case.make(), rows(case, count=2)
+    model, examples = case.make_small(), rows(case, count=2)
     if case.has_experts:
         model.config.get_text_config().router_z_loss_coef = 0.3
     batch = collate(examples)
@@ -217,7 +217,7 @@ def test_label_smoothing_predicts_the_next_token(case, tmp_path):
 @pytest.mark.parametrize("case", HEADS, **ids)
 def test_evaluation_gives_logits_and_nothing_beside_them(case, tmp_path):
     """Router logits, losses and image states are no predictions, and have no common shape to gather them by."""
-    model, examples = case.make(), rows(case, count=8)
+    model, examples = case.make_small(), rows(case, count=8)
     config = model.config.get_text_config()
     if case.has_experts:
         config.output_router_logits = config.output_expert_load = True
@@ -244,13 +244,13 @@ def test_accumulated_pieces_equal_one_batch(case, tmp_path):
     """The pieces have different numbers of labels: `num_items_in_batch` weighs them."""
     results = []
     for size, steps in ((8, 1), (2, 4)):
-        model = case.make()
+        model = case.make_small()
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "optim": "sgd"}
         losses = losses_of(trainer_of(model, tmp_path, rows(case), max_grad_norm=0.0, **options))
         results.append((losses, dict(model.named_parameters())))
     (whole_losses, whole), (losses, pieces) = results
     assert losses == pytest.approx(whole_losses, rel=1e-5) and len(losses) == 1
-    fresh = dict(case.make().named_parameters())
+    fresh = dict(case.make_small().named_parameters())
     for name, parameter in whole.items():
         update = (parameter - fresh[name]).abs().max()
         assert update > 0 and max_abs(pieces[name], parameter) < 1e-3 * update + 1e-7, name
@@ -262,7 +262,7 @@ def test_router_losses_do_not_grow_with_the_number_of_pieces(case, tmp_path):
     example = rows(case, count=1)[0]
     losses = []
     for size, steps in ((4, 1), (1, 4)):
-        model = case.make()
+        model = case.make_small()
         config = model.config.get_text_config()
         config.output_router_logits, config.router_aux_loss_coef, config.router_z_loss_coef = True, 0.7, 0.3
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
@@ -285,7 +285,7 @@ def test_a_classifiers_losses_do_not_grow_with_the_number_of_pieces(tmp_path):
 
 @pytest.mark.parametrize("case", MIXTURES, **ids)
 def test_router_losses_count_by_the_share_of_labels(case):
-    model, batch = case.make(), collate(rows(case, count=4))
+    model, batch = case.make_small(), collate(rows(case, count=4))
     config = model.config.get_text_config()
     counts = (batch["labels"][:, 1:] != -100).sum(1)
     pieces = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(4)]
@@ -316,7 +316,7 @@ def test_trainer_trains_an_adapter_under_checkpointing(case, reentrant, tmp_path
     results = []
     for options in ({}, {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}):
         torch.manual_seed(4)
-        model = get_peft_model(case.make(), config())
+        model = get_peft_model(case.make_small(), config())
         trainer = trainer_of(
             model,
             tmp_path,
@@ -332,7 +332,7 @@ def test_trainer_trains_an_adapter_under_checkpointing(case, reentrant, tmp_path
     assert results[1] == pytest.approx(results[0], rel=1e-4)
     assert results[0][-1] != pytest.approx(results[0][0], rel=1e-3)
     torch.manual_seed(4)
-    model = get_peft_model(case.make(), config())
+    model = get_peft_model(case.make_small(), config())
     resumed = losses_of(
         trainer_of(model, tmp_path / "more", rows(case)),
         resume_from_checkpoint=str(tmp_path / "checkpoint-2"),
@@ -351,7 +351,7 @@ def test_frozen_layers_pass_gradients_on_to_an_adapter(case, reentrant):
     results = []
     for checkpointed in (False, True):
         torch.manual_seed(4)
-        model = case.make().train()
+        model = case.make_small().train()
         model.add_adapter(
             LoraConfig(target_modules="all-linear", exclude_modules=[], init_lora_weights=False)
         )
@@ -369,7 +369,7 @@ def test_frozen_layers_pass_gradients_on_to_an_adapter(case, reentrant):
 
 @for_models("is_text")
 def test_gradients_reach_given_embeddings(case):
-    model = case.make()
+    model = case.make_small()
     inputs = case.inputs()
     inputs.pop("pixel_values", None)
     embeds = model.get_input_embeddings()(inputs.pop("input_ids").clamp(max=90)).detach().requires_grad_()
@@ -380,7 +380,7 @@ def test_gradients_reach_given_embeddings(case):
 
 @pytest.mark.parametrize("case", HEADS, **ids)
 def test_resized_and_tied_vocabulary_trains(case, tmp_path):
-    model = case.make(tie_word_embeddings=True).train()
+    model = case.make_small(tie_word_embeddings=True).train()
     model.resize_token_embeddings(120)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     examples = rows(case)
@@ -397,7 +397,7 @@ def test_resized_and_tied_vocabulary_trains(case, tmp_path):
 
 
 def test_neftune_noise_is_in_training_only():
-    model, batch = MULTIMODAL.make(), collate(rows(MULTIMODAL, count=2))
+    model, batch = MULTIMODAL.make_small(), collate(rows(MULTIMODAL, count=2))
     transformers.trainer_utils.set_seed(3)
     embeddings = model.get_input_embeddings()
     embeddings.neftune_noise_alpha = 8.0
@@ -472,7 +472,7 @@ def test_trainer_with_bfloat16_stays_as_near_to_float32_as_stock(tmp_path):
     """accelerate's own autocast, 40 steps. Two rounded runs go apart from each other; both are held against float32."""
     drifts = {"ours": 0.0, "stock": 0.0}
     for seed in range(3):
-        ours, stock = pair(MULTIMODAL, seed=seed, num_hidden_layers=2, no_rope_layers=[1, 0])
+        ours, stock = pair(MULTIMODAL, seed=seed)
         examples = [
             {**example, "labels": example["input_ids"]}
             for example in rows(MULTIMODAL, count=80, length=13, seed=seed)
@@ -485,12 +485,12 @@ def test_trainer_with_bfloat16_stays_as_near_to_float32_as_stock(tmp_path):
             drifts[name] += sum(abs(a - b) for a, b in zip(given, exact, strict=True)) / len(exact) / 3
             assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
     # Roundings differ by seed: stock's own drift does by a factor of 2 from one to the next, a third of that or so is
-    # left in a mean of three. Weights kept in bfloat16 drift 1.7 times as far.
+    # left in a mean of three. Weights kept in bfloat16 drift 2.4 times as far.
     assert 0 < drifts["ours"] <= 1.4 * drifts["stock"], drifts
 
 
 def test_trainer_with_bfloat16_evaluates(tmp_path):
-    trainer = trainer_of(TEXT.make(), tmp_path, rows(TEXT, count=2), bf16=True, eval_strategy="epoch")
+    trainer = trainer_of(TEXT.make_small(), tmp_path, rows(TEXT, count=2), bf16=True, eval_strategy="epoch")
     losses_of(trainer)
     expected = trainer.model(**collate(rows(TEXT, count=2))).loss.item()
     # Eight bits of a loss near 5, over two rows.

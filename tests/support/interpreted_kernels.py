@@ -1,6 +1,6 @@
-"""The Triton kernels, run by Triton's interpreter on the CPU; `test_kernels` starts this in a process of its own.
+"""The Triton kernels, run by Triton's interpreter on the CPU; `test_under_the_interpreter` starts this.
 
-Triton decides by TRITON_INTERPRET, when it is imported, whether kernels are compiled; hence the other process.
+Triton decides by TRITON_INTERPRET, when it is imported, whether kernels are compiled; hence a process of its own.
 """
 
 import os

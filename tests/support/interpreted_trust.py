@@ -1,4 +1,4 @@
-"""The trial of the kernels, and who trusts them when, under Triton's interpreter; `test_trust` starts this.
+"""Kernels on trial, and who trusts them when, under Triton's interpreter; `test_under_the_interpreter` starts this.
 
 The kernels run for real, whole or spoilt on purpose: their source with one line changed. `on_a_gpu` has the CPU taken
 for a device that may use kernels; a second process inherits the interpreter.
@@ -254,7 +254,7 @@ def test_too_little_shared_memory_is_a_failure(monkeypatch):
 def test_another_process_goes_first(monkeypatch, tmp_path):
     """It launches kernels that are right, while those of this one are not; and does so where they are not."""
     spoil(monkeypatch, tmp_path, *SPOILT["not a number"])
-    description = describe(*stacks())
+    description = describe(*stacks(num_experts=2, hidden=9, intermediate=5))
     assert find_difference_apart(description, CPU) is None
     monkeypatch.setattr(trial, "_PATIENCE", 0.01)  # for so long nothing starts
     assert "numbers are wrong" in find_difference_apart(description, CPU)
@@ -265,15 +265,15 @@ def test_another_process_goes_first(monkeypatch, tmp_path):
 def test_a_kernel_that_takes_the_process_along(monkeypatch, tmp_path):
     """As a compiler does that aborts; what it says last is kept."""
     copy = tmp_path / "copy"
-    # In a checkout three folders that stand side by side, in a wheel one with two of them inside.
-    root = Path(llamoe.__file__).parents[1]
-    for folder in ("llamoe", "configuration", "modeling"):
-        if (root / folder).is_dir():
-            shutil.copytree(root / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    spoilt = copy / SOURCE.relative_to(root)
-    spoilt.write_text(
-        spoilt.read_text() + '\nimport os\nos.write(2, b"LLVM ERROR: Cannot select\\n")\nos.abort()\n'
-    )
+    folder = copy / "llamoe/modeling/kernels"
+    folder.mkdir(parents=True)
+    # Of the library only what tries kernels, so that little is imported.
+    for package in (folder, *folder.parents[:2]):
+        (package / "__init__.py").touch()
+    for module in (few_rows, trial):
+        shutil.copy(module.__file__, folder)
+    spoilt = SOURCE.read_text() + '\nimport os\nos.write(2, b"LLVM ERROR: Cannot select\\n")\nos.abort()\n'
+    (folder / SOURCE.name).write_text(spoilt)
     monkeypatch.syspath_prepend(str(copy))
     difference = find_difference_apart(describe(*stacks()), CPU)
     assert difference == "the process that launched it ended with -6: LLVM ERROR: Cannot select"
@@ -606,10 +606,7 @@ def test_transforms_of_torch_func_pass_the_kernel_by(on_a_gpu, launches):
 def test_generate_tries_before_it_compiles(on_a_gpu, launches):
     """Each step of the one graph then runs the kernel, two experts for each of two tokens."""
     case = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
-    layers = dict(
-        num_hidden_layers=2, no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"]
-    )
-    model = case.make(**layers)
+    model = case.make_small(**SIZES)
     inputs = case.inputs(padding=(0, 2), length=70)
     options = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, cache_implementation="static")
     graphs = []

@@ -1,5 +1,6 @@
 """Small things that several test files use: tiny stock configs, weights without symmetry, measures."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,6 @@ from transformers import (
     Llama4TextConfig,
     Llama4VisionConfig,
     LlamaConfig,
-    initialization,
 )
 
 import llamoe
@@ -293,6 +293,10 @@ def multimodal_config(vision=None, **text):
     return llamoe.from_stock(stock_multimodal_config(text, vision))
 
 
+# What `Case.make` copies.
+_BUILT = {}
+
+
 @dataclass(frozen=True)
 class Case:
     """A model class and what the tests must know of it."""
@@ -311,11 +315,26 @@ class Case:
         return getattr(llamoe, self.name)
 
     def make(self, seed=0, **text):
-        # Every weight is drawn below.
-        with initialization.no_init_weights():
-            model = self.model_class(self.make_config(**text))
-        model.tie_weights()
-        return make_asymmetric(model, seed)
+        """A model of its own, copied from one that is built once: building takes three times as long."""
+        key = self, seed, repr(text)
+        if key not in _BUILT:
+            # The same numbers follow for the test that builds it and for those that copy it.
+            with torch.random.fork_rng(devices=[]):
+                _BUILT[key] = make_asymmetric(self.model_class(self.make_config(**text)), seed)
+        return copy.deepcopy(_BUILT[key])
+
+    def make_small(self, seed=0, **text):
+        """Two layers, of which a mixture has one of each kind: chunked and dense, position-free and routed."""
+        if self.is_text:
+            text = {"num_hidden_layers": 2, **text}
+        if self.has_experts:
+            text = {"no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"], **text}
+        model = self.make(seed, **text)
+        if self.has_images:
+            tower = getattr(model, "vision_model", model)
+            del tower.model.layers[1:]
+            tower.config.num_hidden_layers = 1
+        return model
 
     def inputs(self, padding=PADDING, length=LENGTH):
         """Rows without a token twice in a row, left-padded; row 1 has two tiles, row 2 one."""

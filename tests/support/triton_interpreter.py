@@ -1,10 +1,10 @@
-"""Importing this lets Triton's interpreter run here: what Triton and numpy of some releases disagree about."""
+"""Importing this lets Triton's interpreter run here, and quickly: what it and numpy of some releases disagree about."""
 
 import numpy as np
-import triton.runtime.interpreter
+import triton.runtime.interpreter as interpreter
 
 # Triton 3.6 keeps scalars as arrays with one element, and asks `int` for the bounds of loops; numpy 2.4 refuses that.
-patch_tensor = triton.runtime.interpreter._patch_lang_tensor
+patch_tensor = interpreter._patch_lang_tensor
 
 
 def patch_tensor_too(tensor, scope):
@@ -12,4 +12,20 @@ def patch_tensor_too(tensor, scope):
     scope.set_attr(tensor, "__index__", lambda self: int(np.squeeze(self.handle.data)))
 
 
-vars(triton.runtime.interpreter)["_patch_lang_tensor"] = patch_tensor_too
+vars(interpreter)["_patch_lang_tensor"] = patch_tensor_too
+
+# The interpreter puts its own functions in the place of the language's before every call of a kernel and of each
+# function in it, which took half of the time. They are the same ones for all functions of a module, so once is enough.
+patch_language = interpreter._patch_lang
+patched_for = set()
+
+
+def patch_language_once(function):
+    if function.__module__ not in patched_for:
+        patched_for.add(function.__module__)
+        patch_language(function)
+    # Nothing in it, so that nothing is undone: this process only ever interprets.
+    return interpreter._LangPatchScope()
+
+
+vars(interpreter)["_patch_lang"] = patch_language_once

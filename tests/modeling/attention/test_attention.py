@@ -111,7 +111,7 @@ def implementation(request):
 
 def pair(case, implementation, **overrides):
     """A model with `eager`, and the same with another implementation."""
-    truth, model = case.make(**overrides), case.make(**overrides)
+    truth, model = case.make_small(**overrides), case.make_small(**overrides)
     truth.set_attn_implementation("eager")
     model.set_attn_implementation(implementation)
     assert implementation in (
@@ -287,7 +287,7 @@ def test_gradients_equal_eager(case, implementation):
 @pytest.mark.parametrize("when", ["made", "run"])
 def test_an_unknown_type_of_layer_is_refused(case, when, implementation):
     """Under flash attention, which takes no mask, it would become full attention in silence."""
-    model, config = case.make(), case.make_config()
+    model, config = case.make_small(), case.make_config()
     model.set_attn_implementation(implementation)
     for each in (config, model.config):
         each.layer_types = ["full_attention", "dilated_attention", "full_attention"]
@@ -412,7 +412,7 @@ def implementations_used(model, inputs, monkeypatch):
 
 def test_switching_parts_at_run_time(monkeypatch, flash):
     case = CASES["LlamoeForConditionalGeneration"]
-    model, inputs = case.make(), case.inputs()
+    model, inputs = case.make_small(), case.inputs()
     expected = run(model, **inputs)
     layers = {
         "text": model.config.text_config.num_hidden_layers,
@@ -429,7 +429,7 @@ def test_switching_parts_at_run_time(monkeypatch, flash):
 
 def test_parts_at_load(tmp_path, monkeypatch):
     case = CASES["LlamoeForConditionalGeneration"]
-    case.make().save_pretrained(tmp_path)
+    case.make_small().save_pretrained(tmp_path)
     parts = {"text_config": "sdpa", "vision_config": "eager"}
     model = case.model_class.from_pretrained(tmp_path, attn_implementation=parts)
     assert set(implementations_used(model, case.inputs(), monkeypatch)) == {"sdpa", "eager"}
@@ -438,7 +438,7 @@ def test_parts_at_load(tmp_path, monkeypatch):
 
 @for_models()
 def test_unknown_implementations(case, tmp_path):
-    model = case.make()
+    model = case.make_small()
     with pytest.raises(ValueError, match='"nonsense". is not supported.*eager'):
         model.set_attn_implementation("nonsense")
     with pytest.raises(ValueError, match="has no part 'decoder'; valid keys are ''"):
@@ -450,7 +450,7 @@ def test_unknown_implementations(case, tmp_path):
 
 @pytest.mark.skipif(flash_utils.is_flash_attn_2_available(), reason="flash_attn is installed")
 def test_flash_without_its_package():
-    model = TEXT.make()
+    model = TEXT.make_small()
     with pytest.raises(ImportError, match="FlashAttention2.*doesn't seem to be installed"):
         model.set_attn_implementation("flash_attention_2")
     assert model.config._attn_implementation == "sdpa"
@@ -490,7 +490,7 @@ def test_stock_returns_no_weights_either(case):
 
 def test_what_flex_gives_beside_its_output_is_no_weights(monkeypatch):
     """On a GPU it gives the logarithm of each row's sum, which transformers returns as the attentions."""
-    model = DENSE.make()
+    model = DENSE.make_small()
     functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
     model.set_attn_implementation("flex_attention")
     monkeypatch.setitem(
@@ -498,7 +498,8 @@ def test_what_flex_gives_beside_its_output_is_no_weights(monkeypatch):
         "flex_attention",
         lambda _, q, *args, **kwargs: (torch.zeros_like(q).transpose(1, 2), q.sum(-1)),
     )
-    with torch.no_grad():
+    # The mask, too, would be compiled.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         assert model(**DENSE.inputs(), output_attentions=True).attentions == ()
 
 
@@ -507,7 +508,7 @@ def test_what_flex_gives_beside_its_output_is_no_weights(monkeypatch):
 def test_weights_of_the_tower(name, implementation):
     """Recomputed from the projections of the first layer's input; a pass that returns them is eager in any case."""
     case = CASES[name]
-    model, pixels = case.make(), case.inputs()["pixel_values"]
+    model, pixels = case.make_small(), case.inputs()["pixel_values"]
     model.set_attn_implementation(
         implementation if name == "LlamoeVisionModel" else {"vision_config": implementation}
     )
@@ -533,7 +534,7 @@ def test_weights_of_the_tower(name, implementation):
 
 
 def test_weights_of_chunked_layers_stay_in_their_chunks():
-    model, inputs = TEXT.make(), TEXT.inputs(padding=(0,))
+    model, inputs = TEXT.make_small(), TEXT.inputs(padding=(0,))
     model.set_attn_implementation("eager")
     with torch.no_grad():
         attentions = model(**inputs, output_attentions=True).attentions
@@ -558,7 +559,7 @@ def test_keywords_reach_the_implementation_untouched(case):
     functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
     functions["untouched"] = attend
     try:
-        model = case.make()
+        model = case.make_small()
         model.set_attn_implementation("untouched")
         given = {name: object() for name in ("cache", "block_table", "attention_instances")}
         lengths = torch.tensor([0, 20, 53], dtype=torch.int32)
@@ -580,7 +581,7 @@ def test_keywords_reach_the_implementation_untouched(case):
 @pytest.mark.parametrize("version", [2, 3])
 def test_flash_attention_on_a_gpu(case, version):
     """The real kernels, in bfloat16, are as near to float32 as eager is."""
-    model, inputs = case.make(head_dim=32) if case.is_text else case.make(), case.inputs()
+    model, inputs = case.make_small(head_dim=32) if case.is_text else case.make_small(), case.inputs()
     inputs = {name: value.cuda() for name, value in inputs.items()}
     model = model.cuda()
     model.set_attn_implementation("eager")

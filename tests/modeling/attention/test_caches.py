@@ -62,7 +62,7 @@ def test_kinds_of_cache_give_the_same_tokens(case, kind, beams, streams):
     """On a padded batch, of which each row begins its chunks elsewhere."""
     if case.has_images and "pieces" in kind and not hasattr(generation_utils, "_slice_mm_encoder_output"):
         pytest.skip("this transformers prefills in pieces for texts only")
-    model, inputs = case.make(), case.inputs(length=PROMPT)
+    model, inputs = case.make_small(), case.inputs(length=PROMPT)
     options = {"num_beams": beams, "max_new_tokens": NEW if beams == 1 else 6}
     expected = new_tokens(model, inputs, **options)
     kind = KINDS[kind](model.config.get_text_config()) if callable(KINDS[kind]) else KINDS[kind]
@@ -73,7 +73,7 @@ def test_kinds_of_cache_give_the_same_tokens(case, kind, beams, streams):
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_a_cache_goes_on_where_it_ended_and_serves_again(case, kind):
     """Two calls of `generate` with one cache are one longer call; a static cache, emptied, starts anew."""
-    model, inputs = case.make(), case.row(case.inputs(length=PROMPT), 1)
+    model, inputs = case.make_small(), case.row(case.inputs(length=PROMPT), 1)
     expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
     config = model.config.get_text_config()
     static = StaticCache(config=config, max_cache_len=60)
@@ -89,7 +89,7 @@ def test_a_cache_goes_on_where_it_ended_and_serves_again(case, kind):
 @for_models("is_head")
 def test_rows_of_a_cache_can_be_chosen_and_repeated(case):
     """A prompt is read once and then continued in several ways."""
-    model, inputs = case.make(), case.inputs(length=PROMPT)
+    model, inputs = case.make_small(), case.inputs(length=PROMPT)
     past = DynamicCache(config=model.config.get_text_config())
     with torch.no_grad():
         model(**inputs, past_key_values=past)
@@ -121,7 +121,7 @@ def test_fp8_caches(case, beams, monkeypatch):
     layer = getattr(cache_utils, "Fp8QuantizedLayer", None)
     if layer is None:
         pytest.skip("this transformers has no fp8 cache")
-    model, inputs = case.make(), case.inputs(length=PROMPT)
+    model, inputs = case.make_small(), case.inputs(length=PROMPT)
     options = {"num_beams": beams, "max_new_tokens": NEW}
     expected = new_tokens(model, inputs, **options)
     monkeypatch.setattr(layer, "fp8_dtype", torch.float64)
@@ -149,7 +149,7 @@ def test_caches_in_four_bits(case, backend):
     if not (is_optimum_quanto_available() if backend == "quanto" else is_hqq_available()):
         pytest.skip(f"{backend} is not installed")
     # Groups of values must be whole: one head of 64 in place of 20.
-    model, inputs = case.make(head_dim=64), case.inputs(length=PROMPT)
+    model, inputs = case.make_small(head_dim=64), case.inputs(length=PROMPT)
     options = {
         "return_dict_in_generate": True,
         "output_logits": True,

@@ -60,12 +60,18 @@ def padded(side):
     return ids, mask.long()
 
 
+# One layer of each kind: chunked and dense, position-free and routed.
+BOTH_KINDS = dict(
+    num_hidden_layers=2, no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"]
+)
+
+
 @pytest.fixture(params=["text-sdpa", "text-eager", "text-kv-chunks-off", "dense-sdpa", "dense-eager"])
 def model(request):
     family, _, kind = request.param.partition("-")
     if kind == "kv-chunks-off":
-        return text_model(attention_chunk_size=None, layer_types=None)
-    return text_model(kind) if family == "text" else dense_model(kind)
+        return text_model(**{**BOTH_KINDS, "attention_chunk_size": None, "layer_types": None})
+    return text_model(kind, **BOTH_KINDS) if family == "text" else dense_model(kind, num_hidden_layers=2)
 
 
 @torch.no_grad()

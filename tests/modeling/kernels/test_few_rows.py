@@ -1,20 +1,17 @@
 """The experts for few rows: plain version, operator, and Triton kernels as far as a machine without a GPU can tell.
 
-The kernels' numbers are proven by `interpreted_kernels`, which `test_kernels_under_the_interpreter` runs. That they
+The kernels' numbers are proven by `interpreted_kernels`, which `test_under_the_interpreter` starts. That they
 compile for a Hopper GPU is tried here with the compiler and assembler that come with Triton; that they run there, in
 graphs and without asking the host, is for the tests marked `gpu`.
 """
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.models import make_asymmetric, stock_text_config
-from support.paths import ROOT, SUPPORT, environment
 from transformers.integrations.moe import batched_mm_experts_forward
 
 import llamoe
@@ -38,22 +35,6 @@ def draw(num_rows, num_experts, hidden_size, intermediate_size, **where):
     gate_up = torch.randn(num_experts, hidden_size, 2 * intermediate_size, **where).mul_(hidden_size**-0.5)
     down = torch.randn(num_experts, intermediate_size, hidden_size, **where).mul_(intermediate_size**-0.5)
     return x, gate_up, down, torch.randint(num_experts, (num_rows,), device=x.device)
-
-
-def test_kernels_under_the_interpreter():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    file = SUPPORT / "interpreted_kernels.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)],
-        env=environment(TRITON_INTERPRET="1"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^\d+ passed in", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_triton_is_imported_only_when_a_kernel_runs():

@@ -1,19 +1,17 @@
 """Who trusts the kernels for few rows, and after what: what a CPU can tell, and what a GPU would.
 
-`interpreted_trust` tries kernels, whole and spoilt, under Triton's interpreter; it is started here.
+`interpreted_trust` tries kernels, whole and spoilt, under Triton's interpreter; `test_under_the_interpreter` starts it.
 """
 
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.models import make_asymmetric, stock_text_config
-from support.paths import ROOT, SUPPORT, environment
 
 import llamoe
 from llamoe.modeling.kernels import few_rows, trial, trust
@@ -23,25 +21,6 @@ from llamoe.modeling.moe import grouped_mm_limits
 from llamoe.modeling.moe.stores import Experts
 
 CPU = torch.device("cpu")
-
-
-def test_trust_under_the_interpreter(tmp_path):
-    pytest.importorskip("triton", reason="Triton is not installed")
-    file = SUPPORT / "interpreted_trust.py"
-    # Python runs this where it starts: in the process that tries kernels apart, too.
-    (tmp_path / "sitecustomize.py").write_text("from support import triton_interpreter\n")
-    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)],
-        env=environment(TRITON_INTERPRET="1", PYTHONPATH=path),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.mark.parametrize("element_size", PLANS)
