@@ -7,6 +7,8 @@ llamoe is imported, turns all of them off: the model then runs the formulas that
 * `apply_linear`: on AMD processors, a linear layer of a few rows in float32. A decode step is bound by reading weights.
   torch calls MKL's plain product, which reaches the memory's speed on Intel's processors and about half of it on AMD's.
   There MKL's batched product is faster, with the weight's rows cut into a batch. On Intel's it is slower.
+* `apply_gate`: SwiGLU's product takes no memory of its own. New memory costs more than the product: 8 % of a mixture's
+  prefill from some 500 tokens on, and a fifth of its peak memory. One token gains nothing and loses nothing.
 * `attend_to_single_queries`: attention of one query a row, reading each key once. torch's own way copies the cached
   keys for each query head that shares them, or takes a slow kernel, which costs most in bfloat16.
 
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 from .._private_api import is_observed
 
@@ -36,6 +39,8 @@ _LINEAR_MIN_WEIGHTS = 1 << 15
 # Powers of two: how many parts a weight is cut into at most; and that for more than `_MANY_THREADS` threads.
 _MAX_PARTS, _MAX_PARTS_FOR_MANY_THREADS = 16, 64
 _MANY_THREADS = 8
+# Of SiLU it is known that it returns new memory, and keeps none of it.
+_SILU = type(ACT2FN["silu"])
 # Whether MKL's batched product beats its plain one. It does nowhere else.
 _BATCHES_ARE_FASTER = torch.backends.mkl.is_available() and "AMD" in torch.cpu.get_capabilities().get(
     "cpu_name", ""
@@ -105,6 +110,14 @@ def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.T
     shape = (*x.shape[:-1], num_out)
     out = out_POR.view(shape) if num_rows == 1 else out_POR.view(num_out, num_rows).T.reshape(shape)
     return out if bias_O is None else out + bias_O
+
+
+def apply_gate(act_fn: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`act_fn(gate) * up`."""
+    hidden = act_fn(gate)
+    if type(act_fn) is _SILU and not act_fn._forward_hooks and can_use_shortcut(hidden):
+        return hidden.mul_(up)
+    return hidden * up
 
 
 def are_single_queries(

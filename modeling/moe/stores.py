@@ -20,6 +20,7 @@ from transformers.integrations.moe import ExpertsInterface, use_experts_implemen
 from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.import_utils import is_fake_tensor
 
+from ..kernels import apply_gate
 from ..layers import activation
 from .grouped_mm_limits import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
 
@@ -107,7 +108,7 @@ class Experts(nn.Module):
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
+        return apply_gate(self.act_fn, gate, up)
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.

@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from llamoe.modeling.kernels import cpu
-from llamoe.modeling.kernels.cpu import apply_linear
-from llamoe.modeling.layers.feed_forward import FeedForward
+from llamoe.modeling.kernels.cpu import apply_gate, apply_linear
+from llamoe.modeling.layers.feed_forward import FeedForward, activation
 from llamoe.modeling.layers.normalization import L2Norm
 
 
@@ -190,3 +190,28 @@ print(cpu._BATCHES_ARE_FASTER, cpu.can_use_shortcut(torch.ones(1)))
     done = programs.run(["-c", code], env={**os.environ, "LLAMOE_CPU_SHORTCUTS": setting})
     expected = [str(is_faster and torch.backends.mkl.is_available()), str(is_on)]
     assert done.stdout.split() == expected, done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gate_multiplies_in_place_where_nobody_looks(dtype):
+    """To the bit; what goes in stays, and a hook may keep what SiLU returns."""
+    act_fn, kept = activation("silu"), []
+    gate, up = torch.randn(2, 7, 2 * 5, dtype=dtype).unbind()
+    gate, up = gate[:, ::2], up[:, ::2]
+    before, expected = gate.clone(), nn.functional.silu(gate) * up
+    with torch.no_grad():
+        assert torch.equal(apply_gate(act_fn, gate, up), expected) and torch.equal(gate, before)
+        act_fn.register_forward_hook(lambda module, args, output: kept.append(output))
+        assert torch.equal(apply_gate(act_fn, gate, up), expected)
+    assert torch.equal(kept[0], nn.functional.silu(gate))
+    # An activation that returns its input.
+    with torch.no_grad():
+        assert torch.equal(apply_gate(activation("linear"), gate, up), gate * up) and torch.equal(
+            gate, before
+        )
+
+
+def test_a_gate_has_gradients():
+    gate, up = torch.randn(2, 7, 5, dtype=torch.float64).unbind()
+    inputs = [gate.requires_grad_(), up.requires_grad_()]
+    assert torch.autograd.gradcheck(lambda gate, up: apply_gate(activation("silu"), gate, up), inputs)
