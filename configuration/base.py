@@ -31,7 +31,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from .checks import check_rope_parameters, check_size, enumerate_words, fail, find_misspelt
-from .errors import ConfigurationError
+from .errors import CheckpointError, ConfigurationError
 from .hub import entries_of_others, write_config
 from .json_files import read_json
 
@@ -77,7 +77,7 @@ KEYS_TO_IGNORE_AT_INFERENCE = [
     "image_hidden_states",
 ]
 
-# Of names that stand in files and are shown or looked into.
+# Longer names in files are neither shown nor looked into.
 _LONGEST_NAME = 99
 
 # Fields of any configuration: a key of the whole may stand in a part, and the reverse. transformers 4 wrote the first.
@@ -120,7 +120,15 @@ class LlamoeBaseConfig(PreTrainedConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Read a `config.json`, ours or stock; return its content in our terms and the unused arguments."""
+        subfolder = kwargs.get("subfolder") or ""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        place = Path(pretrained_model_name_or_path, subfolder)
+        if not config_dict and place.is_dir() and not (place / "adapter_config.json").is_file():
+            # transformers would go on with the default configuration.
+            raise CheckpointError(
+                f"{place}: no file named config.json in this folder. A folder of Meta's is converted once: "
+                f"`llamoe convert {place} OUT`."
+            )
         if config_dict:
             config_dict = cls._read(config_dict) | {"model_type": cls.model_type}
         return config_dict, kwargs

@@ -17,7 +17,7 @@ from .errors import ConfigurationError
 LAYER_TYPES = ("full_attention", "chunked_attention")
 
 _LONGEST_VALUE = 120
-# Of unknown names that are compared with the fields: how alike (1 is the same), how long, and how many.
+# Which unknown names are compared with the fields: how alike (1 is the same), how long, and how many.
 _NEARLY = 0.85
 _LONGEST_NAME = 64
 _MOST_NAMES = 100

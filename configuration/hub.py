@@ -90,7 +90,7 @@ def entries_of_others(auto_map: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def hub_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of some arguments that say from where a file is read."""
+    """The arguments that say from where a file is read, without the others."""
     names = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
     return {name: given[name] for name in names if given.get(name) is not None}
 

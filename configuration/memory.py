@@ -34,7 +34,7 @@ def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list
 def cache_bytes(
     config: LlamoeBaseConfig, context: int, batch_size: int = 1, element_size: int = 2, piece: int = 1
 ) -> list[int]:
-    """Bytes of each layer's cache at its fullest: keys and values, for every key-value head, token and row.
+    """Bytes of each layer's cache at its fullest: keys and values, for every key/value head, token and row.
 
     Args:
         config, context, piece: As in `cache_tokens`.

@@ -163,6 +163,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """Name to model type and fields; read-only at the top level, and `preset` copies them."""
+# Finding what a name may mean takes time with the square of its length.
+_LONGEST_NAME = 99
+
+
+def nearest_preset(name: Any) -> str | None:
+    """The name of a preset that was nearly spelt."""
+    near = difflib.get_close_matches(str(name).lower()[:_LONGEST_NAME], PRESETS, n=1, cutoff=0.7)
+    return near[0] if near else None
 
 
 def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:
@@ -173,8 +181,8 @@ def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:
         **overrides: Fields to change; a dictionary for `text_config` or `vision_config` changes fields inside it.
     """
     if name not in PRESETS:
-        close = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        near = nearest_preset(name)
+        hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(f"no preset is called {name!r}: {hint}valid: {', '.join(PRESETS)}")
     config_class = CONFIG_CLASSES[READERS[PRESETS[name]["model_type"]]]
     result: Any = config_class.from_dict(dict(PRESETS[name]), return_unused_kwargs=True, **overrides)

@@ -29,7 +29,7 @@ def convert(
         source: a folder in Meta's or Hugging Face's format; it is never changed.
         target: a folder that does not exist or is empty.
         to: "hf" or "meta".
-        shards: for "meta", the number of files that each tensor is split over; it divides the key-value heads. None
+        shards: for "meta", the number of files that each tensor is split over; it divides the key/value heads. None
             takes as many as Meta's releases of that size have: one up to 17.5 GB.
         style: for "meta" and Llama 4, "release" (names of the published files, some tensors fused) or "unfused" (module
             names of Meta's code).

@@ -3,10 +3,10 @@
     python examples/train_parallel.py --processes 2 --parallel fsdp
     torchrun --nproc-per-node 2 examples/train_parallel.py --parallel fsdp     # the same
 
-* `ddp`: every process has the whole model and its own rows of the batch; gradients are averaged.
-* `fsdp`: as ddp, but each process keeps a shard of every weight, and a layer is gathered while it runs (FSDP2).
-* `tp`: tensor parallel: all processes work on the same rows; each has a slice of every layer's heads and widths.
-* `ep`: expert parallel: as tp, but each process has some of the experts, whole.
+* ddp: every process has the whole model and its own rows of the batch; gradients are averaged.
+* fsdp: as ddp, but each process keeps a shard of every weight, and a layer is gathered while it runs (FSDP2).
+* tp: tensor parallel: all processes work on the same rows; each has a slice of every layer's heads and widths.
+* ep: expert parallel: as tp, but each process has some of the experts, whole.
 
 The data are the same random tokens in every step, so the loss falls as the model memorises them. Processes use
 GPUs if there are any, else the CPU.
@@ -19,6 +19,11 @@ import sys
 from contextlib import nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
+from typing import NoReturn
+
+TINY = str(Path(__file__).with_name("llamoe-tiny"))
+NOWHERE = "no such folder, nor such a model in reach"
+IS_FIRST = os.environ.get("RANK", "0") == "0"
 
 
 def read_arguments() -> argparse.Namespace:
@@ -26,20 +31,36 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="examples/llamoe-tiny", help="folder of a checkpoint with experts")
-    parser.add_argument("--parallel", choices=("ddp", "fsdp", "tp", "ep"), default="fsdp")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument(
+        "--model", default=TINY, help="folder of a checkpoint; default: llamoe-tiny beside this file"
+    )
+    parser.add_argument(
+        "--parallel", choices=("ddp", "fsdp", "tp", "ep"), default="fsdp", help="default: %(default)s"
+    )
+    parser.add_argument("--steps", type=int, default=4, help="of training; default: %(default)s")
     parser.add_argument("--save", metavar="FOLDER", help="where to write the trained model")
     parser.add_argument("--processes", type=int, default=2, help="without torchrun; default: %(default)s")
     arguments = parser.parse_args()
-    if arguments.processes < 1:
-        parser.error(f"argument --processes: must be at least 1, not {arguments.processes}")
+    for name in ("processes", "steps"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"argument --{name}: must be at least 1, not {getattr(arguments, name)}")
+    if not Path(arguments.model).exists() and "/" not in arguments.model:
+        # A model on the Hub has its owner's name.
+        stop(f"{arguments.model}: {NOWHERE}")
     return arguments
 
 
+def stop(reason: str) -> NoReturn:
+    """End the program with a sentence and exit status 2."""
+    print(f"train_parallel: {reason}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 if __name__ == "__main__":
-    # Help and mistakes are shown before torch is imported, which takes seconds.
-    read_arguments()
+    # Help and mistakes are shown before torch is imported, which takes seconds. Each process finds the same mistake;
+    # the first one tells.
+    with nullcontext() if IS_FIRST else redirect_stderr(StringIO()):
+        read_arguments()
 
 import torch
 import torch.distributed as dist
@@ -52,15 +73,16 @@ import llamoe  # noqa: F401
 ROWS, LENGTH = 4, 32
 
 
-def check_model(folder: str) -> None:
-    """End the program with a sentence and exit status 2 where there is no model."""
+def check_model(folder: str, parallel: str) -> None:
+    """Stop where there is no model, or none that can be shared in this way."""
     try:
-        AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         is_there = Path(folder).exists()
-        reason = " ".join(str(error).split()) if is_there else "no such folder, nor such a model in reach"
-        print(f"train_parallel: {folder}: {reason}", file=sys.stderr)
-        raise SystemExit(2) from None
+        reason = " ".join(str(error).split()) if is_there else NOWHERE
+        stop(f"{folder}: {reason}")
+    if parallel == "ep" and not getattr(config.get_text_config(), "moe_layers", ()):
+        stop(f"{folder}: --parallel ep shares experts, and this model has none: choose ddp, fsdp or tp")
 
 
 def distributed_config(parallel: str, processes: int) -> DistributedConfig | None:
@@ -108,11 +130,9 @@ def train(model_folder: str, parallel: str, steps: int, save: str | None = None)
 
 def main() -> None:
     """Read the arguments, join the group that torchrun describes, train; without torchrun, start it first."""
-    # Each process finds the same mistake. The first one tells.
-    is_first = os.environ.get("RANK", "0") == "0"
-    with nullcontext() if is_first else redirect_stderr(StringIO()):
+    with nullcontext() if IS_FIRST else redirect_stderr(StringIO()):
         arguments = read_arguments()
-        check_model(arguments.model)
+        check_model(arguments.model, arguments.parallel)
     if "RANK" not in os.environ:
         launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.processes)]
         raise SystemExit(subprocess.call([sys.executable, "-m", *launch, __file__, *sys.argv[1:]]))

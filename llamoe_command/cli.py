@@ -69,8 +69,7 @@ def _shared_options(
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(
             metavar="<dtype>",
-            help="Cast all weights to bfloat16, float16 or float32. By default SOURCE's dtypes stay; assemble takes "
-            "TEXT's.",
+            help="Cast all weights to bfloat16, float16 or float32. By default they keep their dtypes.",
         ),
     ] = None,
     shard_size: Annotated[
@@ -170,7 +169,7 @@ def convert(
     shards: Annotated[
         int | None,
         typer.Option(
-            help="With --to meta: number of files that each tensor is split over. It must divide the key-value heads. "
+            help="With --to meta: number of files that each tensor is split over. It must divide the key/value heads. "
             "The default is that of Meta's releases of this size."
         ),
     ] = None,
@@ -274,10 +273,10 @@ def gqa(
     source: Source,
     target: Target,
     kv_heads: Annotated[
-        int, typer.Option(help="Number of key-value heads of the result. It must divide SOURCE's.")
+        int, typer.Option(help="Number of key/value heads of the result. It must divide SOURCE's.")
     ],
 ) -> None:
-    """Merge groups of key-value heads, to turn multi-head attention into grouped-query attention.
+    """Merge groups of key/value heads, to turn multi-head attention into grouped-query attention.
 
     Each group of heads is replaced by its mean (Ainslie et al. 2023).
     The result needs some further training.

@@ -8,7 +8,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def is_under_functorch() -> bool:
@@ -116,6 +117,22 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
         dist.all_gather(shards, local, group=mesh.get_group())
         pieces = [shard.chunk(placement.split_factor, placement.dim) for shard in shards]
         return torch.cat([shard[i] for i in range(placement.split_factor) for shard in pieces], placement.dim)
+
+
+def mask_implementations() -> Mapping[str, Callable]:
+    """The functions that make masks, by attention implementation.
+
+    The registry is a class of its own, and dynamo cannot trace `in` on it.
+    """
+    return ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+
+
+def forget_conversions(model: Any, rules: Collection[Any]) -> None:
+    """Remove rules by which a model's weights were converted while they were loaded.
+
+    transformers keeps the rules with the model, and saving would run them in reverse.
+    """
+    model._weight_conversions = [rule for rule in model._weight_conversions if rule not in rules]
 
 
 def register_model(auto_class: type, config_class: type, model_class: type) -> None:

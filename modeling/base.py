@@ -324,6 +324,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
         Raises:
             ValueError: an unknown layout, or a config that stock cannot express; nothing is written then.
         """
+        if not os.fspath(save_directory):
+            raise ValueError(
+                "save_pretrained(''): this is no path; give a folder, or \".\" for the current one."
+            )
         if os.path.isfile(save_directory):
             raise ValueError(f"save_pretrained({str(save_directory)!r}): this is a file; give a folder.")
         if layout not in ("llamoe", "stock"):

@@ -14,6 +14,7 @@ import torch
 from transformers import Cache, GenerationMixin, PreTrainedConfig, ProcessorMixin
 
 from ..configuration.errors import CheckpointError
+from .attention import rules_of
 from .input_checks import check_tensors
 from .moe import try_kernels
 
@@ -155,7 +156,7 @@ class ChunkedGeneration(CheckedGeneration):
 class MultimodalGeneration(ChunkedGeneration):
     """Images in `generate`: with beams, and in the first pass alone."""
 
-    # Of the model.
+    # The model has these.
     vision_model: Any
     _image_places: Callable
     _mismatch: Callable
@@ -289,9 +290,8 @@ class _WithinOneChunk:
 
 
 def _chunk_size(config: PreTrainedConfig) -> int | None:
-    text_config = config.get_text_config(decoder=True)
-    is_chunked = "chunked_attention" in (getattr(text_config, "layer_types", None) or ())
-    return text_config.attention_chunk_size if is_chunked else None
+    rules = rules_of(config.get_text_config(decoder=True)).values()
+    return next((rule.chunk_size for rule in rules if rule.chunk_size), None)
 
 
 def _fully_attending(config: PreTrainedConfig) -> PreTrainedConfig:

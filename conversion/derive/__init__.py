@@ -1,4 +1,4 @@
-"""New models made of the weights of others: experts from a dense model, fewer key-value heads, a decoder with a tower.
+"""New models made of the weights of others: experts from a dense model, fewer key/value heads, a decoder with a tower.
 
 Reading order: upcycle, merge_kv_heads, vocabulary, assemble.
 """

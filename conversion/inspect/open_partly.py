@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ...configuration import PRESETS, preset
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import reading
+from ...configuration.presets import nearest_preset
 from ...modeling.checkpoints import UNFINISHED, find_weights
 from ..checkpoint import Checkpoint
 from ..hf import read_config
@@ -23,8 +23,6 @@ _EXPECTED = (
     "expected a folder of Meta or Hugging Face, a file of weights (safetensors, or of torch.save), a config.json or "
     "the name of a preset"
 )
-# Of what may be the name of a preset.
-_LONGEST_NAME = 99
 
 
 def open_partly(given: str | os.PathLike | Checkpoint) -> tuple[Checkpoint, list[str]]:
@@ -45,8 +43,8 @@ def open_partly(given: str | os.PathLike | Checkpoint) -> tuple[Checkpoint, list
     if not is_there and str(given) in PRESETS:
         return Checkpoint(path, "preset", preset(str(given)), {}), []
     if not is_there or not str(given):
-        near = difflib.get_close_matches(str(given).lower()[:_LONGEST_NAME], PRESETS, n=1, cutoff=0.7)
-        hint = f" Did you mean the preset {near[0]!r}?" if near else ""
+        near = nearest_preset(given)
+        hint = f" Did you mean the preset {near!r}?" if near else ""
         raise CheckpointError(f"{str(given)!r}: no such folder or file, and no preset of that name.{hint}")
     if not is_file and not is_folder:
         raise CheckpointError(f"{given}: is neither a file nor a folder; {_EXPECTED}.")

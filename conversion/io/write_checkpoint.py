@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -35,6 +36,34 @@ _CHECKED_AT_ONCE = 1 << 24
 _BEHIND = 1 << 26
 # Bytes after which the progress within unfinished files is recorded.
 _NOTED = 1 << 32
+
+
+class _OneThread:
+    """Lets torch compute in one thread while something is written, also by several runs of a process at a time.
+
+    Copies of a few MB take less time than joining threads, which takes ten times as long on a busy machine.
+    """
+
+    def __init__(self):
+        self._lock = Lock()
+        self._runs = 0
+        self._threads = 1
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._runs == 0:
+                self._threads = torch.get_num_threads()
+            self._runs += 1
+            torch.set_num_threads(1)
+
+    def leave(self) -> None:
+        # torch keeps the number for each thread and, for threads to come, that which was set last.
+        with self._lock:
+            self._runs -= 1
+            torch.set_num_threads(self._threads)
+
+
+_ONE_THREAD = _OneThread()
 
 # (file, key, tensor) of tensors that are written together.
 Unit = list[tuple[str, str, LazyTensor]]
@@ -62,7 +91,7 @@ def _write_alone(plan: Plan, target: Path, lock: RunLock, progress: Progress | N
     earlier = None if is_empty(target) else _read_state(plan, target)
     state = earlier or {"fingerprint": plan.fingerprint(), "made_from": plan.identity, "writing": {}}
     files = plan.files
-    # Of an earlier run; files that are written together count only together.
+    # Files that an earlier run has completed; those that are written together count only together.
     done: set[str] = set()
     for group in plan.groups if earlier else ():
         if all(_is_whole(target / name, tensors) for name, tensors in group.items()):
@@ -197,10 +226,8 @@ def _write_group(
     if state["writing"].keys() != group.keys() or not all(path.is_file() for path in paths.values()):
         state["writing"] = {}
     outputs: dict[str, Output] = {}
-    threads = torch.get_num_threads()
     try:
-        # Copies of a few MB take less time than joining threads, which takes ten times as long on a busy machine.
-        torch.set_num_threads(1)
+        _ONE_THREAD.enter()
         for name, tensors in group.items():
             make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
             outputs[name] = make(paths[name], tensors, state["writing"].get(name, {}))
@@ -226,7 +253,7 @@ def _write_group(
             output.enter_sums()
             output.flush()
     finally:
-        torch.set_num_threads(threads)
+        _ONE_THREAD.leave()
         for output in outputs.values():
             output.close()
     check()

@@ -64,8 +64,8 @@ def verify(
     function. Otherwise both get the same values, as a processor would return them.
 
     Random tokens include rows of the embedding that differ, as many as fit. Weights that no token reaches, the other
-    rows and experts without tokens, are compared separately where they differ (see
-    `conversion/verify/compare_unreached.py`). Functions count as the same only if these agree, too.
+    rows and experts without tokens, are compared separately where they differ. Functions count as the same only if
+    these agree, too.
 
     Where two scores are nearly equal, rounding can make a mixture send a token to other experts. Such a token's
     difference is large; `top1` shows how many tokens still agree.
@@ -85,11 +85,12 @@ def verify(
 
     Raises:
         CheckpointError: a path is no checkpoint, or a file is damaged.
-        ValueError: a count below 1, a negative tolerance, an unavailable device, or one checkpoint reads texts only and
-            the other pictures only.
+        ValueError: a count below 1, a negative seed or tolerance, an unavailable device, or one checkpoint reads texts
+            only and the other pictures only.
     """
     begin = time.perf_counter()
     check_at_least(1, tokens=tokens, rows=rows)
+    check_at_least(0, seed=seed)
     tolerance = TOLERANCE if tolerance is None else tolerance
     if not tolerance >= 0:
         raise ValueError(f"tolerance = {tolerance!r}: should be a part of the standard deviation, 0 or more")

@@ -63,7 +63,7 @@ class Verification:
         tolerance: largest `max_abs / std` that counts as the same output.
         same_weights: whether keys, shapes and all elements are equal; dtypes may differ.
         same_function: whether the outputs agree within the tolerance, `function` is empty, and nothing that the run did
-            not reach differs (see `compare_unreached.py`). None if unknown, or if outputs were not asked for and the
+            not reach differs. None if unknown, or if outputs were not asked for and the
             weights do not decide.
         reasons: the verdict in sentences.
         seconds: duration.

@@ -61,8 +61,8 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
             )
 
 
-# Of valid caches the sizes, the layers, and the layer whose length limits the cache (None: all grow), so that a decode
-# step does not check many layers again.
+# What is known of valid caches, so that a decode step does not check many layers again: the sizes, the layers, and the
+# layer whose length limits the cache (None: all grow).
 _CHECKED_CACHES: WeakKeyDictionary[Cache, tuple[tuple, list, Any]] = WeakKeyDictionary()
 
 # By type of layer, the config's field that says how many of the last tokens its window must keep.

@@ -8,6 +8,7 @@ from typing import Any
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_bidirectional_mask
 from transformers.utils import is_torchdynamo_compiling
 
+from .._private_api import mask_implementations
 from .mask_inputs import MaskInputs
 from .visibility import Rule
 
@@ -19,8 +20,7 @@ def real_mask(inputs: MaskInputs, rule: Rule) -> Any:
         None for an implementation without a mask function (vLLM and others mask by themselves), and where the mask
         function finds plain causal attention.
     """
-    # The underlying mapping: dynamo cannot trace `in` on the interface object.
-    if inputs.implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
+    if inputs.implementation not in mask_implementations():
         return None
     if not getattr(inputs.config, "is_causal", True) and not rule.is_local:
         return create_bidirectional_mask(

@@ -32,6 +32,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import load_state_dict
 
 from ...configuration.errors import CheckpointError
+from .._private_api import forget_conversions
 from .checkpoint_files import read_header
 
 _EXPERTS = "feed_forward.experts"
@@ -271,7 +272,7 @@ def fuse_while_loading(
         loading_info, offload_index = PreTrainedModel._load_pretrained_model(
             model, turned, files, dataclasses.replace(load_config, weight_mapping=mapping)
         )
-    model._weight_conversions = [rule for rule in model._weight_conversions if rule not in rules]
+    forget_conversions(model, rules)
     for key in stacks:
         if report := loading_info.conversion_errors.get(key):
             names = sorted(stacks[key])

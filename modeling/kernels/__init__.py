@@ -6,13 +6,21 @@ use). Files named `…_triton` import Triton, which is not installed everywhere 
 import it only when a kernel is about to run.
 """
 
-from .cpu import apply_gate, apply_linear, are_single_queries, attend_to_single_queries, can_use_shortcut
+from .cpu import (
+    SHORTCUTS_ARE_ON,
+    apply_gate,
+    apply_linear,
+    are_single_queries,
+    attend_to_single_queries,
+    can_use_shortcut,
+)
 from .few_rows import TRITON_MAX_ROWS, few_rows_experts, few_rows_fits
 from .tracing import is_exported, is_readable, is_recorded, is_tracing, is_transformed
 from .trial import Way, describe
 from .trust import rows_known, rows_to_trust
 
 __all__ = [
+    "SHORTCUTS_ARE_ON",
     "TRITON_MAX_ROWS",
     "Way",
     "apply_gate",

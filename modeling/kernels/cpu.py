@@ -39,7 +39,7 @@ _LINEAR_MIN_WEIGHTS = 1 << 15
 # Powers of two: how many parts a weight is cut into at most; and that for more than `_MANY_THREADS` threads.
 _MAX_PARTS, _MAX_PARTS_FOR_MANY_THREADS = 16, 64
 _MANY_THREADS = 8
-# Of SiLU it is known that it returns new memory, and keeps none of it.
+# SiLU is known to return new memory, and to keep none of it.
 _SILU = type(ACT2FN["silu"])
 # Whether MKL's batched product beats its plain one. It does nowhere else.
 _BATCHES_ARE_FASTER = torch.backends.mkl.is_available() and "AMD" in torch.cpu.get_capabilities().get(

@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from ..kernels import (
+    SHORTCUTS_ARE_ON,
     TRITON_MAX_ROWS,
     Way,
     describe,
@@ -105,7 +106,7 @@ def compute_experts(
         # Same layout as in the trial: kernels are compiled for strides and for the dtype of the ids.
         ids_N = top_k_index.reshape(-1).long().contiguous()
         y_NH = few_rows_experts(_rows_of_choices(x_TH, top_k_index), *stacks, ids_N)
-    elif host_counts and num_rows <= CPU_UNSORTED_MAX_ROWS:
+    elif host_counts and SHORTCUTS_ARE_ON and num_rows <= CPU_UNSORTED_MAX_ROWS:
         ids = top_k_index.reshape(-1).tolist()
         groups = [(expert, row, row + 1) for row, expert in enumerate(ids)]
         y_NH = experts.products(_rows_of_choices(x_TH, top_k_index), groups, multiply_groups)

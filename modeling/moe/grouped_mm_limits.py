@@ -8,8 +8,6 @@ import torch
 
 def grouped_mm_exists(device: torch.device) -> bool:
     """Whether `torch.nn.functional.grouped_mm` has a kernel for a device: the CPU, and CUDA from Ampere on."""
-    if not hasattr(torch.nn.functional, "grouped_mm"):
-        return False
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type in ("cpu", "meta")

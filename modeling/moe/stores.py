@@ -85,7 +85,8 @@ class Experts(nn.Module):
         # Where no expert is chosen, one multiplies no rows, which keeps the weights in the autograd graph.
         for expert in chosen or [0]:
             tokens, choices = torch.where(top_k_index == expert)
-            output = self._apply_gate(hidden_states[tokens] @ gate_up[expert]) @ down[expert]
+            gate, up = (hidden_states[tokens] @ gate_up[expert]).chunk(2, dim=-1)
+            output = (self.act_fn(gate) * up) @ down[expert]
             weighted = output * top_k_weights[tokens, choices, None]
             result.index_add_(0, tokens, weighted.to(result.dtype))
         return result
@@ -101,14 +102,10 @@ class Experts(nn.Module):
         Args:
             x_NH: rows, grouped by expert.
             groups: which rows belong to which expert, in the form that `multiply` takes.
-            multiply: the product of rows, a stack of matrices `[E, I, O]`, and `groups`.
+            multiply: the product of rows, a stack of one matrix for each expert, and `groups`.
         """
-        hidden_NI = self._apply_gate(multiply(x_NH, self.gate_up_proj, groups))
-        return multiply(hidden_NI, self.down_proj, groups)
-
-    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return apply_gate(self.act_fn, gate, up)
+        gate_NI, up_NI = multiply(x_NH, self.gate_up_proj, groups).chunk(2, dim=-1)
+        return multiply(apply_gate(self.act_fn, gate_NI, up_NI), self.down_proj, groups)
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.

@@ -75,7 +75,12 @@ class LlamoeProcessor(Llama4Processor):
         Raises:
             ValueError: a conversation without a message, or a picture that cannot be read.
         """
-        if conversation is None or isinstance(conversation, (list, tuple)) and not conversation:
+        is_list = isinstance(conversation, (list, tuple))
+        if (
+            conversation is None
+            or is_list
+            and (not conversation or any(chat in ([], ()) for chat in conversation))
+        ):
             raise ValueError(
                 f"The conversation is {conversation!r}; expected one message or more: "
                 '[{"role": "user", "content": "..."}].'

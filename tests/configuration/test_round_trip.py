@@ -100,3 +100,15 @@ def test_entries_of_others_stay(tmp_path):
     read = llamoe.LlamoeDenseConfig.from_pretrained(tmp_path)
     check_same(read, config)
     assert read.auto_map.keys() == {"AutoConfig", "AutoModel", "AutoModelForMaskedLM"}
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path):
+    """transformers goes on with the default configuration, which is that of another model."""
+    (tmp_path / "llama-2-7b").mkdir()
+    (tmp_path / "llama-2-7b" / "params.json").write_text('{"dim": 64}')
+    for config_class in (llamoe.LlamoeDenseConfig, llamoe.LlamoeTextConfig, llamoe.LlamoeConfig):
+        with pytest.raises(llamoe.CheckpointError, match="no file named config.json.*llamoe convert"):
+            config_class.from_pretrained(tmp_path / "llama-2-7b")
+    (tmp_path / "part").mkdir()
+    with pytest.raises(llamoe.CheckpointError, match="part: no file named config.json"):
+        llamoe.LlamoeVisionConfig.from_pretrained(tmp_path, subfolder="part")

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -399,3 +400,36 @@ def test_a_full_disk_leaves_no_lock(given, runs, tmp_path):
     ended = runs.run(job(given, tmp_path / "to", largest=0))
     assert ended.said.startswith("OSError") and "File too large" in ended.said, ended
     assert not (tmp_path / "to").exists()
+
+
+def test_runs_in_two_threads_leave_torch_its_threads(given, tmp_path):
+    """Each computes in one thread while it writes. When both are over, threads to come have the number of before."""
+    first_writes, second_writes, first_is_over = Event(), Event(), Event()
+
+    class Meeting:
+        def __init__(self, begun, awaited):
+            self.begun, self.awaited = begun, awaited
+
+        def start(self, total):
+            pass
+
+        def advance(self, nbytes, file):
+            self.begun.set()
+            assert self.awaited.wait(60)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            meeting = Meeting(first_writes, second_writes)
+            first = pool.submit(convert, given.meta, tmp_path / "first", progress=meeting)
+            assert first_writes.wait(60)
+            meeting = Meeting(second_writes, first_is_over)
+            second = pool.submit(convert, given.meta, tmp_path / "second", progress=meeting)
+            first.result()
+            first_is_over.set()
+            second.result()
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -21,7 +21,9 @@ from support.models import (
 from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
+from llamoe.configuration.checks import LAYER_TYPES
 from llamoe.modeling.attention import MaskInputs
+from llamoe.modeling.attention.visibility import RULES
 
 CHUNK = 16  # attention_chunk_size of the tiny config; floor_scale is 8
 LENGTHS = (5, 37, 50)  # one chunk, a chunk border inside, several borders
@@ -405,3 +407,7 @@ def test_negative_positions_under_a_mask_of_four_axes():
         0, 4:
     ]
     assert max_abs(logits, alone(model, row)) < TOLERANCE
+
+
+def test_a_configuration_names_exactly_the_types_that_have_a_rule():
+    assert set(LAYER_TYPES) == set(RULES)

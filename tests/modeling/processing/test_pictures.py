@@ -329,7 +329,7 @@ def test_pictures_arrays_and_tensors_go_through_as_they_are(processor):
         )
 
 
-@pytest.mark.parametrize("conversation", [[], (), None])
+@pytest.mark.parametrize("conversation", [[], (), None, [[]], [[{"role": "user", "content": "Hello"}], []]])
 def test_an_empty_chat(conversation, processor):
     for options in ({}, {"tokenize": True, "return_dict": True}):
         with pytest.raises(ValueError, match=r"The conversation is .*; expected one message or more"):
