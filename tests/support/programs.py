@@ -93,8 +93,10 @@ def _execute(arguments, output, errors, cwd, env):
         for module in (hub, dynamic_module_utils):
             module.HF_MODULES_CACHE = env["HF_MODULES_CACHE"]
     os.chdir(cwd)
-    # Collections would go through a million objects of the libraries, and copy the memory that they lie in.
+    # Collections would go through a million objects of the libraries, and copy the memory that they lie in. Of what
+    # the program makes they are as rare as in the tests.
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
     # Threads that one process starts are lost in those that it forks.
     torch.set_num_threads(1)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
