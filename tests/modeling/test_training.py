@@ -469,23 +469,23 @@ def test_bfloat16_autocast_errs_as_stock_does(case, implementation):
 
 
 def test_trainer_with_bfloat16_stays_as_near_to_float32_as_stock(tmp_path):
-    """accelerate's own autocast, 40 steps. Two rounded runs go apart from each other; both are held against float32."""
+    """accelerate's own autocast, 24 steps. Two rounded runs go apart from each other; both are held against float32."""
     drifts = {"ours": 0.0, "stock": 0.0}
     for seed in range(3):
         ours, stock = pair(MULTIMODAL, seed=seed)
         examples = [
             {**example, "labels": example["input_ids"]}
-            for example in rows(MULTIMODAL, count=80, length=13, seed=seed)
+            for example in rows(MULTIMODAL, count=48, length=13, seed=seed)
         ]
         exact = losses_of(trainer_of(copy.deepcopy(stock), tmp_path, examples))
-        assert len(exact) == 40
+        assert len(exact) == 24
         for name, model in (("ours", ours), ("stock", stock)):
             trainer = trainer_of(model, tmp_path, examples, bf16=True)
             given = losses_of(trainer)
             drifts[name] += sum(abs(a - b) for a, b in zip(given, exact, strict=True)) / len(exact) / 3
             assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
     # Roundings differ by seed: stock's own drift does by a factor of 2 from one to the next, a third of that or so is
-    # left in a mean of three. Weights kept in bfloat16 drift 2.4 times as far.
+    # left in a mean of three. Weights kept in bfloat16 drift 3.2 times as far with these seeds, twice over nine seeds.
     assert 0 < drifts["ours"] <= 1.4 * drifts["stock"], drifts
 
 
