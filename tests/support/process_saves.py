@@ -16,6 +16,7 @@ from support.process_checks import (
     FOLDER,
     check,
     load,
+    own,
     saved_difference,
     tensor_parallel,
     weight_difference,
@@ -42,7 +43,7 @@ def load_sharded(name, kind):
         return load(name, distributed_config=DistributedConfig(fsdp_size=2))
     if kind == "tensor":
         return load(name, distributed_config=tensor_parallel())
-    return fully_sharded(load(name))
+    return fully_sharded(own(name))
 
 
 @check("fsdp", "tensor", "torch")
@@ -52,7 +53,7 @@ def saves(kind):
     folder = FOLDER / f"saves-{kind}"
     worst, count = 0.0, int(os.environ.get("LLAMOE_SAVES", 4))
     for number in range(count):
-        options = {"max_shard_size": "60KB"} if number % 2 else {}
+        options = {"max_shard_size": "250KB"} if number % 2 else {}
         if number % 4 > 1:
             options["state_dict"] = model.state_dict()
         model.save_pretrained(folder, **options)
@@ -65,7 +66,7 @@ def saves(kind):
 @check("fsdp", "tensor", "torch")
 def given(kind):
     """A whole state dict that is given is what is written, not what the model holds."""
-    model, other = load_sharded("text", kind), load("text")
+    model, other = load_sharded("text", kind), own("text")
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
@@ -102,7 +103,7 @@ def alone(kind):
 @check("fsdp", "tensor", "torch")
 def adapters(kind):
     """An adapter on shards, saved and loaded into a model that is whole."""
-    model = load("dense") if kind == "torch" else load_sharded("dense", kind)
+    model = own("dense") if kind == "torch" else load_sharded("dense", kind)
     torch.manual_seed(5)
     try:
         model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
@@ -112,7 +113,7 @@ def adapters(kind):
         model = fully_sharded(model)
     folder = FOLDER / f"adapter-{kind}"
     model.save_pretrained(folder)
-    again = load("dense")
+    again = own("dense")
     again.load_adapter(str(folder))
     expected = {name: gather(p.detach()) for name, p in model.named_parameters() if "lora_" in name}
     given = {name: p for name, p in again.named_parameters() if "lora_" in name}
@@ -149,7 +150,7 @@ def fsdp2_of_accelerate():
 @check("weights", "adapter")
 def gathered(what):
     """What accelerate has gathered, saved by the first process alone and by both, the second with nothing."""
-    folder, model = FOLDER / f"gathered-{what}", load("dense")
+    folder, model = FOLDER / f"gathered-{what}", own("dense")
     if what == "adapter":
         torch.manual_seed(5)
         model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
@@ -167,7 +168,7 @@ def gathered(what):
         dist.barrier()
     differences = []
     for saved in (folder / "alone", folder / "both"):
-        again = load("dense") if what == "adapter" else type(whole("dense")).from_pretrained(saved)
+        again = own("dense") if what == "adapter" else type(whole("dense")).from_pretrained(saved)
         if what == "adapter":
             again.load_adapter(str(saved))
         expected = {name: p for name, p in again.named_parameters() if what == "weights" or "lora_" in name}
@@ -180,7 +181,7 @@ def gathered(what):
 @check("text")
 def trainer(name):
     """Trainer under accelerate's FSDP2 saves in the first process alone."""
-    folder, model = FOLDER / f"trainer-{name}", load(name)
+    folder, model = FOLDER / f"trainer-{name}", own(name)
     model_class = type(model)
     rows = torch.randint(3, 90, (8, 9), generator=torch.Generator().manual_seed(6))
     arguments = TrainingArguments(
@@ -223,15 +224,11 @@ def exchanged(name):
     """Shards of a job over a whole checkpoint and the other way round: nothing of the older one is read."""
     folder = FOLDER / f"exchanged-{name}"
     config = DistributedConfig(fsdp_size=2)
-    older, newer = load("dense", distributed_config=config), load("dense", distributed_config=config)
+    model, expected = load("dense", distributed_config=config), own("dense")
+    model.save_pretrained(folder, distributed_checkpoint=name == "over shards")
     with torch.no_grad():
-        for parameter in newer.parameters():
+        for parameter in (*model.parameters(), *expected.parameters()):
             parameter.mul_(1.5)
-    for model, distributed in ((older, name == "over shards"), (newer, name == "over whole")):
-        model.save_pretrained(folder, distributed_checkpoint=distributed)
-    again = type(whole("dense")).from_pretrained(folder, distributed_config=config)
-    expected = load("dense")
-    with torch.no_grad():
-        for parameter in expected.parameters():
-            parameter.mul_(1.5)
+    model.save_pretrained(folder, distributed_checkpoint=name == "over whole")
+    again = type(expected).from_pretrained(folder, distributed_config=config)
     return {"weights": weight_difference(again, expected), "left": [p.name for p in folder.glob(".*")]}

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from datetime import timedelta
+from functools import cache
 from types import SimpleNamespace
 
 import torch
@@ -24,8 +25,10 @@ from support.process_checks import (
     CLASSES,
     FOLDER,
     check,
+    difference,
     expert_parallel,
     load,
+    own,
     saved_difference,
     tensor_parallel,
     weight_difference,
@@ -37,7 +40,6 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 import llamoe
-from llamoe.modeling._private_api import gather
 
 BACKENDS = ("llamoe", "eager", "grouped_mm", "batched_mm")
 LEARNING_RATE = 0.5
@@ -68,12 +70,12 @@ def half(inputs):
 def relative_gradient_difference(model, reference):
     """The largest difference of a parameter's gradient, relative to its largest entry."""
     worst = 0.0
-    expected = dict(reference.named_parameters())
-    floor = max(p.grad.abs().max().item() for p in expected.values()) / 100
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    scales = {name: gradient.abs().max().item() for name, gradient in expected.items()}
+    floor = max(scales.values()) / 100
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
-        scale = max(expected[name].grad.abs().max().item(), floor)
-        worst = max(worst, max_abs(gather(parameter.grad), expected[name].grad) / scale)
+        worst = max(worst, difference(parameter.grad, expected[name]) / max(scales[name], floor))
     return worst
 
 
@@ -94,10 +96,20 @@ def generate(model, inputs):
     return model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=None)
 
 
-def compare_outputs(model, reference, inputs):
+def outputs(model, inputs):
     with torch.no_grad():
-        expected, given = reference(**inputs).logits, model(**inputs).logits
-    tokens, expected_tokens = generate(model, inputs), generate(reference, inputs)
+        return model(**inputs).logits, generate(model, inputs)
+
+
+@cache
+def outputs_of_one(name):
+    """What one process yields for the padded rows; many checks ask for it."""
+    return outputs(whole(name), padded_rows(name))
+
+
+def compare_outputs(model, name):
+    inputs = padded_rows(name)
+    (given, tokens), (expected, expected_tokens) = outputs(model, inputs), outputs_of_one(name)
     assert tokens.shape[1] == inputs["input_ids"].shape[1] + 4
     return {
         "deviation": expected.std().item(),
@@ -106,22 +118,33 @@ def compare_outputs(model, reference, inputs):
     }
 
 
+def router_losses(name):
+    """Options with which a model learns by its router's losses as well."""
+    if name == "dense" or name == "tied":
+        return {}
+    text = dict(output_router_logits=True, router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
+    return {"text_config": text} if name == "multimodal" else text
+
+
+@cache
+def trained_by_one(name, rows, with_router=False):
+    """The loss on rows in one process, and the model after a step, which has its gradients yet."""
+    model = load(name, **(router_losses(name) if with_router else {}))
+    return step(model, rows(name)), model
+
+
 def compare(name, distributed_config, layout="llamoe", **kwargs):
     """Forward, generation, a step of training, saved and loaded again: against one process."""
-    if name != "dense" and name != "tied":  # the router's losses as well
-        text = dict(output_router_logits=True, router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
-        kwargs |= {"text_config": text} if name == "multimodal" else text
-    reference = load(name, **kwargs)
-    model = load(name, distributed_config=distributed_config, **kwargs)
-    inputs = padded_rows(name)
-    figures = compare_outputs(model, reference, inputs)
+    model = load(name, distributed_config=distributed_config, **router_losses(name), **kwargs)
+    figures = compare_outputs(model, name)
     sharded = [p for p in model.parameters() if isinstance(p, DTensor) and p.to_local().shape != p.shape]
     figures["sharded"] = sum(p.numel() for p in sharded) / sum(p.numel() for p in model.parameters())
 
-    figures["loss"] = abs(step(model, inputs) - step(reference, inputs)).item()
+    loss, reference = trained_by_one(name, padded_rows, with_router=True)
+    figures["loss"] = abs(step(model, padded_rows(name)) - loss).item()
     figures["gradients"] = relative_gradient_difference(model, reference)
     folder = FOLDER / f"saved-{name}-{layout}-{distributed_config.enable_expert_parallel}"
-    model.save_pretrained(folder, layout=layout, max_shard_size="60KB")
+    model.save_pretrained(folder, layout=layout, max_shard_size="250KB")
     saved_type, config = json.loads((folder / "config.json").read_text())["model_type"], reference.config
     assert saved_type == (config.stock_model_type if layout == "stock" else config.model_type)
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -163,9 +186,9 @@ def text_of(name):
     return {"weights": weight_difference(model, reference)}
 
 
-def starved_rows():
+def starved_rows(name):
     """Two rows of two tokens; all choose, in each layer, among the first half of the experts."""
-    model = whole("top1")
+    model = whole(name)
     ids = torch.randint(3, 90, (400, 2), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         logits = model(ids, output_router_logits=True).router_logits
@@ -207,13 +230,13 @@ def shard_with_accelerate(name):
     return model
 
 
-def train(name, kind, inputs):
+def train(name, kind, rows):
     """One step on the rows of both processes; what is left is compared with one process that has all rows."""
-    reference = load(name)
-    expected_loss = step(reference, inputs)
+    expected_loss, reference = trained_by_one(name, rows)
+    inputs = rows(name)
     mine = half(inputs)
     if kind == "ddp":
-        model = torch.nn.parallel.DistributedDataParallel(load(name))
+        model = torch.nn.parallel.DistributedDataParallel(own(name))
         loss = step(model, mine)
     elif kind == "accelerate":
         model = shard_with_accelerate(name)
@@ -255,18 +278,18 @@ KINDS = ["ddp", "fsdp", "accelerate", "fsdp+expert"]
 )
 def training(name):
     name, kind = name.split()
-    return train(name, kind, even_rows(name))
+    return train(name, kind, even_rows)
 
 
 @check(*KINDS, "expert")
 def starved(kind):
-    return train("top1", kind, starved_rows())
+    return train("top1", kind, starved_rows)
 
 
 @check("dense", "tied", "text")
 def pipeline(name):
     model = load(name, distributed_config=DistributedConfig(pp_size=2))
-    return compare_outputs(model, whole(name), padded_rows(name))
+    return compare_outputs(model, name)
 
 
 SPLIT = {
@@ -308,7 +331,7 @@ def split(what):
 @check("text")
 def split_pipeline(name):
     model = load(f"{name}-split", distributed_config=DistributedConfig(pp_size=2))
-    return compare_outputs(model, whole(name), padded_rows(name))
+    return compare_outputs(model, name)
 
 
 @check("dense", "multimodal")

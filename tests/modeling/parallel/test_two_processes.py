@@ -28,27 +28,33 @@ WEIGHTS = 1e-5  # after a step of training; measured up to 4e-7
 GRADIENTS = 3e-5
 
 
+CASES = {case.name: case for case in MODELS}
+DENSE, TEXT = CASES["LlamoeDenseForCausalLM"], CASES["LlamoeForCausalLM"]
+# Six experts are three for each of two devices; two mixtures follow each other.
+EXPERTS = dict(num_local_experts=6, **SHALLOW)
+# One layer of each kind, where nothing passes from one mixture to the next that other checks do not see.
+FEW_LAYERS = dict(num_hidden_layers=2, moe_layers=[1], no_rope_layers=[1, 0])
+
+
 def write_checkpoints(folder):
-    cases = {case.name: case for case in MODELS}
-    experts = dict(num_local_experts=6, **SHALLOW)
-    dense, text = cases["LlamoeDenseForCausalLM"], cases["LlamoeForCausalLM"]
-    tied = dense.make(tie_word_embeddings=True)
+    tied = DENSE.make_small(tie_word_embeddings=True)
     with torch.no_grad():
         tied.model.embed_tokens.weight.mul_(tied.config.hidden_size**-0.5)
+    multimodal = CASES["LlamoeForConditionalGeneration"]
     models = {
-        "dense": dense.make(),
+        "dense": DENSE.make(),
         "tied": tied,
-        "text": text.make(**experts),
+        "text": TEXT.make(**EXPERTS),
         # Widths, too, that two devices do not divide; the vocabulary is odd everywhere.
-        "top1": text.make(num_experts_per_tok=1, intermediate_size=51, intermediate_size_mlp=93, **experts),
-        "multimodal": cases["LlamoeForConditionalGeneration"].make(seed=1, vision=SHALLOW_VISION, **experts),
-        # Of two devices that share its mixtures, one holds no expert.
-        "lone": text.make(num_local_experts=1, num_experts_per_tok=1, intermediate_size=51, **SHALLOW),
+        "top1": TEXT.make(num_experts_per_tok=1, intermediate_size=51, intermediate_size_mlp=93, **EXPERTS),
+        "multimodal": multimodal.make(seed=1, vision=SHALLOW_VISION, num_local_experts=6, **FEW_LAYERS),
+        # Of two devices that share its mixture, one holds no expert.
+        "lone": TEXT.make(num_local_experts=1, num_experts_per_tok=1, intermediate_size=51, **FEW_LAYERS),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)
         if not name.startswith(("dense", "tied")):
-            convert(folder / name, folder / f"{name}-split", experts="split", shard_size="60KB")
+            convert(folder / name, folder / f"{name}-split", experts="split", shard_size="250KB")
 
 
 def run_together(folder, *checks, count=2):
@@ -194,7 +200,7 @@ def test_one_save_after_the_other(measured, kind):
 
 
 def test_one_process_alone_has_shards_of_its_own(tmp_path):
-    write_checkpoints(tmp_path)
+    TEXT.make(**EXPERTS).save_pretrained(tmp_path / "text")
     run_together(tmp_path, "saves-torch", "given-torch", count=1)
     measured = json.loads((tmp_path / "results.json").read_text())
     assert both(measured, "saves-torch") == [{"weights": 0, "left": []}]
@@ -312,7 +318,7 @@ def test_a_model_that_the_example_cannot_read_is_told_once(
 
 def test_the_example_starts_its_processes_itself(tmp_path):
     """By torchrun, and as one who runs torchrun would."""
-    model = next(case for case in MODELS if case.name == "LlamoeForCausalLM").make(num_local_experts=4)
+    model = TEXT.make_small(num_local_experts=4)
     model.save_pretrained(tmp_path / "model")
     arguments = ["--model", "model", "--parallel", "ep", "--steps", "2", "--save", "trained"]
     done = programs.run([EXAMPLE, *arguments], tmp_path, environment(), timeout=PATIENCE)
