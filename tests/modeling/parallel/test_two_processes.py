@@ -32,7 +32,7 @@ CASES = {case.name: case for case in MODELS}
 DENSE, TEXT = CASES["LlamoeDenseForCausalLM"], CASES["LlamoeForCausalLM"]
 # Six experts are three for each of two devices; two mixtures follow each other.
 EXPERTS = dict(num_local_experts=6, **SHALLOW)
-# One layer of each kind, where nothing passes from one mixture to the next that other checks do not see.
+# A dense layer and a mixture, for checks that ask nothing of two mixtures in a row.
 FEW_LAYERS = dict(num_hidden_layers=2, moe_layers=[1], no_rope_layers=[1, 0])
 
 
