@@ -288,6 +288,15 @@ def test_the_example_trains_the_same_in_all_four_ways(measured):
         assert losses[1] < losses[0] - 0.1
 
 
+def test_the_example_shares_no_experts_where_there_are_none(tmp_path, monkeypatch, capsys):
+    llamoe.LlamoeDenseConfig().save_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--model", str(tmp_path), "--parallel", "ep"])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert "this model has none: choose ddp, fsdp or tp" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("rank", "content", "says"),
     [
