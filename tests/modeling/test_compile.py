@@ -36,13 +36,16 @@ def forget_compiled_code():
 
 
 class Counting:
-    """A backend that runs what it is given as it is, and counts graphs and calls."""
+    """A backend that runs graphs of real numbers as they are, and counts them and their calls."""
 
     def __init__(self):
         self.graphs = self.calls = 0
 
     def __call__(self, module, example_inputs, **_):
         self.graphs += 1
+        values = [node.meta.get("example_value") for node in module.graph.nodes]
+        dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+        assert dtypes and not any(dtype.is_complex for dtype in dtypes)
 
         def counted(*args):
             self.calls += 1
@@ -75,30 +78,21 @@ def assert_same_gradients(given, expected):
 
 
 @DECODERS
-def test_decoders_are_one_graph_of_real_numbers(name):
-    """The compiler has no code of its own for complex ones, which turn interleaved pairs elsewhere."""
+def test_complex_numbers_are_for_eager_mode(name):
+    """They turn interleaved pairs; `Counting` lets none into a graph, for which the compiler has no code of its own."""
     case = CASES[name]
-    model, inputs = case.make_small(), case.inputs()
-    dtypes = {False: set(), True: set()}
-
-    def watch(module, example_inputs, **_):
-        nodes = [node.meta["example_value"] for node in module.graph.nodes if "example_value" in node.meta]
-        dtypes[True].update(value.dtype for value in nodes if isinstance(value, torch.Tensor))
-        return module
+    dtypes = set()
 
     class Dtypes(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
             if isinstance(result, torch.Tensor):
-                dtypes[False].add(result.dtype)
+                dtypes.add(result.dtype)
             return result
 
-    compiled = run(torch.compile(model, fullgraph=True, backend=watch), **inputs)
     with Dtypes():
-        eager = run(model, **inputs)
-    assert max_abs(compiled, eager) < TOLERANCE
-    assert torch.float32 in dtypes[True] and not any(dtype.is_complex for dtype in dtypes[True])
-    assert (torch.complex64 in dtypes[False]) == case.has_experts
+        run(case.make_small(), **case.inputs())
+    assert torch.float32 in dtypes and (torch.complex64 in dtypes) == case.has_experts
 
 
 def test_images_inside_the_graph_are_in_their_places():
@@ -181,7 +175,9 @@ def test_gradient_checkpointing_is_one_graph():
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXPERTS = [
-    *itertools.product(("llamoe", "grouped_mm"), DTYPES, (52, 48)),
+    *itertools.product(("llamoe", "grouped_mm"), DTYPES, (52,)),
+    # In graphs torch's grouped product is for bfloat16 only; the width decides nothing in other dtypes.
+    *itertools.product(("llamoe", "grouped_mm"), (torch.bfloat16,), (48,)),
     # No dtype or width has a way of its own in these.
     *itertools.product(("eager", "batched_mm"), (torch.float32, torch.bfloat16), (52,)),
 ]
@@ -234,7 +230,7 @@ def test_grouped_product():
 
 @pytest.mark.parametrize(
     ("name", "length"),
-    [("LlamoeDenseForCausalLM", 24), ("LlamoeForConditionalGeneration", 24), ("LlamoeForCausalLM", 11)],
+    [("LlamoeForConditionalGeneration", 24), ("LlamoeForCausalLM", 11)],
 )
 def test_generate_compiles_once(name, length):
     """Eleven tokens and nine new ones fill the window of a chunk while they are generated; 24 have filled it before."""
@@ -271,7 +267,7 @@ def test_prompts_of_differing_lengths_share_one_graph(name, dtype):
     compiled = CompileConfig(fullgraph=True, backend=lambda *args, **_: backend(*args))
     compiled._compile_all_devices = True  # else on accelerators only
     for calls, (padding, length) in enumerate(
-        [((0, 4), 30), ((2, 0), 11), ((0, 0), 19), ((1, 5), 24)], start=1
+        [((0, 4), 30), ((2, 0), 11), ((0, 0), 19), ((1, 5), 24), ((1, 5), 24)], start=1
     ):
         inputs = case.inputs(padding=padding, length=length)
         given = model.generate(**inputs, **options, compile_config=compiled)
@@ -279,6 +275,7 @@ def test_prompts_of_differing_lengths_share_one_graph(name, dtype):
         # In bfloat16 a router's ties may tip: the compiler turns pairs in another order of operations.
         assert given.shape == expected.shape and (dtype == torch.bfloat16 or torch.equal(given, expected))
         assert (backend.graphs, backend.calls) == (1, 5 * calls)
+    assert model.get_compiled_call(compiled) != model.__call__
 
 
 @DECODERS
