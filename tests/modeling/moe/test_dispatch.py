@@ -325,7 +325,7 @@ def test_float64_gradients_are_the_derivatives(sizes, implementation):
     """
     small = {
         "odd": dict(hidden_size=6, intermediate_size=5),
-        "aligned": dict(hidden_size=8, intermediate_size=4),
+        "aligned": dict(hidden_size=6, intermediate_size=2),
     }
     config = llamoe.from_stock(stock_text_config(num_local_experts=3, **small[sizes]))
     experts = make_asymmetric(Experts(config)).double()
