@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 from support import triton_interpreter  # noqa: F401
 from support.models import MODELS, make_asymmetric, max_abs, stock_text_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig
+from triton.runtime.errors import OutOfResources
 
 import llamoe
 from llamoe.modeling import kernels
@@ -170,7 +170,7 @@ class OutOfSharedMemory:
     """A kernel that the device has too little shared memory for, as Triton says it."""
 
     def __getitem__(self, grid):
-        raise triton.runtime.errors.OutOfResources(232448, 101376, "shared memory")
+        raise OutOfResources(232448, 101376, "shared memory")
 
 
 # Right kernels

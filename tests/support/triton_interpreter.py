@@ -1,7 +1,16 @@
 """Importing this lets Triton's interpreter run here, and quickly: what it and numpy of some releases disagree about."""
 
+import importlib
+import sys
+
 import numpy as np
-import triton.runtime.interpreter as interpreter
+
+# A process that was forked may have Triton imported for compiling. The extension in it serves both.
+for name in list(sys.modules):
+    if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
+        del sys.modules[name]
+
+interpreter = importlib.import_module("triton.runtime.interpreter")
 
 # Triton 3.6 keeps scalars as arrays with one element, and asks `int` for the bounds of loops; numpy 2.4 refuses that.
 patch_tensor = interpreter._patch_lang_tensor

@@ -1,15 +1,13 @@
 """The Triton kernels and who trusts them, run by Triton's interpreter.
 
-Triton decides when it is imported whether kernels are compiled, hence a process of its own: one for both files, since
-it spends seconds on imports.
+Triton decides when it is imported whether kernels are compiled, hence a process of its own, one for both files.
 """
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
+from support import programs
 from support.paths import ROOT, SUPPORT, environment
 
 
@@ -19,14 +17,11 @@ def test_kernels_and_trust_under_the_interpreter(tmp_path):
     # Python runs this where it starts: in the process that tries kernels apart, too.
     (tmp_path / "sitecustomize.py").write_text("from support import triton_interpreter\n")
     path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files],
-        env=environment(TRITON_INTERPRET="1", PYTHONPATH=path),
+    done = programs.run(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files],
         cwd=ROOT,
-        capture_output=True,
-        text=True,
+        env=environment(TRITON_INTERPRET="1", PYTHONPATH=path),
         timeout=1200,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\d+ passed(, \d+ warnings?)? in", done.stdout, re.MULTILINE), done.stdout
