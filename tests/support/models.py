@@ -17,6 +17,7 @@ from transformers import (
     Llama4VisionConfig,
     LlamaConfig,
 )
+from transformers.initialization import no_init_weights
 
 import llamoe
 
@@ -49,9 +50,9 @@ TEXT = dict(
     max_position_embeddings=256,
     pad_token_id=0,
 )
-# Fields of a text config for tests whose time is ruled by the number of weights: a dense layer and two mixtures, the
-# last with full attention and without positions.
-SHALLOW = dict(num_hidden_layers=3, moe_layers=[1, 2], no_rope_layers=[1, 1, 0])
+# Fields of a text config for tests whose time is ruled by the number of weights: a dense layer, and a mixture with
+# full attention and without positions.
+SHALLOW = dict(num_hidden_layers=2, moe_layers=[1], no_rope_layers=[1, 0])
 SHALLOW_VISION = dict(num_hidden_layers=2)
 VISION = dict(
     hidden_size=120,
@@ -136,6 +137,15 @@ def make_asymmetric(model: nn.Module, seed: int = 0) -> nn.Module:
                 value = noise * fan_in**-0.5 * torch.linspace(0.7, 1.3, parameter.shape[-1])
             parameter.copy_(value)
     return model.eval()
+
+
+def draw(model_class: type[nn.Module], config, seed: int = 0) -> nn.Module:
+    """A model with weights of `make_asymmetric`, without drawing before what its class would begin with."""
+    with no_init_weights():
+        model = model_class(config)
+    # Which is a part of the initialisation.
+    model.tie_weights()
+    return make_asymmetric(model, seed)
 
 
 def apply_rotary(
@@ -285,8 +295,8 @@ def text_config(**text):
     return llamoe.from_stock(stock_text_config(**{"num_experts_per_tok": 2, **text}))
 
 
-def vision_config():
-    return llamoe.from_stock(Llama4VisionConfig(**VISION))
+def vision_config(**fields):
+    return llamoe.from_stock(Llama4VisionConfig(**{**VISION, **fields}))
 
 
 def multimodal_config(vision=None, **text):
@@ -320,7 +330,7 @@ class Case:
         if key not in _BUILT:
             # The same numbers follow for the test that builds it and for those that copy it.
             with torch.random.fork_rng(devices=[]):
-                _BUILT[key] = make_asymmetric(self.model_class(self.make_config(**text)), seed)
+                _BUILT[key] = draw(self.model_class, self.make_config(**text), seed)
         return copy.deepcopy(_BUILT[key])
 
     def make_small(self, seed=0, **text):
@@ -393,11 +403,14 @@ MULTIMODAL = MODELS[-1]
 
 
 def shallow(case):
-    """The case of a class with fewer layers, where it has many: those of `SHALLOW`, and two of a tower beside them."""
-    if not case.has_experts:
-        return case
-    tower = {"vision": SHALLOW_VISION} if case.has_images else {}
-    return replace(case, make_config=partial(case.make_config, **SHALLOW, **tower))
+    """The case of a class with two layers in each stack: of a mixture those of `SHALLOW`."""
+    if not case.is_text:
+        fields = SHALLOW_VISION
+    elif not case.has_experts:
+        fields = {"num_hidden_layers": 2}
+    else:
+        fields = {**SHALLOW, "vision": SHALLOW_VISION} if case.has_images else SHALLOW
+    return replace(case, make_config=partial(case.make_config, **fields))
 
 
 SHALLOW_MODELS = [shallow(case) for case in MODELS]
