@@ -1,12 +1,13 @@
 """LoRA on the stacks of a model with a single expert, which peft takes for a linear layer's weight."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.models import SHALLOW_MODELS, deviation_in_range, max_abs, run
+from support.models import SHALLOW_MODELS, deviation_in_range, draw, max_abs, run
 
 import llamoe
 
@@ -24,13 +25,15 @@ INPUTS = TEXT.inputs(padding=(0, 0, 0), length=37)
 TOLERANCE = 2e-5
 
 
+@cache
 def pair(intermediate_size):
-    """Ours and stock's model with one expert and the same weights."""
+    """Ours and stock's model with one expert and the same weights, which several tests share."""
     sizes = dict(num_local_experts=1, num_experts_per_tok=1, intermediate_size=intermediate_size)
     ours = TEXT.make(**sizes)
-    stock = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**llamoe.to_stock(ours.config)))
+    config = transformers.Llama4TextConfig(**llamoe.to_stock(ours.config))
+    stock = draw(transformers.Llama4ForCausalLM, config)
     stock.load_state_dict(ours.state_dict())
-    return ours, stock.eval()
+    return ours, stock
 
 
 def adapted(model, stacks, **options):

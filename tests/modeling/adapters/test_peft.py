@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import sys
+from functools import cache
 
 import peft
 import pytest
@@ -13,7 +14,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import constants
 from support import programs
-from support.models import MULTIMODAL, SHALLOW_MODELS, for_models, max_abs, run
+from support.models import MULTIMODAL, SHALLOW_MODELS, draw, for_models, max_abs, run
 
 import llamoe
 from llamoe.modeling.adapters.when_imported import when_imported
@@ -41,6 +42,13 @@ def adapted_names(model):
     """The modules that an adapter has wrapped."""
     layers = peft.tuners.tuners_utils.BaseTunerLayer
     return {name for name, module in model.named_modules() if isinstance(module, layers)}
+
+
+@cache
+def stock_of(case):
+    """Stock's model of a case, of any weights; adapters come onto copies."""
+    stock_class = getattr(transformers, case.stock_name)
+    return draw(stock_class, stock_class.config_class(**llamoe.to_stock(case.make_config())))
 
 
 # Registration
@@ -125,15 +133,12 @@ def test_default_targets_are_those_of_stock(case, config_class):
         "FourierFTConfig": {"n_frequency": 10},
     }.get(config_class, {})
     make = lambda: getattr(peft, config_class)(**options)  # noqa: E731
-    ours = case.model_class(case.make_config())
-    given = adapted_names(get_peft_model(ours, make()))
+    given = adapted_names(get_peft_model(case.make(), make()))
     assert given
     if case.stock_name in ("LlamaForCausalLM", "LlamaModel", "Llama4ForConditionalGeneration"):
         if case.has_images and config_class == "LNTuningConfig":
             return  # which peft has no defaults of for llama4
-        stock_class = getattr(transformers, case.stock_name)
-        stock = stock_class(stock_class.config_class(**llamoe.to_stock(case.make_config())))
-        assert given == adapted_names(get_peft_model(stock, make()))
+        assert given == adapted_names(get_peft_model(copy.deepcopy(stock_of(case)), make()))
 
 
 # all-linear
@@ -338,8 +343,7 @@ def test_add_adapter_trains_one_of_several(case):
 @pytest.mark.parametrize("case", [DENSE, TEXT], ids=lambda case: case.name)
 def test_prompt_learning_equals_stock(case, name):
     ours = case.make()
-    stock_class = getattr(transformers, case.stock_name)
-    stock = stock_class(stock_class.config_class(**llamoe.to_stock(ours.config))).eval()
+    stock = copy.deepcopy(stock_of(case))
     stock.load_state_dict(ours.state_dict())
     ids = case.inputs(padding=(0, 0), length=9)["input_ids"]
     outputs = []

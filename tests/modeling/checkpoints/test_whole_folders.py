@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from support.models import MODELS, make_asymmetric, stock_dense_config
+from support.models import SHALLOW_MODELS, make_asymmetric, stock_dense_config
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, modeling_utils
 
 from llamoe.configuration.errors import CheckpointError
 from llamoe.modeling.checkpoints import saving
 
-CASE = next(case for case in MODELS if case.name == "LlamoeDenseForCausalLM")
+CASE = next(case for case in SHALLOW_MODELS if case.name == "LlamoeDenseForCausalLM")
 SHARDED = {"max_shard_size": "90KB"}
 
 
