@@ -520,13 +520,15 @@ def test_all_linear_of_ours_on_stock(tmp_path):
 
 
 def test_whole_checkpoint_of_an_adapted_model_is_left_to_torch():
-    model = adapted(TEXT.make(), target_modules=["q_proj"], target_parameters=EXPERTS)
-    other = adapted(TEXT.make(seed=1), seed=9, target_modules=["q_proj"], target_parameters=EXPERTS)
+    # A mixture has to stay when a layer is taken out.
+    layers = dict(num_hidden_layers=3, moe_layers=[1, 2], no_rope_layers=[1, 1, 0])
+    model = adapted(TEXT.make(**layers), target_modules=["q_proj"], target_parameters=EXPERTS)
+    other = adapted(TEXT.make(seed=1, **layers), seed=9, target_modules=["q_proj"], target_parameters=EXPERTS)
     other.load_state_dict(model.state_dict())
     inputs = inputs_of(TEXT)
     assert torch.equal(run(other, **inputs), run(model, **inputs))
     with pytest.raises(RuntimeError, match="Missing key"):
-        other.load_state_dict({name: t for name, t in model.state_dict().items() if "layers.1." not in name})
+        other.load_state_dict({name: t for name, t in model.state_dict().items() if "layers.2." not in name})
 
 
 def test_damaged_adapter_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 from support import programs
-from support.models import MODELS, SHALLOW, SHALLOW_VISION
+from support.models import MODELS, SHALLOW_VISION
 from support.paths import EXAMPLES, SUPPORT, environment
 
 import llamoe
@@ -30,10 +30,8 @@ GRADIENTS = 3e-5
 
 CASES = {case.name: case for case in MODELS}
 DENSE, TEXT = CASES["LlamoeDenseForCausalLM"], CASES["LlamoeForCausalLM"]
-# Six experts are three for each of two devices; two mixtures follow each other.
-EXPERTS = dict(num_local_experts=6, **SHALLOW)
-# A dense layer and a mixture, for checks that ask nothing of two mixtures in a row.
-FEW_LAYERS = dict(num_hidden_layers=2, moe_layers=[1], no_rope_layers=[1, 0])
+# Six experts are three for each of two devices. Two mixtures follow each other, the last with full attention.
+EXPERTS = dict(num_local_experts=6, num_hidden_layers=3, moe_layers=[1, 2], no_rope_layers=[1, 1, 0])
 
 
 def write_checkpoints(folder):
@@ -47,9 +45,9 @@ def write_checkpoints(folder):
         "text": TEXT.make(**EXPERTS),
         # Widths, too, that two devices do not divide; the vocabulary is odd everywhere.
         "top1": TEXT.make(num_experts_per_tok=1, intermediate_size=51, intermediate_size_mlp=93, **EXPERTS),
-        "multimodal": multimodal.make(seed=1, vision=SHALLOW_VISION, num_local_experts=6, **FEW_LAYERS),
+        "multimodal": multimodal.make(seed=1, vision=SHALLOW_VISION, num_local_experts=6, **SHALLOW),
         # Of two devices that share its mixture, one holds no expert.
-        "lone": TEXT.make(num_local_experts=1, num_experts_per_tok=1, intermediate_size=51, **FEW_LAYERS),
+        "lone": TEXT.make(num_local_experts=1, num_experts_per_tok=1, intermediate_size=51, **SHALLOW),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)
