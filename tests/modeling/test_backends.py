@@ -11,7 +11,6 @@ from support.models import (
     MODELS,
     MULTIMODAL,
     for_models,
-    main_output,
     max_abs,
     run,
     stock_text_config,
@@ -111,21 +110,6 @@ def test_unknown_experts_implementation(case, when, tmp_path):
     }
     with pytest.raises(ValueError, match=r"experts_implementation=\"fast\".*grouped_mm"):
         calls[when]()
-
-
-@for_models("has_experts")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_without_grouped_mm_in_torch(case, dtype, monkeypatch):
-    model, inputs = case.make(intermediate_size=48).to(dtype), case.inputs()
-    expected = run(model, **inputs)
-    monkeypatch.delattr(torch.nn.functional, "grouped_mm", raising=False)
-    monkeypatch.delattr(torch, "_grouped_mm", raising=False)
-    assert (
-        max_abs(run(model, **inputs), expected) < (1e-5 if dtype == torch.float32 else 0.05) * expected.std()
-    )
-    main_output(model(**inputs)).float().square().mean().backward()
-    experts = next(module for module in model.modules() if isinstance(module, Experts))
-    assert experts.gate_up_proj.grad.abs().sum() > 0
 
 
 @for_models()

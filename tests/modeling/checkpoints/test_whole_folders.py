@@ -325,3 +325,10 @@ def test_no_loader_finds_a_model_without_the_adapter_beside_it(tmp_path):
             assert {"adapter_config.json", "adapter_model.safetensors"} <= files(tmp_path), step
         saving.put_back(tmp_path)
         assert contents(tmp_path) == before
+
+
+def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="this is no path"):
+        CASE.make().save_pretrained("")
+    assert not files(tmp_path)

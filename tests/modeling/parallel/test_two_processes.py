@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 from support import programs
-from support.models import MODELS, SHALLOW_VISION
+from support.models import MODELS, SHALLOW, SHALLOW_VISION
 from support.paths import EXAMPLES, SUPPORT, environment
 
 import llamoe
