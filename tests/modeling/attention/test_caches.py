@@ -1,6 +1,7 @@
 """Every kind of cache gives the same tokens; a cache of another model is refused before it is written to."""
 
 import contextlib
+from functools import cache
 
 import pytest
 import torch
@@ -55,6 +56,17 @@ KINDS = {
 }
 
 
+def kinds_options(beams):
+    """Twelve tokens take each row over a border of its own chunks."""
+    return {"num_beams": beams, "max_new_tokens": 12 if beams == 1 else 6}
+
+
+@cache
+def tokens_without_a_kind(case, beams):
+    """What every kind of cache must give."""
+    return new_tokens(case.make_small(), case.inputs(length=PROMPT), **kinds_options(beams))
+
+
 @for_models("is_head")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
@@ -63,10 +75,9 @@ def test_kinds_of_cache_give_the_same_tokens(case, kind, beams, streams):
     if case.has_images and "pieces" in kind and not hasattr(generation_utils, "_slice_mm_encoder_output"):
         pytest.skip("this transformers prefills in pieces for texts only")
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
-    options = {"num_beams": beams, "max_new_tokens": NEW if beams == 1 else 6}
-    expected = new_tokens(model, inputs, **options)
     kind = KINDS[kind](model.config.get_text_config()) if callable(KINDS[kind]) else KINDS[kind]
-    assert torch.equal(new_tokens(model, inputs, **kind, **options), expected)
+    given = new_tokens(model, inputs, **kind, **kinds_options(beams))
+    assert torch.equal(given, tokens_without_a_kind(case, beams))
 
 
 @for_models("is_head")
@@ -122,7 +133,7 @@ def test_fp8_caches(case, beams, monkeypatch):
     if layer is None:
         pytest.skip("this transformers has no fp8 cache")
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
-    options = {"num_beams": beams, "max_new_tokens": NEW}
+    options = kinds_options(beams)
     expected = new_tokens(model, inputs, **options)
     monkeypatch.setattr(layer, "fp8_dtype", torch.float64)
     monkeypatch.setattr(layer, "fp8_max", 1.0)

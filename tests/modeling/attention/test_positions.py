@@ -6,10 +6,12 @@ The truth is each row by itself, without padding and without a cache: transforme
 
 import itertools
 import random
+from functools import cache
 
 import pytest
 import torch
 from support.models import (
+    draw,
     make_asymmetric,
     max_abs,
     run,
@@ -32,15 +34,15 @@ TOLERANCE = 2e-5
 
 
 def text_model(attention="sdpa", **overrides):
-    model = llamoe.LlamoeForCausalLM(llamoe.from_stock(stock_text_config(**overrides)))
+    model = draw(llamoe.LlamoeForCausalLM, llamoe.from_stock(stock_text_config(**overrides)))
     model.set_attn_implementation(attention)
-    return make_asymmetric(model)
+    return model
 
 
 def dense_model(attention="sdpa", **overrides):
-    model = llamoe.LlamoeDenseForCausalLM(llamoe.from_stock(stock_dense_config(**overrides)))
+    model = draw(llamoe.LlamoeDenseForCausalLM, llamoe.from_stock(stock_dense_config(**overrides)))
     model.set_attn_implementation(attention)
-    return make_asymmetric(model)
+    return model
 
 
 def rows():
@@ -51,6 +53,16 @@ def rows():
 @torch.no_grad()
 def alone(model, row):
     return model(row, use_cache=False).logits[0]
+
+
+# Three tokens behind each row, fed one by one.
+EXTRA = torch.randint(1, 97, (len(LENGTHS), 3), generator=torch.Generator().manual_seed(2))
+
+
+@cache
+def rows_alone(model):
+    """The truth of each row, with the extra tokens behind it: those change nothing that stands before them."""
+    return [alone(model, torch.cat([row, EXTRA[i : i + 1]], 1)) for i, row in enumerate(rows())]
 
 
 def padded(side):
@@ -68,12 +80,18 @@ BOTH_KINDS = dict(
 )
 
 
-@pytest.fixture(params=["text-sdpa", "text-eager", "text-kv-chunks-off", "dense-sdpa", "dense-eager"])
-def model(request):
-    family, _, kind = request.param.partition("-")
+@cache
+def built(name):
+    """A model that tests only read."""
+    family, _, kind = name.partition("-")
     if kind == "kv-chunks-off":
         return text_model(**{**BOTH_KINDS, "attention_chunk_size": None, "layer_types": None})
     return text_model(kind, **BOTH_KINDS) if family == "text" else dense_model(kind, num_hidden_layers=2)
+
+
+@pytest.fixture(params=["text-sdpa", "text-eager", "text-kv-chunks-off", "dense-sdpa", "dense-eager"])
+def model(request):
+    return built(request.param)
 
 
 @torch.no_grad()
@@ -85,8 +103,8 @@ def test_padded_rows_equal_single_rows(model, side, positions):
     if positions == "given":  # as `generate` makes them
         kwargs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
     logits = model(ids, attention_mask=mask, **kwargs).logits
-    for i, row in enumerate(rows()):
-        assert max_abs(logits[i][mask[i].bool()], alone(model, row)) < TOLERANCE
+    for i, expected in enumerate(rows_alone(model)):
+        assert max_abs(logits[i][mask[i].bool()], expected[: LENGTHS[i]]) < TOLERANCE
 
 
 @torch.no_grad()
@@ -95,8 +113,8 @@ def test_packed_rows_equal_single_rows(model, use_cache):
     ids = torch.cat(rows(), dim=1)
     position_ids = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     logits = model(ids, position_ids=position_ids, use_cache=use_cache).logits[0]
-    for piece, row in zip(logits.split(LENGTHS), rows(), strict=True):
-        assert max_abs(piece, alone(model, row)) < TOLERANCE
+    for piece, expected in zip(logits.split(LENGTHS), rows_alone(model), strict=True):
+        assert max_abs(piece, expected[: len(piece)]) < TOLERANCE
 
 
 @torch.no_grad()
@@ -115,23 +133,21 @@ def test_two_packed_rows_of_different_shape(model):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_prefill_in_pieces_and_decoding_equal_the_full_pass_under_left_padding(model, side_pieces, cache):
     ids, mask = padded("left")
-    extra = torch.randint(1, 97, (len(LENGTHS), 9), generator=torch.Generator().manual_seed(2))
-    ids, mask = torch.cat([ids, extra], 1), torch.cat([mask, torch.ones_like(extra)], 1)
+    ids, mask = torch.cat([ids, EXTRA], 1), torch.cat([mask, torch.ones_like(EXTRA)], 1)
     cache = (
         DynamicCache(config=model.config)
         if cache == "dynamic"
         else StaticCache(config=model.config, max_cache_len=ids.shape[1])
     )
     pieces, start = [], 0
-    for length in (*side_pieces, *[1] * extra.shape[1]):
+    for length in (*side_pieces, *[1] * EXTRA.shape[1]):
         end = start + length
         out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
         pieces.append(out.logits)
         start = end
     logits = torch.cat(pieces, 1)
-    for i, row in enumerate(rows()):
-        whole = torch.cat([row, extra[i : i + 1]], 1)
-        assert max_abs(logits[i][mask[i].bool()], alone(model, whole)) < TOLERANCE
+    for i, expected in enumerate(rows_alone(model)):
+        assert max_abs(logits[i][mask[i].bool()], expected) < TOLERANCE
 
 
 @torch.no_grad()
@@ -169,16 +185,17 @@ def test_a_short_pass_that_starts_late_still_meets_its_border():
 @torch.no_grad()
 def test_generate_with_left_padding_equals_each_row_alone(model):
     ids, mask = padded("left")
-    together = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[:, ids.shape[1] :]
+    # Over a border of every row's chunks: at 16, 48 and 64.
+    together = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)[:, ids.shape[1] :]
     for i, row in enumerate(rows()):
-        single = model.generate(row, max_new_tokens=20, do_sample=False)[0, row.shape[1] :]
+        single = model.generate(row, max_new_tokens=16, do_sample=False)[0, row.shape[1] :]
         assert together[i, : len(single)].tolist() == single.tolist()
 
 
 @torch.no_grad()
 def test_generate_with_a_static_cache_equals_the_dynamic_one(model):
     ids, mask = padded("left")
-    options = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, disable_compile=True)
+    options = dict(attention_mask=mask, max_new_tokens=16, do_sample=False, disable_compile=True)
     static = model.generate(ids, cache_implementation="static", **options)
     assert static.tolist() == model.generate(ids, **options).tolist()
 
@@ -241,13 +258,18 @@ SMALL = dict(num_hidden_layers=2, no_rope_layers=[1, 1], layer_types=["chunked_a
 OPEN = "do not tell where the cached tokens of row"
 
 
-def mask_with_holes(draw, num_rows, length):
+@cache
+def model_of_small_chunks(implementation, chunk_size):
+    return text_model(implementation, **SMALL, attention_chunk_size=chunk_size)
+
+
+def mask_with_holes(chance, num_rows, length):
     mask = torch.ones(num_rows, length, dtype=torch.long)
     for row in mask:
-        row[: draw.choice([0, 0, 1, 4])] = 0
-        for _ in range(draw.choice([0, 1, 2])):
-            begin = draw.randrange(6, length)
-            row[begin : begin + draw.choice([1, 2, 3, 9])] = 0
+        row[: chance.choice([0, 0, 1, 4])] = 0
+        for _ in range(chance.choice([0, 1, 2])):
+            begin = chance.randrange(6, length)
+            row[begin : begin + chance.choice([1, 2, 3, 9])] = 0
     mask[:, -1] = 1
     return mask
 
@@ -267,19 +289,19 @@ def in_pieces(model, inputs, past, borders):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_padding_in_the_middle_of_rows_counts_as_the_positions_say(implementation, cache, way):
     """Fed in pieces, of cached tokens only the mask is known. One pass, which sees all positions, is the truth."""
-    draw = random.Random(way)
+    chance = random.Random(way)
     compared = refused = 0
     for chunk_size in (3, 5):
-        model = text_model(implementation, **SMALL, attention_chunk_size=chunk_size)
+        model = model_of_small_chunks(implementation, chunk_size)
         for _ in range(4):
-            length = draw.randint(15, 26)
-            mask = mask_with_holes(draw, 3, length)
+            length = chance.randint(15, 26)
+            mask = mask_with_holes(chance, 3, length)
             ids = torch.randint(3, 90, mask.shape, generator=torch.Generator().manual_seed(length))
             # Those of hidden tokens tell nothing, not even how the others are counted.
-            positions = WAYS[way](mask).masked_fill(mask == 0, draw.choice([0, 1, 50]))
+            positions = WAYS[way](mask).masked_fill(mask == 0, chance.choice([0, 1, 50]))
             inputs = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
             past = DynamicCache() if cache == "dynamic" else StaticCache(model.config, max_cache_len=length)
-            borders = [0, *sorted(draw.sample(range(1, length), draw.randint(1, 3))), length]
+            borders = [0, *sorted(chance.sample(range(1, length), chance.randint(1, 3))), length]
             try:
                 given = in_pieces(model, inputs, past, borders)
             except ValueError as error:
