@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from functools import cache
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.models import (
     MODELS,
     MULTIMODAL,
     PADDING,
+    SHALLOW_MODELS,
     TOKENS_PER_TILE,
     for_models,
     max_abs,
@@ -40,7 +42,7 @@ def assert_same_weights(model, other):
 # Saving, loading and copying
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 @pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_save_and_load_is_bit_equal(case, dtype, max_shard_size, tmp_path):
@@ -59,7 +61,7 @@ def test_save_and_load_is_bit_equal(case, dtype, max_shard_size, tmp_path):
     assert torch.equal(run(model, **inputs), run(loaded, **inputs))
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 def test_auto_classes_give_our_class(case, tmp_path):
     model = case.make()
     model.save_pretrained(tmp_path)
@@ -83,7 +85,7 @@ def test_auto_model_gives_the_base_class_of_a_head(tmp_path):
             assert_same_weights(model.model, base)
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch_save"])
 def test_copies_are_equal_and_independent(case, how):
     model, inputs = case.make(), case.inputs()
@@ -104,7 +106,7 @@ def test_copies_are_equal_and_independent(case, how):
     assert torch.equal(run(other, **inputs), expected)
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 @pytest.mark.parametrize("how", ["from_pretrained", "to_empty"])
 def test_meta_construction_leaves_no_buffer_wrong(case, how, tmp_path):
     """`to_empty` is how FSDP and others fill a model made on the meta device; its buffers then hold anything."""
@@ -122,7 +124,7 @@ def test_meta_construction_leaves_no_buffer_wrong(case, how, tmp_path):
     assert torch.equal(run(other, **inputs), run(model, **inputs))
 
 
-@for_models("is_head")
+@for_models("is_head", models=SHALLOW_MODELS)
 def test_tied_head_is_saved_once_and_tied_again(case, tmp_path):
     model = case.make(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
@@ -135,7 +137,7 @@ def test_tied_head_is_saved_once_and_tied_again(case, tmp_path):
     assert torch.equal(run(model, **inputs), run(loaded, **inputs))
 
 
-@for_models("is_head")
+@for_models("is_head", models=SHALLOW_MODELS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_resized_vocabulary(case, tied, tmp_path):
     model, inputs = case.make(tie_word_embeddings=tied), case.inputs()
@@ -221,6 +223,11 @@ def test_rows_do_not_touch_each_other(case):
 # The cache
 
 
+@cache
+def one_pass(case):
+    return run(case.make_small(), **case.inputs(), use_cache=False)
+
+
 @for_models("is_text")
 @pytest.mark.parametrize(
     "pieces",
@@ -230,9 +237,9 @@ def test_rows_do_not_touch_each_other(case):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_pieces_and_single_tokens_equal_one_pass(case, pieces, cache):
     """Prefill in pieces, then token by token: borders of the pieces fall before, on and behind chunk borders."""
-    model, inputs = case.make(), case.inputs()
+    model, inputs = case.make_small(), case.inputs()
     ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
-    expected = run(model, input_ids=ids, attention_mask=mask, use_cache=False, **inputs)
+    expected = one_pass(case)
     config = model.config.get_text_config()
     past = DynamicCache(config=config) if cache == "dynamic" else StaticCache(config=config, max_cache_len=60)
     parts, begin = [], 0
@@ -327,7 +334,7 @@ def test_checkpointing_keeps_the_router_loss_or_says_that_it_cannot(case, reentr
         assert_same_gradients(given, expected)
 
 
-@for_models("is_head")
+@for_models("is_head", models=SHALLOW_MODELS)
 def test_training_lowers_the_loss(case):
     model, inputs = case.make().train(), case.inputs()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
