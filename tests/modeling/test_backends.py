@@ -10,6 +10,7 @@ from support import programs
 from support.models import (
     MODELS,
     MULTIMODAL,
+    SHALLOW_MODELS,
     for_models,
     max_abs,
     run,
@@ -49,7 +50,7 @@ def calls(monkeypatch):
     IMPLEMENTATIONS["batched_mm"] = batched
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 @pytest.mark.parametrize("when", ["load", "set"])
 def test_attention_implementation_is_taken(case, when, calls, tmp_path):
     model, inputs = case.make(), case.inputs()
@@ -68,11 +69,11 @@ def test_attention_implementation_is_taken(case, when, calls, tmp_path):
     assert calls["eager_attention"] == layers
 
 
-@for_models("has_experts")
+@for_models("has_experts", models=SHALLOW_MODELS)
 @pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("when", ["load", "set", "from_config"])
 def test_experts_implementation_is_taken(case, name, when, calls, tmp_path):
-    model, inputs = case.make(), case.inputs()
+    model, inputs = case.make(moe_layers=[0, 1]), case.inputs()
     model.set_experts_implementation("eager")
     expected = run(model, **inputs)
     if when == "set":
@@ -82,7 +83,7 @@ def test_experts_implementation_is_taken(case, name, when, calls, tmp_path):
         model = case.model_class.from_pretrained(tmp_path, experts_implementation=name)
     else:
         weights = model.state_dict()
-        model = case.auto_class.from_config(case.make_config(), experts_implementation=name)
+        model = case.auto_class.from_config(case.make_config(moe_layers=[0, 1]), experts_implementation=name)
         model.load_state_dict(weights)
         model.eval()
     calls.clear()
@@ -99,7 +100,7 @@ def test_a_stock_model_does_not_choose_the_experts_of_ours():
         assert ours.config._experts_implementation == "llamoe"
 
 
-@for_models("has_experts")
+@for_models("has_experts", models=SHALLOW_MODELS)
 @pytest.mark.parametrize("when", ["load", "set"])
 def test_unknown_experts_implementation(case, when, tmp_path):
     model = case.make()
@@ -112,7 +113,7 @@ def test_unknown_experts_implementation(case, when, tmp_path):
         calls[when]()
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 @pytest.mark.parametrize("how", ["from_pretrained", "from_config"])
 def test_one_line_names_the_backends(case, how, tmp_path, caplog):
     model = case.make()

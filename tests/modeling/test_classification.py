@@ -7,6 +7,9 @@ import torch
 import transformers
 from support.models import (
     LENGTH,
+    SHALLOW,
+    SHALLOW_VISION,
+    draw,
     gradient_differences,
     load_whole,
     make_asymmetric,
@@ -165,7 +168,7 @@ def test_embeddings_tuples_and_hidden_states_equal_stock(kind):
 @for_kinds
 @pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
 def test_folders_go_both_ways(kind, max_shard_size, tmp_path):
-    reference, _ = pair(kind)
+    reference, _ = pair(kind, num_hidden_layers=2)
     reference.save_pretrained(tmp_path / "stock", max_shard_size=max_shard_size)
     model = load_whole(ours(kind), tmp_path / "stock")
     assert model.num_labels == NUM_LABELS if kind != "QuestionAnswering" else True
@@ -183,7 +186,7 @@ def test_folders_go_both_ways(kind, max_shard_size, tmp_path):
 
 @for_kinds
 def test_dtypes(kind, tmp_path):
-    _, model = pair(kind)
+    _, model = pair(kind, num_hidden_layers=2)
     model.bfloat16().save_pretrained(tmp_path)
     assert {p.dtype for p in ours(kind).from_pretrained(tmp_path, dtype="auto").parameters()} == {
         torch.bfloat16
@@ -199,12 +202,13 @@ def test_dtypes(kind, tmp_path):
 @pytest.mark.parametrize("source", ["stock_lm", "stock_base", "lm", "base", "answers"])
 def test_head_over_other_folders_finds_the_model(kind, source, tmp_path):
     """Only the head is new. Stock's question answering finds nothing in folders of other classes, nor they in its."""
+    config = stock_dense_config(num_hidden_layers=2)
     reference = {
-        "stock_lm": lambda: stock_model(LlamaForCausalLM, stock_dense_config()),
-        "stock_base": lambda: stock_model(LlamaModel, stock_dense_config()),
-        "lm": lambda: make_asymmetric(llamoe.LlamoeDenseForCausalLM(stock_dense_config())),
-        "base": lambda: make_asymmetric(llamoe.LlamoeDenseModel(stock_dense_config())),
-        "answers": lambda: stock_model(stock("QuestionAnswering"), stock_dense_config()),
+        "stock_lm": lambda: stock_model(LlamaForCausalLM, config),
+        "stock_base": lambda: stock_model(LlamaModel, config),
+        "lm": lambda: make_asymmetric(llamoe.LlamoeDenseForCausalLM(config)),
+        "base": lambda: make_asymmetric(llamoe.LlamoeDenseModel(config)),
+        "answers": lambda: stock_model(stock("QuestionAnswering"), config),
     }[source]()
     reference.save_pretrained(tmp_path)
     model, info = ours(kind).from_pretrained(tmp_path, output_loading_info=True, num_labels=3)
@@ -220,7 +224,7 @@ def test_head_over_other_folders_finds_the_model(kind, source, tmp_path):
 @pytest.mark.parametrize("name", ["LlamoeDenseModel", "LlamoeDenseForCausalLM"])
 @for_kinds
 def test_other_classes_find_the_model_in_heads_folders(kind, name, tmp_path):
-    reference, _ = pair(kind)
+    reference, _ = pair(kind, num_hidden_layers=2)
     reference.save_pretrained(tmp_path)
     model, info = getattr(llamoe, name).from_pretrained(tmp_path, output_loading_info=True)
     assert {key for key in info["missing_keys"] if "lm_head" not in key} == set()
@@ -245,7 +249,7 @@ MIXTURE = llamoe.LlamoeForSequenceClassification
 
 
 def mixture(**text):
-    return make_asymmetric(MIXTURE(text_config(num_labels=NUM_LABELS, **text)))
+    return draw(MIXTURE, text_config(num_labels=NUM_LABELS, **{**SHALLOW, **text}))
 
 
 def written_out(model, inputs, pad=0):
@@ -271,13 +275,18 @@ def test_mixture_head_is_a_linear_layer_on_the_last_token(padding):
     "whole", ["stock_multimodal", "multimodal", "multimodal_base", "stock_text", "text", "text_base"]
 )
 def test_mixture_head_over_other_folders(whole, tmp_path):
+    stock_pair, both = (
+        stock_multimodal_config(SHALLOW, SHALLOW_VISION),
+        multimodal_config(SHALLOW_VISION, **SHALLOW),
+    )
+    stock_text, text = stock_text_config(**SHALLOW), text_config(**SHALLOW)
     make = {
-        "stock_multimodal": lambda: stock_model(Llama4ForConditionalGeneration, stock_multimodal_config()),
-        "multimodal": lambda: make_asymmetric(llamoe.LlamoeForConditionalGeneration(multimodal_config())),
-        "multimodal_base": lambda: make_asymmetric(llamoe.LlamoeModel(multimodal_config())),
-        "stock_text": lambda: stock_model(Llama4ForCausalLM, stock_text_config()),
-        "text": lambda: make_asymmetric(llamoe.LlamoeForCausalLM(text_config())),
-        "text_base": lambda: make_asymmetric(llamoe.LlamoeTextModel(text_config())),
+        "stock_multimodal": lambda: stock_model(Llama4ForConditionalGeneration, stock_pair),
+        "multimodal": lambda: draw(llamoe.LlamoeForConditionalGeneration, both),
+        "multimodal_base": lambda: draw(llamoe.LlamoeModel, both),
+        "stock_text": lambda: stock_model(Llama4ForCausalLM, stock_text),
+        "text": lambda: draw(llamoe.LlamoeForCausalLM, text),
+        "text_base": lambda: draw(llamoe.LlamoeTextModel, text),
     }
     reference = make[whole]()
     reference.save_pretrained(tmp_path / "whole")

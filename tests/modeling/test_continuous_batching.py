@@ -47,7 +47,7 @@ def each_alone(model, inputs, count):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_continuous_batching_equals_each_prompt_alone(case, attention):
     """More prompts than fit at once, up to the last token of a chunk; dense models know no such limit."""
-    model = case.make()
+    model = case.make_small()
     model.set_attn_implementation(attention)
     lengths, count = ((11, 1, 4, 9, 7), 5) if case.has_experts else ((40, 1, 4, 9, 25), 7)
     inputs = prompts(*lengths)
@@ -55,14 +55,14 @@ def test_continuous_batching_equals_each_prompt_alone(case, attention):
     assert batch(model, inputs, count) == expected
     assert model.config._attn_implementation == attention
     if case.has_experts:
-        assert model.config.get_text_config().layer_types.count("chunked_attention") == 4
+        assert model.config.get_text_config().layer_types.count("chunked_attention") == 1
     assert each_alone(model, inputs[:1], count) == expected[:1]
 
 
 @for_models("is_head", "has_experts")
 def test_continuous_batching_refuses_more_than_a_chunk(case):
     """Behind the border it would be wrong without a word: stock's paged masks know nothing of chunks."""
-    model = case.make()
+    model = case.make_small()
     inputs = prompts(4, 12)
     with pytest.raises(
         ValueError, match=r"request 1 has 12 .* = 5\..*one chunk \(attention_chunk_size = 16\).*lower"
@@ -86,13 +86,13 @@ def test_continuous_batching_refuses_more_than_a_chunk(case):
 
 
 def test_without_chunks_continuous_batching_knows_no_limit():
-    model = MODELS[3].make(attention_chunk_size=None, layer_types=None)
+    model = MODELS[3].make_small(attention_chunk_size=None, layer_types=None)
     inputs = prompts(12, 30)
     assert batch(model, inputs, 6) == each_alone(model, inputs, 6)
 
 
 def test_continuous_batching_takes_no_images():
-    model = MULTIMODAL.make()
+    model = MULTIMODAL.make_small()
     with pytest.raises(ValueError, match=r"request 1 has image tokens \(id 99\).*generate\(\)"):
         batch(model, [[3, 4], [5, IMAGE_TOKEN, 6]], 3)
 
@@ -100,7 +100,7 @@ def test_continuous_batching_takes_no_images():
 @pytest.mark.parametrize("name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM"])
 def test_a_manager_serves_requests_one_after_another_and_is_kept(name):
     case = next(case for case in MODELS if case.name == name)
-    model, inputs = case.make(), prompts(11, 3, 8)
+    model, inputs = case.make_small(), prompts(11, 3, 8)
     expected = each_alone(model, inputs, 5)
     assert batch(model, inputs, 5, persistent_manager=True) == expected
     assert batch(model, inputs[::-1], 5, persistent_manager=True) == expected[::-1]
