@@ -1,9 +1,9 @@
 """One harness for all model classes: each test runs on every class that has what it tests, made from a tiny config."""
 
 import copy
+import functools
 import io
 import pickle
-from functools import cache
 
 import pytest
 import torch
@@ -223,7 +223,7 @@ def test_rows_do_not_touch_each_other(case):
 # The cache
 
 
-@cache
+@functools.cache
 def one_pass(case):
     return run(case.make_small(), **case.inputs(), use_cache=False)
 

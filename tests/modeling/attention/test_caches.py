@@ -1,7 +1,7 @@
 """Every kind of cache gives the same tokens; a cache of another model is refused before it is written to."""
 
 import contextlib
-from functools import cache
+import functools
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def kinds_options(beams):
     return {"num_beams": beams, "max_new_tokens": 12 if beams == 1 else 6}
 
 
-@cache
+@functools.cache
 def tokens_without_a_kind(case, beams):
     """What every kind of cache must give."""
     return new_tokens(case.make_small(), case.inputs(length=PROMPT), **kinds_options(beams))

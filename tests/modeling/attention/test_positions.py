@@ -4,9 +4,9 @@ The truth is each row by itself, without padding and without a cache: transforme
 (its temperature follows the cache's length; see `test_stock_differs_where_it_is_wrong`).
 """
 
+import functools
 import itertools
 import random
-from functools import cache
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def alone(model, row):
 EXTRA = torch.randint(1, 97, (len(LENGTHS), 3), generator=torch.Generator().manual_seed(2))
 
 
-@cache
+@functools.cache
 def rows_alone(model):
     """The truth of each row, with the extra tokens behind it: those change nothing that stands before them."""
     return [alone(model, torch.cat([row, EXTRA[i : i + 1]], 1)) for i, row in enumerate(rows())]
@@ -80,7 +80,7 @@ BOTH_KINDS = dict(
 )
 
 
-@cache
+@functools.cache
 def built(name):
     """A model that tests only read."""
     family, _, kind = name.partition("-")
@@ -258,7 +258,7 @@ SMALL = dict(num_hidden_layers=2, no_rope_layers=[1, 1], layer_types=["chunked_a
 OPEN = "do not tell where the cached tokens of row"
 
 
-@cache
+@functools.cache
 def model_of_small_chunks(implementation, chunk_size):
     return text_model(implementation, **SMALL, attention_chunk_size=chunk_size)
 
