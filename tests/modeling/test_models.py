@@ -236,14 +236,14 @@ def one_pass(case):
 )
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_pieces_and_single_tokens_equal_one_pass(case, pieces, cache):
-    """Prefill in pieces, then token by token: borders of the pieces fall before, on and behind chunk borders."""
+    """Prefill in pieces, then eight tokens: borders of the pieces fall before, on and behind chunk borders."""
     model, inputs = case.make_small(), case.inputs()
     ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
     expected = one_pass(case)
     config = model.config.get_text_config()
     past = DynamicCache(config=config) if cache == "dynamic" else StaticCache(config=config, max_cache_len=60)
     parts, begin = [], 0
-    for size in pieces + [1] * (LENGTH - sum(pieces)):
+    for size in pieces + [1] * min(8, LENGTH - sum(pieces)):
         end = begin + size
         part = run(
             model,
@@ -256,7 +256,7 @@ def test_pieces_and_single_tokens_equal_one_pass(case, pieces, cache):
         parts.append(part)
         begin = end
         inputs = {}  # the pictures stand in the first piece
-    difference = (torch.cat(parts, 1) - expected).abs()[mask.bool()]
+    difference = (torch.cat(parts, 1) - expected[:, :end]).abs()[mask[:, :end].bool()]
     assert difference.max() < 1e-5 * expected.std()
 
 
@@ -305,7 +305,7 @@ def assert_same_gradients(given, expected):
             assert max_abs(mine[name], gradient) <= 1e-5 * gradient.abs().max(), name
 
 
-@for_models()
+@for_models(models=SHALLOW_MODELS)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 def test_checkpointing_keeps_the_gradients(case, reentrant):
     expected = gradients(case, case.make().train())
@@ -319,7 +319,7 @@ def test_checkpointing_keeps_the_gradients(case, reentrant):
     assert len(calls) == 2 * len(layers)
 
 
-@for_models("is_head", "has_experts")
+@for_models("is_head", "has_experts", models=SHALLOW_MODELS)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 def test_checkpointing_keeps_the_router_loss_or_says_that_it_cannot(case, reentrant):
     """Reentrant checkpointing records router logits without a graph: the loss would show a term that trains nothing."""
