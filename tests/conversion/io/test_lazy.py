@@ -7,6 +7,8 @@ from llamoe.conversion.io.lazy_tensor import Slot, blocks, compute, from_tensor,
 
 CUBE = torch.arange(5 * 6 * 8.0).reshape(5, 6, 8)
 MATRIX = torch.arange(6 * 10.0).reshape(6, 10)
+# As one axis a row a number, and every pair of rows is read.
+SMALL = torch.arange(2 * 3 * 5.0).reshape(2, 3, 5)
 cube, matrix = from_tensor(CUBE, "f: cube"), from_tensor(MATRIX, "f: matrix")
 parts = [from_tensor(part) for part in CUBE.split([2, 1, 2])]
 
@@ -17,7 +19,7 @@ VIEWS = {
     "rows merged": (cube.view(30, 8), CUBE.view(30, 8)),
     "rows split": (matrix.view(2, 3, 10), MATRIX.view(2, 3, 10)),
     "view across rows": (cube.view(12, 20), CUBE.view(12, 20)),
-    "flat": (cube.view(240), CUBE.view(240)),
+    "flat": (from_tensor(SMALL).view(30), SMALL.view(30)),
     "transposed": (cube.transpose(), CUBE.transpose(1, 2)),
     "transposed matrix": (matrix.transpose(), MATRIX.t()),
     "joined rows": (join(parts, 0), CUBE),
