@@ -180,7 +180,7 @@ def stock_model(model_class: type[nn.Module], config, exact_in_bfloat16: bool = 
 
     With `exact_in_bfloat16` casting changes no weight, so that only arithmetic tells the dtypes apart.
     """
-    model = make_asymmetric(model_class(config))
+    model = draw(model_class, config)
     with torch.no_grad():
         if config.get_text_config().tie_word_embeddings:
             model.get_input_embeddings().weight.mul_(config.get_text_config().hidden_size ** -0.5)
