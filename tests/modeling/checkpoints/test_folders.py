@@ -1,6 +1,7 @@
 """Folders that stock transformers and older releases wrote, parts of multimodal folders, configs that come along."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from support.models import (
     make_asymmetric,
     max_abs,
     stock_dense_config,
+    stock_model,
     stock_multimodal_config,
     stock_text_config,
 )
@@ -66,9 +68,15 @@ def load(model_class, folder, **options):
     return model
 
 
-def save_stock(pair, folder, **options):
+@cache
+def stock_of(pair):
+    """A model that is only read."""
     stock_class, make_config, _ = PAIRS[pair]
-    model = make_asymmetric(stock_class(make_config()))
+    return stock_model(stock_class, make_config())
+
+
+def save_stock(pair, folder, **options):
+    model = stock_of(pair)
     model.save_pretrained(folder, **options)
     return model
 
@@ -347,7 +355,8 @@ QUANTIZED = {
 def test_quantized_mixture_is_refused_by_name(pair, method, by, tmp_path, monkeypatch):
     stock_class, make_config, model_class = PAIRS[pair]
     save_stock(pair, tmp_path)
-    ours = model_class.from_pretrained(tmp_path)
+    if by == "auto":
+        model_class.from_pretrained(tmp_path).save_pretrained(tmp_path)
     content = {"quant_method": method, **QUANTIZED[method]}
     monkeypatch.setattr(
         LlamoePreTrainedModel, "_load_pretrained_model", lambda *_, **__: pytest.fail("weights read")
@@ -364,8 +373,6 @@ def test_quantized_mixture_is_refused_by_name(pair, method, by, tmp_path, monkey
         config.quantization_config = content
         options["config"] = config
     else:
-        if by == "auto":
-            ours.save_pretrained(tmp_path)
         edit_json(tmp_path / "config.json", quantization_config=content)
     auto = AutoModelForImageTextToText if pair == "multimodal" else AutoModelForCausalLM
     with pytest.raises(ValueError, match=match):
