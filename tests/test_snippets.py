@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from support import programs
 from support.conversions import META_LLAMA_2
 from support.documents import NOT_RUN, PAGES, ROOT, blocks, read
-from support.models import make_asymmetric
+from support.models import draw
 from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -49,7 +49,7 @@ def write_llama(folder):
         vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
-    make_asymmetric(LlamaForCausalLM(config)).save_pretrained(folder)
+    draw(LlamaForCausalLM, config).save_pretrained(folder)
 
 
 STAND_INS = {

@@ -9,8 +9,8 @@ import torch
 from support import programs
 from support.models import (
     MODELS,
+    draw,
     for_models,
-    make_asymmetric,
     run,
     stock_multimodal_config,
 )
@@ -226,7 +226,7 @@ def test_config_that_is_none(tmp_path, command, capsys):
 
 def test_stock_presets_and_folders_agree(planner, tmp_path):
     """A stock folder is planned as what it is read as."""
-    make_asymmetric(Llama4ForConditionalGeneration(stock_multimodal_config())).save_pretrained(tmp_path)
+    draw(Llama4ForConditionalGeneration, stock_multimodal_config()).save_pretrained(tmp_path)
     config = planner.read_config(str(tmp_path))
     assert type(config) is llamoe.LlamoeConfig
     assert llamoe.count_parameters(config).total == HEAD.make().num_parameters()

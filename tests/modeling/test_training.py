@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from support.models import (
     MODELS,
     MULTIMODAL,
+    draw,
     for_models,
     main_output,
-    make_asymmetric,
     max_abs,
     run,
 )
@@ -277,7 +277,7 @@ def test_a_classifiers_losses_do_not_grow_with_the_number_of_pieces(tmp_path):
     losses = []
     for size, steps in ((4, 1), (1, 4)):
         config = MIXTURES[0].make_config(num_labels=5, output_router_logits=True, router_aux_loss_coef=0.7)
-        model = make_asymmetric(llamoe.LlamoeForSequenceClassification(config))
+        model = draw(llamoe.LlamoeForSequenceClassification, config)
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
         losses += losses_of(trainer_of(model, tmp_path, examples, **options))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

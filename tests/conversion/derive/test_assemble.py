@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from support.models import (
+    draw,
     make_asymmetric,
     max_abs,
     stock_dense_config,
@@ -274,7 +275,7 @@ def test_an_odd_grid_asks_what_to_do_and_does_it(tmp_path):
 
 
 def test_parts_of_a_multimodal_model_serve_as_decoder_and_as_tower(tmp_path):
-    whole = make_asymmetric(Llama4ForConditionalGeneration(stock_multimodal_config()))
+    whole = draw(Llama4ForConditionalGeneration, stock_multimodal_config())
     whole.save_pretrained(tmp_path / "whole")
     save_tokenizer(tmp_path / "whole")
     save_tower(tmp_path / "tower")
@@ -302,7 +303,7 @@ def test_parts_of_a_multimodal_model_serve_as_decoder_and_as_tower(tmp_path):
 
 def test_the_tower_of_a_folder_of_metas_serves_as_tower(tmp_path):
     pytest.importorskip("llamoe.conversion.meta.folder", reason="folders of Meta's are written by it")
-    whole = make_asymmetric(Llama4ForConditionalGeneration(stock_multimodal_config({"head_dim": 12})))
+    whole = draw(Llama4ForConditionalGeneration, stock_multimodal_config({"head_dim": 12}))
     whole.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "meta", to="meta")
     save_decoder(tmp_path / "decoder")

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support.models import (
-    make_asymmetric,
+    draw,
     max_abs,
     stock_dense_config,
     stock_multimodal_config,
@@ -35,7 +35,7 @@ def is_key_or_value(name):
 
 def stock(kind, **text):
     model_class, make_config = BUILD[kind]
-    return make_asymmetric(model_class(make_config(attention_bias=True, **text)))
+    return draw(model_class, make_config(attention_bias=True, **text))
 
 
 def repeated(model, times):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import (
-    make_asymmetric,
+    draw,
     max_abs,
     mixtures,
     scaled_rope,
@@ -36,7 +36,7 @@ TOLERANCE = 1e-5
 def save_dense(folder, dtype=torch.float32, **config):
     """A LLaMA that transformers wrote, and the model."""
     config = stock_dense_config(**config)
-    model = make_asymmetric(LlamaForCausalLM(config)).to(dtype)
+    model = draw(LlamaForCausalLM, config).to(dtype)
     if config.tie_word_embeddings:
         with torch.no_grad():
             model.model.embed_tokens.weight.mul_(config.hidden_size**-0.5)

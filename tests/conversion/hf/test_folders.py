@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support import programs
-from support.models import MULTIMODAL, for_models, make_asymmetric, stock_model
+from support.models import MULTIMODAL, draw, for_models, stock_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -35,7 +35,7 @@ def dense(tmp_path):
         vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
-    model = make_asymmetric(LlamaForCausalLM(config)).bfloat16()
+    model = draw(LlamaForCausalLM, config).bfloat16()
     model.save_pretrained(tmp_path / "dense")
     return tmp_path / "dense", model
 
@@ -346,7 +346,7 @@ def test_experts_with_a_gap_are_named(tmp_path):
         vocab_size=61, hidden_size=48, intermediate_size=40, intermediate_size_mlp=88, num_hidden_layers=1,
         num_attention_heads=6, num_key_value_heads=2, head_dim=8, num_local_experts=3,
     )  # fmt: skip
-    make_asymmetric(llamoe.LlamoeForCausalLM(config)).save_pretrained(tmp_path / "model")
+    draw(llamoe.LlamoeForCausalLM, config).save_pretrained(tmp_path / "model")
     convert(tmp_path / "model", tmp_path / "split", experts="split")
     state = weights(tmp_path / "split")
     gone = "model.layers.0.feed_forward.experts.1.up_proj.weight"

@@ -10,8 +10,8 @@ from support.conversions import META_LLAMA_2, META_LLAMA_3, META_MAVERICK, META_
 from support.models import (
     SHALLOW_MODELS,
     deviation_in_range,
+    draw,
     load_whole,
-    make_asymmetric,
     max_abs,
     run,
     stock_dense_config,
@@ -103,7 +103,7 @@ def test_converted(name, dtype, shard_size, form, source_of, tmp_path):
 
 @for_forms
 def test_upcycled(form, tmp_path):
-    dense = make_asymmetric(LlamaForCausalLM(stock_dense_config()))
+    dense = draw(LlamaForCausalLM, stock_dense_config())
     dense.save_pretrained(tmp_path / "dense")
     upcycle(tmp_path / "dense", tmp_path / "moe", experts=3, interleave=2, noise=0.0)
     convert(tmp_path / "moe", tmp_path / "target", **form)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import dense_config, make_asymmetric, multimodal_config, text_config, vision_config
+from support.models import dense_config, draw, multimodal_config, text_config, vision_config
 from support.paths import EXAMPLES
 from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, LlamaForCausalLM
 
@@ -53,10 +53,10 @@ def saved(tmp_path_factory):
         if family not in models:
             stock_class, config = MODELS[family][0], stock_sized(family)
             if stock_class is None:
-                model = make_asymmetric(llamoe.LlamoeVisionModel(config))
+                model = draw(llamoe.LlamoeVisionModel, config)
             else:
                 stock = stock_class.config_class.from_dict(to_stock(config))
-                model = make_asymmetric(stock_class(stock))
+                model = draw(stock_class, stock)
             for parameter in model.parameters():  # not the complex buffers of stock's tower
                 parameter.data = parameter.data.bfloat16()
             models[family] = model
@@ -192,7 +192,7 @@ def test_folders_of_meta_are_described_alike(family, tmp_path, monkeypatch):
     config = MODELS[family][1](
         head_dim=12, vocab_size=102
     )  # heads as Meta's code has them, rows for two files
-    make_asymmetric(model_class(config)(config)).save_pretrained(tmp_path / "hf")
+    draw(model_class(config), config).save_pretrained(tmp_path / "hf")
     save_meta(open_hf(tmp_path / "hf"), tmp_path / "meta", shards=2)
     expected = inspect(tmp_path / "hf")
     with monkeypatch.context() as patch:
@@ -216,7 +216,7 @@ def test_towers_of_clip_are_described_alike(tmp_path):
         hidden_size=120, num_hidden_layers=3, num_attention_heads=6, intermediate_size=200,
         image_size=56, patch_size=14, hidden_act="quick_gelu", **fields,
     )  # fmt: skip
-    model = make_asymmetric(llamoe.LlamoeVisionModel(config))
+    model = draw(llamoe.LlamoeVisionModel, config)
     model.save_pretrained(tmp_path / "tower")
     expected = inspect(tmp_path / "tower")
     assert expected.family == "vision tower of CLIP" and expected.sizes["projection_dim"] == 22
@@ -395,7 +395,7 @@ def test_tensors_that_do_not_fit_the_configuration_are_named(saved, tmp_path):
 
 def test_a_tied_head_counts_once_whether_or_not_it_is_stored(tmp_path):
     config = dense_config(hidden_size=84, tie_word_embeddings=True)
-    model = make_asymmetric(llamoe.LlamoeDenseForCausalLM(config))
+    model = draw(llamoe.LlamoeDenseForCausalLM, config)
     model.save_pretrained(tmp_path / "once", layout="stock")
     state = load_file(tmp_path / "once" / "model.safetensors")
     (tmp_path / "twice").mkdir()

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.conversions import META_LLAMA_2, META_MAVERICK, looks_finished, sums
-from support.models import make_asymmetric, stock_dense_config, stock_text_config
+from support.models import draw, stock_dense_config, stock_text_config
 from transformers import Llama4ForCausalLM, LlamaForCausalLM
 
 from llamoe.conversion import convert
@@ -69,7 +69,7 @@ def converted(folder: Path) -> dict[str, torch.Tensor]:
 def originals(tmp_path_factory):
     """A sharded folder of safetensors, one of pickles in both of torch's formats, and two of Meta's."""
     place = tmp_path_factory.mktemp("originals")
-    model = make_asymmetric(LlamaForCausalLM(stock_dense_config(**SMALL)))
+    model = draw(LlamaForCausalLM, stock_dense_config(**SMALL))
     model.save_pretrained(place / "hf", max_shard_size="12KB")
     convert(place / "hf", place / "one")
     shutil.copytree(place / "hf", place / "bin", ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -81,7 +81,7 @@ def originals(tmp_path_factory):
     experts = stock_text_config(
         **SMALL, intermediate_size_mlp=28, num_local_experts=3, interleave_moe_layer_step=2
     )
-    make_asymmetric(Llama4ForCausalLM(experts)).save_pretrained(place / "stacked")
+    draw(Llama4ForCausalLM, experts).save_pretrained(place / "stacked")
     convert(place / "stacked", place / "split", experts="split")
     small = {"dim": 24, "n_layers": 2, "multiple_of": 4}
     meta = replace(META_LLAMA_2, params=META_LLAMA_2.params | small)

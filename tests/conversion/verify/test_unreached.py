@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import dense_config, make_asymmetric, multimodal_config, text_config
+from support.models import dense_config, draw, make_asymmetric, multimodal_config, text_config
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -277,13 +277,13 @@ def processed(folder, **content):
 
 
 def test_a_tower_is_the_encoder_of_the_model_that_was_assembled_with_it(saved, tmp_path):
-    model = make_asymmetric(llamoe.LlamoeDenseForCausalLM(dense_config()))
+    model = draw(llamoe.LlamoeDenseForCausalLM, dense_config())
     model.save_pretrained(tmp_path / "text", layout="stock")
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>"))
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(tmp_path / "text")
-    make_asymmetric(llamoe.LlamoeVisionModel(tower())).save_pretrained(tmp_path / "tower")
+    draw(llamoe.LlamoeVisionModel, tower()).save_pretrained(tmp_path / "tower")
     processed(tmp_path / "tower", **CLIP)
     for fold in (False, True):
         whole = tmp_path / f"whole{fold}"
@@ -308,7 +308,7 @@ def test_a_tower_is_the_encoder_of_the_model_that_was_assembled_with_it(saved, t
 
 
 def test_a_folded_normalization_is_the_same_function_of_raw_pixels(tmp_path):
-    make_asymmetric(llamoe.LlamoeVisionModel(tower())).save_pretrained(tmp_path / "tower")
+    draw(llamoe.LlamoeVisionModel, tower()).save_pretrained(tmp_path / "tower")
     processed(tmp_path / "tower", **CLIP)
     convert_vision(tmp_path / "tower", tmp_path / "folded", fold_normalization=True)
     for pair in ((tmp_path / "tower", tmp_path / "folded"), (tmp_path / "folded", tmp_path / "tower")):

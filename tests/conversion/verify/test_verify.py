@@ -13,7 +13,7 @@ from support.models import (
     IMAGE_TOKEN,
     MODELS,
     dense_config,
-    make_asymmetric,
+    draw,
     multimodal_config,
     text_config,
     vision_config,
@@ -47,7 +47,7 @@ def build(family, seed=0, **fields):
     config = make()
     for field, value in fields.items():
         setattr(config, field, value)
-    return make_asymmetric(getattr(llamoe, name)(config), seed)
+    return draw(getattr(llamoe, name), config, seed)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_formats_of_the_same_weights_are_the_same(family, saved, tmp_path):
 def test_a_folder_of_meta_is_the_same_as_that_of_hugging_face(family, tmp_path):
     name, make = CLASSES[family]
     config = make(head_dim=12, vocab_size=102)  # heads as Meta's code has them, rows for two files
-    make_asymmetric(getattr(llamoe, name)(config)).save_pretrained(tmp_path / "hf")
+    draw(getattr(llamoe, name), config).save_pretrained(tmp_path / "hf")
     save_meta(open_hf(tmp_path / "hf"), tmp_path / "meta", shards=2)
     result = verify(tmp_path / "meta", tmp_path / "hf")
     assert result.same_weights and result.same_function, result.reasons
@@ -181,7 +181,7 @@ def test_towers_of_every_format_are_the_same_and_the_activation_decides(tmp_path
         hidden_size=120, num_hidden_layers=3, num_attention_heads=6, intermediate_size=200,
         image_size=56, patch_size=14, hidden_act="quick_gelu", **fields,
     )  # fmt: skip
-    make_asymmetric(llamoe.LlamoeVisionModel(config)).save_pretrained(tmp_path / "tower")
+    draw(llamoe.LlamoeVisionModel, config).save_pretrained(tmp_path / "tower")
     for kind in ("open_clip", "clip"):
         convert_vision(tmp_path / "tower", tmp_path / kind, to=kind)
         result = verify(tmp_path / kind, tmp_path / "tower", by_layer=True)
@@ -319,7 +319,7 @@ def test_a_dense_model_and_the_mixture_that_computes_it_are_the_same_function(sa
         attention_chunk_size=None,
         use_qk_norm=False,
     )
-    mixture = make_asymmetric(llamoe.LlamoeForCausalLM(config))
+    mixture = draw(llamoe.LlamoeForCausalLM, config)
     state = {
         name.replace(".mlp.", ".feed_forward.shared_expert."): value
         for name, value in dense.state_dict().items()
@@ -405,7 +405,7 @@ def test_fewer_key_value_heads_are_another_function_of_other_shapes(saved, tmp_p
 
 def test_models_of_other_sizes_are_told_apart_without_an_error(saved, tmp_path):
     config = dense_config(hidden_size=84, num_hidden_layers=2)
-    make_asymmetric(llamoe.LlamoeDenseForCausalLM(config)).save_pretrained(tmp_path / "wider")
+    draw(llamoe.LlamoeDenseForCausalLM, config).save_pretrained(tmp_path / "wider")
     result = verify(saved("dense"), tmp_path / "wider")
     assert result.same_function is False and result.first_layer is None
     assert result.structure["hidden_size"] == (72, 84) and result.structure["num_hidden_layers"] == (3, 2)
@@ -431,7 +431,7 @@ def test_towers_for_other_pictures_are_told_apart(saved, tmp_path):
     config = vision_config()
     config.image_size = 84
     config.validate()
-    make_asymmetric(llamoe.LlamoeVisionModel(config)).save_pretrained(tmp_path / "larger")
+    draw(llamoe.LlamoeVisionModel, config).save_pretrained(tmp_path / "larger")
     result = verify(saved("tower"), tmp_path / "larger")
     assert result.same_function is False and not result.outputs
     assert result.function["image_size"] == (56, 84)

@@ -11,7 +11,7 @@ from support.models import (
     TEXT,
     TOKENS_PER_TILE,
     VISION,
-    make_asymmetric,
+    draw,
     max_abs,
     stock_dense_config,
     stock_model,
@@ -332,7 +332,7 @@ def test_head_on_a_folder_without_one(name, tmp_path):
     make_config = {"LlamoeDenseModel": stock_dense_config, "LlamoeTextModel": stock_text_config}.get(
         name, stock_multimodal_config
     )
-    base = make_asymmetric(getattr(llamoe, name)(make_config()))
+    base = draw(getattr(llamoe, name), make_config())
     base.save_pretrained(tmp_path)
     head, info = getattr(llamoe, head_name).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"]
