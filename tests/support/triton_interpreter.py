@@ -38,3 +38,16 @@ def patch_language_once(function):
 
 
 vars(interpreter)["_patch_lang"] = patch_language_once
+
+# It makes a table of all types for every value. Types of one name are one in numpy.
+numpy_type = interpreter._get_np_dtype
+numpy_types = {}
+
+
+def numpy_type_once(kind):
+    if kind.name not in numpy_types:
+        numpy_types[kind.name] = numpy_type(kind)
+    return numpy_types[kind.name]
+
+
+vars(interpreter)["_get_np_dtype"] = numpy_type_once
