@@ -1,6 +1,6 @@
 """The Triton kernels and who trusts them, run by Triton's interpreter.
 
-Triton decides when it is imported whether kernels are compiled, hence a process of its own, one for both files.
+Triton decides when it is imported whether kernels are compiled, hence processes of their own.
 """
 
 import os
@@ -11,14 +11,16 @@ from support import programs
 from support.paths import ROOT, SUPPORT, environment
 
 
-def test_kernels_and_trust_under_the_interpreter(tmp_path):
+@pytest.mark.parametrize(
+    "file", ["interpreted_kernels.py", pytest.param("interpreted_trust.py", marks=pytest.mark.slow)]
+)
+def test_under_the_interpreter(file, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed")
-    files = [str(SUPPORT / name) for name in ("interpreted_kernels.py", "interpreted_trust.py")]
     # Python runs this where it starts: in the process that tries kernels apart, too.
     (tmp_path / "sitecustomize.py").write_text("from support import triton_interpreter\n")
     path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     done = programs.run(
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(SUPPORT / file)],
         cwd=ROOT,
         env=environment(TRITON_INTERPRET="1", PYTHONPATH=path),
         timeout=1200,

@@ -77,8 +77,23 @@ def run_together(folder, *checks, count=2):
     assert codes == [0] * count, "\n".join(tails)
 
 
+# All checks take a minute of two cores. These show each kind of sharing once.
+QUICK = (
+    "tensor-text",
+    "expert-llamoe",
+    "training-multimodal ddp",
+    "training-text fsdp",
+    "pipeline-text",
+    "split-text expert",
+    "saves-fsdp",
+    "refused-heads",
+    "refused-stages",
+    "refused-experts",
+)
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(request, tmp_path_factory):
     """What each check yielded in both processes; test workers share one launch."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -95,7 +110,7 @@ def measured(tmp_path_factory):
     else:
         try:
             write_checkpoints(folder)
-            run_together(folder)
+            run_together(folder, *(() if request.config.getoption("--run-slow") else QUICK))
         except BaseException as error:
             failed.write_text(str(error))
             raise
@@ -104,6 +119,8 @@ def measured(tmp_path_factory):
 
 
 def both(measured, check):
+    if check not in measured:
+        pytest.skip("slow: runs with --run-slow")
     for figures in measured[check]:
         assert "error" not in figures, figures["error"]
     return measured[check]
