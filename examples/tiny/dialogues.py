@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 import grammar
+import numpy as np
 import questions
 import shapes
 import torch
@@ -24,6 +25,8 @@ from llamoe import LlamoeProcessor
 PLACES = ("alone", *sorted({place for places in shapes.PLACES.values() for place in places}))
 CLASSES = (1 + len(shapes.COLOURS), 1 + len(shapes.SHAPES), 1 + len(PLACES))
 CELLS = 4
+# What shapes cover of each part is told in squares of 4 x 4 pixels, 7 x 7 of them.
+SQUARES = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +38,9 @@ class Stage:
     learning_rate: float
     mix: dict[str, float] = field(default_factory=dict)
     """Relative frequency of each kind of question; empty for no questions."""
-    turns: int = 0
-    """Number of questions about each picture."""
+    turns: tuple[tuple[int, ...], ...] = ((),)
+    """Numbers of questions in the rows of text about each picture, for one step after another, from the first again.
+    Rows of one question teach to look: in longer ones an answer often follows from those before it."""
     tower_learns: bool = True
 
 
@@ -47,8 +51,12 @@ class Job:
     stage: Stage
     seed: int
     first: int
+    turns: tuple[int, ...] = ()
+    """Numbers of questions in the rows of text about each picture."""
+    count: int | None = None
+    """Number of shapes in each picture; by default as many as a scene has."""
     easy: bool = False
-    """Whether every picture shows one shape and is hard in no way."""
+    """Whether no picture is hard in any way."""
 
 
 @dataclass
@@ -59,39 +67,46 @@ class Batch:
     """Pictures after the processor's own resizing and padding, `[pictures, 3, 112, 112]` uint8."""
     cells: torch.Tensor
     """Class numbers from `label_cells`, `[pictures, 16, 3]` int64."""
+    covers: torch.Tensor
+    """How much of each square of a part is covered by shapes, `[pictures, 16, 49]`, 0 to 1."""
     dialogues: list[list[tuple[str, str]]]
-    """For each picture, its (question, answer) turns."""
+    """For each row of text, its (question, answer) turns; as many rows for each picture, in the pictures' order."""
 
 
-def draw_scene(seed: int, number: int, easy: bool = False) -> shapes.Scene:
+def draw_scene(seed: int, number: int, count: int | None = None, easy: bool = False) -> shapes.Scene:
     """The scene with this number, whatever was drawn before."""
-    rng = random.Random(f"{seed}/{number}")
-    return shapes.random_scene(rng, 1, frozenset()) if easy else shapes.random_scene(rng)
+    return shapes.random_scene(random.Random(f"{seed}/{number}"), count, frozenset() if easy else None)
 
 
-def write_dialogue(stage: Stage, seed: int, number: int, scene: shapes.Scene) -> list[tuple[str, str]]:
-    """The (question, answer) turns about the scene with this number."""
+def write_dialogues(
+    mix: dict[str, float], turns: tuple[int, ...], seed: int, number: int, scene: shapes.Scene
+) -> list[list[tuple[str, str]]]:
+    """Rows of (question, answer) turns about the scene with this number."""
     rng = random.Random(f"{seed}/{number}/words")
-    kinds, weights = list(stage.mix), list(stage.mix.values())
-    turns: list[tuple[str, str]] = []
-    while len(turns) < stage.turns:
-        found = questions.ask(rng, scene, rng.choices(kinds, weights)[0], grammar.write_question)
-        if found:
-            turns.append(found)
-    return turns
+    kinds, weights = list(mix), list(mix.values())
+    rows: list[list[tuple[str, str]]] = []
+    for length in turns:
+        rows.append([])
+        while len(rows[-1]) < length:
+            found = questions.ask(rng, scene, rng.choices(kinds, weights)[0], grammar.write_question)
+            if found:
+                rows[-1].append(found)
+    return rows
 
 
 def draw_batch(job: Job) -> Batch:
     """Draw pictures and write a dialogue about each; runs in a worker process."""
     image_processor = Llama4ImageProcessor(size=TILE, max_patches=1, do_rescale=False, do_normalize=False)
     numbers = range(job.first, job.first + job.stage.batch_size)
-    scenes = [draw_scene(job.seed, number, job.easy) for number in numbers]
+    scenes = [draw_scene(job.seed, number, job.count, job.easy) for number in numbers]
     dialogues = [
-        write_dialogue(job.stage, job.seed, number, scene)
+        row
         for number, scene in zip(numbers, scenes, strict=True)
+        for row in write_dialogues(job.stage.mix, job.turns, job.seed, number, scene)
     ]
     resized = image_processor([scene.picture for scene in scenes], return_tensors="pt")["pixel_values"]
-    return Batch(resized, torch.tensor([label_cells(scene) for scene in scenes]), dialogues)
+    cells = torch.tensor([label_cells(scene) for scene in scenes])
+    return Batch(resized, cells, torch.stack([cover_of_cells(scene) for scene in scenes]), dialogues)
 
 
 def batches(pool: ProcessPoolExecutor | None, jobs: list[Job]) -> Iterator[Batch]:
@@ -135,6 +150,17 @@ def label_cells(scene: shapes.Scene) -> list[list[int]]:
         nearest = min(range(len(gaps)), key=lambda number: (not holds[number], gaps[number]))
         labels.append(classes[nearest] if holds[nearest] or gaps[nearest] <= 0.3 * cell else [0, 0, 0])
     return labels
+
+
+def cover_of_cells(scene: shapes.Scene) -> torch.Tensor:
+    """How much of each square is covered by shapes, `[16, 49]`, for the same parts as `label_cells`."""
+    side = CELLS * SQUARES
+    size = [max(1, round(length * side / max(scene.picture.size))) for length in scene.picture.size]
+    # The processor puts a picture into the upper left of its square.
+    squares = Image.new("L", (side, side))
+    squares.paste(scene.cover.resize(size, Image.Resampling.BOX))
+    parts = torch.from_numpy(np.array(squares)).unflatten(0, (CELLS, SQUARES)).unflatten(2, (CELLS, SQUARES))
+    return parts.transpose(1, 2).reshape(CELLS * CELLS, SQUARES**2) / 255
 
 
 def write_rows(

@@ -20,6 +20,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="examples/llamoe-tiny", help="default: %(default)s")
     parser.add_argument("--count", type=int, default=960, help="questions per column (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--page", type=Path, help="Markdown file, for its part between <!-- accuracy ... -->")
     arguments = parser.parse_args()
     if arguments.count < 1:
         parser.error(f"argument --count: must be at least 1, not {arguments.count}")
@@ -41,6 +42,7 @@ import llamoe  # noqa: F401  (registers the model types)
 
 BATCH_SIZE = 64
 PLAIN = "none of these"
+BEGIN, END = "<!-- accuracy: written by `examples/tiny/evaluate.py --page` -->", "<!-- end of accuracy -->"
 WORDINGS = ("trained", "near", "far")
 
 
@@ -168,11 +170,28 @@ def table(measured: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def write_page(path: Path, text: str) -> None:
+    """Replace what stands between the two marks of a page.
+
+    Raises:
+        ValueError: the page lacks the marks.
+    """
+    page = path.read_text()
+    begin, end = page.find(BEGIN), page.find(END)
+    if not 0 <= begin < end:
+        raise ValueError(f"{path} has no part between {BEGIN} and {END}")
+    text = text.replace("\nmixture", "\n- mixture")
+    path.write_text(f"{page[: begin + len(BEGIN)]}\n\n{text}\n\n{page[end:]}")
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the table, and write it into a page."""
     arguments = read_arguments()
     try:
-        print(report(arguments.model, arguments.count, arguments.dtype))
+        text = report(arguments.model, arguments.count, arguments.dtype)
+        print(text)
+        if arguments.page:
+            write_page(arguments.page, text)
     except (OSError, ValueError) as error:
         is_there = Path(arguments.model).exists()
         reason = " ".join(str(error).split()) if is_there else "no such folder, nor such a model in reach"

@@ -116,7 +116,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamoeForConditionalGener
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
-        "intermediate_size": 192,
+        "intermediate_size": 176,
         "intermediate_size_mlp": 384,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
@@ -129,7 +129,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamoeForConditionalGener
         "attention_chunk_size": 512,
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "router_aux_loss_coef": 0.01,
+        "router_aux_loss_coef": 0.02,
         "use_qk_norm": True,
         "initializer_range": 0.06,
         **ids,

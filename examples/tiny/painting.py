@@ -48,8 +48,8 @@ def paint(
     items: Sequence["Item"],
     shades: Sequence[Colour],
     stresses: frozenset[str],
-) -> Image.Image:
-    """The picture of a scene.
+) -> tuple[Image.Image, Image.Image]:
+    """The picture of a scene, and a mask ("L") of what its shapes cover, also where only their outlines are drawn.
 
     Args:
         rng: source of every choice.
@@ -62,15 +62,16 @@ def paint(
     textured = "textured ground" in stresses
     picture = _paint_texture(rng, size, ground) if textured else _paint_ground(rng, size, ground)
     smooth, edged, hollow = rng.random() < 0.7, rng.random() < 0.2, "outlines" in stresses
+    cover = Image.new("L", size)
     for item, shade in zip(items, shades, strict=True):
-        _paint_item(rng, picture, item, shade, smooth, edged and not hollow, hollow)
+        _paint_item(rng, picture, cover, item, shade, smooth, edged and not hollow, hollow)
     if "screenshot" in stresses:
         _paint_window(rng, picture, items)
     if "compressed" in stresses:
         picture = _compress(rng, picture)
     if rng.random() < 0.1:
         picture = _add_noise(rng, picture)
-    return picture
+    return picture, cover
 
 
 def _rgb(hue: float, saturation: float, value: float) -> Colour:
@@ -192,6 +193,7 @@ def _corners(rng: random.Random, shape: str, radius: float) -> list[tuple[float,
 def _paint_item(
     rng: random.Random,
     picture: Image.Image,
+    cover: Image.Image,
     item: "Item",
     shade: Colour,
     smooth: bool,
@@ -230,7 +232,9 @@ def _paint_item(
 
     # An outline is about two pixels wide also where the processor makes the picture smaller.
     line = max(item.radius * rng.uniform(0.1, 0.25), 1.8 * max(picture.size) / 112)
-    picture.paste(shade, (left, top), trace(line) if hollow else fill(1.0))
+    solid = fill(1.0)
+    cover.paste(255, (left, top), solid)
+    picture.paste(shade, (left, top), trace(line) if hollow else solid)
     if edged:
         edge = rng.choice([(0, 0, 0), tuple(c // 2 for c in shade)])
         picture.paste(edge, (left, top), ImageChops.subtract(fill(1.0), fill(rng.uniform(0.86, 0.94))))

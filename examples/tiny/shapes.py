@@ -41,17 +41,17 @@ PLACES = {
     ("grid", 4): ("at the top left", "at the top right", "at the bottom left", "at the bottom right"),
 }
 
-# How a picture may be harder than its neighbours, and how often it is so. A picture may be hard in several ways.
+# How a picture may be harder than its neighbours, and how often each is chosen.
 STRESSES = {
-    "small": 0.2,
-    "strip": 0.12,
-    "four": 0.15,
-    "touching": 0.12,
-    "coloured ground": 0.14,
-    "textured ground": 0.14,
-    "outlines": 0.1,
-    "screenshot": 0.1,
-    "compressed": 0.12,
+    "small": 3,
+    "strip": 2,
+    "four": 3,
+    "touching": 2,
+    "coloured ground": 2,
+    "textured ground": 2,
+    "outlines": 2,
+    "screenshot": 1,
+    "compressed": 1,
 }
 
 
@@ -78,6 +78,8 @@ class Scene:
     picture: Image.Image
     items: tuple[Item, ...]
     layout: str
+    cover: Image.Image
+    """A mask of what the items cover, as large as the picture."""
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -106,8 +108,10 @@ def random_shade(rng: random.Random, colour: str) -> painting.Colour:
 
 
 def random_stresses(rng: random.Random) -> frozenset[str]:
-    """Ways in which a picture is hard, each drawn with its frequency in `STRESSES`; none in a third of all."""
-    return frozenset(name for name, frequency in STRESSES.items() if rng.random() < frequency)
+    """Ways in which a picture is hard: none in half of all, one in three of eight, two in one of eight."""
+    names, weights = list(STRESSES), list(STRESSES.values())
+    number = rng.choice((0, 0, 0, 0, 1, 1, 1, 2))
+    return frozenset(rng.choices(names, weights, k=number))
 
 
 def random_scene(
@@ -132,8 +136,8 @@ def random_scene(
         if all(painting.stands_out(shade, ground) for shade in shades):
             break
     items = tuple(Item(shape, colour, *circle) for circle, (colour, shape) in zip(placed, names, strict=True))
-    picture = painting.paint(rng, size, ground, items, shades, stresses)
-    return Scene(picture, items, layout)
+    picture, cover = painting.paint(rng, size, ground, items, shades, stresses)
+    return Scene(picture, items, layout, cover)
 
 
 def _random_names(rng: random.Random, count: int) -> list[tuple[str, str]]:
@@ -151,7 +155,7 @@ def _random_canvas(rng: random.Random, strip: bool) -> tuple[int, int]:
     side = rng.choice((64, 96, 112, 128, 160, 200, 224, 256, 300, 320, 400, 448, 512))
     if strip:
         side = max(side, 160)
-        other = round(side / rng.uniform(2.2, 4))
+        other = round(side / rng.uniform(2.1, 3.3))
     elif rng.random() < 0.35:
         other = side
     else:
@@ -166,11 +170,11 @@ def _place(
     width, height = size
     short = min(size)
     smallest, largest = {1: (0.16, 0.42), 2: (0.15, 0.25), 3: (0.13, 0.2), 4: (0.11, 0.17)}[count]
-    if small:
-        smallest, largest = 0.055, 0.13
     if max(size) > 2 * short:
         # In a strip there is room along its length; its height alone bounds the shapes.
-        smallest, largest = (max(smallest, 0.16), max(largest, 0.4)) if not small else (0.12, 0.25)
+        smallest, largest = 0.22, 0.4
+    if small:
+        smallest, largest = (part * max(size) / short for part in (0.045, 0.08))
     while True:
         layout = rng.choice(("row", "column", "free") if count < 4 else ("row", "column", "grid", "grid"))
         equal = short * rng.uniform(smallest, largest) if rng.random() < 0.4 else None

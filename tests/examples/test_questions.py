@@ -1,11 +1,14 @@
 """The questions that a small model is trained and examined on, and their answers."""
 
+import math
 import random
 import re
 import string
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 from support.paths import EXAMPLES
 
@@ -29,14 +32,15 @@ KINDS = pytest.mark.parametrize("kind", SLOTS)
 @pytest.fixture(scope="module")
 def tiny():
     """The modules of `examples/tiny`, which import one another by plain names."""
-    names = ("grammar", "painting", "questions", "shapes")
+    names = ("dialogues", "grammar", "model", "painting", "questions", "shapes")
     others = {name: sys.modules.pop(name, None) for name in names}
     sys.path.insert(0, str(EXAMPLES / "tiny"))
+    import dialogues
     import grammar
     import questions
     import shapes
 
-    yield type("Tiny", (), {"grammar": grammar, "questions": questions, "shapes": shapes})
+    yield SimpleNamespace(dialogues=dialogues, grammar=grammar, questions=questions, shapes=shapes)
     sys.path.remove(str(EXAMPLES / "tiny"))
     for name, module in others.items():
         sys.modules.pop(name, None)
@@ -77,7 +81,7 @@ def scene(tiny, *names, layout="across"):
         tiny.shapes.Item(name.split()[1], name.split()[0], step[0] * number, step[1] * number, 15)
         for number, name in enumerate(names)
     )
-    return tiny.shapes.Scene(Image.new("RGB", (8, 8)), items, layout)
+    return tiny.shapes.Scene(Image.new("RGB", (8, 8)), items, layout, cover=Image.new("L", (8, 8)))
 
 
 def answers(tiny, kind, given):
@@ -148,9 +152,29 @@ def test_scenes_are_what_their_stresses_say(stress, tiny):
         for item in drawn.items:
             assert item.radius <= item.x <= size[0] - item.radius
             assert item.radius <= item.y <= size[1] - item.radius
-            assert item.radius < 0.14 * min(size) or stress != "small"
+            assert item.radius <= 0.08 * max(size) or stress != "small"
         again = tiny.shapes.random_scene(random.Random(f"{stress}/{number}"), stresses=frozenset({stress}))
         assert again.picture.tobytes() == drawn.picture.tobytes() and again.items == drawn.items
+
+
+@pytest.mark.parametrize("stress", ["none", "outlines", "strip"])
+def test_covers_are_where_the_shapes_are(stress, tiny):
+    """As much of the picture as their areas, and nothing outside their circles."""
+    for number in range(20):
+        drawn = tiny.shapes.random_scene(random.Random(f"{stress}/{number}"), stresses=frozenset({stress}))
+        cover = tiny.dialogues.cover_of_cells(drawn).unflatten(0, (4, 4)).unflatten(-1, (7, 7))
+        cover = cover.transpose(1, 2).reshape(28, 28)
+        scale = 28 / max(drawn.picture.size)
+        reach = torch.zeros(28, 28, dtype=torch.bool)
+        y, x = torch.meshgrid(torch.arange(28) + 0.5, torch.arange(28) + 0.5, indexing="ij")
+        for item in drawn.items:
+            gap = torch.hypot(x - item.x * scale, y - item.y * scale) - item.radius * scale
+            reach |= gap <= 1
+            # A thin star has a fifth of its circle's area, and its middle is full.
+            assert cover[int(item.y * scale), int(item.x * scale)] > 0.5
+        assert cover[~reach].max() == 0
+        area = sum(math.pi * (item.radius * scale) ** 2 for item in drawn.items)
+        assert 0.2 * area < cover.sum() < 1.1 * area
 
 
 def test_typing_keeps_what_is_asked(tiny):
