@@ -7,7 +7,8 @@ with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
 
 extras = project["optional-dependencies"]
-for requirement in project["dependencies"] + extras["vision"] + extras["tokenizers"]:
+drawing = [requirement for requirement in extras["test"] if requirement.startswith("matplotlib")]
+for requirement in project["dependencies"] + extras["vision"] + extras["tokenizers"] + drawing:
     name, lowest = re.match(r"([\w-]+)>=([\w.]+)", requirement).groups()
     print(f"{name}=={lowest}")
 print(

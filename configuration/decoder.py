@@ -7,7 +7,8 @@ reads a `LayerPlan` for each layer and never asks for the family.
 
 Sources: LLaMA (Touvron et al., 2023, arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Meta's reference
 implementation of Llama 4, Switch Transformer (Fedus et al., 2021, arXiv:2101.03961) for the load-balancing
-loss and the capacity factor, ST-MoE (Zoph et al., 2022, arXiv:2202.08906) for the z-loss.
+loss and the capacity factor, ST-MoE (Zoph et al., 2022, arXiv:2202.08906) for the z-loss, Wang et al. (2024,
+arXiv:2408.15664) for the bias that balances.
 """
 
 import math
@@ -198,6 +199,8 @@ class LlamoeTextConfig(_DecoderConfig):
         router_dropout: Probability of dropping a router logit in training.
         expert_capacity_factor: In training an expert takes at most this times its fair share of the tokens; None: no
             limit.
+        router_balancing: "bias" adds a bias to the router's logits where experts are chosen, and only there; training
+            moves it until the experts share the tokens (`llamoe.watch_routers`). None: no bias.
         output_expert_load: Whether the outputs count the tokens that chose each expert.
     """
 
@@ -251,6 +254,7 @@ class LlamoeTextConfig(_DecoderConfig):
     router_z_loss_coef: float = 0.0
     router_dropout: float = 0.0
     expert_capacity_factor: float | None = None
+    router_balancing: str | None = None
     output_expert_load: bool = False
 
     def __post_init__(self, **kwargs):
@@ -316,6 +320,9 @@ class LlamoeTextConfig(_DecoderConfig):
             fail(self, "num_experts_per_tok", self.num_experts_per_tok, problem, valid)
         check_probability(self, "router_dropout", "router_jitter_noise")
         check_not_negative(self, "router_aux_loss_coef", "router_z_loss_coef", "attn_scale")
+        if self.router_balancing not in (None, "bias"):
+            problem = "no such way to balance without a loss"
+            fail(self, "router_balancing", self.router_balancing, problem, '"bias" or None')
         factor = self.expert_capacity_factor
         if factor is not None and not 0 < factor < math.inf:
             valid = "a number above 0, or None for no limit"

@@ -29,7 +29,7 @@ _STOCK_ARCHITECTURES = {ours: stock for stock, ours in ARCHITECTURES.items()} | 
 # Fields of ours without an equivalent in stock: the values at which stock computes the same.
 _REQUIRED = {
     LlamoeDenseConfig: {"rope_interleave": False},
-    LlamoeTextConfig: {"rope_interleave": True, "mlp_bias": False},
+    LlamoeTextConfig: {"rope_interleave": True, "mlp_bias": False, "router_balancing": None},
     LlamoeVisionConfig: {
         **STOCK_CONSTANTS,
         "use_rope": True,

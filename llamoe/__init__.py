@@ -29,6 +29,7 @@ from llamoe.configuration import (  # noqa: E402
     preset,
     to_stock,
 )
+from llamoe.modeling.adapters import lora_config  # noqa: E402
 from llamoe.modeling.classification import (  # noqa: E402
     LlamoeDenseForQuestionAnswering,
     LlamoeDenseForSequenceClassification,
@@ -41,6 +42,7 @@ from llamoe.modeling.decoder import (  # noqa: E402
     LlamoeForCausalLM,
     LlamoeTextModel,
 )
+from llamoe.modeling.moe import RouterWatch, watch_routers  # noqa: E402
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
 from llamoe.modeling.processing import LlamoeProcessor, read_picture  # noqa: E402
 from llamoe.modeling.registration import adopt, release  # noqa: E402
@@ -71,11 +73,14 @@ __all__ = [
     "LlamoeTextModel",
     "LlamoeVisionConfig",
     "LlamoeVisionModel",
+    "RouterWatch",
     "adopt",
     "count_parameters",
     "from_stock",
+    "lora_config",
     "preset",
     "read_picture",
     "release",
     "to_stock",
+    "watch_routers",
 ]

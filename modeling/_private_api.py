@@ -8,7 +8,8 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -238,6 +239,44 @@ def replace_all_linear(replacement: Callable) -> None:
             vars(module)["_maybe_include_all_linear_layers"] = expand
 
 
+def replace_weighted_sum(replacement: Callable) -> None:
+    """Replace peft's sum of adapters by `replacement(original, tuner, adapters, weights, adapter_name, ...)`.
+
+    peft does not ask the layers that hold the factors.
+    """
+    tuner_class = importlib.import_module("peft.tuners.lora.model").LoraModel
+    original = tuner_class.add_weighted_adapter
+
+    @functools.wraps(original)
+    def add_weighted_adapter(self, *args, **kwargs):
+        return replacement(original, self, *args, **kwargs)
+
+    tuner_class.add_weighted_adapter = add_weighted_adapter
+
+
+@contextmanager
+def sum_of_parameters(tuner: Any) -> Iterator[None]:
+    """Let peft sum adapters of parameters, which it refuses before it looks at their layers."""
+    check = tuner._check_add_weighted_adapter
+
+    def check_modules(adapters, *args, **kwargs):
+        configs = [config for name, config in tuner.peft_config.items() if name in adapters]
+        targets = [config.target_parameters for config in configs]
+        try:
+            for config in configs:
+                config.target_parameters = None
+            return check(adapters, *args, **kwargs)
+        finally:
+            for config, each in zip(configs, targets, strict=True):
+                config.target_parameters = each
+
+    tuner._check_add_weighted_adapter = check_modules
+    try:
+        yield
+    finally:
+        del tuner._check_add_weighted_adapter
+
+
 def watch_adapter_files(before: Callable, after: Callable) -> None:
     """Call `before(model, model_id, **kwargs)` and `after(tensors, model_id, **kwargs)` where peft reads an adapter.
 
@@ -276,6 +315,19 @@ def watch_adapter_files(before: Callable, after: Callable) -> None:
     peft_model.PeftModel.from_pretrained = classmethod(make)
     peft_model.PeftModel.load_adapter = add
     vars(hotswap)["hotswap_adapter"] = swap
+
+
+def before_saving_adapters(tell: Callable) -> None:
+    """Call `tell(model, selected_adapters)` before a `PeftModel` is saved; None selects all adapters."""
+    peft_model = importlib.import_module("peft.peft_model").PeftModel
+    original = peft_model.save_pretrained
+
+    @functools.wraps(original)
+    def save_pretrained(self, save_directory, safe_serialization=True, selected_adapters=None, **kwargs):
+        tell(self, selected_adapters)
+        return original(self, save_directory, safe_serialization, selected_adapters, **kwargs)
+
+    peft_model.save_pretrained = save_pretrained
 
 
 def before_hotswap(prepare: Callable) -> None:

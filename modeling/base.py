@@ -159,10 +159,12 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
             init.normal_(module.down_proj, mean=0.0, std=std)
         elif isinstance(module, Router):
             init.normal_(module.weight, mean=0.0, std=self.config.get_text_config().initializer_range)
+            if module.balancing_bias is not None:
+                init.zeros_(module.balancing_bias)
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         # `_keep_in_fp32_modules` only excludes modules from quantization; in float16 they are loaded in float16.
-        return {}
+        return {"balancing_bias": torch.float32}
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):

@@ -292,7 +292,8 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
         count = self._has_experts and self._option("output_expert_load", output_expert_load)
         z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
         if self._has_experts:
-            kwargs["output_router_logits"] = bool(balance or count or z_loss_coef)
+            is_wanted = balance or count or z_loss_coef or self._is_observed()
+            kwargs["output_router_logits"] = bool(is_wanted)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -323,7 +324,8 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
             share = 1.0 if loss is None else _share_of_batch(labels, loss.device, **kwargs)
             loss, aux_loss = self._with_router_losses(loss, router_logits, token_mask, balance, share)
             if count:
-                load = expert_load(router_logits, self.config.num_experts_per_tok, token_mask)
+                top_k = self.config.num_experts_per_tok
+                load = expert_load(router_logits, top_k, token_mask, self._biases())
         return LlamoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,

@@ -3,6 +3,7 @@
 They are registered when peft is imported, before or after llamoe; llamoe does not import it.
 """
 
+import logging
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import nn
 from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
 from .._private_api import (
     before_hotswap,
+    before_saving_adapters,
     replace_all_linear,
+    replace_weighted_sum,
     turn_update_of_one_expert,
     watch_adapter_files,
 )
@@ -19,8 +22,11 @@ from ..moe import Experts
 from .expert_layout import mark, remember_file
 from .fitting import orient_swapped
 from .loading import LoadsAdapters
+from .lora_config import tell_of_frozen_experts
 from .safetensors_headers import check_files
 from .when_imported import when_imported
+
+logger = logging.getLogger("llamoe")
 
 # The vision tower's names for the parts of a feed-forward.
 _IN_THE_TOWER = {"up_proj": "fc1", "down_proj": "fc2", "norm": "layernorm_post"}
@@ -62,11 +68,29 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
     if not isinstance(model, LoadsAdapters):
         return config
     mark(config, model)
+    _adapt_experts_here(config)
     excluded = getattr(config, "exclude_modules", None)
     nothing_excluded = excluded in ([], (), set(), "")
     if isinstance(targets, str) and config.target_modules != targets and not nothing_excluded:
         config.target_modules = set(config.target_modules) - tower_layers(model)
+    if _is_lora(config):
+        tell_of_frozen_experts(config, model)
     return config
+
+
+def _is_lora(config: Any) -> bool:
+    """Whether it is LoRA's own config; its subclasses (AdaLora) have layers of their own."""
+    from peft import LoraConfig
+
+    return type(config) is LoraConfig
+
+
+def _adapt_experts_here(config: Any) -> None:
+    """Let peft wrap the experts' stacks in our class."""
+    from .expert_lora import ParamWrapper
+
+    if _is_lora(config) and not config._custom_modules:
+        config._register_custom_module({Experts: ParamWrapper})
 
 
 def _orient_before_hotswap(model: nn.Module, tensors: dict[str, Any], adapter_name: str, config: Any) -> Any:
@@ -83,12 +107,33 @@ def _check_before_adding(model: nn.Module, name_or_path: Any, **download: Any) -
         check_files(base, name_or_path, **download)
 
 
+def _tell_of_dropout(model: Any, selected_adapters: list[str] | None) -> None:
+    """Say of adapters with dropout on experts' stacks that peft opens them over our models only."""
+    for name, config in model.peft_config.items():
+        chosen = selected_adapters is None or name in selected_adapters
+        if chosen and _is_lora(config) and config.target_parameters and config.lora_dropout:
+            if isinstance(model.get_base_model(), LoadsAdapters):
+                logger.warning(
+                    "Adapter \"%s\" has dropout on the experts' stacks. peft opens it over llamoe's models; over "
+                    'others once adapter_config.json has "lora_dropout": 0, which changes nothing but training.',
+                    name,
+                )
+
+
+def _add_weighted_adapter(*args: Any, **kwargs: Any) -> None:
+    from .expert_lora import add_weighted_adapter
+
+    add_weighted_adapter(*args, **kwargs)
+
+
 def _register(peft: ModuleType) -> None:
     _fill_tables(peft)
     before_hotswap(_orient_before_hotswap)
     replace_all_linear(_expand_all_linear)
     watch_adapter_files(_check_before_adding, remember_file)
     turn_update_of_one_expert(lambda module: isinstance(module, Experts))
+    replace_weighted_sum(_add_weighted_adapter)
+    before_saving_adapters(_tell_of_dropout)
 
 
 def register_with_peft() -> None:

@@ -1,22 +1,28 @@
 """The mixture of experts.
 
 Reading order: grouped_mm_limits (what torch's grouped product accepts), grouped_product (each expert's rows times its
-matrix), stores (where the experts' numbers are, and the loop that defines their result), dispatch (rows sorted by
-expert, and which product multiplies them), layer (which experts, with what weight), losses (router losses and the load
-of experts).
+matrix), low_rank (what adapters add to it), stores (where the experts' numbers are, and the loop that defines their
+result), dispatch (rows sorted by expert, and which product multiplies them), layer (which experts, with what weight),
+losses (router losses and the load of experts), balancing (routers watched in training, and balanced without a loss).
 """
 
+from .balancing import RouterWatch, watch_routers
 from .dispatch import try_kernels
 from .layer import MixtureOfExperts, Router
 from .losses import TrainsRouters, expert_load
+from .low_rank import LowRank, Updates
 from .stores import IMPLEMENTATION, Experts
 
 __all__ = [
     "Experts",
     "IMPLEMENTATION",
+    "LowRank",
     "MixtureOfExperts",
     "Router",
     "TrainsRouters",
+    "Updates",
     "expert_load",
+    "RouterWatch",
     "try_kernels",
+    "watch_routers",
 ]

@@ -43,6 +43,7 @@ from ..kernels import (
     rows_to_trust,
 )
 from .grouped_product import LARGE_GRADIENT_BYTES, grouped_product, groups_between, multiply_groups
+from .low_rank import Updates, factors, of_rows
 from .stores import IMPLEMENTATION, IMPLEMENTATIONS, Experts
 
 Path = Literal["loop", "kernel", "grouped"]
@@ -60,6 +61,7 @@ def compute_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     path: Path | None = None,
+    updates: Updates | None = None,
 ) -> torch.Tensor:
     """Send each token to its experts: `Experts.forward` under the name `llamoe`.
 
@@ -69,6 +71,7 @@ def compute_experts(
         top_k_index: `[T, k]` experts of each token; ids of `num_experts` and above are skipped.
         top_k_weights: `[T, k]` factors of the experts' outputs.
         path: one of `PATHS` to force it; None: `choose_path` decides.
+        updates: what adapters add to the products of a stack (`low_rank`).
 
     Returns:
         `[T, H]` in the dtype of `hidden_states`, summed over the k experts.
@@ -81,16 +84,18 @@ def compute_experts(
             f'experts_implementation="{_name(path)}" computes llamoe\'s own experts, not {type(experts).__name__}: '
             'choose "grouped_mm" or another of transformers\'.'
         )
+    updates = {} if updates is None else updates
+    is_adapted = len(updates) > 0  # torch 2.11's compiler knows a dict's length, and not its truth.
     stacks = experts.gate_up_proj, experts.down_proj
     dtype = compute_dtype(experts.down_proj)
     num_rows = top_k_index.numel()
     needs_gradient = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (hidden_states, *stacks, top_k_weights)
+        tensor.requires_grad for tensor in (hidden_states, *stacks, top_k_weights, *factors(updates))
     )
     is_traced = is_recorded(hidden_states)
     if path is None:
-        path = choose_path(experts, num_rows, dtype, needs_gradient, is_traced)
-    elif reason := why_not(path, experts, num_rows, dtype, needs_gradient):
+        path = choose_path(experts, num_rows, dtype, needs_gradient, is_traced, is_adapted)
+    elif reason := why_not(path, experts, num_rows, dtype, needs_gradient, is_adapted):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
     if path == "loop" and is_transformed():
         others = "" if is_traced else '"eager", which knows grad and jvp, or '
@@ -109,10 +114,13 @@ def compute_experts(
     elif host_counts and SHORTCUTS_ARE_ON and num_rows <= CPU_UNSORTED_MAX_ROWS:
         ids = top_k_index.reshape(-1).tolist()
         groups = [(expert, row, row + 1) for row, expert in enumerate(ids)]
-        y_NH = experts.products(_rows_of_choices(x_TH, top_k_index), groups, multiply_groups)
+        if is_adapted:
+            tokens_N = torch.arange(num_rows, device=x_TH.device) // top_k_index.shape[1]
+            updates = of_rows(updates, tokens_N)
+        y_NH = experts.products(_rows_of_choices(x_TH, top_k_index), groups, multiply_groups, updates)
     else:
         product = multiply_groups if host_counts else _grouped_mm if path == "grouped" else _grouped_product
-        y_NH = _products_of_sorted(experts, x_TH, top_k_index, product)
+        y_NH = _products_of_sorted(experts, x_TH, top_k_index, product, updates)
     y_NH = y_NH * top_k_weights.reshape(-1, 1)
     num_tokens, top_k = top_k_index.shape
     y_TH = y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
@@ -126,7 +134,7 @@ def _rows_of_choices(x_TH: torch.Tensor, top_k_index: torch.Tensor) -> torch.Ten
 
 
 def _products_of_sorted(
-    experts: Any, x_TH: torch.Tensor, top_k_index: torch.Tensor, product: Callable
+    experts: Any, x_TH: torch.Tensor, top_k_index: torch.Tensor, product: Callable, updates: Updates
 ) -> torch.Tensor:
     """`[N, H]`: the outputs of all choices; the rows are sorted by expert in between."""
     top_k = top_k_index.shape[1]
@@ -134,14 +142,15 @@ def _products_of_sorted(
     ids_N, order_N = top_k_index.reshape(-1).sort(stable=True)
     expert_E = torch.arange(experts.num_experts, device=ids_N.device)
     ends_E = torch.searchsorted(ids_N, expert_E, right=True, out_int32=True)
-    x_NH = x_TH.index_select(0, order_N // top_k)
+    tokens_N = order_N // top_k
+    x_NH = x_TH.index_select(0, tokens_N)
     passed_over_N1 = None
     if product is _grouped_mm and experts._is_expert_parallel:
         # The grouped product leaves rows past the last end undefined, in forward and in backward.
         passed_over_N1 = (ids_N >= experts.num_experts)[:, None]
         x_NH = x_NH.masked_fill(passed_over_N1, 0)
     groups = groups_between(ends_E, len(ids_N)) if product is multiply_groups else ends_E
-    y_NH = experts.products(x_NH, groups, product)
+    y_NH = experts.products(x_NH, groups, product, of_rows(updates, tokens_N))
     if passed_over_N1 is not None:
         y_NH = y_NH.masked_fill(passed_over_N1, 0)
     place_N = torch.empty_like(order_N)
@@ -150,6 +159,9 @@ def _products_of_sorted(
 
 
 def _grouped_mm(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    # The factors of an adapter may be thinner than the product takes.
+    if any(size * x_NI.element_size() % 16 for size in weight_EIO.shape[1:]):
+        return _grouped_product(x_NI, weight_EIO, ends_E)
     return F.grouped_mm(x_NI, weight_EIO.to(x_NI.dtype), offs=ends_E)
 
 
@@ -158,7 +170,12 @@ def _grouped_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch
 
 
 def choose_path(
-    experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool, is_traced: bool = False
+    experts: Any,
+    num_rows: int,
+    dtype: torch.dtype,
+    needs_gradient: bool,
+    is_traced: bool = False,
+    is_adapted: bool = False,
 ) -> Path:
     """The path that computes experts.
 
@@ -168,11 +185,12 @@ def choose_path(
         dtype: dtype of the products.
         needs_gradient: whether there will be a backward pass.
         is_traced: whether a compiler or tracer records the pass, so that no trial can run.
+        is_adapted: whether adapters add to the products.
     """
     if _is_on_host(experts.down_proj) and not is_transformed():
         if not needs_gradient or _has_few_rows_each(experts, num_rows, dtype):
             return "loop"
-    if num_rows <= _rows_of_kernel(experts, dtype, needs_gradient, is_traced):
+    if not is_adapted and num_rows <= _rows_of_kernel(experts, dtype, needs_gradient, is_traced):
         return "kernel"
     return "loop" if why_not("grouped", experts, num_rows, dtype, needs_gradient) else "grouped"
 
@@ -236,13 +254,20 @@ def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
     return is_large and not is_exported() and num_rows <= CPU_LOOP_MAX_ROWS_PER_EXPERT * num_experts
 
 
-def why_not(path: Path, experts: Any, num_rows: int, dtype: torch.dtype, needs_gradient: bool) -> str | None:
+def why_not(
+    path: Path,
+    experts: Any,
+    num_rows: int,
+    dtype: torch.dtype,
+    needs_gradient: bool,
+    is_adapted: bool = False,
+) -> str | None:
     """Reason why a path cannot be taken; None if it can. Arguments as in `choose_path`."""
     weight = experts.down_proj
     _, intermediate_size, hidden_size = weight.shape
     if path == "kernel":
-        if needs_gradient:
-            return "the kernel has no gradient."
+        if needs_gradient or is_adapted:
+            return f"the kernel {'has no gradient' if needs_gradient else 'knows no adapter'}."
         fits = few_rows_fits(
             num_rows, hidden_size, intermediate_size, dtype, weight.device, experts.hidden_act
         )

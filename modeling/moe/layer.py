@@ -29,7 +29,12 @@ class Router(nn.Module):
     Not an `nn.Linear`, although it holds the same weight: quantizers and LoRA's `all-linear` must skip it.
     The choice is `topk` on logits in the model's dtype, as in transformers: ties are frequent in bfloat16, and
     another order of operations would send some tokens to other experts.
+
+    Attributes:
+        balancing_bias: `[E]` float32, added to the logits where experts are chosen, or None. Scores do not know it.
     """
+
+    balancing_bias: torch.Tensor | None
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -38,6 +43,10 @@ class Router(nn.Module):
         self.jitter_noise = config.router_jitter_noise
         self.dropout = config.router_dropout
         self.weight = nn.Parameter(torch.empty(config.num_local_experts, config.hidden_size))
+        bias_E = None
+        if config.router_balancing == "bias":
+            bias_E = torch.zeros(config.num_local_experts, dtype=torch.float32)
+        self.register_buffer("balancing_bias", bias_E)
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits, scores and indices of the chosen experts.
@@ -55,12 +64,30 @@ class Router(nn.Module):
         logits_TE = F.linear(hidden_states, self.weight)
         if self.training and self.dropout > 0:
             logits_TE = F.dropout(logits_TE, p=self.dropout)
-        top_logits_TK, indices_TK = logits_TE.topk(self.top_k, dim=-1)
+        top_logits_TK, indices_TK = choose_experts(logits_TE, self.top_k, self.balancing_bias)
         return logits_TE, top_logits_TK.float().sigmoid().to(logits_TE.dtype), indices_TK
+
+    def _apply(self, fn, recurse=True):
+        bias_E = self.balancing_bias
+        super()._apply(fn, recurse)
+        if bias_E is not None and self.balancing_bias.dtype != torch.float32:
+            # A cast would round away what one step of training adds.
+            self.balancing_bias = bias_E.to(self.balancing_bias.device)
+        return self
 
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""
         return f"hidden_size={self.weight.shape[1]}, num_experts={self.num_experts}, top_k={self.top_k}"
+
+
+def choose_experts(
+    logits_TE: torch.Tensor, top_k: int, balancing_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits `[T, K]` of the chosen experts and their indices `[T, K]`, best first."""
+    if balancing_bias is None:
+        return logits_TE.topk(top_k, dim=-1)
+    indices_TK = (logits_TE.float() + balancing_bias.to(logits_TE.device)).topk(top_k, dim=-1).indices
+    return logits_TE.gather(1, indices_TK), indices_TK
 
 
 class MixtureOfExperts(nn.Module):
@@ -89,7 +116,8 @@ class MixtureOfExperts(nn.Module):
         weights_N1 = torch.ones_like(indices_N1, dtype=scaled_NH.dtype)
         routed_NH = self.experts(scaled_NH, indices_N1, weights_N1)
         routed_TH = routed_NH.unflatten(0, indices_TK.shape).sum(1)
-        return (self.shared_expert(x_TH) + routed_TH).view(hidden_states.shape)
+        # The shared expert gets the rows of the batch: adapters may differ from row to row.
+        return self.shared_expert(hidden_states) + routed_TH.view(hidden_states.shape)
 
     def _drop_over_capacity(self, scores_TK: torch.Tensor, indices_TK: torch.Tensor) -> torch.Tensor:
         """Zero the scores of tokens beyond their expert's capacity; the best scores are kept first.

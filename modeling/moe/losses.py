@@ -7,18 +7,23 @@ the overload of one layer hide that of another.
 Shapes: B batch, T tokens, N = B * T, E experts, K experts a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import is_torchdynamo_compiling, logging
 
-from .layer import Router
+from .layer import Router, choose_experts
+
+logger = logging.get_logger("llamoe")
 
 
 def load_balancing_loss(
     router_logits: Sequence[torch.Tensor],
     num_experts_per_tok: int,
     attention_mask: torch.Tensor | None = None,
+    biases: Sequence[torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """Switch Transformer's balancing loss (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6).
 
@@ -30,15 +35,16 @@ def load_balancing_loss(
         router_logits: one `[B * T, E]` a layer.
         num_experts_per_tok: experts a token is sent to.
         attention_mask: `[B, T]`, zeros on padding.
+        biases: each layer's `balancing_bias`.
 
     Returns:
         scalar float32: the mean over the layers.
     """
     losses = []
-    for logits_NE in router_logits:
+    for logits_NE, bias_E in zip(router_logits, biases or [None] * len(router_logits), strict=True):
         weights_N = _token_weights(logits_NE, attention_mask)
         probabilities_NE = logits_NE.float().softmax(-1)
-        choices_NE = _choices(logits_NE, num_experts_per_tok)
+        choices_NE = _choices(logits_NE, num_experts_per_tok, bias_E)
         fractions_E = weights_N @ choices_NE
         mean_probabilities_E = weights_N @ probabilities_NE
         losses.append(logits_NE.shape[-1] * (fractions_E * mean_probabilities_E).sum())
@@ -69,6 +75,7 @@ def expert_load(
     router_logits: Sequence[torch.Tensor],
     num_experts_per_tok: int,
     attention_mask: torch.Tensor | None = None,
+    biases: Sequence[torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """Count how many tokens chose each expert, before any capacity limit.
 
@@ -76,19 +83,35 @@ def expert_load(
         router_logits: one `[B * T, E]` a layer.
         num_experts_per_tok: experts a token is sent to.
         attention_mask: `[B, T]`, zeros on padding, which is not counted.
+        biases: each layer's `balancing_bias`.
 
     Returns:
         `[layers, E]` int64.
     """
     counts = []
-    for logits_NE in router_logits:
+    for logits_NE, bias_E in zip(router_logits, biases or [None] * len(router_logits), strict=True):
         real_N = _token_weights(logits_NE, attention_mask) > 0
-        counts.append((_choices(logits_NE, num_experts_per_tok) * real_N[:, None]).sum(0).long())
-    return torch.stack(counts)
+        counts.append((_choices(logits_NE, num_experts_per_tok, bias_E) * real_N[:, None]).sum(0).long())
+    # Layers may be on different devices.
+    return torch.stack([count.to(counts[0].device) for count in counts])
 
 
-def _choices(logits_NE: torch.Tensor, num_experts_per_tok: int) -> torch.Tensor:
-    chosen_NK = logits_NE.topk(num_experts_per_tok, dim=-1).indices
+def router_entropy(
+    router_logits: Sequence[torch.Tensor], attention_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Mean entropy of the router's probabilities (softmax), in nats: `[layers]` float32.
+
+    Zero for a router that is always sure, `log E` for one that never prefers an expert.
+    """
+    entropies = []
+    for logits_NE in router_logits:
+        log_NE = logits_NE.float().log_softmax(-1)
+        entropies.append(_token_weights(logits_NE, attention_mask) @ -(log_NE.exp() * log_NE).sum(-1))
+    return torch.stack([entropy.to(entropies[0].device) for entropy in entropies])
+
+
+def _choices(logits_NE: torch.Tensor, num_experts_per_tok: int, bias_E: torch.Tensor | None) -> torch.Tensor:
+    chosen_NK = choose_experts(logits_NE, num_experts_per_tok, bias_E)[1]
     return torch.zeros_like(logits_NE, dtype=torch.float32).scatter_(1, chosen_NK, 1.0)
 
 
@@ -108,7 +131,32 @@ def _mean_over_layers(losses: list[torch.Tensor]) -> torch.Tensor:
 
 
 class TrainsRouters(PreTrainedModel):
-    """Mixin of heads that add router losses to their own, as the config asks."""
+    """Mixin of heads that add router losses to their own, as the config asks.
+
+    Attributes:
+        router_observer: called in every pass of training, if there is one, with the router logits, the attention mask
+            and the biases that `expert_load` takes.
+    """
+
+    router_observer: Callable[..., None] | None = None
+    _has_experts: ClassVar[bool]
+
+    def _is_observed(self) -> bool:
+        """Whether an observer wants this pass' router logits."""
+        if not (self.training and self._has_experts):
+            return False
+        is_idle = self.router_observer is None and self.config.router_balancing is not None
+        if is_idle and not is_torchdynamo_compiling():
+            logger.warning_once(
+                f"router_balancing = {self.config.router_balancing!r}, but nothing moves the routers' biases: call "
+                "llamoe.watch_routers(trainer) before training, or step() of llamoe.RouterWatch(model) after each "
+                "step of the optimizer."
+            )
+        return self.router_observer is not None
+
+    def _biases(self) -> list[torch.Tensor | None]:
+        """The bias of each mixture layer's router."""
+        return [router.balancing_bias for router in self.modules() if isinstance(router, Router)]
 
     def _option(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name, False) if given is None else given)
@@ -138,8 +186,11 @@ class TrainsRouters(PreTrainedModel):
             ValueError: the router losses would reach no router.
         """
         aux_loss = None
+        if self._is_observed():
+            self.router_observer([logits.detach() for logits in router_logits], token_mask, self._biases())
         if balance:
-            aux_loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, token_mask)
+            top_k = self.config.num_experts_per_tok
+            aux_loss = load_balancing_loss(router_logits, top_k, token_mask, self._biases())
         if loss is not None and self._has_router_losses(balance):
             self._check_router_gradient(router_logits)
             if aux_loss is not None:

@@ -1,8 +1,8 @@
 """Where the numbers of the experts are, and the loop over experts that defines their result.
 
-A store answers one thing: the products of these rows with these experts (`Experts.products`). It has no part in the
-choice of rows and experts, nor in how rows are sorted and multiplied (`dispatch`). The only store so far is the
-resident stack: expert e is slice e of two parameters.
+A store answers one thing: the products of these rows with these experts, and what adapters add to them
+(`Experts.products`). It has no part in the choice of rows and experts, nor in how rows are sorted and multiplied
+(`dispatch`). The only store so far is the resident stack: expert e is slice e of two parameters.
 
 `loop_over_experts` is the definition: the formula of an expert for each expert in turn. Every other way to compute
 experts is compared with it.
@@ -23,6 +23,7 @@ from transformers.utils.import_utils import is_fake_tensor
 from ..kernels import apply_gate
 from ..layers import activation
 from .grouped_mm_limits import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
+from .low_rank import Updates
 
 IMPLEMENTATION = "llamoe"
 """The default name in transformers' registry of experts implementations."""
@@ -96,6 +97,7 @@ class Experts(nn.Module):
         x_NH: torch.Tensor,
         groups: Any,
         multiply: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor],
+        updates: Updates,
     ) -> torch.Tensor:
         """The outputs of these rows' experts, `[N, H]`: `down(act(gate(x)) * up(x))`.
 
@@ -103,9 +105,17 @@ class Experts(nn.Module):
             x_NH: rows, grouped by expert.
             groups: which rows belong to which expert, in the form that `multiply` takes.
             multiply: the product of rows, a stack of one matrix for each expert, and `groups`.
+            updates: what adapters add to a stack's products.
         """
-        gate_NI, up_NI = multiply(x_NH, self.gate_up_proj, groups).chunk(2, dim=-1)
-        return multiply(apply_gate(self.act_fn, gate_NI, up_NI), self.down_proj, groups)
+
+        def product(x: torch.Tensor, name: str) -> torch.Tensor:
+            y = multiply(x, getattr(self, name), groups)
+            for update in updates.get(name, ()):
+                y = update.add(y, x, groups, multiply)
+            return y
+
+        gate_NI, up_NI = product(x_NH, "gate_up_proj").chunk(2, dim=-1)
+        return product(apply_gate(self.act_fn, gate_NI, up_NI), "down_proj")
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.

@@ -24,6 +24,10 @@ from llamoe.modeling.moe.layer import MixtureOfExperts
 
 CASES = {case.name: case for case in MODELS}
 DECODERS = pytest.mark.parametrize("name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM"])
+# The second has dense layers, too; a trace of five seconds for the first alone can wait for `--run-slow`.
+TRACED = pytest.mark.parametrize(
+    "name", [pytest.param("LlamoeDenseForCausalLM", marks=pytest.mark.slow), "LlamoeForCausalLM"]
+)
 # Sums in another order.
 TOLERANCE = 1e-5
 
@@ -125,7 +129,10 @@ def test_few_graphs_for_all_lengths():
 # The backward pass
 
 
-@pytest.mark.parametrize("name", ["LlamoeDenseForCausalLM", "LlamoeForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("LlamoeDenseForCausalLM", marks=pytest.mark.slow), "LlamoeForConditionalGeneration"],
+)
 def test_training_is_one_graph(name):
     case = CASES[name]
     model, inputs = case.make_small().train(), case.inputs()
@@ -252,9 +259,9 @@ def test_generate_compiles_once(name, length):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("LlamoeDenseForCausalLM", torch.float32),
+        pytest.param("LlamoeDenseForCausalLM", torch.float32, marks=pytest.mark.slow),
         ("LlamoeForCausalLM", torch.float32),
-        ("LlamoeForCausalLM", torch.bfloat16),
+        pytest.param("LlamoeForCausalLM", torch.bfloat16, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -278,7 +285,7 @@ def test_prompts_of_differing_lengths_share_one_graph(name, dtype):
     assert model.get_compiled_call(compiled) != model.__call__
 
 
-@DECODERS
+@TRACED
 def test_steps_with_a_static_cache_compile_once(name):
     """Without `generate`: the masks are made inside the graph, too."""
     case = CASES[name]
@@ -348,7 +355,8 @@ def test_sequences_of_equal_rows_are_one_graph():
 
 
 @pytest.mark.parametrize(
-    ("name", "with_mask"), [("LlamoeDenseForCausalLM", False), ("LlamoeForCausalLM", True)]
+    ("name", "with_mask"),
+    [pytest.param("LlamoeDenseForCausalLM", False, marks=pytest.mark.slow), ("LlamoeForCausalLM", True)],
 )
 def test_export_with_dynamic_sizes(name, with_mask):
     """One program for every batch and length, saved and loaded.
@@ -384,7 +392,7 @@ def test_export_with_dynamic_sizes(name, with_mask):
 
 
 @torch.no_grad()
-@DECODERS
+@TRACED
 def test_hidden_positions_in_a_graph(name):
     """Whatever positions padding has, below zero or above every other; a strict export is compiled on its way."""
     case = CASES[name]
@@ -397,7 +405,7 @@ def test_hidden_positions_in_a_graph(name):
     assert max_abs(main_output(exported(**inputs, use_cache=False))[mask == 1], expected) < TOLERANCE
 
 
-@DECODERS
+@TRACED
 def test_export_of_a_decoding_step(name):
     """transformers' wrapper for ExecuTorch: the cache is in the program, one token goes in; over a chunk's border."""
     case = CASES[name]

@@ -347,6 +347,26 @@ def shards(name):
     }
 
 
+@check("rows", "experts", "idle")
+def balancing(shared):
+    """Routers' biases after two steps, against those where each process sees all rows and holds all experts.
+
+    Where the second process is idle, it sees none; the first sees them all.
+    """
+    options = {"distributed_config": expert_parallel()} if shared == "experts" else {}
+    biases = []
+    for inputs, kwargs in ((half if shared == "rows" else dict, options), (dict, {})):
+        model = load("text", router_balancing="bias", **kwargs).train()
+        watch = llamoe.RouterWatch(model)
+        for _ in range(2):
+            is_idle = shared == "idle" and not biases and dist.get_rank() == 1
+            if not is_idle:
+                model(**inputs(even_rows("text")))
+            watch.step()
+        biases.append(torch.stack(model._biases()))
+    return {"largest": biases[1].abs().max().item(), "difference": max_abs(*biases)}
+
+
 @check("ddp", "fsdp", "tp", "ep")
 def example(parallel):
     sys.path.insert(0, str(EXAMPLES))

@@ -85,6 +85,7 @@ QUICK = (
     "training-text fsdp",
     "pipeline-text",
     "split-text expert",
+    "balancing-rows",
     "saves-fsdp",
     "refused-heads",
     "refused-stages",
@@ -168,6 +169,13 @@ def test_expert_parallel_equals_one_process(measured, name, record_parity):
 def test_a_step_on_shared_rows_equals_one_process(measured, name, kind):
     for figures in both(measured, f"training-{name} {kind}"):
         assert_equal_training(figures)
+
+
+@pytest.mark.parametrize("shared", ["rows", "experts", "idle"])
+def test_biases_follow_the_load_of_all_processes(measured, shared):
+    for figures in both(measured, f"balancing-{shared}"):
+        assert figures["largest"] > 0.01
+        assert figures["difference"] < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "accelerate", "fsdp+expert", "expert"])

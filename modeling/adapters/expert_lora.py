@@ -1,0 +1,197 @@
+"""LoRA on the experts' stacks inside their grouped product.
+
+peft's own wrapper of a parameter forms W + BA for every expert in every pass: 4 GB a layer for Scout. Here a row is
+multiplied by its expert's thin matrices, beside the stack. Everything else stays peft's: parameters, their names and
+shapes in files, merging, several adapters, switching.
+
+peft is imported here, so this file is imported when somebody uses peft (`peft_registration`).
+
+Shapes: E experts, r rank, I columns in, O columns out, N rows (tokens, each as often as it has experts).
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import layer
+from torch import nn
+
+from .._private_api import sum_of_parameters
+from ..moe import IMPLEMENTATION, LowRank, Updates
+
+
+class ParamWrapper(layer.ParamWrapper):
+    """One adapted stack of `Experts`.
+
+    The name is that of peft's class: by its name peft finds the wrapper of a stack that gets one more adapter.
+    """
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        parameter_name: str | None = None,
+        *,
+        config: LoraConfig,
+        **kwargs: Any,
+    ):
+        if parameter_name is None:
+            raise ValueError(
+                "LoRA's target_modules names the experts' module, which is no linear layer. Name its stacks in "
+                'target_parameters: ["experts.gate_up_proj", "experts.down_proj"].'
+            )
+        super().__init__(base_layer, adapter_name, parameter_name, config=_without_dropout(config), **kwargs)
+        self._set_dropout(adapter_name, config)
+
+    def update_layer(
+        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
+    ) -> None:
+        """Add an adapter, as peft does, with the dropout that peft refuses."""
+        super().update_layer(adapter_name, r, lora_alpha, config=_without_dropout(config), **kwargs)
+        self._set_dropout(adapter_name, config)
+
+    def _set_dropout(self, adapter_name: str, config: LoraConfig) -> None:
+        self.lora_dropout[adapter_name] = (
+            nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *args: Any,
+        adapter_names: Sequence[str] | None = None,
+        updates: Updates | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The experts' output for rows `[N, H]`.
+
+        Args:
+            x: rows.
+            args: what `Experts.forward` takes besides.
+            adapter_names: the adapter of each row of the batch; of its N rows each has an equal part.
+            updates: of the wrapper around this one.
+            kwargs: what `Experts.forward` takes besides.
+
+        Raises:
+            ValueError: dropout, or several adapters in a batch, with experts that another library computes.
+        """
+        if not _computed_here(self.get_base_layer()):
+            self._refuse_what_peft_cannot(adapter_names)
+            return super().forward(x, *args, **kwargs)
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        found = () if self.disable_adapters or self.merged else self._active(adapter_names, len(x))
+        if found:
+            updates = (
+                {self.parameter_name: found} if updates is None else {**updates, self.parameter_name: found}
+            )
+        if updates is not None:
+            kwargs["updates"] = updates
+        return self.base_layer(x, *args, **kwargs)
+
+    def _refuse_what_peft_cannot(self, adapter_names: Sequence[str] | None) -> None:
+        experts: Any = self.get_base_layer()
+        asked = "several adapters in a batch (adapter_names)" if adapter_names is not None else None
+        if (
+            self.training
+            and not self.disable_adapters
+            and any(
+                getattr(self.lora_dropout[adapter], "p", 0)
+                for adapter in self.active_adapters
+                if adapter in self.lora_dropout
+            )
+        ):
+            asked = "dropout"
+        if asked:
+            raise ValueError(
+                f'experts_implementation="{experts.config._experts_implementation}" adds LoRA to the weights, '
+                f'which allows no {asked}. Choose "{IMPLEMENTATION}".'
+            )
+
+    def _active(self, adapter_names: Sequence[str] | None, num_rows: int) -> list[LowRank]:
+        """The updates of the active adapters, or of those that a batch names."""
+        if adapter_names is None:
+            return [
+                self._update(name, self.scaling[name]) for name in self.active_adapters if name in self.lora_A
+            ]
+        if num_rows % len(adapter_names):
+            raise ValueError(f"adapter_names has {len(adapter_names)} names for {num_rows} rows of tokens.")
+        repeats = num_rows // len(adapter_names)
+        found = []
+        for name in dict.fromkeys(adapter_names):
+            if name in self.lora_A:
+                device = self.lora_A[name].weight.device
+                chosen = torch.tensor([other == name for other in adapter_names], device=device)
+                scale_N1 = chosen.repeat_interleave(repeats)[:, None] * self.scaling[name]
+                found.append(self._update(name, scale_N1))
+        return found
+
+    def concatenate(self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str) -> None:
+        """Make one adapter the weighted sum of others, with the sum of their ranks.
+
+        peft puts the factors of linear layers one behind another, which in a stack mixes experts.
+        """
+        named = [
+            (name, weight) for name, weight in zip(adapters, weights, strict=True) if name in self.lora_A
+        ]
+        a = [self.lora_A[name].weight.data * weight * self.scaling[name] for name, weight in named]
+        b = [self.lora_B[name].weight.data for name, _ in named]
+        # The expert is the slowest index of A, and the fastest of B.
+        a_ErI = torch.cat([each.unflatten(0, (self.num_experts, -1)) for each in a], 1)
+        b_OrE = torch.cat([each.unflatten(1, (-1, self.num_experts)) for each in b], 1)
+        self.lora_A[adapter_name].weight.data.copy_(a_ErI.flatten(0, 1))
+        self.lora_B[adapter_name].weight.data.copy_(b_OrE.flatten(1))
+
+    def _update(self, name: str, scale: float | torch.Tensor) -> LowRank:
+        """An adapter's factors, `[E, I, r]` and `[E, r, O]`; peft holds `[E * r, I]` and `[O, r * E]`."""
+        a_ErI = self.lora_A[name].weight.unflatten(0, (self.num_experts, -1))
+        # A whole transpose first: its copy is much faster than that of three axes in another order.
+        b_rEO = self.lora_B[name].weight.t().contiguous().unflatten(0, (-1, self.num_experts))
+        return LowRank(a_ErI.transpose(1, 2), b_rEO.transpose(0, 1), scale, self.lora_dropout[name])
+
+
+def _without_dropout(config: LoraConfig) -> LoraConfig:
+    config = copy.copy(config)
+    config.lora_dropout = 0.0
+    return config
+
+
+def _computed_here(experts: Any) -> bool:
+    """Whether llamoe computes these experts; other libraries' ways do not know updates."""
+    name = experts.config._experts_implementation
+    return name is None or name.startswith(IMPLEMENTATION)
+
+
+def add_weighted_adapter(
+    original: Callable,
+    tuner: Any,
+    adapters: Sequence[str],
+    weights: Sequence[float],
+    adapter_name: str,
+    combination_type: str = "svd",
+    **options: Any,
+) -> None:
+    """Peft's `add_weighted_adapter`, which knows factors of linear layers only.
+
+    Raises:
+        ValueError: a sum by singular values, which peft takes of matrices.
+    """
+    stacks = [
+        module
+        for module in tuner.model.modules()
+        if isinstance(module, ParamWrapper) and any(name in module.lora_A for name in adapters)
+    ]
+    if stacks and "svd" in combination_type:
+        raise ValueError(
+            f'combination_type="{combination_type}" is not for adapters of experts\' stacks. '
+            'Choose "linear" or, where ranks differ, "cat".'
+        )
+    is_new = adapter_name not in tuner.peft_config
+    with sum_of_parameters(tuner) if stacks else nullcontext():
+        original(tuner, adapters, weights, adapter_name, combination_type, **options)
+    if is_new and combination_type == "cat":
+        for module in stacks:
+            module.concatenate(adapters, weights, adapter_name)

@@ -1,0 +1,108 @@
+"""Which parts of a model LoRA adapts: a `LoraConfig` by parts, and a word about experts that stay as they are."""
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..checkpoints import in_units, part_of
+from ..moe import Experts, Router
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+logger = logging.get_logger("llamoe")
+
+_STACKS = ("gate_up_proj", "down_proj")
+
+
+def lora_config(
+    model: PreTrainedModel,
+    *,
+    experts: bool = True,
+    vision: bool = False,
+    router: bool = False,
+    r: int = 8,
+    dropout: float = 0.0,
+    **options: Any,
+) -> "LoraConfig":
+    """A plain `peft.LoraConfig` that adapts all linear layers of the text model, and more.
+
+    An adapter of every expert has `num_experts` times the weights of one: with r = 16 it is 428 million for Scout.
+    Ranks of 4 to 8 are enough for most.
+
+    Args:
+        model: the model that it is for; its modules are read, not changed.
+        experts: adapt the routed experts' stacks, where the model has any.
+        vision: adapt the vision tower's linear layers.
+        router: adapt the routers' weights.
+        r: rank.
+        dropout: of what the adapters see. peft refuses it for stacks of experts; over llamoe it works.
+        options: further fields of `LoraConfig`, `lora_alpha` (twice the rank by default) among them.
+
+    Raises:
+        ValueError: a rank below 1, a dropout outside of 0 to 1, or one for the router.
+    """
+    from peft import LoraConfig
+
+    if isinstance(r, bool) or not isinstance(r, int) or r < 1:
+        raise ValueError(f"lora_config: r is a rank of at least 1, not {r!r}.")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"lora_config: dropout is at least 0 and less than 1, not {dropout!r}.")
+    if router and dropout:
+        raise ValueError("lora_config: peft has no dropout for the router's weight: choose dropout=0.0.")
+    stacks = set()
+    for name, module in model.named_modules():
+        # The same in every layer.
+        name = ".".join(name.split(".")[-2:])
+        if experts and isinstance(module, Experts):
+            stacks |= {f"{name}.{stack}" for stack in _STACKS}
+        if router and isinstance(module, Router):
+            stacks.add(f"{name}.weight")
+    chosen: dict[str, Any] = {"target_modules": "all-linear", "lora_alpha": 2 * r}
+    if stacks:
+        chosen["target_parameters"] = sorted(stacks)
+    if vision:
+        chosen["exclude_modules"] = []
+    return LoraConfig(r=r, lora_dropout=dropout, **(chosen | options))
+
+
+def tell_of_frozen_experts(config: Any, model: nn.Module) -> None:
+    """Say once how many bytes an adapter reaches, and how many it leaves frozen, if the experts are among these.
+
+    Args:
+        config: a `LoraConfig` whose targets are expanded.
+        model: the model that it will be injected into.
+    """
+    stacks = {
+        f"{name}.{stack}"
+        for name, module in model.named_modules()
+        if isinstance(module, Experts)
+        for stack in _STACKS
+    }
+    named = tuple(config.target_parameters or ())
+    if not stacks or config.inference_mode or any(stack.endswith(named) for stack in stacks if named):
+        return
+    adapted, frozen = _bytes_by_part(config, model)
+    logger.warning_once(  # pyright: ignore[reportAttributeAccessIssue]
+        f"LoRA adapts {_listed(adapted) or 'nothing'}. It leaves frozen: {_listed(frozen)}. "
+        "llamoe.lora_config(model) adapts the routed experts, too."
+    )
+
+
+def _bytes_by_part(config: Any, model: nn.Module) -> tuple[Counter, Counter]:
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    adapted, frozen = Counter(), Counter()
+    # Shared weights count once.
+    for name, parameter in model.named_parameters():
+        module = name.rpartition(".")[0]
+        is_target = bool(module) and bool(check_target_module_exists(config, module))
+        (adapted if is_target else frozen)[part_of(name)] += parameter.numel() * parameter.element_size()
+    return adapted, frozen
+
+
+def _listed(sizes: Counter) -> str:
+    return ", ".join(f"{part} {in_units(number)}" for part, number in sizes.most_common())

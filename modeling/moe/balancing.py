@@ -1,0 +1,195 @@
+"""Watching routers while they train, and balancing them without a loss.
+
+A loss that asks for balance also pulls at everything else. Instead `router_balancing="bias"` gives every expert a bias
+that counts where experts are chosen and nowhere else; after each step of the optimizer experts with too many tokens
+get a lower one (Wang et al. 2024, arXiv 2408.15664). The paper's step has one size; here a bias moves in proportion to
+the error and to the spread of the logits, so that it neither swings around balance nor takes longer where a router is
+surer.
+
+Shapes: L mixture layers, E experts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .losses import TrainsRouters, expert_load, router_entropy
+
+
+class RouterWatch:
+    """Counts the tokens of every expert in training, moves the biases of routers that have one, and reports.
+
+    Padding is not counted. Counts are those of all processes. With `torch.compile` or gradient checkpointing nothing
+    changes but that checkpointing may count every token twice, which leaves all shares alike.
+    """
+
+    def __init__(self, model: nn.Module, rate: float = 0.05):
+        """Begin to watch a model.
+
+        Args:
+            model: one of ours with a mixture and a head, or what peft or accelerate made of it.
+            rate: how far a bias moves in a step at most, in standard deviations of a token's logits.
+
+        Raises:
+            ValueError: a model without routers, or a rate that is not positive.
+        """
+        if not rate > 0:
+            raise ValueError(
+                f"rate = {rate}: a bias must be able to move; give a number above 0, such as 0.05."
+            )
+        heads = [
+            module for module in model.modules() if isinstance(module, TrainsRouters) and module._has_experts
+        ]
+        if not heads:
+            raise ValueError(
+                f"{type(model).__name__} has no routers to watch: it is no mixture of ours with a head."
+            )
+        self.head = heads[0]
+        self.rate = rate
+        self._of_step: _Counts | None = None
+        self._of_report: _Counts | None = None
+        self.open()
+
+    def open(self) -> None:
+        """Begin to watch, again after `close`."""
+        self.head.router_observer = self._count
+
+    def close(self) -> None:
+        """Stop watching."""
+        self.head.router_observer = None
+
+    def _count(
+        self,
+        router_logits: Sequence[torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        biases: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Count one pass."""
+        top_k = self.head.config.num_experts_per_tok
+        load = expert_load(router_logits, top_k, attention_mask, biases).float()
+        entropy_L = router_entropy(router_logits, attention_mask)
+        spread_L = torch.stack(
+            [logits.float().std(-1, correction=0).mean().to(load.device) for logits in router_logits]
+        )
+        self._of_step = _add(self._of_step, (load, torch.stack([entropy_L, spread_L]), 1))
+
+    def step(self) -> torch.Tensor | None:
+        """Move the biases by what was counted since the last step, in every process.
+
+        Call it after each step of the optimizer; `watch_routers` has the Trainer do so.
+
+        Returns:
+            each expert's share of its layer's tokens, `[L, E]` float32; None where no pass was counted.
+        """
+        # A process whose passes were none takes part all the same: the others wait for it.
+        counts = _sum_of_processes(self._of_step or self._nothing())
+        if not counts[2]:
+            return None
+        self._of_step, self._of_report = None, _add(self._of_report, counts)
+        load, (_, spread_L), passes = counts
+        with torch.no_grad():
+            for bias_E, load_E, spread in zip(self.head._biases(), load, spread_L / passes, strict=True):
+                if bias_E is not None:
+                    error_E = (load_E / load_E.mean().clamp(min=1e-9) - 1).clamp(-1, 1)
+                    # The mean stays: only differences choose.
+                    step_E = self.rate * spread * (error_E - error_E.mean())
+                    bias_E -= step_E.to(bias_E.device)
+        return _shares(load)
+
+    def _nothing(self) -> "_Counts":
+        config, device = self.head.config, next(self.head.parameters()).device
+        num_layers = len(config.moe_layers)
+        return (
+            torch.zeros(num_layers, config.num_local_experts, device=device),
+            torch.zeros(2, num_layers, device=device),
+            0,
+        )
+
+    def report(self) -> dict[str, float]:
+        """What happened since the last report, and begin the next.
+
+        Returns:
+            for each mixture layer, by its index in the model: the largest and the smallest share of tokens that an
+            expert had (`max_load`, `min_load`), `max_violation` (how far the largest is above an equal share, in equal
+            shares), `dead_experts` (without any token) and the router's mean `entropy` in nats.
+        """
+        if self._of_report is None:
+            return {}
+        load, (entropy, _), passes = self._of_report
+        self._of_report = None
+        shares = _shares(load)
+        found = {}
+        for index, shares_E, load_E, entropy_sum in zip(
+            self.head.config.moe_layers, shares, load, entropy, strict=True
+        ):
+            name = f"router/layer_{index}"
+            found[f"{name}/max_load"] = shares_E.max().item()
+            found[f"{name}/min_load"] = shares_E.min().item()
+            found[f"{name}/max_violation"] = shares_E.max().item() * len(shares_E) - 1
+            found[f"{name}/dead_experts"] = int((load_E == 0).sum())
+            found[f"{name}/entropy"] = entropy_sum.item() / passes
+        return found
+
+
+def watch_routers(trainer: Any, rate: float = 0.05) -> RouterWatch:
+    """Have a `transformers.Trainer` report on its model's routers and, with `router_balancing="bias"`, balance them.
+
+    Its reports go where the Trainer's own do (`report_to`, `trainer.state.log_history`), under names like
+    `router/layer_1/max_violation`: see `RouterWatch.report`.
+
+    Args:
+        trainer: before its `train()`.
+        rate: how far a bias moves in a step at most, in standard deviations of a token's logits.
+
+    Raises:
+        ValueError: a model without routers, or a rate that is not positive.
+    """
+    # The import takes half a second, and who trains with a loop of their own does not need it.
+    from transformers import TrainerCallback
+
+    watch = RouterWatch(trainer.model, rate)
+
+    class Watching(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            watch.open()
+
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            watch.step()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if control.should_log:
+                trainer.log(watch.report())
+
+        def on_train_end(self, args, state, control, **kwargs):
+            watch.close()
+
+    trainer.add_callback(Watching())
+    return watch
+
+
+_Counts = tuple[torch.Tensor, torch.Tensor, int]
+"""Load `[L, E]`, sums of the routers' entropies and of their logits' standard deviations `[2, L]`, number of passes."""
+
+
+def _shares(load: torch.Tensor) -> torch.Tensor:
+    """Shares of the tokens, `[L, E]`; zeros where there were none but padding."""
+    return load / load.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _add(counts: _Counts | None, more: _Counts) -> _Counts:
+    if counts is None:
+        return more
+    return counts[0] + more[0], counts[1] + more[1], counts[2] + more[2]
+
+
+def _sum_of_processes(counts: _Counts) -> _Counts:
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return counts
+    load, sums, passes = counts
+    flat = torch.cat([load.flatten(), sums.flatten(), sums.new_tensor([passes])])
+    dist.all_reduce(flat)
+    flat_load, flat_sums, flat_passes = flat.split((load.numel(), sums.numel(), 1))
+    return flat_load.view_as(load), flat_sums.view_as(sums), int(flat_passes)

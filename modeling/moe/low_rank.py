@@ -1,0 +1,59 @@
+"""What adapters add to the experts' products: `y += scale * (dropout(x) A_e) B_e`, a pair of thin matrices an expert.
+
+The pair is multiplied as the experts' own stacks are, with the same rows and groups. Nothing touches a stack, which may
+be frozen, packed or elsewhere.
+
+Shapes: T tokens, k experts a token, N = T * k rows, E experts, I columns in, r rank, O columns out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """An adapter's update of one stack."""
+
+    a_EIr: torch.Tensor
+    b_ErO: torch.Tensor
+    scale: float | torch.Tensor
+    """One number, or `[T, 1]`: one for each token, where the rows of a batch have adapters of their own."""
+    dropout: Callable[[torch.Tensor], torch.Tensor]
+
+    def of_rows(self, tokens_N: torch.Tensor) -> "LowRank":
+        """The same for rows: the token of each row, `[N]`."""
+        if not isinstance(self.scale, torch.Tensor):
+            return self
+        return replace(self, scale=self.scale.index_select(0, tokens_N))
+
+    def add(self, y_NO: torch.Tensor, x_NI: torch.Tensor, groups: Any, multiply: Callable) -> torch.Tensor:
+        """`y_NO` with this update, in the dtype of `y_NO`; computed in the dtype of the factors.
+
+        Args:
+            y_NO: the stack's products.
+            x_NI: the rows that were multiplied.
+            groups: which rows belong to which expert, in the form that `multiply` takes.
+            multiply: the product of rows, a stack, and `groups`.
+        """
+        # The thin product is scaled: it is narrower than the result.
+        thin_Nr = multiply(self.dropout(x_NI.to(self.a_EIr.dtype)), self.a_EIr, groups) * self.scale
+        return (y_NO + multiply(thin_Nr, self.b_ErO, groups)).to(y_NO.dtype)
+
+
+Updates = Mapping[str, Sequence[LowRank]]
+"""For each stack's name, the updates of the active adapters."""
+
+
+def of_rows(updates: Updates, tokens_N: torch.Tensor) -> Updates:
+    """The same updates, for rows of these tokens."""
+    return {name: [update.of_rows(tokens_N) for update in each] for name, each in updates.items()}
+
+
+def factors(updates: Updates) -> Iterator[torch.Tensor]:
+    """All matrices of all updates."""
+    for each in updates.values():
+        for update in each:
+            yield from (update.a_EIr, update.b_ErO)

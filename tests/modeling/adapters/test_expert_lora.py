@@ -1,0 +1,304 @@
+"""LoRA inside the experts' grouped product, against peft's own way, which adds it to the weights (`eager`)."""
+
+import logging
+from contextlib import nullcontext
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from support.models import SHALLOW_MODELS, max_abs, run
+from torch import nn
+
+import llamoe
+from llamoe.modeling.checkpoints import in_units
+from llamoe.modeling.moe import Experts
+
+DENSE, TEXT = (
+    case for case in SHALLOW_MODELS if case.name in ("LlamoeDenseForCausalLM", "LlamoeForCausalLM")
+)
+STACKS = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
+# Sums in another order.
+TOLERANCE = 1e-5
+
+
+def adapted(implementation="llamoe", rank=3, model=None, **options):
+    """The model with random factors on all linear layers and on both stacks; r = 3 suits no grouped product."""
+    model = TEXT.make() if model is None else model
+    model.set_experts_implementation(implementation)
+    torch.manual_seed(1)
+    config = LoraConfig(
+        target_modules="all-linear", target_parameters=STACKS, r=rank, init_lora_weights=False, **options
+    )
+    return get_peft_model(model, config).eval()
+
+
+def wrappers(model):
+    """The two wrappers around each mixture's experts."""
+    return [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+
+
+def loss_and_gradients(model, call=None):
+    inputs = TEXT.inputs()
+    model.zero_grad()
+    loss = (model if call is None else call)(**inputs, labels=inputs["input_ids"]).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(given, expected):
+    assert given[0] == pytest.approx(expected[0], rel=1e-6)
+    assert given[1].keys() == expected[1].keys() and any("experts" in name for name in expected[1])
+    for name, gradient in expected[1].items():
+        assert max_abs(given[1][name], gradient) <= TOLERANCE * gradient.abs().max(), name
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return loss_and_gradients(adapted("eager"))
+
+
+@pytest.mark.parametrize("implementation", ["llamoe", "llamoe_loop", "llamoe_grouped"])
+def test_it_equals_pefts_way_and_forms_no_weight(implementation, expected, monkeypatch):
+    model = adapted(implementation)
+    monkeypatch.setattr(nn.utils.parametrize, "register_parametrization", None)
+    assert_same(loss_and_gradients(model), expected)
+    logits = run(model, **TEXT.inputs())
+    monkeypatch.undo()
+    assert max_abs(logits, run(adapted("eager"), **TEXT.inputs())) < TOLERANCE
+
+
+def test_single_rows_are_adapted(monkeypatch):
+    """A token at a time with a cache, where rows reach their experts unsorted."""
+    model, ids = adapted(), TEXT.inputs(padding=(0,))["input_ids"][:, :9]
+    whole = run(model, input_ids=ids)
+    past, parts = None, []
+    for token in ids.split(1, 1):
+        with torch.no_grad():
+            output = model(input_ids=token, past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        parts.append(output.logits)
+    assert max_abs(torch.cat(parts, 1), whole) < TOLERANCE
+
+
+def test_two_experts_a_token():
+    two = dict(num_experts_per_tok=2)
+    logits = [run(adapted(name, model=TEXT.make(**two)), **TEXT.inputs()) for name in ("llamoe", "eager")]
+    assert max_abs(*logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(use_reentrant, expected):
+    model = adapted().train()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert_same(loss_and_gradients(model), expected)
+
+
+def test_one_graph(expected):
+    torch._dynamo.reset()
+    model = adapted()
+    assert_same(
+        loss_and_gradients(model, torch.compile(model, fullgraph=True, backend="aot_eager")), expected
+    )
+    torch._dynamo.reset()
+
+
+def test_autocast_is_as_exact_as_pefts_way(expected):
+    """Errors of the experts' gradients under autocast, as a part of those of peft's way; at most 1.2."""
+
+    def error(implementation):
+        with torch.autocast("cpu", torch.bfloat16):
+            _, gradients = loss_and_gradients(adapted(implementation))
+        return sum(
+            (gradients[name] - gradient).square().sum().item()
+            for name, gradient in expected[1].items()
+            if "experts" in name
+        )
+
+    assert error("llamoe") <= 1.2**2 * error("eager")
+
+
+def test_dropout():
+    """Of the rows that both stacks get; none in evaluation."""
+    model = adapted(lora_dropout=0.4)
+    assert torch.equal(run(model, **TEXT.inputs()), run(adapted(), **TEXT.inputs()))
+    seen = []
+    for wrapper in wrappers(model):
+        dropout = wrapper.lora_dropout["default"]
+        assert isinstance(dropout, nn.Dropout) and dropout.p == 0.4
+        dropout.register_forward_hook(lambda _, given, result: seen.append((given[0], result)))
+    run(model.train(), **TEXT.inputs())
+    experts = next(module for module in model.modules() if isinstance(module, Experts))
+    sizes = [experts.gate_up_proj.shape[1], experts.down_proj.shape[1]]
+    assert [result.shape[1] for _, result in seen] == sizes
+    for given, result in seen:
+        assert 0.3 < (result == 0).float().mean() < 0.5
+        assert max_abs(result, torch.where(result == 0, 0.0, given / 0.6)) < TOLERANCE
+
+
+def test_dropout_of_experts_is_told_when_it_is_saved(tmp_path, caplog):
+    """peft refuses it over stock; without it the same file opens there, and here it always does."""
+    model, inputs = adapted(lora_dropout=0.4), TEXT.inputs()
+    model.save_pretrained(tmp_path)
+    assert 'Adapter "default" has dropout' in caplog.text
+    stock = transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(**llamoe.to_stock(TEXT.make_config()))
+    )
+    with pytest.raises(ValueError, match="lora_dropout"):
+        PeftModel.from_pretrained(stock, tmp_path)
+    again = PeftModel.from_pretrained(TEXT.make(), tmp_path).eval()
+    assert torch.equal(run(again, **inputs), run(model, **inputs))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_other_ways_of_experts_know_no_dropout_and_no_mixed_batch(implementation):
+    model, inputs = adapted(implementation, lora_dropout=0.4), TEXT.inputs()
+    model(**inputs)
+    with pytest.raises(ValueError, match=f'"{implementation}" .* allows no dropout. Choose "llamoe"'):
+        model.train()(**inputs)
+    with pytest.raises(ValueError, match="several adapters in a batch"):
+        model.eval()(**inputs, adapter_names=["default"] * 3)
+
+
+def two_adapters():
+    model = adapted()
+    torch.manual_seed(2)
+    second = LoraConfig(
+        target_modules="all-linear", target_parameters=STACKS, r=5, lora_alpha=7, init_lora_weights=False
+    )
+    model.add_adapter("second", second)
+    return model.eval()
+
+
+def test_a_batch_with_an_adapter_for_each_row():
+    model, inputs = two_adapters(), TEXT.inputs()
+    alone = {}
+    for name in ("default", "second"):
+        model.set_adapter(name)
+        alone[name] = run(model, **inputs)
+    with model.disable_adapter():
+        alone["__base__"] = run(model, **inputs)
+    names = ["second", "__base__", "default"]
+    together = run(model, **inputs, adapter_names=names)
+    for row, name in enumerate(names):
+        assert max_abs(together[row], alone[name][row]) < TOLERANCE
+    assert max_abs(alone["default"], alone["second"]) > 0.1
+
+
+def test_merging_and_back():
+    model, inputs = adapted(), TEXT.inputs()
+    before = run(model, **inputs)
+    model.merge_adapter()
+    assert max_abs(run(model, **inputs), before) < TOLERANCE
+    model.unmerge_adapter()
+    assert max_abs(run(model, **inputs), before) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["linear", "cat"])
+def test_weighted_sums(kind):
+    """`cat` is the exact sum; `linear` sums factors, as for linear layers."""
+    model = two_adapters() if kind == "cat" else adapted()
+    if kind == "linear":
+        torch.manual_seed(2)
+        model.add_adapter("second", model.peft_config["default"])
+    model.add_weighted_adapter(["default", "second"], [0.3, 0.9], "sum", combination_type=kind)
+    found = wrappers(model)
+    assert len(found) == 2
+    for wrapper in found:
+        given = wrapper.get_delta_weight("sum")
+        if kind == "cat":
+            wanted = 0.3 * wrapper.get_delta_weight("default") + 0.9 * wrapper.get_delta_weight("second")
+        else:
+            scale = wrapper.scaling["default"]
+            a, b = (
+                (0.3 * scale) ** 0.5 * getattr(wrapper, x)["default"].weight
+                + (0.9 * scale) ** 0.5 * getattr(wrapper, x)["second"].weight
+                for x in ("lora_A", "lora_B")
+            )
+            wanted = torch.einsum(
+                "ore,eri->eio",
+                b.unflatten(1, (-1, wrapper.num_experts)),
+                a.unflatten(0, (wrapper.num_experts, -1)),
+            )
+        assert max_abs(given, wanted) < TOLERANCE
+
+
+def test_sums_by_singular_values_are_refused():
+    with pytest.raises(ValueError, match='"svd" is not for adapters of experts'):
+        two_adapters().add_weighted_adapter(["default", "second"], [0.3, 0.9], "sum", "svd")
+
+
+def test_the_module_of_experts_is_no_target():
+    with pytest.raises(ValueError, match="Name its stacks in target_parameters"):
+        get_peft_model(TEXT.make(), LoraConfig(target_modules=["experts"]))
+
+
+def test_dora_is_refused_by_name():
+    with pytest.raises(ValueError, match="use_dora=True"):
+        get_peft_model(TEXT.make(), LoraConfig(target_parameters=STACKS, use_dora=True))
+
+
+@pytest.mark.parametrize(
+    ("parts", "extra"),
+    [
+        ({}, set()),
+        ({"router": True}, {"feed_forward.router.weight"}),
+        ({"experts": False}, None),
+    ],
+    ids=str,
+)
+def test_a_config_by_parts(parts, extra):
+    config = llamoe.lora_config(TEXT.make(), r=5, **parts)
+    assert type(config) is LoraConfig and (config.r, config.lora_alpha) == (5, 10)
+    wanted = None if extra is None else sorted({*STACKS, *extra})
+    assert config.target_parameters == wanted
+    model = get_peft_model(TEXT.make(), config)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any("experts" in name for name in trained) == (extra is not None)
+    assert any("router" in name for name in trained) == bool(extra)
+    assert any("q_proj" in name for name in trained) and any("shared_expert" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"r": 0}, "r is a rank of at least 1, not 0"),
+        ({"r": 2.5}, "not 2.5"),
+        ({"dropout": 1.0}, "less than 1, not 1.0"),
+        ({"router": True, "dropout": 0.1}, "no dropout for the router's weight"),
+    ],
+)
+def test_impossible_configs(options, says):
+    with pytest.raises(ValueError, match=says):
+        llamoe.lora_config(TEXT.make(), **options)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_frozen_experts_are_told(experts, caplog):
+    """With the bytes of each part."""
+    model = TEXT.make()
+    config = llamoe.lora_config(model, experts=experts)
+    frozen = sum(
+        parameter.numel() * 4
+        for module in model.modules()
+        if isinstance(module, Experts)
+        for parameter in module.parameters()
+    )
+    getattr(logging.getLogger("llamoe").warning_once, "cache_clear", nullcontext)()
+    with caplog.at_level(logging.WARNING, "llamoe"):
+        get_peft_model(model, config)
+    told = [record.getMessage() for record in caplog.records if "frozen" in record.getMessage()]
+    if experts:
+        assert not told
+    else:
+        (message,) = told
+        assert f"It leaves frozen: experts {in_units(frozen)}" in message
+        assert "LoRA adapts" in message and "shared experts" in message
+
+
+def test_a_dense_model_has_nothing_to_tell(caplog):
+    config = llamoe.lora_config(DENSE.make())
+    assert config.target_parameters is None
+    get_peft_model(DENSE.make(), config)
+    assert not caplog.records

@@ -1,0 +1,225 @@
+"""Routers that training watches, and balances by a bias."""
+
+import pytest
+import torch
+from support.models import SHALLOW, stock_text_config
+
+import llamoe
+from llamoe.conversion import convert
+from llamoe.modeling.moe.layer import choose_experts
+from llamoe.modeling.moe.losses import logger
+
+
+def make(balancing="bias", seed=0, skewed=True, **changes):
+    """A mixture in training whose routers, if they are skewed, send nearly everything to one expert."""
+    torch.manual_seed(seed)
+    config = llamoe.from_stock(stock_text_config(**changes))
+    config.router_balancing = balancing
+    model = llamoe.LlamoeForCausalLM(config).train()
+    if not skewed:
+        return model
+    for layer in model.model.layers:
+        if hasattr(layer.feed_forward, "router"):
+            weight = layer.feed_forward.router.weight.data
+            weight.mul_(4)
+            layer.post_attention_layernorm.weight.data += 0.5
+            # All hidden states share a direction, which one expert likes.
+            weight[1] += 0.5 * model.model.embed_tokens.weight.mean(0).sign()
+    model.model.embed_tokens.weight.data += 0.1 * model.model.embed_tokens.weight.mean(0).sign()
+    return model
+
+
+def batch(model, seed, rows=8, length=29):
+    generator = torch.Generator().manual_seed(seed)
+    size = model.config.vocab_size
+    start = torch.randint(size, (rows, 1), generator=generator)
+    # Sequences that can be learnt: each token follows from the one before it.
+    return (start + 7 * torch.arange(length)) % size
+
+
+def test_a_bias_chooses_and_does_not_score():
+    logits = torch.tensor([[1.0, 0.5, -2.0], [0.0, 3.0, 2.5]])
+    values, chosen = choose_experts(logits, 2, torch.tensor([0.0, -1.0, 2.6]))
+    assert chosen.tolist() == [[0, 2], [2, 1]]
+    assert values.tolist() == [[1.0, -2.0], [2.5, 3.0]]
+
+
+def test_without_a_bias_it_is_stocks_router():
+    model = make(None)
+    router = model.model.layers[model.config.moe_layers[0]].feed_forward.router
+    assert router.balancing_bias is None and not any("balancing" in name for name in model.state_dict())
+    biased = make("bias")
+    tokens = batch(model, 1)
+    assert torch.equal(model.eval()(tokens).logits, biased.eval()(tokens).logits)
+
+
+def train(model, watch, steps, report_before=()):
+    """Plain steps: the last losses, and what was reported before these steps and at the end."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses, reports = [], []
+    for step in range(steps):
+        if step in report_before:
+            reports.append(watch.report())
+        tokens = batch(model, step)
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step()
+        losses.append(loss.item())
+    return sum(losses[-20:]) / 20, [*reports, watch.report()]
+
+
+def violation(report):
+    return max(value for name, value in report.items() if name.endswith("/max_violation"))
+
+
+def test_experts_share_the_tokens_and_the_loss_is_no_higher():
+    """From a start where one of five experts gets nearly all; without the bias that stays."""
+    losses, violations = {}, {}
+    for balancing in (None, "bias"):
+        model = make(balancing, **SHALLOW)
+        watch = llamoe.RouterWatch(model)
+        losses[balancing], reports = train(model, watch, 120, report_before=(1, 100))
+        violations[balancing] = violation(reports[-1])
+        assert violation(reports[0]) > 3
+    assert violations["bias"] < 0.1 and violations[None] > 1
+    assert losses["bias"] <= losses[None]
+
+
+def test_counts_are_those_of_the_tokens_that_are_no_padding():
+    model = make(skewed=False, **SHALLOW)
+    router = model.model.layers[1].feed_forward.router
+    with torch.no_grad():
+        router.weight.normal_(generator=torch.Generator().manual_seed(1))
+        router.balancing_bias.copy_(torch.tensor([0.0, -3.0, 9.0, 0.0, 2.0]))
+    tokens = batch(model, 0, rows=3, length=11)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    watch = llamoe.RouterWatch(model)
+    expected = model(tokens, attention_mask=mask, output_expert_load=True).expert_load[0]
+    model.eval()(tokens)  # Not counted.
+    shares = watch.step()
+    assert expected.sum() == mask.sum() and expected.max() < expected.sum()
+    assert torch.allclose(shares[0], expected / mask.sum())
+    assert watch.step() is None
+    report = watch.report()
+    assert report["router/layer_1/max_load"] == pytest.approx(expected.max().item() / mask.sum().item())
+    assert report["router/layer_1/dead_experts"] == (expected == 0).sum()
+    assert report["router/layer_1/max_violation"] == pytest.approx(5 * shares.max().item() - 1)
+    assert 0 < report["router/layer_1/entropy"] < 1.61
+    assert watch.report() == {}
+
+
+@pytest.mark.parametrize("odd", ["one expert", "nothing but padding"])
+def test_what_cannot_be_balanced_leaves_the_bias_at_zero(odd):
+    changes = dict(num_local_experts=1, num_experts_per_tok=1) if odd == "one expert" else {}
+    model = make(skewed=False, **changes, **SHALLOW)
+    watch = llamoe.RouterWatch(model)
+    tokens = batch(model, 0)
+    model(tokens, attention_mask=None if changes else torch.zeros_like(tokens))
+    shares = watch.step()
+    assert shares.tolist() == ([[1.0]] if changes else [[0.0] * 5])
+    assert not model.model.layers[1].feed_forward.router.balancing_bias.any()
+    assert watch.report()["router/layer_1/dead_experts"] == (0 if changes else 5)
+
+
+@pytest.mark.slow
+def test_one_graph_where_nobody_watches():
+    model = make(**SHALLOW)
+    tokens = batch(model, 1)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert compiled(tokens, labels=tokens).loss == model(tokens, labels=tokens).loss
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param("compiled", marks=pytest.mark.slow), "checkpointed", "checkpointed again"]
+)
+def test_the_same_numbers_however_the_model_runs(way):
+    shares = []
+    for changed in (False, True):
+        model = call = make(**SHALLOW)
+        watch = llamoe.RouterWatch(model)
+        if changed and way == "compiled":
+            torch._dynamo.reset()
+            call = torch.compile(model, backend="eager")
+        elif changed:
+            model.gradient_checkpointing_enable({"use_reentrant": way.endswith("again")})
+            model.enable_input_require_grads()
+        for seed in (1, 2):
+            tokens = batch(model, seed)
+            call(tokens, labels=tokens).loss.backward()
+        shares.append(watch.step())
+    assert torch.equal(*shares)
+
+
+def test_the_bias_is_saved_beside_stocks_weights_and_stays_float32(tmp_path):
+    model = make(**SHALLOW)
+    train(model, llamoe.RouterWatch(model), 2)
+    bias = model.model.layers[1].feed_forward.router.balancing_bias.clone()
+    assert bias.abs().max() > 0
+    tokens = batch(model, 5)
+    model.bfloat16().save_pretrained(tmp_path)
+    again = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    router = again.model.layers[1].feed_forward.router
+    assert again.dtype == torch.bfloat16 and router.balancing_bias.dtype == torch.float32
+    assert torch.equal(router.balancing_bias, bias)
+    assert torch.equal(again(tokens).logits, model.eval()(tokens).logits)
+    with pytest.raises(llamoe.ConfigurationError, match="router_balancing"):
+        model.save_pretrained(tmp_path / "stock", layout="stock")
+    assert not (tmp_path / "stock").exists()
+
+
+def test_metas_format_has_no_place_for_a_bias(tmp_path):
+    make(head_dim=12, **SHALLOW).save_pretrained(tmp_path / "saved")
+    with pytest.raises(llamoe.ConfigurationError, match="router_balancing = 'bias': Meta's params.json"):
+        convert(tmp_path / "saved", tmp_path / "meta", to="meta")
+    assert not (tmp_path / "meta").exists()
+
+
+def test_a_checkpoint_without_a_bias_begins_at_zero(tmp_path):
+    make(None, **SHALLOW).save_pretrained(tmp_path)
+    model = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, router_balancing="bias")
+    assert model.model.layers[1].feed_forward.router.balancing_bias.tolist() == [0.0] * 5
+
+
+def test_the_trainer_reports_and_balances(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = make(**SHALLOW)
+    rows = [{"input_ids": row, "labels": row} for row in batch(model, 0, rows=16)]
+    options = TrainingArguments(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=2,
+        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, options, train_dataset=rows)
+    watch = llamoe.watch_routers(trainer)
+    trainer.train()
+    reports = [entry for entry in trainer.state.log_history if "router/layer_1/max_violation" in entry]
+    assert [entry["step"] for entry in reports] == [2, 4]
+    assert model.model.layers[1].feed_forward.router.balancing_bias.abs().max() > 0
+    model(rows[0]["input_ids"][None])
+    assert watch.step() is None
+
+
+def test_a_bias_that_nothing_moves_is_told(caplog):
+    model = make(**SHALLOW)
+    logger.warning_once.cache_clear()
+    with caplog.at_level("WARNING"):
+        tokens = batch(model, 0)
+        model(tokens, labels=tokens)
+    assert "llamoe.watch_routers" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda: llamoe.RouterWatch(make(**SHALLOW), rate=0), "rate = 0"),
+        (lambda: llamoe.RouterWatch(torch.nn.Linear(2, 3)), "Linear has no routers"),
+        (lambda: llamoe.LlamoeTextConfig(router_balancing="loss"), "router_balancing"),
+    ],
+)
+def test_bad_input(act, says):
+    with pytest.raises(ValueError, match=says):
+        act()
