@@ -1,21 +1,24 @@
 """What a model is: pure data, no tensors; and the errors that all packages raise.
 
 Reading order: errors, json_files, checks, hub, servers, base, parallel, decoder, vision, multimodal, stock, presets,
-parameter_count, memory. A file imports only files that stand before it.
+parameter_count, compute_optimal, recipe, memory. A file imports only files that stand before it.
 """
 
+from .compute_optimal import ComputeOptimal, compute_optimal
 from .decoder import LayerPlan, LlamoeDenseConfig, LlamoeTextConfig
 from .errors import CheckpointError, ConfigurationError
 from .memory import cache_bytes, cache_tokens
 from .multimodal import LlamoeConfig
 from .parameter_count import ParameterCount, count_parameters
 from .presets import PRESETS, preset
+from .recipe import llama_recipe
 from .stock import from_stock, to_stock
 from .vision import LlamoeVisionConfig
 
 __all__ = [
     "PRESETS",
     "CheckpointError",
+    "ComputeOptimal",
     "ConfigurationError",
     "LayerPlan",
     "LlamoeConfig",
@@ -25,8 +28,10 @@ __all__ = [
     "ParameterCount",
     "cache_bytes",
     "cache_tokens",
+    "compute_optimal",
     "count_parameters",
     "from_stock",
+    "llama_recipe",
     "preset",
     "to_stock",
 ]

@@ -1,0 +1,63 @@
+"""LLaMA's own training recipe, for Trainer."""
+
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+
+from .decoder import LlamoeDenseConfig, LlamoeTextConfig
+from .multimodal import LlamoeConfig
+from .parameter_count import count_parameters
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+# LLaMA's 7 and 13 billion were trained with the first, 33 and 65 billion with the second.
+_RATES = ((20e9, 3e-4), (float("inf"), 1.5e-4))
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+
+
+def llama_recipe(
+    output_dir: str | PathLike,
+    config: LlamoeDenseConfig | LlamoeTextConfig | LlamoeConfig | None = None,
+    **options: Any,
+) -> "TrainingArguments":
+    """The arguments of LLaMA's training (Touvron et al. 2023, section 2.3), as far as they are Trainer's.
+
+    AdamW with betas of 0.9 and 0.95, a weight decay of 0.1 on all weights but norms and biases, a cosine that ends at a
+    tenth of the rate after 2,000 steps of warm-up, gradients clipped at a norm of 1, bfloat16, and checkpointing without
+    reentrance. The paper's batches had 4 million tokens: choose `per_device_train_batch_size` and
+    `gradient_accumulation_steps` for that.
+
+    Args:
+        output_dir: for checkpoints.
+        config: of the model; its size chooses the learning rate, 1.5e-4 from 20 billion parameters on, else 3e-4.
+        options: further arguments of `TrainingArguments`, or other values for these.
+
+    Raises:
+        ValueError: the training would end before its warm-up does.
+    """
+    from transformers import TrainingArguments
+
+    size = count_parameters(config).total if config is not None else 0
+    recipe: dict[str, Any] = {
+        "learning_rate": next(rate for below, rate in _RATES if size < below),
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        "warmup_steps": 2000,
+        "bf16": True,
+    } | options
+    # transformers 5.23 has a new name for it.
+    names = [name for name in _CHECKPOINTING if name in TrainingArguments.__dataclass_fields__]
+    if not any(name in options for name in names):
+        recipe |= {names[0]: True, f"{names[0]}_kwargs": {"use_reentrant": False}}
+    steps, warm_up = recipe.get("max_steps", -1), recipe["warmup_steps"]
+    if 0 < steps <= warm_up:
+        raise ValueError(
+            f"llama_recipe: max_steps = {steps} end within the {warm_up} steps of warm-up, before the learning rate is "
+            "reached; give a smaller warmup_steps, too."
+        )
+    return TrainingArguments(output_dir=str(output_dir), **recipe)

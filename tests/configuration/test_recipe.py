@@ -1,0 +1,76 @@
+"""LLaMA's training recipe as arguments of Trainer."""
+
+import pytest
+import torch
+from llamoe import llama_recipe, preset
+from support.models import MODELS, TEXT
+from transformers import Trainer, TrainingArguments
+
+CAUSAL = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
+
+
+def test_the_papers_values(tmp_path):
+    recipe = llama_recipe(tmp_path, use_cpu=True, per_device_train_batch_size=3)
+    assert (recipe.learning_rate, recipe.adam_beta1, recipe.adam_beta2) == (3e-4, 0.9, 0.95)
+    assert (recipe.weight_decay, recipe.max_grad_norm, recipe.warmup_steps) == (0.1, 1.0, 2000)
+    assert recipe.bf16 and recipe.per_device_train_batch_size == 3
+    assert "adamw" in recipe.optim
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("llama-13b", 3e-4), ("llama-33b", 1.5e-4), ("llama-4-scout", 1.5e-4)]
+)
+def test_the_rate_goes_by_the_size(name, rate, tmp_path):
+    assert llama_recipe(tmp_path, preset(name), use_cpu=True).learning_rate == rate
+    assert llama_recipe(tmp_path, preset(name), use_cpu=True, learning_rate=1e-5).learning_rate == 1e-5
+
+
+@pytest.mark.parametrize("case", MODELS, ids=[case.name for case in MODELS])
+def test_norms_and_biases_do_not_decay(case, tmp_path):
+    model = case.make()
+    decaying = set(Trainer(model, llama_recipe(tmp_path, use_cpu=True)).get_decay_parameter_names(model))
+    for name, weight in model.named_parameters():
+        is_spared = name.endswith(".bias") or "norm" in name.rpartition(".")[0].rpartition(".")[2]
+        assert (name in decaying) is not is_spared, name
+        assert weight.dim() > 1 or is_spared or name.endswith("class_embedding"), name
+
+
+def test_a_training_follows_it(tmp_path):
+    """The rate warms up, falls by a cosine and ends at a tenth; layers are checkpointed; the loss falls."""
+    torch.manual_seed(0)
+    row = torch.randint(1, TEXT["vocab_size"], (9,))
+    data = [{"input_ids": row, "labels": row}] * 8
+    recipe = llama_recipe(
+        tmp_path,
+        use_cpu=True,
+        max_steps=30,
+        warmup_steps=5,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(CAUSAL.make(), recipe, train_dataset=data)
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
+    rates = [entry["learning_rate"] for entry in history]
+    assert max(rates) == rates[5] == 1e-3 and rates[1] == pytest.approx(2e-4)
+    assert rates == sorted(rates[:5]) + sorted(rates[5:], reverse=True)
+    # The last step is one before the cosine's end.
+    assert rates[-1] == pytest.approx(1e-4, rel=0.05)
+    assert any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+    assert history[-1]["loss"] < 0.8 * history[0]["loss"]
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_checkpointing_can_be_turned_off(name, tmp_path):
+    if name not in TrainingArguments.__dataclass_fields__:
+        pytest.skip("this transformers does not know the new name yet")
+    assert not getattr(llama_recipe(tmp_path, use_cpu=True, **{name: False}), name)
+
+
+def test_a_training_that_ends_in_its_warm_up_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="max_steps = 100 end within the 2000 steps of warm-up"):
+        llama_recipe(tmp_path, use_cpu=True, max_steps=100)
+    assert not any(tmp_path.iterdir())
