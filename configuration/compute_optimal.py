@@ -1,8 +1,8 @@
 """How large a model, and on how many tokens, for a budget of compute.
 
-Dense models by the parametric fit of Hoffmann et al. 2022 (arXiv 2203.15556, approach 3), mixtures by the fit of Abnar et
-al. 2025 (arXiv 2501.12370, equation 6 and table 3), which knows total parameters, tokens and sparsity. Training costs
-6 FLOPs for each active parameter and token.
+Dense models by the parametric fit of Hoffmann et al. 2022 (arXiv 2203.15556, approach 3), mixtures by the fit of Abnar
+et al. 2025 (arXiv 2501.12370, equation 6 and table 3), which knows total parameters, tokens and sparsity. Training
+costs 6 FLOPs for each active parameter and token.
 """
 
 import math
@@ -83,9 +83,9 @@ def compute_optimal(
     """The model and the number of tokens that reach the least loss for their compute.
 
     Exactly one of `flops`, `tokens` and `parameters` says what is given; with a config alone its own parameters are.
-    Sizes of the papers' experiments, up to 16 billion parameters (Hoffmann) and 5 billion (Abnar), are interpolated and
-    all others extrapolated. Abnar's fit explains 68 % of the variance at a sparsity that it was not fitted to. Models for
-    many users are trained on more tokens than this, LLaMA's among them: what they save is paid at each answer.
+    Sizes of the papers' experiments, up to 16 billion parameters (Hoffmann) and 5 billion (Abnar), are interpolated
+    and all others extrapolated. Abnar's fit explains 68 % of the variance at a sparsity that it was not fitted to.
+    Models for many users are trained on more tokens than this: a smaller model costs less at each answer.
 
     Args:
         config: gives the shape; of a multimodal one the text model's. None is a dense model. For a mixture the share of
@@ -99,7 +99,9 @@ def compute_optimal(
     """
     text = config.text_config if isinstance(config, LlamoeConfig) else config
     if text is not None and not isinstance(text, LlamoeDenseConfig | LlamoeTextConfig):
-        raise ConfigurationError(f"compute_optimal: config is a decoder's or None, not {type(text).__name__}.")
+        raise ConfigurationError(
+            f"compute_optimal: config is a decoder's or None, not {type(text).__name__}."
+        )
     given = {"flops": flops, "tokens": tokens, "parameters": parameters}
     given = {name: value for name, value in given.items() if value is not None}
     shape = _Shape()

@@ -3,7 +3,6 @@
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-
 from .decoder import LlamoeDenseConfig, LlamoeTextConfig
 from .multimodal import LlamoeConfig
 from .parameter_count import count_parameters
@@ -24,8 +23,8 @@ def llama_recipe(
     """The arguments of LLaMA's training (Touvron et al. 2023, section 2.3), as far as they are Trainer's.
 
     AdamW with betas of 0.9 and 0.95, a weight decay of 0.1 on all weights but norms and biases, a cosine that ends at a
-    tenth of the rate after 2,000 steps of warm-up, gradients clipped at a norm of 1, bfloat16, and checkpointing without
-    reentrance. The paper's batches had 4 million tokens: choose `per_device_train_batch_size` and
+    tenth of the rate after 2,000 steps of warm-up, gradients clipped at a norm of 1, bfloat16, and checkpointing
+    without reentrance. The paper's batches had 4 million tokens: choose `per_device_train_batch_size` and
     `gradient_accumulation_steps` for that.
 
     Args:

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from llamoe import ConfigurationError, LlamoeTextConfig, compute_optimal, preset
 
 # Hoffmann et al. 2022, table A3, approach 3: parameters, FLOPs, tokens. The paper prints 1.26e24 FLOPs for 175 billion

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from llamoe import llama_recipe, preset
 from support.models import MODELS, TEXT
 from transformers import Trainer, TrainingArguments
+
+from llamoe import llama_recipe, preset
 
 CAUSAL = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
 
