@@ -118,19 +118,20 @@ def compute_optimal(
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigurationError(f"compute_optimal: {name} is a number above zero, not {value!r}.")
     if name == "flops":
-        return _within_budgets(value, shape.optimum)
+        return _within_budgets(value, shape.optimum, f"flops = {value}")
     # Both grow with the budget.
     low, high = math.log(_SMALLEST), math.log(_LARGEST)
     while high - low > 1e-9:
         middle = (low + high) / 2
         is_less = getattr(shape.optimum(math.exp(middle)), name) < value
         low, high = (middle, high) if is_less else (low, middle)
-    return _within_budgets(math.exp(low), shape.optimum)
+    return _within_budgets(math.exp(low), shape.optimum, f"{name} = {value}")
 
 
-def _within_budgets(flops: float, optimum: Callable[[float], ComputeOptimal]) -> ComputeOptimal:
+def _within_budgets(flops: float, optimum: Callable[[float], ComputeOptimal], given: str) -> ComputeOptimal:
     if not _SMALLEST * 1.001 < flops < _LARGEST / 1.001:
         raise ConfigurationError(
-            f"compute_optimal: the fits say nothing of budgets outside of {_SMALLEST:.0e} to {_LARGEST:.0e} FLOPs."
+            f"compute_optimal: {given} is no size of a training: its budget lies outside of {_SMALLEST:.0e} to "
+            f"{_LARGEST:.0e} FLOPs, of which the fits say nothing."
         )
     return optimum(flops)

@@ -33,7 +33,7 @@ def llama_recipe(
         options: further arguments of `TrainingArguments`, or other values for these.
 
     Raises:
-        ValueError: the training would end before its warm-up does.
+        ValueError: a training of `max_steps` steps would end before its warm-up does.
     """
     from transformers import TrainingArguments
 
@@ -45,14 +45,17 @@ def llama_recipe(
         "weight_decay": 0.1,
         "max_grad_norm": 1.0,
         "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
         "warmup_steps": 2000,
         "bf16": True,
     } | options
     # transformers 5.23 has a new name for it.
     names = [name for name in _CHECKPOINTING if name in TrainingArguments.__dataclass_fields__]
     if not any(name in options for name in names):
-        recipe |= {names[0]: True, f"{names[0]}_kwargs": {"use_reentrant": False}}
+        recipe[names[0]] = True
+        if not any(f"{name}_kwargs" in options for name in names):
+            recipe[f"{names[0]}_kwargs"] = {"use_reentrant": False}
+    if "lr_scheduler_type" not in options:
+        recipe.setdefault("lr_scheduler_kwargs", {"min_lr_rate": 0.1})
     steps, warm_up = recipe.get("max_steps", -1), recipe["warmup_steps"]
     if 0 < steps <= warm_up:
         raise ValueError(

@@ -323,9 +323,11 @@ def before_saving_adapters(tell: Callable) -> None:
     original = peft_model.save_pretrained
 
     @functools.wraps(original)
-    def save_pretrained(self, save_directory, safe_serialization=True, selected_adapters=None, **kwargs):
+    def save_pretrained(
+        self, save_directory, safe_serialization=True, selected_adapters=None, *args, **kwargs
+    ):
         tell(self, selected_adapters)
-        return original(self, save_directory, safe_serialization, selected_adapters, **kwargs)
+        return original(self, save_directory, safe_serialization, selected_adapters, *args, **kwargs)
 
     peft_model.save_pretrained = save_pretrained
 

@@ -43,6 +43,7 @@ class ParamWrapper(layer.ParamWrapper):
                 "LoRA's target_modules names the experts' module, which is no linear layer. Name its stacks in "
                 'target_parameters: ["experts.gate_up_proj", "experts.down_proj"].'
             )
+        _refuse_shared_experts(base_layer, parameter_name)
         super().__init__(base_layer, adapter_name, parameter_name, config=_without_dropout(config), **kwargs)
         self._set_dropout(adapter_name, config)
 
@@ -76,8 +77,13 @@ class ParamWrapper(layer.ParamWrapper):
             kwargs: what `Experts.forward` takes besides.
 
         Raises:
-            ValueError: dropout, or several adapters in a batch, with experts that another library computes.
+            ValueError: dropout, or several adapters in a batch, with experts that another library computes; several
+                adapters in a batch while one is merged.
         """
+        if adapter_names is not None and self.merged and not self.disable_adapters:
+            raise ValueError(
+                "adapter_names while adapters are merged into the weights: call unmerge_adapter() first."
+            )
         if not _computed_here(self.get_base_layer()):
             self._refuse_what_peft_cannot(adapter_names)
             return super().forward(x, *args, **kwargs)
@@ -142,8 +148,10 @@ class ParamWrapper(layer.ParamWrapper):
         # The expert is the slowest index of A, and the fastest of B.
         a_ErI = torch.cat([each.unflatten(0, (self.num_experts, -1)) for each in a], 1)
         b_OrE = torch.cat([each.unflatten(1, (-1, self.num_experts)) for each in b], 1)
-        self.lora_A[adapter_name].weight.data.copy_(a_ErI.flatten(0, 1))
-        self.lora_B[adapter_name].weight.data.copy_(b_OrE.flatten(1))
+        whole_a, whole_b = (each[adapter_name].weight.data.zero_() for each in (self.lora_A, self.lora_B))
+        # With a `rank_pattern` peft makes room for the largest of all ranks.
+        whole_a.unflatten(0, (self.num_experts, -1))[:, : a_ErI.shape[1]] = a_ErI
+        whole_b.unflatten(1, (-1, self.num_experts))[:, : b_OrE.shape[1]] = b_OrE
 
     def _update(self, name: str, scale: float | torch.Tensor) -> LowRank:
         """An adapter's factors, `[E, I, r]` and `[E, r, O]`; peft holds `[E * r, I]` and `[O, r * E]`."""
@@ -151,6 +159,23 @@ class ParamWrapper(layer.ParamWrapper):
         # A whole transpose first: its copy is much faster than that of three axes in another order.
         b_rEO = self.lora_B[name].weight.t().contiguous().unflatten(0, (-1, self.num_experts))
         return LowRank(a_ErI.transpose(1, 2), b_rEO.transpose(0, 1), scale, self.lora_dropout[name])
+
+
+def _refuse_shared_experts(wrapped: Any, parameter_name: str) -> None:
+    """Refuse stacks of which this process holds some experts or columns, and the adapter would hold all.
+
+    Raises:
+        ValueError: expert parallel or tensor parallel experts.
+    """
+    experts = wrapped.get_base_layer() if hasattr(wrapped, "get_base_layer") else wrapped
+    mesh = getattr(getattr(experts, parameter_name), "device_mesh", None)
+    if getattr(experts, "_is_expert_parallel", False) or {"tp", "ep"} & set(
+        getattr(mesh, "mesh_dim_names", ()) or ()
+    ):
+        raise ValueError(
+            "LoRA on experts that several processes share (tp_size, ep_size) is not supported: load the model without "
+            "them, or with fsdp_size, or leave the experts out, llamoe.lora_config(model, experts=False)."
+        )
 
 
 def _without_dropout(config: LoraConfig) -> LoraConfig:
@@ -172,26 +197,32 @@ def add_weighted_adapter(
     weights: Sequence[float],
     adapter_name: str,
     combination_type: str = "svd",
+    *more: Any,
     **options: Any,
 ) -> None:
     """Peft's `add_weighted_adapter`, which knows factors of linear layers only.
 
     Raises:
-        ValueError: a sum by singular values, which peft takes of matrices.
+        ValueError: a sum by singular values, which peft takes of matrices; adapters of other stacks.
     """
     stacks = [
         module
         for module in tuner.model.modules()
         if isinstance(module, ParamWrapper) and any(name in module.lora_A for name in adapters)
     ]
-    if stacks and "svd" in combination_type:
+    if any(name not in module.lora_A for module in stacks for name in adapters):
+        raise ValueError(
+            f"Some of the adapters {', '.join(adapters)} adapt experts' stacks that others do not."
+        )
+    # The "sum" of one adapter is linear.
+    if stacks and "svd" in combination_type and len(adapters) > 1:
         raise ValueError(
             f'combination_type="{combination_type}" is not for adapters of experts\' stacks. '
             'Choose "linear" or, where ranks differ, "cat".'
         )
     is_new = adapter_name not in tuner.peft_config
     with sum_of_parameters(tuner) if stacks else nullcontext():
-        original(tuner, adapters, weights, adapter_name, combination_type, **options)
+        original(tuner, adapters, weights, adapter_name, combination_type, *more, **options)
     if is_new and combination_type == "cat":
         for module in stacks:
             module.concatenate(adapters, weights, adapter_name)

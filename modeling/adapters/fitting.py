@@ -241,6 +241,34 @@ def orient_swapped(
     return {names[name]: tensor for name, tensor in turned.items()}
 
 
+def pad_ranks(
+    model: torch.nn.Module, adapter_name: str, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The weights of an adapter that replaces one, those of experts' stacks filled with zeros to the rank of its.
+
+    peft fills up with rows and columns at the end, where in a stack the factors of other experts are.
+
+    Args:
+        model: a `PeftModel`.
+        adapter_name: the adapter that is replaced.
+        tensors: the weights by the model's keys, with the adapter's name in them.
+    """
+    padded = dict(tensors)
+    for key, tensor in tensors.items():
+        head, is_factor, factor = key.rpartition(".lora_")
+        module = model.get_submodule(head) if is_factor else None
+        if not hasattr(module, "parameter_name"):
+            continue
+        experts, dim = module.num_experts, 0 if factor.startswith("A") else 1
+        shape = (experts, -1) if dim == 0 else (-1, experts)
+        new, old = (each.unflatten(dim, shape) for each in (tensor, model.get_parameter(key)))
+        if new.shape[1] < old.shape[1]:
+            whole = new.new_zeros(old.shape)
+            whole[:, : new.shape[1]] = new
+            padded[key] = whole.flatten(dim, dim + 1)
+    return padded
+
+
 def _is_named(key: str, adapter_name: str) -> bool:
     return f".{adapter_name}." in key or key.endswith(f".{adapter_name}")
 

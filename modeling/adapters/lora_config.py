@@ -43,7 +43,7 @@ def lora_config(
         options: further fields of `LoraConfig`, `lora_alpha` (twice the rank by default) among them.
 
     Raises:
-        ValueError: a rank below 1, a dropout outside of 0 to 1, or one for the router.
+        ValueError: a rank below 1, a dropout outside of 0 to 1, or one for the router; a part that the model lacks.
     """
     from peft import LoraConfig
 
@@ -53,6 +53,13 @@ def lora_config(
         raise ValueError(f"lora_config: dropout is at least 0 and less than 1, not {dropout!r}.")
     if router and dropout:
         raise ValueError("lora_config: peft has no dropout for the router's weight: choose dropout=0.0.")
+    has_router = any(isinstance(module, Router) for module in model.modules())
+    for part, is_asked, is_there in (
+        ("router", router, has_router),
+        ("vision tower", vision, getattr(model.config, "vision_config", None) is not None),
+    ):
+        if is_asked and not is_there:
+            raise ValueError(f"lora_config: this {type(model).__name__} has no {part} to adapt.")
     stacks = set()
     for name, module in model.named_modules():
         # The same in every layer.
@@ -82,7 +89,10 @@ def tell_of_frozen_experts(config: Any, model: nn.Module) -> None:
         if isinstance(module, Experts)
         for stack in _STACKS
     }
-    named = tuple(config.target_parameters or ())
+    named = (
+        *(config.target_parameters or ()),
+        *(f"{module}.{stack}" for module in config.modules_to_save or () for stack in _STACKS),
+    )
     if not stacks or config.inference_mode or any(stack.endswith(named) for stack in stacks if named):
         return
     adapted, frozen = _bytes_by_part(config, model)
@@ -96,10 +106,12 @@ def _bytes_by_part(config: Any, model: nn.Module) -> tuple[Counter, Counter]:
     from peft.tuners.tuners_utils import check_target_module_exists
 
     adapted, frozen = Counter(), Counter()
+    named = (*(config.target_parameters or ()), *(f"{module}." for module in config.modules_to_save or ()))
     # Shared weights count once.
     for name, parameter in model.named_parameters():
         module = name.rpartition(".")[0]
-        is_target = bool(module) and bool(check_target_module_exists(config, module))
+        is_target = any(f".{each}" in f".{name}" for each in named)
+        is_target = is_target or bool(module) and bool(check_target_module_exists(config, module))
         (adapted if is_target else frozen)[part_of(name)] += parameter.numel() * parameter.element_size()
     return adapted, frozen
 

@@ -20,7 +20,7 @@ from .._private_api import (
 )
 from ..moe import Experts
 from .expert_layout import mark, remember_file
-from .fitting import orient_swapped
+from .fitting import orient_swapped, pad_ranks
 from .loading import LoadsAdapters
 from .lora_config import tell_of_frozen_experts
 from .safetensors_headers import check_files
@@ -98,7 +98,7 @@ def _orient_before_hotswap(model: nn.Module, tensors: dict[str, Any], adapter_na
     base = model.get_base_model() if hasattr(model, "get_base_model") else None
     if not isinstance(base, LoadsAdapters):
         return tensors
-    return orient_swapped(base, config, adapter_name, tensors)
+    return pad_ranks(model, adapter_name, orient_swapped(base, config, adapter_name, tensors))
 
 
 def _check_before_adding(model: nn.Module, name_or_path: Any, **download: Any) -> None:
@@ -114,8 +114,8 @@ def _tell_of_dropout(model: Any, selected_adapters: list[str] | None) -> None:
         if chosen and _is_lora(config) and config.target_parameters and config.lora_dropout:
             if isinstance(model.get_base_model(), LoadsAdapters):
                 logger.warning(
-                    "Adapter \"%s\" has dropout on the experts' stacks. peft opens it over llamoe's models; over "
-                    'others once adapter_config.json has "lora_dropout": 0, which changes nothing but training.',
+                    "Adapter \"%s\" has dropout on the experts' stacks, which peft opens over llamoe's models and no "
+                    "others.",
                     name,
                 )
 

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .losses import TrainsRouters, expert_load, router_entropy
+from .losses import TrainsRouters, expert_load, moves, router_entropy, token_weights
 
 
 class RouterWatch:
-    """Counts the tokens of every expert in training, moves the biases of routers that have one, and reports.
+    """Counts the tokens of every expert in training, moves biases, and reports.
 
-    Padding is not counted. Counts are those of all processes. With `torch.compile` or gradient checkpointing nothing
-    changes but that checkpointing may count every token twice, which leaves all shares alike.
+    A bias moves where a router learns and has one. Padding is not counted, nor are passes without gradients. Counts are
+    those of all processes. With `torch.compile` or gradient checkpointing nothing changes but that checkpointing may
+    count every token twice, which leaves all shares alike.
     """
 
     def __init__(self, model: nn.Module, rate: float = 0.05):
@@ -31,35 +32,34 @@ class RouterWatch:
 
         Args:
             model: one of ours with a mixture and a head, or what peft or accelerate made of it.
-            rate: how far a bias moves in a step at most, in standard deviations of a token's logits.
+            rate: how far a bias moves in a step for an expert that has twice its share, in standard deviations of a
+                token's logits; no bias moves more than twice as far.
 
         Raises:
-            ValueError: a model without routers, or a rate that is not positive.
+            ValueError: a model without routers or with another watch, or a rate that is not positive.
         """
         if not rate > 0:
             raise ValueError(
                 f"rate = {rate}: a bias must be able to move; give a number above 0, such as 0.05."
             )
-        heads = [
-            module for module in model.modules() if isinstance(module, TrainsRouters) and module._has_experts
-        ]
-        if not heads:
-            raise ValueError(
-                f"{type(model).__name__} has no routers to watch: it is no mixture of ours with a head."
-            )
-        self.head = heads[0]
         self.rate = rate
         self._of_step: _Counts | None = None
         self._of_report: _Counts | None = None
-        self.open()
+        self.head = _head_of(model)
+        self.open(model)
 
-    def open(self) -> None:
-        """Begin to watch, again after `close`."""
-        self.head.router_observer = self._count
+    def open(self, model: nn.Module) -> None:
+        """Begin to watch a model, in place of the one before; raises as for a new watch."""
+        head = _head_of(model)
+        if head.router_observer not in (None, self._count):
+            raise ValueError(f"{type(model).__name__} has a watch already: close() that one first.")
+        self.close()
+        self.head, head.router_observer = head, self._count
 
     def close(self) -> None:
         """Stop watching."""
-        self.head.router_observer = None
+        if self.head.router_observer == self._count:
+            self.head.router_observer = None
 
     def _count(
         self,
@@ -72,7 +72,10 @@ class RouterWatch:
         load = expert_load(router_logits, top_k, attention_mask, biases).float()
         entropy_L = router_entropy(router_logits, attention_mask)
         spread_L = torch.stack(
-            [logits.float().std(-1, correction=0).mean().to(load.device) for logits in router_logits]
+            [
+                (token_weights(logits, attention_mask) @ logits.float().std(-1, correction=0)).to(load.device)
+                for logits in router_logits
+            ]
         )
         self._of_step = _add(self._of_step, (load, torch.stack([entropy_L, spread_L]), 1))
 
@@ -91,12 +94,14 @@ class RouterWatch:
         self._of_step, self._of_report = None, _add(self._of_report, counts)
         load, (_, spread_L), passes = counts
         with torch.no_grad():
-            for bias_E, load_E, spread in zip(self.head._biases(), load, spread_L / passes, strict=True):
-                if bias_E is not None:
+            # Logits that are no numbers, as of a step that a scaler of gradients skips, move nothing.
+            spreads = (spread_L / passes).nan_to_num(0.0, 0.0, 0.0)
+            for router, load_E, spread in zip(self.head.routers(), load, spreads, strict=True):
+                if moves(router):
                     error_E = (load_E / load_E.mean().clamp(min=1e-9) - 1).clamp(-1, 1)
                     # The mean stays: only differences choose.
                     step_E = self.rate * spread * (error_E - error_E.mean())
-                    bias_E -= step_E.to(bias_E.device)
+                    router.balancing_bias -= step_E.to(router.balancing_bias.device)
         return _shares(load)
 
     def _nothing(self) -> "_Counts":
@@ -142,10 +147,10 @@ def watch_routers(trainer: Any, rate: float = 0.05) -> RouterWatch:
 
     Args:
         trainer: before its `train()`.
-        rate: how far a bias moves in a step at most, in standard deviations of a token's logits.
+        rate: as for `RouterWatch`.
 
     Raises:
-        ValueError: a model without routers, or a rate that is not positive.
+        ValueError: a model without routers or with another watch, or a rate that is not positive.
     """
     # The import takes half a second, and who trains with a loop of their own does not need it.
     from transformers import TrainerCallback
@@ -153,15 +158,21 @@ def watch_routers(trainer: Any, rate: float = 0.05) -> RouterWatch:
     watch = RouterWatch(trainer.model, rate)
 
     class Watching(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            watch.open()
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            # With `model_init` it is a new one.
+            watch.open(model)
 
         def on_optimizer_step(self, args, state, control, **kwargs):
             watch.step()
 
         def on_step_end(self, args, state, control, **kwargs):
-            if control.should_log:
-                trainer.log(watch.report())
+            report = watch.report() if control.should_log else {}
+            if report:
+                trainer.log(report)
+                # Logging takes the Trainer's own turn for done.
+                control.should_log = True
+
+        on_epoch_end = on_step_end
 
         def on_train_end(self, args, state, control, **kwargs):
             watch.close()
@@ -172,6 +183,13 @@ def watch_routers(trainer: Any, rate: float = 0.05) -> RouterWatch:
 
 _Counts = tuple[torch.Tensor, torch.Tensor, int]
 """Load `[L, E]`, sums of the routers' entropies and of their logits' standard deviations `[2, L]`, number of passes."""
+
+
+def _head_of(model: nn.Module) -> TrainsRouters:
+    for module in model.modules():
+        if isinstance(module, TrainsRouters) and module.routers():
+            return module
+    raise ValueError(f"{type(model).__name__} has no routers to watch: it is no mixture of ours with a head.")
 
 
 def _shares(load: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import is_torchdynamo_compiling, logging
 
-from .layer import Router, choose_experts
+from .layer import MixtureOfExperts, Router, choose_experts
 
 logger = logging.get_logger("llamoe")
+
+
+def moves(router: Router) -> bool:
+    """Whether training moves a router's bias. A frozen router keeps its choices: an adapter's file has no bias."""
+    return router.balancing_bias is not None and router.weight.requires_grad
 
 
 def load_balancing_loss(
@@ -42,7 +47,7 @@ def load_balancing_loss(
     """
     losses = []
     for logits_NE, bias_E in zip(router_logits, biases or [None] * len(router_logits), strict=True):
-        weights_N = _token_weights(logits_NE, attention_mask)
+        weights_N = token_weights(logits_NE, attention_mask)
         probabilities_NE = logits_NE.float().softmax(-1)
         choices_NE = _choices(logits_NE, num_experts_per_tok, bias_E)
         fractions_E = weights_N @ choices_NE
@@ -65,7 +70,7 @@ def router_z_loss(
     """
     return _mean_over_layers(
         [
-            _token_weights(logits, attention_mask) @ logits.float().logsumexp(-1).square()
+            token_weights(logits, attention_mask) @ logits.float().logsumexp(-1).square()
             for logits in router_logits
         ]
     )
@@ -90,7 +95,7 @@ def expert_load(
     """
     counts = []
     for logits_NE, bias_E in zip(router_logits, biases or [None] * len(router_logits), strict=True):
-        real_N = _token_weights(logits_NE, attention_mask) > 0
+        real_N = token_weights(logits_NE, attention_mask) > 0
         counts.append((_choices(logits_NE, num_experts_per_tok, bias_E) * real_N[:, None]).sum(0).long())
     # Layers may be on different devices.
     return torch.stack([count.to(counts[0].device) for count in counts])
@@ -106,7 +111,7 @@ def router_entropy(
     entropies = []
     for logits_NE in router_logits:
         log_NE = logits_NE.float().log_softmax(-1)
-        entropies.append(_token_weights(logits_NE, attention_mask) @ -(log_NE.exp() * log_NE).sum(-1))
+        entropies.append(token_weights(logits_NE, attention_mask) @ -(log_NE.exp() * log_NE).sum(-1))
     return torch.stack([entropy.to(entropies[0].device) for entropy in entropies])
 
 
@@ -115,7 +120,7 @@ def _choices(logits_NE: torch.Tensor, num_experts_per_tok: int, bias_E: torch.Te
     return torch.zeros_like(logits_NE, dtype=torch.float32).scatter_(1, chosen_NK, 1.0)
 
 
-def _token_weights(logits_NE: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def token_weights(logits_NE: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """`[N]` float32: one over the number of real tokens on real tokens, zero on padding."""
     num_tokens = logits_NE.shape[0]
     if attention_mask is None:
@@ -142,11 +147,11 @@ class TrainsRouters(PreTrainedModel):
     _has_experts: ClassVar[bool]
 
     def _is_observed(self) -> bool:
-        """Whether an observer wants this pass' router logits."""
-        if not (self.training and self._has_experts):
+        """Whether an observer wants this pass' router logits. Passes without gradients train nothing."""
+        if not (self.training and self._has_experts and torch.is_grad_enabled()):
             return False
         is_idle = self.router_observer is None and self.config.router_balancing is not None
-        if is_idle and not is_torchdynamo_compiling():
+        if is_idle and not is_torchdynamo_compiling() and any(moves(router) for router in self.routers()):
             logger.warning_once(
                 f"router_balancing = {self.config.router_balancing!r}, but nothing moves the routers' biases: call "
                 "llamoe.watch_routers(trainer) before training, or step() of llamoe.RouterWatch(model) after each "
@@ -154,9 +159,14 @@ class TrainsRouters(PreTrainedModel):
             )
         return self.router_observer is not None
 
+    def routers(self) -> list[Router]:
+        """The router of each mixture layer; where peft trains a copy of it, that copy."""
+        found = [module.router for module in self.modules() if isinstance(module, MixtureOfExperts)]
+        return [router.get_base_layer() if hasattr(router, "get_base_layer") else router for router in found]
+
     def _biases(self) -> list[torch.Tensor | None]:
         """The bias of each mixture layer's router."""
-        return [router.balancing_bias for router in self.modules() if isinstance(router, Router)]
+        return [router.balancing_bias for router in self.routers()]
 
     def _option(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name, False) if given is None else given)

@@ -71,6 +71,21 @@ def test_checkpointing_can_be_turned_off(name, tmp_path):
     assert not getattr(llama_recipe(tmp_path, use_cpu=True, **{name: False}), name)
 
 
+def test_other_values_replace_the_recipes_own(tmp_path):
+    name = next(
+        each
+        for each in ("activation_checkpointing", "gradient_checkpointing")
+        if each in TrainingArguments.__dataclass_fields__
+    )
+    recipe = llama_recipe(
+        tmp_path, use_cpu=True, lr_scheduler_type="linear", **{f"{name}_kwargs": {"use_reentrant": True}}
+    )
+    assert not recipe.lr_scheduler_kwargs and getattr(recipe, name)
+    assert getattr(recipe, f"{name}_kwargs") == {"use_reentrant": True}
+    recipe = llama_recipe(tmp_path, use_cpu=True, lr_scheduler_kwargs={"min_lr_rate": 0.2})
+    assert recipe.lr_scheduler_kwargs == {"min_lr_rate": 0.2}
+
+
 def test_a_training_that_ends_in_its_warm_up_is_refused(tmp_path):
     with pytest.raises(ValueError, match="max_steps = 100 end within the 2000 steps of warm-up"):
         llama_recipe(tmp_path, use_cpu=True, max_steps=100)

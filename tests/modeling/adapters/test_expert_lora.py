@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.hotswap import hotswap_adapter
 from support.models import SHALLOW_MODELS, max_abs, run
 from torch import nn
 
@@ -302,3 +303,73 @@ def test_a_dense_model_has_nothing_to_tell(caplog):
     assert config.target_parameters is None
     get_peft_model(DENSE.make(), config)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("ranks", [(5, 3), (3, 5)], ids=str)
+def test_an_adapter_of_another_rank_is_swapped_in(ranks, tmp_path):
+    """By peft; transformers refuses it."""
+    for rank in set(ranks):
+        adapted(rank=rank).save_pretrained(tmp_path / str(rank))
+    expected = run(PeftModel.from_pretrained(TEXT.make(), tmp_path / str(ranks[1])), **TEXT.inputs())
+    model = PeftModel.from_pretrained(TEXT.make(), tmp_path / str(ranks[0]))
+    hotswap_adapter(model, tmp_path / str(ranks[1]), "default", torch_device="cpu")
+    assert max_abs(run(model, **TEXT.inputs()), expected) < TOLERANCE
+
+
+def test_concatenation_with_ranks_of_their_own():
+    model = adapted(rank=3, rank_pattern={"q_proj": 7})
+    model.add_adapter("other", model.peft_config["default"])
+    model.add_weighted_adapter(["default", "other"], [0.7, -0.4], "both", "cat")
+    before = run(model, **TEXT.inputs())
+    model.set_adapter("both")
+    parts = []
+    for name, weight in (("default", 0.7), ("other", -0.4)):
+        for wrapper in wrappers(model):
+            parts.append((wrapper, weight * wrapper.get_delta_weight(name)))
+    for wrapper in wrappers(model):
+        wanted = sum(delta for other, delta in parts if other is wrapper)
+        assert max_abs(wrapper.get_delta_weight("both"), wanted) < TOLERANCE
+    assert max_abs(run(model, **TEXT.inputs()), before) > 1e-3
+
+
+def test_sums_of_adapters_of_other_stacks_are_refused():
+    model = adapted()
+    model.add_adapter("plain", LoraConfig(target_modules="all-linear", r=3, init_lora_weights=False))
+    for kind in ("linear", "cat"):
+        for names in (["default", "plain"], ["plain", "default"]):
+            with pytest.raises(ValueError, match="adapt experts' stacks that others do not"):
+                model.add_weighted_adapter(names, [1.0, 1.0], "sum", kind)
+    assert set(model.peft_config) == {"default", "plain"}
+
+
+def test_one_adapter_is_scaled_by_pefts_default():
+    model = adapted()
+    model.add_weighted_adapter(["default"], [1.0], "same")
+    expected = run(model, **TEXT.inputs())
+    model.set_adapter("same")
+    assert max_abs(run(model, **TEXT.inputs()), expected) < TOLERANCE
+
+
+def test_rows_with_adapters_of_their_own_need_unmerged_weights():
+    config = LoraConfig(target_modules=[], target_parameters=STACKS, r=3, init_lora_weights=False)
+    model = get_peft_model(TEXT.make(), config).eval()
+    inputs = TEXT.inputs()
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="call unmerge_adapter"):
+        model(**inputs, adapter_names=["__base__"] * len(inputs["input_ids"]))
+
+
+def test_experts_that_processes_share_are_refused():
+    model = TEXT.make()
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module._is_expert_parallel = True
+    with pytest.raises(ValueError, match="experts that several processes share"):
+        get_peft_model(model, llamoe.lora_config(model))
+    get_peft_model(model, llamoe.lora_config(model, experts=False))
+
+
+@pytest.mark.parametrize(("case", "part"), [(DENSE, "router"), (TEXT, "vision")], ids=["router", "vision"])
+def test_parts_that_are_not_there(case, part):
+    with pytest.raises(ValueError, match=f"has no {part}"):
+        llamoe.lora_config(case.make(), **{part: True})

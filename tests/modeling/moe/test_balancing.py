@@ -184,23 +184,76 @@ def test_a_checkpoint_without_a_bias_begins_at_zero(tmp_path):
     assert model.model.layers[1].feed_forward.router.balancing_bias.tolist() == [0.0] * 5
 
 
-def test_the_trainer_reports_and_balances(tmp_path):
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("makes_model", [False, True], ids=["model", "model_init"])
+def test_the_trainer_reports_and_balances(strategy, makes_model, tmp_path):
     from transformers import Trainer, TrainingArguments
 
-    model = make(**SHALLOW)
-    rows = [{"input_ids": row, "labels": row} for row in batch(model, 0, rows=16)]
+    rows = [{"input_ids": row, "labels": row} for row in batch(make(**SHALLOW), 0, rows=16)]
     options = TrainingArguments(
-        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=2,
-        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2, logging_steps=2,
+        logging_strategy=strategy, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(model, options, train_dataset=rows)
+    if makes_model:
+        trainer = Trainer(model_init=lambda: make(**SHALLOW), args=options, train_dataset=rows)
+    else:
+        trainer = Trainer(make(**SHALLOW), options, train_dataset=rows)
     watch = llamoe.watch_routers(trainer)
     trainer.train()
-    reports = [entry for entry in trainer.state.log_history if "router/layer_1/max_violation" in entry]
-    assert [entry["step"] for entry in reports] == [2, 4]
-    assert model.model.layers[1].feed_forward.router.balancing_bias.abs().max() > 0
-    model(rows[0]["input_ids"][None])
+    history, logged = trainer.state.log_history, [4, 8] if strategy == "epoch" else [2, 4, 6, 8]
+    for name in ("router/layer_1/max_violation", "loss"):
+        assert [entry["step"] for entry in history if name in entry] == logged
+    assert trainer.model.model.layers[1].feed_forward.router.balancing_bias.abs().max() > 0
+    trainer.model(rows[0]["input_ids"][None])
     assert watch.step() is None
+
+
+def test_a_frozen_router_keeps_its_bias(caplog):
+    """An adapter's file has no place for a bias; a copy of the router, which peft saves, has."""
+    from peft import LoraConfig, get_peft_model
+
+    logger.warning_once.cache_clear()
+    tokens = batch(make(**SHALLOW), 0)
+    for options, name in (
+        (dict(target_modules=["q_proj"]), None),
+        (dict(modules_to_save=["router"]), "default"),
+    ):
+        base = make(**SHALLOW)
+        model = get_peft_model(base, LoraConfig(**{"target_modules": ["q_proj"], **options})).train()
+        loss = model(tokens, labels=tokens, output_router_logits=True).loss
+        assert ("nothing moves" in caplog.text) is (name is not None)
+        watch = llamoe.RouterWatch(model)
+        model(tokens, labels=tokens, output_router_logits=True).loss.backward()
+        assert loss.isfinite() and watch.step() is not None
+        router = base.model.layers[1].feed_forward.router
+        assert (router.modules_to_save[name] if name else router).balancing_bias.any() == bool(name)
+        if name:
+            assert not router.original_module.balancing_bias.any()
+
+
+def test_what_is_no_training_and_no_number_moves_nothing():
+    model = make(**SHALLOW)
+    watch = llamoe.RouterWatch(model)
+    with torch.no_grad():
+        model(batch(model, 0))
+    assert watch.step() is None
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] = float("inf")
+    model(torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    assert watch.step() is not None
+    assert not model.model.layers[1].feed_forward.router.balancing_bias.any()
+
+
+def test_one_watch_a_model():
+    model = make(**SHALLOW)
+    first = llamoe.RouterWatch(model)
+    with pytest.raises(ValueError, match="has a watch already"):
+        llamoe.RouterWatch(model)
+    first.close()
+    second = llamoe.RouterWatch(model)
+    first.close()
+    model(batch(model, 0))
+    assert first.step() is None and second.step() is not None
 
 
 def test_a_bias_that_nothing_moves_is_told(caplog):
