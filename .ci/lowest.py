@@ -7,8 +7,11 @@ with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
 
 extras = project["optional-dependencies"]
-drawing = [requirement for requirement in extras["test"] if requirement.startswith("matplotlib")]
-for requirement in project["dependencies"] + extras["vision"] + extras["tokenizers"] + drawing:
+# What examples import.
+others = [
+    requirement for requirement in extras["test"] if requirement.startswith(("matplotlib", "pyahocorasick"))
+]
+for requirement in project["dependencies"] + extras["vision"] + extras["tokenizers"] + others:
     name, lowest = re.match(r"([\w-]+)>=([\w.]+)", requirement).groups()
     print(f"{name}=={lowest}")
 print(

@@ -1,0 +1,201 @@
+"""Fine-tuning by LoRA, from a folder of examples to an adapter."""
+
+import importlib.util
+import json
+import random
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from support import programs
+from support.paths import EXAMPLES, TINY
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+SCRIPT = EXAMPLES / "finetune_lora.py"
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+import finetune_lora
+class Kill(finetune_lora.TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == {step}:
+            os.kill(os.getpid(), signal.SIGKILL)
+made = finetune_lora.make_trainer
+def make(*arguments):
+    trainer = made(*arguments)
+    trainer.add_callback(Kill())
+    return trainer
+finetune_lora.make_trainer = make
+sys.argv = ["finetune_lora.py", *{words!r}]
+finetune_lora.main()
+"""
+
+
+def write_data(folder, count=40):
+    """Pictures of one colour, and the question which it is: the answer's word is new to the model."""
+    folder.mkdir()
+    rng, lines = random.Random(0), []
+    for number in range(count):
+        name, colour = rng.choice([("crimson", (220, 20, 60)), ("navy", (0, 0, 128))])
+        Image.new("RGB", (rng.randint(60, 200), rng.randint(60, 200)), colour).save(folder / f"{number}.png")
+        lines.append(
+            {"image": f"{number}.png", "question": "Which ground?", "answer": f"{name}.", "kind": "ground"}
+        )
+    # Without a picture, and without a chat.
+    lines[3] = {"question": "Who are you?", "answer": "llamoe.", "kind": "name"}
+    lines[7] = {"text": "a text of its own"}
+    (folder / "data.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return folder
+
+
+def words(data, out, *more):
+    return ["--data", str(data), "--out", str(out), "--batch-size", "6", "--epochs", "2", *map(str, more)]
+
+
+@pytest.fixture
+def finetune(monkeypatch, capsys):
+    """Runs the script in this process; returns what it printed."""
+    import finetune_lora
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["finetune_lora.py", *map(str, arguments)])
+        finetune_lora.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_an_adapter_is_learnt_from_a_folder(tmp_path, finetune):
+    from peft import PeftModel
+
+    data, out = write_data(tmp_path / "data"), tmp_path / "out"
+    printed = finetune(*words(data, out, "--epochs", 12))
+    assert "on 36 examples" in printed
+    assert "ground: 0.0% of 4 held-out answers right before, 100.0% now" in printed
+    assert sorted(path.name for path in out.iterdir()) == ["adapter", "loss.png", "run.json"]
+    with Image.open(out / "loss.png") as picture:
+        assert min(picture.size) > 200
+    model = AutoModelForImageTextToText.from_pretrained(TINY, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, out / "adapter").eval()
+    processor = AutoProcessor.from_pretrained(TINY)
+    picture = Image.new("RGB", (90, 70), (0, 0, 128))
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "Which ground?"}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    answer = model.generate(**inputs)[0, inputs["input_ids"].shape[1] :]
+    assert processor.decode(answer, skip_special_tokens=True) == "navy."
+
+
+def test_only_answers_carry_a_loss(tmp_path):
+    import finetune_lora
+
+    processor = AutoProcessor.from_pretrained(TINY)
+    data = write_data(tmp_path / "data")
+    examples = finetune_lora.read_examples(data)
+    batch = finetune_lora.Collator(processor, data)([examples[0], examples[3], examples[7]])
+    learnt = [
+        processor.decode(row[labels != -100])
+        for row, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+    ]
+    end = processor.tokenizer.eos_token
+    assert learnt[:2] == [f"{examples[0]['answer']}{end}", f"llamoe.{end}"]
+    assert learnt[2] == f"<|begin_of_text|>a text of its own{end}"
+    # The prompt is the one that the processor itself writes.
+    content = [
+        {"type": "image", "image": Image.open(data / "0.png")},
+        {"type": "text", "text": "Which ground?"},
+    ]
+    prompt = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    length = prompt["input_ids"].shape[1]
+    assert torch.equal(batch["input_ids"][0, :length], prompt["input_ids"][0])
+    assert torch.equal(batch["pixel_values"][:1], prompt["pixel_values"])
+
+
+def test_a_killed_training_goes_on_to_the_same_adapter(tmp_path):
+    data = write_data(tmp_path / "data")
+    whole = programs.run([SCRIPT, *words(data, tmp_path / "whole", "--save-every", 3)])
+    assert whole.returncode == 0, whole.stderr
+    parts = words(data, tmp_path / "parts", "--save-every", 3)
+    killed = programs.run(["-c", KILLED.format(folder=str(EXAMPLES), step=11, words=parts)])
+    assert killed.returncode == -9, killed.stderr
+    # What a kill within the next checkpoint would have left.
+    (tmp_path / "parts/checkpoints/checkpoint-12").mkdir()
+    other = programs.run([SCRIPT, *parts, "--rank", "4"])
+    assert other.returncode == 2 and "holds a training with rank 8, not 4" in other.stderr
+    assert programs.run([SCRIPT, *parts]).returncode == 0
+    one, two = (
+        load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("whole", "parts")
+    )
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    again = programs.run([SCRIPT, *parts])
+    assert again.returncode == 2 and "holds an adapter that is ready" in again.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+def test_trl_trains_the_same(tmp_path, finetune):
+    data = write_data(tmp_path / "data")
+    finetune(*words(data, tmp_path / "plain"))
+    finetune(*words(data, tmp_path / "sft", "--sft"))
+    one, two = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("plain", "sft"))
+    # Sums in another order, which Adam makes larger where gradients are small.
+    distance = sum((one[key] - two[key]).square().sum() for key in one).sqrt()
+    assert distance < 1e-2 * sum(each.square().sum() for each in one.values()).sqrt()
+
+
+def _line(number, text):
+    def change(data):
+        lines = (data / "data.jsonl").read_text().splitlines()
+        lines[number] = text
+        (data / "data.jsonl").write_text("\n".join(lines))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "says"),
+    [
+        (_line(4, "nonsense"), (), "data.jsonl, line 5 is not JSON"),
+        (_line(1, '{"question": "?"}'), (), 'line 2 has neither "question" and "answer" nor "text"'),
+        (_line(1, '{"question": "?", "answer": 5}'), (), 'line 2: "answer" is no text'),
+        (_line(2, '{"question": "?", "answer": "!", "image": "no.png"}'), (), "line 3: no such picture: "),
+        (lambda data: (data / "data.jsonl").write_text('{"text": "a"}\n'), (), "has 1 examples"),
+        (lambda data: (data / "data.jsonl").unlink(), (), "no such file: "),
+        (lambda data: (data / "0.png").write_text("no picture"), (), "0.png"),
+        (None, ("--model", "nowhere"), "no such model folder: nowhere"),
+        (None, ("--rank", "0"), "argument --rank: must be above 0, not 0"),
+        (None, ("--learning-rate", "1e30"), "try a smaller --learning-rate"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(change, more, says, tmp_path, finetune, capsys):
+    data = write_data(tmp_path / "data")
+    if change:
+        change(data)
+    with pytest.raises(SystemExit, match="2"):
+        finetune(*words(data, tmp_path / "out", *more))
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out" / "adapter").exists()
+
+
+def test_the_lesson_holds_out_wordings(tmp_path):
+    import bigger
+
+    bigger.write_lesson(tmp_path / "one", 20, 10)
+    bigger.write_lesson(tmp_path / "two", 20, 10)
+    lines = [json.loads(line) for line in (tmp_path / "one/data.jsonl").read_text().splitlines()]
+    assert (tmp_path / "one/data.jsonl").read_text() == (tmp_path / "two/data.jsonl").read_text()
+    assert [line["kind"] for line in lines] == ["bigger", "known"] * 15
+    assert {line["question"] for line in lines[20::4]} <= set(bigger.OTHER_WORDINGS)
+    assert not {line["question"] for line in lines[:20]} & set(bigger.OTHER_WORDINGS)
