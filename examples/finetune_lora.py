@@ -31,7 +31,7 @@ LESSON, LESSON_HELD_OUT = 9000, 1000
 
 def fail(message: object) -> NoReturn:
     """Print one line and exit with status 2, as argparse does."""
-    print(f"finetune_lora: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).stem}: {' '.join(str(message).split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -213,17 +213,20 @@ class StopAtNan(TrainerCallback):
 def load(folder: str, dtype: str) -> tuple[Any, Any]:
     """The model, and its processor; for a model without a tower its tokenizer."""
     try:
-        has_tower = getattr(AutoConfig.from_pretrained(folder), "vision_config", None) is not None
-        processor = (AutoProcessor if has_tower else AutoTokenizer).from_pretrained(folder)
-        auto_class = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
-        tokenizer = getattr(processor, "tokenizer", processor)
-        if tokenizer.eos_token is None:
-            fail(f"{folder}: its tokenizer has no eos_token, by which an answer ends")
-        # LLaMA 1 and 2 have none; padding carries no loss.
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        return auto_class.from_pretrained(folder, dtype=getattr(torch, dtype)), processor
+        # Folders of transformers' own LLaMA and Llama 4 are read as llamoe's models.
+        with llamoe.adopt():
+            has_tower = getattr(AutoConfig.from_pretrained(folder), "vision_config", None) is not None
+            processor = (AutoProcessor if has_tower else AutoTokenizer).from_pretrained(folder)
+            auto_class = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
+            model = auto_class.from_pretrained(folder, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
         fail(f"{folder}: {error}")
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if tokenizer.eos_token is None:
+        fail(f"{folder}: its tokenizer has no eos_token, by which an answer ends")
+    # LLaMA 1 and 2 have none; padding carries no loss.
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return model, processor
 
 
 def check_run(arguments: argparse.Namespace, data: Path) -> None:
@@ -232,9 +235,9 @@ def check_run(arguments: argparse.Namespace, data: Path) -> None:
     run["processes"] = str(PartialState().num_processes)
     run["data.jsonl"] = hashlib.sha256((data / "data.jsonl").read_bytes()).hexdigest()
     path = arguments.out / "run.json"
-    if (arguments.out / "adapter").exists():
-        fail(f"{arguments.out} holds an adapter that is ready; name another folder with --out")
-    if any((arguments.out / "checkpoints").glob("checkpoint-*")):
+    if (arguments.out / "adapter").exists() or (arguments.out / "model").exists():
+        fail(f"{arguments.out} holds a training that is ready; name another folder with --out")
+    if any(arguments.out.rglob("checkpoint-*")):
         begun = json.loads(path.read_text())
         other = [
             f"{name} {begun.get(name)}, not {value}"
@@ -247,17 +250,17 @@ def check_run(arguments: argparse.Namespace, data: Path) -> None:
     path.write_text(json.dumps(run, indent=1))
 
 
-def lesson(out: Path) -> Path:
-    """The folder of the small model's lesson, drawn if it is not there."""
+def lesson(out: Path, name: str, train: int, held_out: int) -> Path:
+    """The folder of one of the small model's lessons, `tiny/lessons.py`, drawn if it is not there."""
     folder = out / "lesson"
     if not folder.is_dir():
         sys.path.insert(0, str(HERE / "tiny"))
-        from bigger import write_lesson  # pyright: ignore[reportMissingImports]
+        import lessons  # pyright: ignore[reportMissingImports]
 
         half = out / "lesson-half-drawn"
         shutil.rmtree(half, ignore_errors=True)
-        print(f"drawing {LESSON + LESSON_HELD_OUT} pictures")
-        write_lesson(half, LESSON, LESSON_HELD_OUT)
+        print(f"drawing {train + held_out} pictures")
+        lessons.write_lesson(half, getattr(lessons, name), train, held_out)
         half.rename(folder)
     return folder
 
@@ -330,7 +333,7 @@ def main() -> None:
     state = PartialState(cpu=not torch.accelerator.is_available())
     set_seed(arguments.seed)
     with state.main_process_first():
-        data = arguments.data or lesson(arguments.out)
+        data = arguments.data or lesson(arguments.out, "ask_for_the_bigger", LESSON, LESSON_HELD_OUT)
         examples = read_examples(data)
     if state.is_main_process:
         check_run(arguments, data)

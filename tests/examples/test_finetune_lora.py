@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import random
 import sys
 
 import pytest
@@ -10,44 +9,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from support import programs
+from support.answers import killed_at, write_data
 from support.paths import EXAMPLES, TINY
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 SCRIPT = EXAMPLES / "finetune_lora.py"
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, {folder!r})
-import finetune_lora
-class Kill(finetune_lora.TrainerCallback):
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == {step}:
-            os.kill(os.getpid(), signal.SIGKILL)
-made = finetune_lora.make_trainer
-def make(*arguments):
-    trainer = made(*arguments)
-    trainer.add_callback(Kill())
-    return trainer
-finetune_lora.make_trainer = make
-sys.argv = ["finetune_lora.py", *{words!r}]
-finetune_lora.main()
-"""
-
-
-def write_data(folder, count=40):
-    """Pictures of one colour, and the question which it is: the answer's word is new to the model."""
-    folder.mkdir()
-    rng, lines = random.Random(0), []
-    for number in range(count):
-        name, colour = rng.choice([("crimson", (220, 20, 60)), ("navy", (0, 0, 128))])
-        Image.new("RGB", (rng.randint(60, 200), rng.randint(60, 200)), colour).save(folder / f"{number}.png")
-        lines.append(
-            {"image": f"{number}.png", "question": "Which ground?", "answer": f"{name}.", "kind": "ground"}
-        )
-    # Without a picture, and without a chat.
-    lines[3] = {"question": "Who are you?", "answer": "llamoe.", "kind": "name"}
-    lines[7] = {"text": "a text of its own"}
-    (folder / "data.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return folder
 
 
 def words(data, out, *more):
@@ -129,7 +95,7 @@ def test_a_killed_training_goes_on_to_the_same_adapter(tmp_path):
     whole = programs.run([SCRIPT, *words(data, tmp_path / "whole", "--save-every", 3)])
     assert whole.returncode == 0, whole.stderr
     parts = words(data, tmp_path / "parts", "--save-every", 3)
-    killed = programs.run(["-c", KILLED.format(folder=str(EXAMPLES), step=11, words=parts)])
+    killed = killed_at(11, "finetune_lora", parts)
     assert killed.returncode == -9, killed.stderr
     # What a kill within the next checkpoint would have left.
     (tmp_path / "parts/checkpoints/checkpoint-12").mkdir()
@@ -141,7 +107,7 @@ def test_a_killed_training_goes_on_to_the_same_adapter(tmp_path):
     )
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
     again = programs.run([SCRIPT, *parts])
-    assert again.returncode == 2 and "holds an adapter that is ready" in again.stderr
+    assert again.returncode == 2 and "holds a training that is ready" in again.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
@@ -190,12 +156,12 @@ def test_bad_input_is_told_in_a_line(change, more, says, tmp_path, finetune, cap
 
 
 def test_the_lesson_holds_out_wordings(tmp_path):
-    import bigger
+    import lessons
 
-    bigger.write_lesson(tmp_path / "one", 20, 10)
-    bigger.write_lesson(tmp_path / "two", 20, 10)
+    for name in ("one", "two"):
+        lessons.write_lesson(tmp_path / name, lessons.ask_for_the_bigger, 20, 10)
     lines = [json.loads(line) for line in (tmp_path / "one/data.jsonl").read_text().splitlines()]
     assert (tmp_path / "one/data.jsonl").read_text() == (tmp_path / "two/data.jsonl").read_text()
     assert [line["kind"] for line in lines] == ["bigger", "known"] * 15
-    assert {line["question"] for line in lines[20::4]} <= set(bigger.OTHER_WORDINGS)
-    assert not {line["question"] for line in lines[:20]} & set(bigger.OTHER_WORDINGS)
+    assert {line["question"] for line in lines[20::4]} <= set(lessons.OTHER_WORDINGS)
+    assert not {line["question"] for line in lines[:20]} & set(lessons.OTHER_WORDINGS)
