@@ -28,7 +28,7 @@ NOT_IN_WHEEL := test_benchmarks.py test_layout.py test_readme.py test_snippets.p
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest fuzz kill lint format installed-names types docs wheel bench clean
+.PHONY: help demo train-tiny test test-lowest fuzz kill lint format installed-names types docs wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ demo: $(VENV)/.installed-vision ## ask the small model in the repository about a
 	@echo "picture:  $(IMAGE)"
 	@echo "question: $(QUESTION)"
 	@HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN) examples/describe_image.py --model $(MODEL) --image $(IMAGE) --prompt "$(QUESTION)"
+
+train-tiny: $(VENV)/.installed-vision ## train that model anew, in an hour and a half of two cores: ARGS="--out folder"
+	HF_HUB_OFFLINE=1 $(BIN) examples/tiny/train.py $(ARGS)
 
 test: $(VENV)/.installed-test ## run the test suite
 	$(BIN) $(PYTEST) $(ARGS)

@@ -125,6 +125,12 @@ def test_every_command_has_a_row():
     assert set(re.findall(r"^\| `llamoe (\w+)`", read("docs/checkpoints.md"), re.MULTILINE)) == names
 
 
+def test_the_small_models_page_shows_what_its_training_measured():
+    log = read("examples/llamoe-tiny/training.log").splitlines()
+    table = [line for line in log if line.startswith("|")]
+    assert len(table) > 20 and "\n".join(table) in read("docs/small_model.md")
+
+
 def test_figures_of_speed_are_those_of_the_results(monkeypatch, capsys):
     """`python -m benchmarks.readme` writes them."""
     from benchmarks import readme

@@ -1,4 +1,4 @@
-"""Batches for the training: pictures, what is where in them, and dialogues about them.
+"""Batches for the training: pictures, what is where in them, and chats about them.
 
 Every scene and every dialogue follows from a seed and its number, whatever was drawn before, so that a training that
 was stopped goes on with the batches that it would have seen.
@@ -29,6 +29,10 @@ CELLS = 4
 SQUARES = 7
 
 
+# (question, answer) turns.
+Chat = list[tuple[str, str]]
+
+
 @dataclass(frozen=True, eq=False)
 class Stage:
     """One part of the training, with its own optimizer."""
@@ -38,10 +42,9 @@ class Stage:
     learning_rate: float
     mix: dict[str, float] = field(default_factory=dict)
     """Relative frequency of each kind of question; empty for no questions."""
-    turns: tuple[tuple[int, ...], ...] = ((),)
-    """Numbers of questions in the rows of text about each picture, for one step after another, from the first again.
-    Rows of one question teach to look: in longer ones an answer often follows from those before it."""
-    tower_learns: bool = True
+    chats: tuple[int, ...] = ()
+    """Number of questions in each chat about a picture. In long chats an answer often follows from those before it:
+    chats of one question teach to look."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,6 @@ class Job:
     stage: Stage
     seed: int
     first: int
-    turns: tuple[int, ...] = ()
-    """Numbers of questions in the rows of text about each picture."""
     count: int | None = None
     """Number of shapes in each picture; by default as many as a scene has."""
     easy: bool = False
@@ -61,7 +62,7 @@ class Job:
 
 @dataclass
 class Batch:
-    """Pictures, labels of their parts, and dialogues about them."""
+    """Pictures, labels of their parts, and chats about them."""
 
     resized: torch.Tensor
     """Pictures after the processor's own resizing and padding, `[pictures, 3, 112, 112]` uint8."""
@@ -69,8 +70,8 @@ class Batch:
     """Class numbers from `label_cells`, `[pictures, 16, 3]` int64."""
     covers: torch.Tensor
     """How much of each square of a part is covered by shapes, `[pictures, 16, 49]`, 0 to 1."""
-    dialogues: list[list[tuple[str, str]]]
-    """For each row of text, its (question, answer) turns; as many rows for each picture, in the pictures' order."""
+    chats: list[list[Chat]]
+    """The chats about each picture."""
 
 
 def draw_scene(seed: int, number: int, count: int | None = None, easy: bool = False) -> shapes.Scene:
@@ -78,20 +79,20 @@ def draw_scene(seed: int, number: int, count: int | None = None, easy: bool = Fa
     return shapes.random_scene(random.Random(f"{seed}/{number}"), count, frozenset() if easy else None)
 
 
-def write_dialogues(
-    mix: dict[str, float], turns: tuple[int, ...], seed: int, number: int, scene: shapes.Scene
-) -> list[list[tuple[str, str]]]:
-    """Rows of (question, answer) turns about the scene with this number."""
+def write_chats(
+    mix: dict[str, float], lengths: tuple[int, ...], seed: int, number: int, scene: shapes.Scene
+) -> list[Chat]:
+    """Chats of these numbers of questions about the scene with this number."""
     rng = random.Random(f"{seed}/{number}/words")
     kinds, weights = list(mix), list(mix.values())
-    rows: list[list[tuple[str, str]]] = []
-    for length in turns:
-        rows.append([])
-        while len(rows[-1]) < length:
+    chats: list[Chat] = []
+    for length in lengths:
+        chats.append([])
+        while len(chats[-1]) < length:
             found = questions.ask(rng, scene, rng.choices(kinds, weights)[0], grammar.write_question)
             if found:
-                rows[-1].append(found)
-    return rows
+                chats[-1].append(found)
+    return chats
 
 
 def draw_batch(job: Job) -> Batch:
@@ -99,14 +100,13 @@ def draw_batch(job: Job) -> Batch:
     image_processor = Llama4ImageProcessor(size=TILE, max_patches=1, do_rescale=False, do_normalize=False)
     numbers = range(job.first, job.first + job.stage.batch_size)
     scenes = [draw_scene(job.seed, number, job.count, job.easy) for number in numbers]
-    dialogues = [
-        row
+    chats = [
+        write_chats(job.stage.mix, job.stage.chats, job.seed, number, scene)
         for number, scene in zip(numbers, scenes, strict=True)
-        for row in write_dialogues(job.stage.mix, job.turns, job.seed, number, scene)
     ]
     resized = image_processor([scene.picture for scene in scenes], return_tensors="pt")["pixel_values"]
     cells = torch.tensor([label_cells(scene) for scene in scenes])
-    return Batch(resized, cells, torch.stack([cover_of_cells(scene) for scene in scenes]), dialogues)
+    return Batch(resized, cells, torch.stack([cover_of_cells(scene) for scene in scenes]), chats)
 
 
 def batches(pool: ProcessPoolExecutor | None, jobs: list[Job]) -> Iterator[Batch]:
@@ -163,48 +163,69 @@ def cover_of_cells(scene: shapes.Scene) -> torch.Tensor:
     return parts.transpose(1, 2).reshape(CELLS * CELLS, SQUARES**2) / 255
 
 
+# Parts of a row that several chats see; those of one chat alone are numbered from 2, padding has -1.
+OPENING, PICTURE = 0, 1
+
+
 def write_rows(
-    processor: LlamoeProcessor, picture_text: str, dialogues: list[list[tuple[str, str]]], rng: random.Random
-) -> dict[str, torch.Tensor]:
-    """Tokenize dialogues in the model's chat format; only answers and their `<|eot|>` carry a loss.
+    processor: LlamoeProcessor, picture_text: str, chats: list[list[Chat]], rng: random.Random
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Tokenize all chats about a picture into one row, in which none sees another; they share the picture's tokens.
+
+    Only answers and their `<|eot|>` carry a loss. In one of seven chats the picture comes after the first question.
 
     Args:
         processor: holds the tokenizer.
         picture_text: text that the processor writes for a picture.
-        dialogues: for each row, its (question, answer) turns.
+        chats: the chats about each picture.
         rng: random choice of the picture's place.
 
     Returns:
-        `input_ids`, `attention_mask` and `labels`, each `[rows, longest row]`, padded on the right.
+        Inputs of the model: `input_ids`, `position_ids` and `labels`, each `[pictures, longest row]`, padded on the
+        right, and `attention_mask`, `[pictures, 1, longest row, longest row]` bool. And the numbers of the pictures in
+        the order in which the rows show them, some more than once.
     """
     tokenizer = processor.tokenizer
-    rows = []
-    for turns in dialogues:
-        ids, labels = [tokenizer.bos_token_id], [-100]
-        for turn, (question, answer) in enumerate(turns):
-            if turn == 0:
-                question = picture_text + question if rng.random() < 0.85 else question + picture_text
-            prompt = (
-                f"<|header_start|>user<|header_end|>\n\n{question}<|eot|>"
-                "<|header_start|>assistant<|header_end|>\n\n"
-            )
-            prompt_ids, answer_ids = tokenizer(
-                [prompt, f"{answer}<|eot|>"], add_special_tokens=False, return_attention_mask=False
-            )["input_ids"]
-            ids += prompt_ids + answer_ids
-            labels += [-100] * len(prompt_ids) + answer_ids
-        rows.append((ids, labels))
-    longest = max(len(ids) for ids, _ in rows)
+    user, assistant = (f"<|header_start|>{name}<|header_end|>\n\n" for name in ("user", "assistant"))
+    # (row, part, whether it sees the row's picture, whether it is an answer), and its text
+    pieces, texts, shown = [], [], []
 
-    def padded(column: list[list[int]], value: int) -> torch.Tensor:
-        return torch.tensor([values + [value] * (longest - len(values)) for values in column])
+    def write(text: str, *about: int | bool) -> None:
+        pieces.append(about)
+        texts.append(text)
 
-    input_ids = padded([ids for ids, _ in rows], tokenizer.pad_token_id)
-    return {
-        "input_ids": input_ids,
-        "attention_mask": padded([[1] * len(ids) for ids, _ in rows], 0),
-        "labels": padded([labels for _, labels in rows], -100),
-    }
+    for row, about in enumerate(chats):
+        write(f"<|begin_of_text|>{user}", row, OPENING, False, False)
+        write(picture_text, row, PICTURE, False, False)
+        shown.append(row)
+        for part, chat in enumerate(about, start=PICTURE + 1):
+            comes_first = rng.random() < 6 / 7
+            shown += [] if comes_first else [row]
+            for turn, (question, answer) in enumerate(chat):
+                before, after = user if turn else "", "" if turn or comes_first else picture_text
+                write(f"{before}{question}{after}<|eot|>{assistant}", row, part, comes_first, False)
+                write(f"{answer}<|eot|>", row, part, comes_first, True)
+    rows: list[list[tuple[int, ...]]] = [[] for _ in chats]
+    position: dict[int, int] = {}
+    for ids, (row, part, sees_picture, is_answer) in zip(
+        tokenizer(texts, add_special_tokens=False)["input_ids"], pieces, strict=True
+    ):
+        if part == OPENING:
+            position = {}
+        # A chat's positions go on after what it sees.
+        first = position.get(part, position.get(PICTURE if sees_picture else OPENING, 0))
+        position[part] = first + len(ids)
+        for at, token in enumerate(ids, start=first):
+            rows[row].append((token, token if is_answer else -100, at, part, sees_picture))
+    longest = max(map(len, rows))
+    filling = (tokenizer.pad_token_id, -100, 0, -1, False)
+    columns = torch.tensor([row + [filling] * (longest - len(row)) for row in rows]).unbind(-1)
+    input_ids, labels, position_ids, part, sees_picture = columns
+    asking, asked = part[:, :, None], part[:, None, :]
+    is_shared = (asked == OPENING) | ((asked == PICTURE) & (sees_picture[:, :, None] > 0))
+    mask = ((asking == asked) | is_shared).tril()
+    inputs = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+    return inputs | {"attention_mask": mask[:, None]}, torch.tensor(shown)
 
 
 def picture_text(processor: LlamoeProcessor) -> str:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 def read_arguments() -> argparse.Namespace:
@@ -170,33 +170,44 @@ def table(measured: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def write_page(path: Path, text: str) -> None:
-    """Replace what stands between the two marks of a page.
+def around_table(page: Path) -> tuple[str, str]:
+    """What stands before and behind the table of a page, with the marks.
 
     Raises:
         ValueError: the page lacks the marks.
+        OSError: there is no such page.
     """
-    page = path.read_text()
-    begin, end = page.find(BEGIN), page.find(END)
+    text = page.read_text()
+    begin, end = text.find(BEGIN), text.find(END)
     if not 0 <= begin < end:
-        raise ValueError(f"{path} has no part between {BEGIN} and {END}")
-    text = text.replace("\nmixture", "\n- mixture")
-    path.write_text(f"{page[: begin + len(BEGIN)]}\n\n{text}\n\n{page[end:]}")
+        raise ValueError(f"{page} has no part between {BEGIN} and {END}")
+    return text[: begin + len(BEGIN)], text[end:]
+
+
+def fail(message: object) -> NoReturn:
+    """Print one line and exit with status 2, as argparse does."""
+    print(f"evaluate: {' '.join(str(message).split())}", file=sys.stderr)
+    raise SystemExit(2) from None
 
 
 def main() -> None:
     """Print the table, and write it into a page."""
     arguments = read_arguments()
+    before, behind = "", ""
+    if arguments.page:
+        try:
+            before, behind = around_table(arguments.page)
+        except (OSError, ValueError) as error:
+            fail(error)
     try:
         text = report(arguments.model, arguments.count, arguments.dtype)
-        print(text)
-        if arguments.page:
-            write_page(arguments.page, text)
     except (OSError, ValueError) as error:
         is_there = Path(arguments.model).exists()
-        reason = " ".join(str(error).split()) if is_there else "no such folder, nor such a model in reach"
-        print(f"evaluate: {arguments.model}: {reason}", file=sys.stderr)
-        raise SystemExit(2) from None
+        fail(f"{arguments.model}: {error if is_there else 'no such folder, nor such a model in reach'}")
+    print(text)
+    if arguments.page:
+        as_list = text.replace("\nmixture", "\n- mixture")
+        arguments.page.write_text(f"{before}\n\n{as_list}\n\n{behind}")
 
 
 if __name__ == "__main__":

@@ -84,7 +84,10 @@ def draw_frame(rng: random.Random, kind: str) -> str:
 def write_question(rng: random.Random, kind: str, slots: questions.Slots) -> str:
     """A question as people type it, often with something before or after it."""
     slots = {name: _say(rng, words) for name, words in slots.items()}
-    question = questions.fill(rng, draw_frame(rng, kind), slots)
+    frame = draw_frame(rng, kind)
+    if rng.random() < 0.2:
+        frame = _blur(rng, frame)
+    question = questions.fill(rng, frame, slots)
     if rng.random() < 0.8:
         question = question[0].upper() + question[1:]
     if rng.random() < 0.15:
@@ -97,3 +100,19 @@ def write_question(rng: random.Random, kind: str, slots: questions.Slots) -> str
 
 def _say(rng: random.Random, words: str) -> str:
     return rng.choice(_SAME[words]) if words in _SAME and rng.random() < 0.3 else words
+
+
+def _blur(rng: random.Random, frame: str) -> str:
+    """The frame with one word left out, or with a word that does not exist in its place or beside it.
+
+    A model that reads all words of a question learns little about each; who may miss any of them learns what the others
+    mean, and what to do about a word that it never saw.
+    """
+    words = frame.split()
+    replaceable = [at for at, word in enumerate(words) if "{" not in word]
+    if len(replaceable) < 4:
+        return frame
+    at, way = rng.choice(replaceable), rng.choice(("less", "other", "more"))
+    syllables = (rng.choice("bcdfghklmnprstvwy") + rng.choice("aeiou") for _ in range(rng.randint(1, 3)))
+    strange = [] if way == "less" else ["".join(syllables) + rng.choice(("", "n", "r", "st", "ng"))]
+    return " ".join([*words[:at], *strange, *words[at + (way != "more") :]])

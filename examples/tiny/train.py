@@ -5,7 +5,7 @@ pictures of coloured shapes. One seed decides all: weights, pictures, questions,
 
 A tower trained on words alone gets almost no signal for a very long time, so training has two stages. SEEING: linear
 heads read colour, shape and place from each of a picture's 16 tokens, and which squares of it are covered; the heads
-are discarded at the end. ANSWERING: the tower is frozen, and the text model answers several questions about each
+are discarded at the end. ANSWERING: the tower stays as it is, and the text model answers several questions about each
 picture. Both begin with what is easy.
 
 The state is saved now and then; the same command goes on from there after a stop of any kind. The folder gets the
@@ -31,7 +31,7 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or these words."""
     parser = argparse.ArgumentParser(description="Train a tiny multimodal mixture of experts on shapes.")
     parser.add_argument("--out", default="trained-tiny", help="folder (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=6600, help="of all stages (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=9000, help="of all stages (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and pictures (default: %(default)s)")
     parser.add_argument("--evaluate", type=int, default=960, help="questions a column (default: %(default)s)")
     parser.add_argument("--save-every", type=int, default=100, help="steps (default: %(default)s)")
@@ -59,7 +59,7 @@ from dialogues import (
     batches,
     draw_scene,
     picture_text,
-    write_dialogues,
+    write_chats,
     write_rows,
 )
 from model import build_model, build_processor, build_tokenizer
@@ -78,13 +78,11 @@ LOGGED = 100
 SEEING = Stage("seeing", 64, 6e-3)
 ANSWERING = Stage(
     "answering",
-    16,
-    4e-3,
+    24,
+    5e-3,
     dict.fromkeys(questions.KINDS, 1.0)
     | {"caption": 2.0, "exists": 2.0, "where": 2.0, "beside": 1.5, "relation": 2.0},
-    # Rows of one length need little padding.
-    turns=((1, 1, 1, 1),) * 7 + ((2, 2),),
-    tower_learns=False,
+    chats=(1, 1, 1, 1, 2),
 )
 
 
@@ -93,13 +91,12 @@ def plan(steps: int, seed: int) -> list[Job]:
 
     The first tenth of SEEING shows one shape in each picture, the first tenth of ANSWERING no hard picture.
     """
-    seeing = steps * 9 // 22
+    seeing = steps * 4 // 9
     jobs, first = [], 0
     for stage, length in ((SEEING, seeing), (ANSWERING, steps - seeing)):
         for step in range(length):
             easy = step < length // 10
-            turns = stage.turns[step % len(stage.turns)]
-            jobs.append(Job(stage, seed, first, turns, 1 if easy and stage is SEEING else None, easy))
+            jobs.append(Job(stage, seed, first, 1 if easy and stage is SEEING else None, easy))
             first += stage.batch_size
     return jobs
 
@@ -109,7 +106,7 @@ def write_corpus(seed: int, scenes: int = 1000) -> list[str]:
     mix = dict.fromkeys(questions.KINDS, 1.0)
     corpus = ["user", "assistant", "system", "\n\n"]
     for number in range(scenes):
-        for turn in write_dialogues(mix, (12,), seed, number, draw_scene(seed, number))[0]:
+        for turn in write_chats(mix, (12,), seed, number, draw_scene(seed, number))[0]:
             corpus += turn
     return corpus
 
@@ -222,9 +219,7 @@ class Training:
     schedules: list = field(default_factory=list)
 
     def begin_stage(self, stage: Stage) -> None:
-        """Choose what learns, and take new optimizers."""
-        for part in (self.model.vision_model, self.model.multi_modal_projector):
-            part.requires_grad_(stage.tower_learns)
+        """Take new optimizers."""
         length = sum(job.stage is stage for job in self.jobs)
         self.optimizers, self.schedules = make_optimizers(
             [self.model, self.heads], stage.learning_rate, length
@@ -287,20 +282,17 @@ def train(training: Training, processor: LlamoeProcessor, after_step: Callable[[
             stage = job.stage
             if training.step == 0 or training.jobs[training.step - 1].stage is not stage:
                 training.begin_stage(stage)
-            features = model.get_image_features(normalise(processor.image_processor, batch.resized))
-            loss = torch.zeros(())
-            if stage.tower_learns and features.pooler_output is not None:
-                loss = loss + seeing_loss(heads, features.pooler_output, batch.cells, batch.covers)
-            if stage.mix:
-                rows = write_rows(
-                    processor, image_text, batch.dialogues, random.Random(f"{job.seed}/{job.first}")
-                )
-                # The computed features replace the pixels, those of a picture for each of its rows of text.
-                repeated = features.pooler_output.repeat_interleave(len(job.turns), 0)
-                seen = BaseModelOutputWithPooling(pooler_output=repeated)
-                # The loss includes the balancing of experts.
-                rows |= {"mm_encoder_outputs": {"image": seen}, "output_router_logits": True}
-                loss = loss + model(**rows, use_cache=False).loss
+            with torch.set_grad_enabled(stage is SEEING):
+                pixels = normalise(processor.image_processor, batch.resized)
+                features = model.get_image_features(pixels).pooler_output
+            if stage is SEEING:
+                loss = seeing_loss(heads, features, batch.cells, batch.covers)
+            else:
+                rng = random.Random(f"{job.seed}/{job.first}")
+                rows, shown = write_rows(processor, image_text, batch.chats, rng)
+                # The computed features replace the pixels. The loss includes the balancing of experts.
+                seen = {"image": BaseModelOutputWithPooling(pooler_output=features[shown])}
+                loss = model(**rows, mm_encoder_outputs=seen, output_router_logits=True, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_([*model.parameters(), *heads.parameters()], 1.0)
             for optimizer, schedule in zip(training.optimizers, training.schedules, strict=True):

@@ -8,6 +8,8 @@ from support.paths import EXAMPLES
 
 @pytest.fixture(scope="session", autouse=True)
 def _scripts_can_be_imported():
-    sys.path.insert(0, str(EXAMPLES))
+    folders = [str(EXAMPLES), str(EXAMPLES / "tiny")]
+    sys.path[:0] = folders
     yield
-    sys.path.remove(str(EXAMPLES))
+    for folder in folders:
+        sys.path.remove(folder)

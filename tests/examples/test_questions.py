@@ -4,13 +4,11 @@ import math
 import random
 import re
 import string
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
-from support.paths import EXAMPLES
 
 SLOTS = {
     "caption": set(),
@@ -31,21 +29,13 @@ KINDS = pytest.mark.parametrize("kind", SLOTS)
 
 @pytest.fixture(scope="module")
 def tiny():
-    """The modules of `examples/tiny`, which import one another by plain names."""
-    names = ("dialogues", "grammar", "model", "painting", "questions", "shapes")
-    others = {name: sys.modules.pop(name, None) for name in names}
-    sys.path.insert(0, str(EXAMPLES / "tiny"))
+    """The modules of `examples/tiny`."""
     import dialogues
     import grammar
     import questions
     import shapes
 
-    yield SimpleNamespace(dialogues=dialogues, grammar=grammar, questions=questions, shapes=shapes)
-    sys.path.remove(str(EXAMPLES / "tiny"))
-    for name, module in others.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
+    return SimpleNamespace(dialogues=dialogues, grammar=grammar, questions=questions, shapes=shapes)
 
 
 def slots_of(frame):
