@@ -1,10 +1,9 @@
 """What a model is: pure data, no tensors; and the errors that all packages raise.
 
 Reading order: errors, json_files, checks, hub, servers, base, parallel, decoder, vision, multimodal, stock, presets,
-parameter_count, compute_optimal, recipe, memory. A file imports only files that stand before it.
+parameter_count, scaling, recipe, memory. A file imports only files that stand before it.
 """
 
-from .compute_optimal import ComputeOptimal, compute_optimal
 from .decoder import LayerPlan, LlamoeDenseConfig, LlamoeTextConfig
 from .errors import CheckpointError, ConfigurationError
 from .memory import cache_bytes, cache_tokens
@@ -12,6 +11,7 @@ from .multimodal import LlamoeConfig
 from .parameter_count import ParameterCount, count_parameters
 from .presets import PRESETS, preset
 from .recipe import llama_recipe
+from .scaling import ComputeOptimal, compute_optimal
 from .stock import from_stock, to_stock
 from .vision import LlamoeVisionConfig
 

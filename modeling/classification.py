@@ -102,7 +102,7 @@ class SequenceClassifier(TrainsRouters, Head, GenericForSequenceClassification, 
         balance = self._has_experts and self._option("output_router_logits", output_router_logits)
         z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
         if self._has_experts:
-            kwargs["output_router_logits"] = bool(balance or z_loss_coef or self._is_observed())
+            kwargs["output_router_logits"] = bool(self._is_observed() or balance or z_loss_coef)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

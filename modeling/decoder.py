@@ -292,7 +292,7 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
         count = self._has_experts and self._option("output_expert_load", output_expert_load)
         z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
         if self._has_experts:
-            is_wanted = balance or count or z_loss_coef or self._is_observed()
+            is_wanted = self._is_observed() or balance or count or z_loss_coef
             kwargs["output_router_logits"] = bool(is_wanted)
         outputs = self.model(
             input_ids=input_ids,

@@ -19,10 +19,10 @@ from .._private_api import (
     watch_adapter_files,
 )
 from ..moe import Experts
+from .adapted_parts import tell_of_frozen_experts
 from .expert_layout import mark, remember_file
 from .fitting import orient_swapped, pad_ranks
 from .loading import LoadsAdapters
-from .lora_config import tell_of_frozen_experts
 from .safetensors_headers import check_files
 from .when_imported import when_imported
 

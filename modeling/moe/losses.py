@@ -196,7 +196,7 @@ class TrainsRouters(PreTrainedModel):
             ValueError: the router losses would reach no router.
         """
         aux_loss = None
-        if self._is_observed():
+        if self.router_observer is not None and self._is_observed():
             self.router_observer([logits.detach() for logits in router_logits], token_mask, self._biases())
         if balance:
             top_k = self.config.num_experts_per_tok
