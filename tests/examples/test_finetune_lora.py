@@ -37,7 +37,7 @@ def test_an_adapter_is_learnt_from_a_folder(tmp_path, finetune):
     from peft import PeftModel
 
     data, out = write_data(tmp_path / "data"), tmp_path / "out"
-    printed = finetune(*words(data, out, "--epochs", 12))
+    printed = finetune(*words(data, out, "--epochs", 18))
     assert "on 36 examples" in printed
     assert "ground: 0.0% of 4 held-out answers right before, 100.0% now" in printed
     assert sorted(path.name for path in out.iterdir()) == ["adapter", "loss.png", "run.json"]
@@ -56,7 +56,7 @@ def test_an_adapter_is_learnt_from_a_folder(tmp_path, finetune):
         return_tensors="pt",
     )
     answer = model.generate(**inputs)[0, inputs["input_ids"].shape[1] :]
-    assert processor.decode(answer, skip_special_tokens=True) == "navy."
+    assert processor.decode(answer, skip_special_tokens=True) == "blue."
 
 
 def test_only_answers_carry_a_loss(tmp_path):

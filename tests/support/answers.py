@@ -36,11 +36,11 @@ def killed_at(step: int, script: str, words: list[str], place: str = "") -> subp
 
 
 def write_data(folder: Path, count: int = 40) -> Path:
-    """Pictures of one colour, and the question which it is: the answer's word is new to the small model."""
+    """Pictures of one colour, and the question which it is: the small model knows the words, and not the form."""
     folder.mkdir()
     rng, lines = random.Random(0), []
     for number in range(count):
-        name, colour = rng.choice([("crimson", (220, 20, 60)), ("navy", (0, 0, 128))])
+        name, colour = rng.choice([("red", (220, 20, 60)), ("blue", (0, 0, 128))])
         Image.new("RGB", (rng.randint(60, 200), rng.randint(60, 200)), colour).save(folder / f"{number}.png")
         lines.append(
             {"image": f"{number}.png", "question": "Which ground?", "answer": f"{name}.", "kind": "ground"}
