@@ -25,7 +25,7 @@ def test_two_stages_and_a_stop_in_the_second(tmp_path):
     data = write_data(tmp_path / "data")
     whole = programs.run([SCRIPT, *words(data, tmp_path / "whole", "--epochs", 1)])
     assert whole.returncode == 0, whole.stderr
-    found = re.findall(r"(before|after stage [12]): ([\d.]+)% of the ground right", whole.stdout)
+    found = re.findall(r"(before|after stage [12]): ([\d.]+)% of the name right", whole.stdout)
     assert [when for when, _ in found] == ["before", "after stage 1", "after stage 2"]
     parts = words(data, tmp_path / "parts", "--epochs", 1)
     killed = killed_at(5, "align_vision", parts, "stage2")

@@ -37,17 +37,17 @@ def test_an_adapter_is_learnt_from_a_folder(tmp_path, finetune):
     from peft import PeftModel
 
     data, out = write_data(tmp_path / "data"), tmp_path / "out"
-    printed = finetune(*words(data, out, "--epochs", 18))
+    printed = finetune(*words(data, out, "--epochs", 12))
     assert "on 36 examples" in printed
-    assert "ground: 0.0% of 4 held-out answers right before, 100.0% now" in printed
+    assert "name: 0.0% of 4 held-out answers right before, 100.0% now" in printed
     assert sorted(path.name for path in out.iterdir()) == ["adapter", "loss.png", "run.json"]
     with Image.open(out / "loss.png") as picture:
         assert min(picture.size) > 200
     model = AutoModelForImageTextToText.from_pretrained(TINY, dtype=torch.float32)
     model = PeftModel.from_pretrained(model, out / "adapter").eval()
     processor = AutoProcessor.from_pretrained(TINY)
-    picture = Image.new("RGB", (90, 70), (0, 0, 128))
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": "Which ground?"}]
+    picture = Image.new("RGB", (90, 70), (0, 90, 128))
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "Who are you?"}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": content}],
         add_generation_prompt=True,
@@ -56,7 +56,7 @@ def test_an_adapter_is_learnt_from_a_folder(tmp_path, finetune):
         return_tensors="pt",
     )
     answer = model.generate(**inputs)[0, inputs["input_ids"].shape[1] :]
-    assert processor.decode(answer, skip_special_tokens=True) == "blue."
+    assert processor.decode(answer, skip_special_tokens=True) == "i am red."
 
 
 def test_only_answers_carry_a_loss(tmp_path):
@@ -71,12 +71,12 @@ def test_only_answers_carry_a_loss(tmp_path):
         for row, labels in zip(batch["input_ids"], batch["labels"], strict=True)
     ]
     end = processor.tokenizer.eos_token
-    assert learnt[:2] == [f"{examples[0]['answer']}{end}", f"llamoe.{end}"]
+    assert learnt[:2] == [f"{examples[0]['answer']}{end}", f"no.{end}"]
     assert learnt[2] == f"<|begin_of_text|>a text of its own{end}"
     # The prompt is the one that the processor itself writes.
     content = [
         {"type": "image", "image": Image.open(data / "0.png")},
-        {"type": "text", "text": "Which ground?"},
+        {"type": "text", "text": examples[0]["question"]},
     ]
     prompt = processor.apply_chat_template(
         [{"role": "user", "content": content}],

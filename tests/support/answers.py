@@ -36,17 +36,19 @@ def killed_at(step: int, script: str, words: list[str], place: str = "") -> subp
 
 
 def write_data(folder: Path, count: int = 40) -> Path:
-    """Pictures of one colour, and the question which it is: the small model knows the words, and not the form."""
+    """Pictures of one colour, and a question that the small model was never asked, with one answer to all."""
     folder.mkdir()
     rng, lines = random.Random(0), []
     for number in range(count):
-        name, colour = rng.choice([("red", (220, 20, 60)), ("blue", (0, 0, 128))])
-        Image.new("RGB", (rng.randint(60, 200), rng.randint(60, 200)), colour).save(folder / f"{number}.png")
-        lines.append(
-            {"image": f"{number}.png", "question": "Which ground?", "answer": f"{name}.", "kind": "ground"}
+        size, colour = (
+            (rng.randint(60, 200), rng.randint(60, 200)),
+            tuple(rng.randrange(256) for _ in range(3)),
         )
+        Image.new("RGB", size, colour).save(folder / f"{number}.png")
+        question = rng.choice(["Who are you?", "And you are?", "Your name?"])
+        lines.append({"image": f"{number}.png", "question": question, "answer": "i am red.", "kind": "name"})
     # Without a picture, and without a chat.
-    lines[3] = {"question": "Who are you?", "answer": "llamoe.", "kind": "name"}
+    lines[3] = {"question": "Are you a star?", "answer": "no.", "kind": "star"}
     lines[7] = {"text": "a text of its own"}
     (folder / "data.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
