@@ -7,8 +7,8 @@
 Reading order: bars (targets for the figures), hardware (machine, versions, measured rates), memory and clocks (what is
 measured), harness (how a case runs), shapes and roofline (sizes, and the least that a case must read and compute),
 routing (inputs for chosen experts), shared_weights (models of both libraries on the same parameters), then the cases:
-block, models, attention, small_modules and loading; report, plot and readme write the results, command_line reads the
-options, cpu and gpu are the commands. `conversion` is independent and is run as a file.
+block, adapters, models, attention, small_modules and loading; report, plot and readme write the results, command_line
+reads the options, cpu and gpu are the commands. `conversion` is independent and is run as a file.
 """
 
 import os

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from . import AGAIN, OURS, REFERENCE, is_of
 
@@ -171,6 +172,40 @@ def _block_bars(
     return bars
 
 
+def _adapter_bars(group: str, what: str, limits: dict[int, float]) -> list[Bar]:
+    """A step with LoRA on the experts, over a step of peft's, and over one without adapters."""
+    bars = [
+        Bar(
+            f"LoRA on {what}, T = {tokens}, step over peft's",
+            partial(_over, group, REFERENCE, tokens),
+            limit,
+            True,
+        )
+        for tokens, limit in limits.items()
+    ]
+    return [
+        *bars,
+        *(
+            Bar(
+                f"LoRA on {what}, T = {tokens}, step over a frozen one",
+                partial(_over, group, "frozen", tokens),
+                1.25,
+                True,
+            )
+            for tokens in limits
+        ),
+    ]
+
+
+def _over(group: str, other: str, tokens: int, found: Results) -> float | None:
+    """Our time over another's."""
+    return least(
+        best(case, "ratio", other) / best(case, "ratio", OURS)
+        for case in found.find(group, tokens=tokens)
+        if best(case, "ratio", other) and best(case, "ratio", OURS)
+    )
+
+
 def _never_slower(what: str, groups: str | tuple[str, ...]) -> Bar:
     return Bar(what, lambda r: r.ratio(groups), 1.0, allowance=lambda r: r.noise(groups))
 
@@ -189,6 +224,14 @@ CPU = [
     Bar("whole decoder, decode, B = 1", lambda r: r.ratio("decoder", phase="decode", tokens=1), 4.5),
     Bar("training step, 16 experts, T = 256", lambda r: r.ratio("training-16"), 4),
     Bar("training step, 128 experts, T = 256", lambda r: r.ratio("training-128"), 8),
+    *_adapter_bars("adapters-16", "16 experts", {512: 0.4, 4096: 0.85}),
+    *_adapter_bars("adapters-128", "128 experts", {512: 0.15, 4096: 0.4}),
+    Bar(
+        "LoRA on 128 experts, T = 512, peak memory over peft's",
+        lambda r: r.memory("adapters-128", (REFERENCE,), tokens=512),
+        0.1,
+        at_most=True,
+    ),
     Bar(
         "peak memory of the block, 128 experts, T = 1024, over stock's",
         lambda r: r.memory("block-128", (REFERENCE,), tokens=1024),

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from . import attention, block, command_line, loading, models, small_modules
+from . import adapters, attention, block, command_line, loading, models, small_modules
 from .clocks import ProcessorClock
 from .harness import Group
 from .shapes import MANY_SMALL, MINI, MINI_128, Setting
@@ -25,6 +25,8 @@ GROUPS: dict[str, Group] = {
     "block-128": partial(block.inference, SETTING, MINI_128, DECODE, (256, 512, 1024), (32, 256), COPIES),
     "training-16": partial(block.training, SETTING, MINI, 256),
     "training-128": partial(block.training, SETTING, MINI_128, 256),
+    "adapters-16": partial(adapters.training, SETTING, MINI, (512, 4096)),
+    "adapters-128": partial(adapters.training, SETTING, MINI_128, (512, 4096)),
     "decoder": partial(
         models.mixture, SETTING, MINI, LAYERS, prefill=(128, 1024), decode=DECODE, training=(256,)
     ),

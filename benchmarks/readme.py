@@ -100,8 +100,8 @@ def _measured(results: dict, name: str) -> list[str]:
         commands,
         "Stock's time over ours, each in its fastest mode. T tokens are one row's, B tokens are one of each row:",
         "\n".join(rows),
-        "More ratios of stock's time over ours, and of memory. Noise is how far stock differs from itself when it is "
-        "measured twice:",
+        "More ratios of stock's time over ours, for LoRA of ours over theirs, and of memory. Noise is how far stock "
+        "differs from itself when it is measured twice:",
         "\n".join(figures),
     ]
 
