@@ -15,9 +15,10 @@ learn captions of shapes. A training that was stopped goes on with the same comm
 import argparse
 import copy
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
+
+from training_options import check_options, fail, make_parser
 
 HERE = Path(__file__).resolve().parent
 CAPTIONS, CAPTIONS_HELD_OUT = 5400, 600
@@ -25,29 +26,11 @@ CAPTIONS, CAPTIONS_HELD_OUT = 5400, 600
 
 def read_arguments() -> argparse.Namespace:
     """Read the command line; what is wrong with it ends the program."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, out="aligned", epochs=3)
     parser.add_argument("--model", help="folder of a joined model; default: the small model's parts")
-    parser.add_argument("--data", type=Path, help="folder with data.jsonl; default: captions of shapes")
-    parser.add_argument("--out", type=Path, default=Path("aligned"), help="folder (default: %(default)s)")
-    parser.add_argument("--epochs", type=float, default=3, help="of each stage (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=32, help="default: %(default)s")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
-    parser.add_argument("--rank", type=int, default=8, help="of LoRA (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--save-every", type=int, default=100, help="steps (default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args()
-    for name in ("epochs", "batch_size", "learning_rate", "rank", "save_every"):
-        if not getattr(arguments, name) > 0:
-            parser.error(
-                f"argument --{name.replace('_', '-')}: must be above 0, not {getattr(arguments, name)}"
-            )
-    for path, wanted in ((arguments.model, "config.json"), (arguments.data, "data.jsonl")):
-        if path is not None and not (Path(path) / wanted).is_file():
-            print(f"align_vision: no such file: {Path(path) / wanted}", file=sys.stderr)
-            raise SystemExit(2)
+    arguments.sft = False
+    check_options(parser, arguments)
     return arguments
 
 
@@ -62,12 +45,12 @@ from finetune_lora import (
     check_run,
     count_right,
     draw_losses,
-    fail,
     last_checkpoint,
     lesson,
     load,
     make_trainer,
     read_examples,
+    split,
 )
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
@@ -117,12 +100,11 @@ def stage(
 def main() -> None:
     """Train both stages, and print what each changed."""
     arguments = read_arguments()
-    arguments.sft = False
     set_seed(arguments.seed)
     data = arguments.data or lesson(arguments.out, "ask_for_captions", CAPTIONS, CAPTIONS_HELD_OUT)
     examples = read_examples(data)
     check_run(arguments, data)
-    learnt, held_out = examples[: -(len(examples) // 10 or 1)], examples[-(len(examples) // 10 or 1) :]
+    learnt, held_out = split(examples)
     model, processor = load(arguments.model or str(join(arguments.out, arguments.seed)), arguments.dtype)
     collator = Collator(processor, data)
     if collator.tokenizer is processor or not between(model):

@@ -23,47 +23,24 @@ import shutil
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from training_options import check_options, fail, make_parser
 
 HERE = Path(__file__).resolve().parent
 LESSON, LESSON_HELD_OUT = 9000, 1000
 
 
-def fail(message: object) -> NoReturn:
-    """Print one line and exit with status 2, as argparse does."""
-    print(f"{Path(sys.argv[0]).stem}: {' '.join(str(message).split())}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def read_arguments() -> argparse.Namespace:
     """Read the command line; what is wrong with it ends the program."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, out="finetuned", epochs=4)
     parser.add_argument("--model", default=str(HERE / "llamoe-tiny"), help="folder; default: the small model")
-    parser.add_argument("--data", type=Path, help="folder with data.jsonl; default: the lesson")
-    parser.add_argument("--out", type=Path, default=Path("finetuned"), help="folder (default: %(default)s)")
-    parser.add_argument("--epochs", type=float, default=4, help="default: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=32, help="a device's (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
-    parser.add_argument("--rank", type=int, default=8, help="of the adapter (default: %(default)s)")
-    parser.add_argument("--dropout", type=float, default=0.0, help="of the adapter (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--save-every", type=int, default=100, help="steps (default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--dropout", type=float, default=0.0, help="of LoRA (default: %(default)s)")
     parser.add_argument("--sft", action="store_true", help="train with TRL's SFTTrainer instead of Trainer")
     arguments = parser.parse_args()
-    for name in ("epochs", "batch_size", "learning_rate", "rank", "save_every"):
-        if not getattr(arguments, name) > 0:
-            parser.error(
-                f"argument --{name.replace('_', '-')}: must be above 0, not {getattr(arguments, name)}"
-            )
+    check_options(parser, arguments)
     if not 0 <= arguments.dropout < 1:
         parser.error(f"argument --dropout: must be at least 0 and below 1, not {arguments.dropout}")
-    if not Path(arguments.model).is_dir():
-        fail(f"no such model folder: {arguments.model}")
-    if arguments.data and not (arguments.data / "data.jsonl").is_file():
-        fail(f"no such file: {arguments.data / 'data.jsonl'}")
     for package, use in (("matplotlib", "draws the loss"), ("trl", "is what --sft asks for")):
         if (package != "trl" or arguments.sft) and importlib.util.find_spec(package) is None:
             fail(f"{package}, which {use}, is not installed: pip install {package}")
@@ -118,6 +95,12 @@ def read_examples(folder: Path) -> list[Example]:
     if len(examples) < 2:
         fail(f"{path} has {len(examples)} examples; one to learn and one to hold out are the least")
     return examples
+
+
+def split(examples: list[Example]) -> tuple[list[Example], list[Example]]:
+    """What is learnt, and what is held out: the last tenth, one example at least."""
+    count = len(examples) - max(1, len(examples) // 10)
+    return examples[:count], examples[count:]
 
 
 class Collator:
@@ -338,7 +321,7 @@ def main() -> None:
     if state.is_main_process:
         check_run(arguments, data)
     state.wait_for_everyone()
-    learnt, held_out = examples[: -(len(examples) // 10 or 1)], examples[-(len(examples) // 10 or 1) :]
+    learnt, held_out = split(examples)
     model, processor = load(arguments.model, arguments.dtype)
     collator = Collator(processor, data)
     if any("image" in example for example in examples) and collator.tokenizer is processor:

@@ -252,7 +252,7 @@ class Training:
         Raises:
             ValueError: the file belongs to a training of another length or seed.
         """
-        state = torch.load(path)
+        state = torch.load(path, weights_only=True)
         was, wanted = (state["jobs"], state["seed"]), (len(self.jobs), self.jobs[0].seed)
         if was != wanted:
             raise ValueError(

@@ -244,14 +244,14 @@ def orient_swapped(
 def pad_ranks(
     model: torch.nn.Module, adapter_name: str, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The weights of an adapter that replaces one, those of experts' stacks filled with zeros to the rank of its.
+    """Fill the factors of experts' stacks with zeros, up to the rank of the adapter that they replace.
 
-    peft fills up with rows and columns at the end, where in a stack the factors of other experts are.
+    peft adds rows and columns of zeros at the end, which in a stack belong to other experts.
 
     Args:
         model: a `PeftModel`.
         adapter_name: the adapter that is replaced.
-        tensors: the weights by the model's keys, with the adapter's name in them.
+        tensors: the new adapter's weights by the model's keys, in which `adapter_name` stands.
     """
     padded = dict(tensors)
     for key, tensor in tensors.items():

@@ -34,6 +34,7 @@ def finetune(monkeypatch, capsys):
 
 
 def test_an_adapter_is_learnt_from_a_folder(tmp_path, finetune):
+    import evaluate
     from peft import PeftModel
 
     data, out = write_data(tmp_path / "data"), tmp_path / "out"
@@ -47,16 +48,7 @@ def test_an_adapter_is_learnt_from_a_folder(tmp_path, finetune):
     model = PeftModel.from_pretrained(model, out / "adapter").eval()
     processor = AutoProcessor.from_pretrained(TINY)
     picture = Image.new("RGB", (90, 70), (0, 90, 128))
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": "Who are you?"}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    answer = model.generate(**inputs)[0, inputs["input_ids"].shape[1] :]
-    assert processor.decode(answer, skip_special_tokens=True) == "i am red."
+    assert evaluate.answer(model, processor, [picture], ["Who are you?"]) == ["i am red."]
 
 
 def test_only_answers_carry_a_loss(tmp_path):
@@ -140,7 +132,7 @@ def _line(number, text):
         (lambda data: (data / "data.jsonl").write_text('{"text": "a"}\n'), (), "has 1 examples"),
         (lambda data: (data / "data.jsonl").unlink(), (), "no such file: "),
         (lambda data: (data / "0.png").write_text("no picture"), (), "0.png"),
-        (None, ("--model", "nowhere"), "no such model folder: nowhere"),
+        (None, ("--model", "nowhere"), "no such file: nowhere/config.json"),
         (None, ("--rank", "0"), "argument --rank: must be above 0, not 0"),
         (None, ("--learning-rate", "1e30"), "try a smaller --learning-rate"),
     ],
