@@ -76,6 +76,28 @@ def lora_config(
     return LoraConfig(r=r, lora_dropout=dropout, **(chosen | options))
 
 
+def refuse_shared_experts(config: Any, model: PreTrainedModel) -> None:
+    """Refuse an adapter of experts that processes share in another way than whole experts for one batch.
+
+    Raises:
+        ValueError: processes have slices of each expert, or rows of their own.
+    """
+    shared: Any = getattr(model.config, "distributed_config", None)
+    if shared is None or not any(name.endswith(_STACKS) for name in config.target_parameters or ()):
+        return
+    sizes = {
+        name: getattr(shared, name, None) or 1
+        for name in ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")
+    }
+    tp_size, ep_size, *others = sizes.values()
+    if tp_size != ep_size or (ep_size > 1 and others != [1, 1]):
+        raise ValueError(
+            f"LoRA on experts under {', '.join(f'{name} = {size}' for name, size in sizes.items() if size > 1)}: "
+            "processes can share whole experts and each see all rows (tp_size = ep_size, no more). Load the model so, "
+            "or leave the experts out, llamoe.lora_config(model, experts=False)."
+        )
+
+
 def tell_of_frozen_experts(config: Any, model: nn.Module) -> None:
     """Say once how many bytes an adapter reaches, and how many it leaves frozen, if the experts are among these.
 

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 from peft.tuners.lora import layer
 from torch import nn
@@ -43,7 +44,6 @@ class ParamWrapper(layer.ParamWrapper):
                 "LoRA's target_modules names the experts' module, which is no linear layer. Name its stacks in "
                 'target_parameters: ["experts.gate_up_proj", "experts.down_proj"].'
             )
-        _refuse_shared_experts(base_layer, parameter_name)
         super().__init__(base_layer, adapter_name, parameter_name, config=_without_dropout(config), **kwargs)
         self._set_dropout(adapter_name, config)
 
@@ -53,6 +53,11 @@ class ParamWrapper(layer.ParamWrapper):
         """Add an adapter, as peft does, with the dropout that peft refuses."""
         super().update_layer(adapter_name, r, lora_alpha, config=_without_dropout(config), **kwargs)
         self._set_dropout(adapter_name, config)
+        if (mesh := self._expert_mesh()) is not None:
+            # All processes hold all of the adapter; it begins with the same numbers everywhere.
+            for factor in (self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight):
+                if factor.device.type != "meta":
+                    dist.broadcast(factor.data, group=mesh.get_group(), group_src=0)
 
     def _set_dropout(self, adapter_name: str, config: LoraConfig) -> None:
         self.lora_dropout[adapter_name] = (
@@ -94,9 +99,45 @@ class ParamWrapper(layer.ParamWrapper):
             updates = (
                 {self.parameter_name: found} if updates is None else {**updates, self.parameter_name: found}
             )
-        if updates is not None:
-            kwargs["updates"] = updates
-        return self.base_layer(x, *args, **kwargs)
+        if updates is None:
+            return self.base_layer(x, *args, **kwargs)
+        if isinstance(self.base_layer, ParamWrapper) or self._expert_mesh() is None:
+            return self.base_layer(x, *args, updates=updates, **kwargs)
+        if adapter_names is not None:
+            raise ValueError(
+                "adapter_names with experts that several processes share (ep_size): a process computes the tokens "
+                "of others, and does not know their adapters. Choose one by set_adapter()."
+            )
+        # transformers' exchange of tokens between processes stands before the experts, and passes on nothing else.
+        self.base_layer.updates = updates
+        try:
+            return self.base_layer(x, *args, **kwargs)
+        finally:
+            self.base_layer.updates = None
+
+    def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What merging adds to the stack: to that part of it which this process holds."""
+        from torch.distributed.tensor import distribute_tensor
+
+        delta, mesh = super().get_delta_weight(adapter_name, *args, **kwargs), self._expert_mesh()
+        if mesh is None:
+            return delta
+        return distribute_tensor(delta, mesh, self.get_param().placements, src_data_rank=None)
+
+    def _expert_mesh(self) -> Any:
+        """The processes of which each holds some of the experts; None where this one holds them all."""
+        mesh = getattr(self.get_param(), "device_mesh", None)
+        return mesh if mesh is not None and mesh.mesh_dim_names == ("ep",) else None
+
+    def _of_own_experts(self, factor: torch.Tensor, dim: int) -> torch.Tensor:
+        """A factor without the experts of other processes, whose gradients come from there."""
+        mesh = self._expert_mesh()
+        if mesh is None:
+            return factor
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        whole = DTensor.from_local(factor, mesh, [Replicate()], run_check=False)
+        return whole.redistribute(placements=[Shard(dim)]).to_local()
 
     def _refuse_what_peft_cannot(self, adapter_names: Sequence[str] | None) -> None:
         experts: Any = self.get_base_layer()
@@ -111,6 +152,8 @@ class ParamWrapper(layer.ParamWrapper):
             )
         ):
             asked = "dropout"
+        if self._expert_mesh() is not None:
+            asked = "experts that several processes share (ep_size)"
         if asked:
             raise ValueError(
                 f'experts_implementation="{experts.config._experts_implementation}" adds LoRA to the weights, '
@@ -155,27 +198,11 @@ class ParamWrapper(layer.ParamWrapper):
 
     def _update(self, name: str, scale: float | torch.Tensor) -> LowRank:
         """An adapter's factors, `[E, I, r]` and `[E, r, O]`; peft holds `[E * r, I]` and `[O, r * E]`."""
-        a_ErI = self.lora_A[name].weight.unflatten(0, (self.num_experts, -1))
+        a_ErI = self._of_own_experts(self.lora_A[name].weight.unflatten(0, (self.num_experts, -1)), 0)
         # A whole transpose first: its copy is much faster than that of three axes in another order.
         b_rEO = self.lora_B[name].weight.t().contiguous().unflatten(0, (-1, self.num_experts))
+        b_rEO = self._of_own_experts(b_rEO, 1)
         return LowRank(a_ErI.transpose(1, 2), b_rEO.transpose(0, 1), scale, self.lora_dropout[name])
-
-
-def _refuse_shared_experts(wrapped: Any, parameter_name: str) -> None:
-    """Refuse stacks of which this process holds some experts or columns, and the adapter would hold all.
-
-    Raises:
-        ValueError: expert parallel or tensor parallel experts.
-    """
-    experts = wrapped.get_base_layer() if hasattr(wrapped, "get_base_layer") else wrapped
-    mesh = getattr(getattr(experts, parameter_name), "device_mesh", None)
-    if getattr(experts, "_is_expert_parallel", False) or {"tp", "ep"} & set(
-        getattr(mesh, "mesh_dim_names", ()) or ()
-    ):
-        raise ValueError(
-            "LoRA on experts that several processes share (tp_size, ep_size) is not supported: load the model without "
-            "them, or with fsdp_size, or leave the experts out, llamoe.lora_config(model, experts=False)."
-        )
 
 
 def _without_dropout(config: LoraConfig) -> LoraConfig:

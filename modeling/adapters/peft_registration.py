@@ -19,7 +19,7 @@ from .._private_api import (
     watch_adapter_files,
 )
 from ..moe import Experts
-from .adapted_parts import tell_of_frozen_experts
+from .adapted_parts import refuse_shared_experts, tell_of_frozen_experts
 from .expert_layout import mark, remember_file
 from .fitting import orient_swapped, pad_ranks
 from .loading import LoadsAdapters
@@ -74,6 +74,7 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
     if isinstance(targets, str) and config.target_modules != targets and not nothing_excluded:
         config.target_modules = set(config.target_modules) - tower_layers(model)
     if _is_lora(config):
+        refuse_shared_experts(config, model)
         tell_of_frozen_experts(config, model)
     return config
 

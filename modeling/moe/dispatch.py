@@ -84,7 +84,7 @@ def compute_experts(
             f'experts_implementation="{_name(path)}" computes llamoe\'s own experts, not {type(experts).__name__}: '
             'choose "grouped_mm" or another of transformers\'.'
         )
-    updates = {} if updates is None else updates
+    updates = experts.updates or {} if updates is None else updates
     is_adapted = len(updates) > 0  # torch 2.11's compiler knows a dict's length, and not its truth.
     stacks = experts.gate_up_proj, experts.down_proj
     dtype = compute_dtype(experts.down_proj)

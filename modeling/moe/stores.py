@@ -49,6 +49,8 @@ class Experts(nn.Module):
     down_proj: nn.Parameter
     # `dispatch` accepts only experts with this mark.
     takes_llamoe_paths = True
+    # What adapters add, where a call cannot carry it: processes that share experts pass on rows alone.
+    updates: Updates | None = None
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()

@@ -77,6 +77,10 @@ class Distributed(PreTrainedModel):
                 )
             check_parallel(model.config, *parallel_sizes(distributed_config))
             model._keep_uneven_experts(distributed_config.tp_size or 1)
+            if parallel_sizes(distributed_config)[1] > 1:
+                # transformers passes over these rules, but peft asks the tensor parallel plan alone.
+                for rule in model._ep_plan:
+                    model._tp_plan.pop(rule, None)
         model = super().maybe_distribute_model(model, distributed_config, mesh)
         if mesh is not None:
             divide_expert_gradients_once(model, distributed_config)

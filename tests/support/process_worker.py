@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from peft import PeftModel, get_peft_model
 from safetensors import safe_open
 from support import process_saves as saves  # noqa: F401  (registers its checks)
 from support.models import IMAGE_TOKEN, MULTIMODAL, TOKENS_PER_TILE, VISION, Case, max_abs
@@ -365,6 +366,47 @@ def balancing(shared):
             watch.step()
         biases.append(torch.stack(model._biases()))
     return {"largest": biases[1].abs().max().item(), "difference": max_abs(*biases)}
+
+
+@check("text", "top1", "multimodal")
+def expert_adapters(name):
+    """LoRA on experts that processes share: a step, the file, and what is merged, against one process."""
+    models, losses = [], []
+    for options in ({"distributed_config": expert_parallel()}, {}):
+        base = load(name, **options)
+        # peft fails on row-wise layers under tensor parallelism and merges none, in transformers' models too. With
+        # experts alone both processes draw other numbers, and begin with the same ones.
+        others = ["q_proj", "k_proj", "v_proj"] if name == "text" else []
+        torch.manual_seed(0 if others else dist.get_rank() * len(options))
+        config = llamoe.lora_config(base, r=3, init_lora_weights=False, target_modules=others)
+        model = get_peft_model(base, config)
+        loss = loss_of(model.train(), padded_rows(name))
+        loss.backward()
+        losses.append(loss.detach())
+        models.append(model.eval())
+    given, expected = ({n: p for n, p in model.named_parameters() if p.requires_grad} for model in models)
+    assert given.keys() == expected.keys() and len(given) > 3
+    figures = {
+        "loss": abs(losses[0] - losses[1]).item(),
+        "gradients": max(
+            difference(given[n].grad, expected[n].grad) / expected[n].grad.abs().max().item()
+            for n in expected
+        ),
+        "adapters": max(difference(given[n].detach(), expected[n].detach()) for n in expected),
+    }
+    folder = FOLDER / f"expert-adapters-{name}"
+    models[0].save_pretrained(folder, is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    inputs = padded_rows(name)
+    alone = PeftModel.from_pretrained(load(name), folder).eval()
+    with torch.no_grad():
+        logits = models[1](**inputs).logits
+        figures["effect"] = max_abs(logits, whole(name)(**inputs).logits)
+        figures["logits"] = max_abs(models[0](**inputs).logits, logits)
+        figures["read again"] = max_abs(alone(**inputs).logits, logits)
+        if not others:
+            figures["merged"] = max_abs(models[0].merge_and_unload()(**inputs).logits, logits)
+    return figures
 
 
 @check("ddp", "fsdp", "tp", "ep")

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import hotswap_adapter
 from support.models import SHALLOW_MODELS, max_abs, run
 from torch import nn
+from transformers.distributed import DistributedConfig
 
 import llamoe
 from llamoe.modeling.checkpoints import in_units
@@ -359,12 +360,19 @@ def test_rows_with_adapters_of_their_own_need_unmerged_weights():
         model(**inputs, adapter_names=["__base__"] * len(inputs["input_ids"]))
 
 
-def test_experts_that_processes_share_are_refused():
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp_size": 2},
+        {"tp_size": 2, "ep_size": 4, "fsdp_size": 2},
+        {"tp_size": 2, "ep_size": 2, "fsdp_size": 3},
+    ],
+)
+def test_ways_of_sharing_experts_that_are_refused(sizes):
+    """Whole experts, and one batch for all, are in parallel/test_two_processes.py."""
     model = TEXT.make()
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module._is_expert_parallel = True
-    with pytest.raises(ValueError, match="experts that several processes share"):
+    model.config.distributed_config = DistributedConfig(**sizes)
+    with pytest.raises(ValueError, match="LoRA on experts under tp_size = 2"):
         get_peft_model(model, llamoe.lora_config(model))
     get_peft_model(model, llamoe.lora_config(model, experts=False))
 

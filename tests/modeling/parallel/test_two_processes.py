@@ -81,6 +81,7 @@ def run_together(folder, *checks, count=2):
 QUICK = (
     "tensor-text",
     "expert-llamoe",
+    "expert_adapters-top1",
     "training-multimodal ddp",
     "training-text fsdp",
     "pipeline-text",
@@ -169,6 +170,16 @@ def test_expert_parallel_equals_one_process(measured, name, record_parity):
 def test_a_step_on_shared_rows_equals_one_process(measured, name, kind):
     for figures in both(measured, f"training-{name} {kind}"):
         assert_equal_training(figures)
+
+
+@pytest.mark.parametrize("name", ["text", "top1", "multimodal"])
+def test_lora_on_experts_that_processes_share(measured, name):
+    for figures in both(measured, f"expert_adapters-{name}"):
+        assert figures["effect"] > 0.1
+        assert figures["adapters"] == 0
+        assert figures["loss"] < 1e-5
+        assert figures["gradients"] < GRADIENTS
+        assert max(figures.get(way, 0.0) for way in ("logits", "read again", "merged")) < LOGITS
 
 
 @pytest.mark.parametrize("shared", ["rows", "experts", "idle"])
