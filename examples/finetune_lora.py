@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 import torch
 from accelerate import PartialState
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -65,6 +65,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.integrations import unset_hf_deepspeed_config
 from transformers.trainer_utils import get_last_checkpoint
 
 import llamoe
@@ -335,16 +336,21 @@ def main() -> None:
     before = count_right(model.eval(), collator, held_out) if state.is_main_process else {}
     trainer = make_trainer(arguments, model, collator, learnt)
     trainer.train(resume_from_checkpoint=last_checkpoint(arguments.out / "checkpoints"))
+    # Processes that share the weights gather them together.
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not state.is_main_process:
         return
+    half = arguments.out / "adapter-half-written"
+    shutil.rmtree(half, ignore_errors=True)
+    model.save_pretrained(half, state_dict=weights)
+    # What was saved is asked, over a model that no other process has a part of; ZeRO-3 would share this one, too.
+    unset_hf_deepspeed_config()
+    model = PeftModel.from_pretrained(load(arguments.model, arguments.dtype)[0], half).to(state.device)
     after = count_right(model.eval(), collator, held_out)
     asked = Counter(example.get("kind", "answers") for example in held_out if "text" not in example)
     for kind, share in after.items():
         print(f"{kind}: {before[kind]:.1%} of {asked[kind]} held-out answers right before, {share:.1%} now")
     draw_losses(trainer.state.log_history, arguments.out / "loss.png")
-    half = arguments.out / "adapter-half-written"
-    shutil.rmtree(half, ignore_errors=True)
-    model.save_pretrained(half)
     half.rename(arguments.out / "adapter")
     shutil.rmtree(arguments.out / "checkpoints")
     print(f"wrote {arguments.out / 'adapter'} and {arguments.out / 'loss.png'}")

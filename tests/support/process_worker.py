@@ -201,7 +201,7 @@ def starved_rows(name):
     return {"input_ids": rows}
 
 
-def shard_with_accelerate(name):
+def shard_with_accelerate(name, changed=lambda model: model):
     """FSDP2 as `Accelerator.prepare` applies it on GPUs, with what the files in examples/accelerate ask for.
 
     On the CPU an `Accelerator` does data parallelism only, so that its function is called with the little of one that
@@ -210,7 +210,7 @@ def shard_with_accelerate(name):
     environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     os.environ.update(environment)
     try:
-        model = load(name)
+        model = changed(load(name))
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
         assert plugin.cpu_ram_efficient_loading
     finally:
@@ -368,22 +368,63 @@ def balancing(shared):
     return {"largest": biases[1].abs().max().item(), "difference": max_abs(*biases)}
 
 
+@check("text ddp", "text accelerate", "multimodal accelerate")
+def adapters(name):
+    """A step of LoRA on everything, experts included, on half of the rows; against one process that has them all."""
+    name, kind = name.split()
+
+    def adapted(model):
+        torch.manual_seed(0)
+        return get_peft_model(model, llamoe.lora_config(model, r=3, init_lora_weights=False))
+
+    if kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(adapted(load(name)))
+    else:
+        model = shard_with_accelerate(name, adapted)
+    reference, inputs = adapted(load(name)), even_rows(name)
+    losses = [loss_of(model.train(), half(inputs)), loss_of(reference.train(), inputs)]
+    for loss in losses:
+        loss.backward()
+    mean = losses[0].detach()
+    dist.all_reduce(mean)
+    given, expected = (
+        {n: p.grad for n, p in each.named_parameters() if p.requires_grad}
+        for each in (unwrapped(model), reference)
+    )
+    assert given.keys() == expected.keys() and any("experts" in n for n in given)
+    return {
+        "loss": abs(mean / 2 - losses[1]).item(),
+        "gradients": max(
+            difference(given[n], expected[n]) / expected[n].abs().max().item() for n in expected
+        ),
+    }
+
+
 @check("text", "top1", "multimodal")
 def expert_adapters(name):
     """LoRA on experts that processes share: a step, the file, and what is merged, against one process."""
-    models, losses = [], []
-    for options in ({"distributed_config": expert_parallel()}, {}):
-        base = load(name, **options)
-        # peft fails on row-wise layers under tensor parallelism and merges none, in transformers' models too. With
-        # experts alone both processes draw other numbers, and begin with the same ones.
-        others = ["q_proj", "k_proj", "v_proj"] if name == "text" else []
-        torch.manual_seed(0 if others else dist.get_rank() * len(options))
-        config = llamoe.lora_config(base, r=3, init_lora_weights=False, target_modules=others)
-        model = get_peft_model(base, config)
+    folder, begun = (FOLDER / f"expert-adapters-{name}{end}" for end in ("", "-begun"))
+    options = {"r": 3, "init_lora_weights": False}
+    # peft fails on row-wise layers under tensor parallelism and merges none, in transformers' models too.
+    others = ["q_proj", "k_proj", "v_proj"] if name == "text" else []
+    torch.manual_seed(0)
+    alone, shared = load(name), load(name, distributed_config=expert_parallel())
+    alone = get_peft_model(alone, llamoe.lora_config(alone, target_modules=others, **options))
+    if others:
+        if dist.get_rank() == 0:
+            alone.save_pretrained(begun)
+        dist.barrier()
+        shared = PeftModel.from_pretrained(shared, begun, is_trainable=True)
+    else:
+        # Both processes draw other numbers, and begin with the first one's.
+        torch.manual_seed(dist.get_rank())
+        shared = get_peft_model(shared, llamoe.lora_config(shared, target_modules=others, **options))
+    models, losses = (shared, alone), []
+    for model in models:
         loss = loss_of(model.train(), padded_rows(name))
         loss.backward()
         losses.append(loss.detach())
-        models.append(model.eval())
+        model.eval()
     given, expected = ({n: p for n, p in model.named_parameters() if p.requires_grad} for model in models)
     assert given.keys() == expected.keys() and len(given) > 3
     figures = {
@@ -394,18 +435,17 @@ def expert_adapters(name):
         ),
         "adapters": max(difference(given[n].detach(), expected[n].detach()) for n in expected),
     }
-    folder = FOLDER / f"expert-adapters-{name}"
-    models[0].save_pretrained(folder, is_main_process=dist.get_rank() == 0)
+    shared.save_pretrained(folder, is_main_process=dist.get_rank() == 0)
     dist.barrier()
     inputs = padded_rows(name)
-    alone = PeftModel.from_pretrained(load(name), folder).eval()
+    again = PeftModel.from_pretrained(load(name), folder).eval()
     with torch.no_grad():
-        logits = models[1](**inputs).logits
+        logits = alone(**inputs).logits
         figures["effect"] = max_abs(logits, whole(name)(**inputs).logits)
-        figures["logits"] = max_abs(models[0](**inputs).logits, logits)
-        figures["read again"] = max_abs(alone(**inputs).logits, logits)
+        figures["logits"] = max_abs(shared(**inputs).logits, logits)
+        figures["read again"] = max_abs(again(**inputs).logits, logits)
         if not others:
-            figures["merged"] = max_abs(models[0].merge_and_unload()(**inputs).logits, logits)
+            figures["merged"] = max_abs(shared.merge_and_unload()(**inputs).logits, logits)
     return figures
 
 

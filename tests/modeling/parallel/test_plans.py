@@ -7,7 +7,9 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, prepare_multi_gpu_env
+from accelerate.utils.launch import prepare_extend_env_parallelism_config
 from support.models import MODELS, for_models, multimodal_config, text_config, vision_config
 from support.paths import EXAMPLES
 from transformers import Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
@@ -168,6 +170,22 @@ def test_the_files_for_several_gpus_ask_for_fsdp2(count):
     assert variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
     # Left out, so that accelerate takes each model's own `_no_split_modules`.
     assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in variables
+
+
+def test_the_file_for_data_parallelism_is_plain():
+    config, arguments = launch_arguments("2gpu_ddp")
+    assert (config.num_processes, arguments.multi_gpu, arguments.use_fsdp) == (2, True, False)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("8gpu_context", "CP"), ("8gpu_sequence", "SP")])
+def test_the_files_that_share_rows(name, kind, monkeypatch):
+    """accelerate's own reading of what its launcher passes on."""
+    config, arguments = launch_arguments(name)
+    for key, value in prepare_extend_env_parallelism_config(arguments, {}).items():
+        monkeypatch.setenv(key, value)
+    sizes = ParallelismConfig()
+    assert (sizes.cp_size, sizes.sp_size) == ((4, 1) if kind == "CP" else (1, 4))
+    assert sizes.dp_shard_size * 4 == config.num_processes
 
 
 def test_the_file_for_zero3_makes_each_mixture_a_leaf(monkeypatch):

@@ -82,6 +82,7 @@ QUICK = (
     "tensor-text",
     "expert-llamoe",
     "expert_adapters-top1",
+    "adapters-text accelerate",
     "training-multimodal ddp",
     "training-text fsdp",
     "pipeline-text",
@@ -170,6 +171,15 @@ def test_expert_parallel_equals_one_process(measured, name, record_parity):
 def test_a_step_on_shared_rows_equals_one_process(measured, name, kind):
     for figures in both(measured, f"training-{name} {kind}"):
         assert_equal_training(figures)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("text", "ddp"), ("text", "accelerate"), ("multimodal", "accelerate")]
+)
+def test_lora_on_shared_rows_equals_one_process(measured, name, kind):
+    for figures in both(measured, f"adapters-{name} {kind}"):
+        assert figures["loss"] < 1e-5
+        assert figures["gradients"] < GRADIENTS
 
 
 @pytest.mark.parametrize("name", ["text", "top1", "multimodal"])
