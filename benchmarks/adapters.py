@@ -1,7 +1,7 @@
-"""Cases of LoRA on the experts' stacks: training steps of a mixture block whose own weights are frozen.
+"""Cases of LoRA on the experts' stacks: training steps of a mixture block whose own weights are frozen, and decoding.
 
 The reference is peft's own way, which adds the update to the weights of all experts; ours adds it to their products.
-Both are around our block, with the same weights and factors. "frozen" is the block without adapters.
+Both are around our block or decoder, with the same weights and factors. "frozen" is that without adapters.
 """
 
 import copy
@@ -10,15 +10,18 @@ from collections.abc import Callable
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from transformers import Llama4ForCausalLM
 
+import llamoe
 from llamoe.modeling.adapters.expert_lora import ParamWrapper
 from llamoe.modeling.moe import Experts
 
 from . import OURS, REFERENCE
 from .block import tokens_for
-from .harness import Case, Cases, Contestant, tolerance_of_gradients
+from .harness import Case, Cases, Contestant, tolerance_of, tolerance_of_gradients
+from .models import PAST, decode_step
 from .shapes import Setting, Shape
-from .shared_weights import block_pair
+from .shared_weights import block_pair, model_pair, text_config
 
 FROZEN = "frozen"
 """A step that trains nothing of the block: what is left if an adapter costs nothing."""
@@ -46,8 +49,29 @@ def training(setting: Setting, shape: Shape, counts: tuple[int, ...]) -> Cases:
         )
 
 
+def decoding(setting: Setting, shape: Shape, layers: int, batches: tuple[int, ...]) -> Cases:
+    """One step of a decoder behind a short prompt, for batches of these sizes."""
+    config = text_config(shape, layers)
+    _, model = model_pair(setting, Llama4ForCausalLM, llamoe.LlamoeForCausalLM, config)
+    decoders = {name: _with_adapters(model, name == OURS, setting) for name in (REFERENCE, OURS)}
+    for batch in batches:
+        prompt, ids = (setting.tokens(batch, count, model.vocab_size, offset=count) for count in (PAST, 1))
+        contestants = {
+            name: Contestant(torch.no_grad()(decode_step(each, prompt, ids)))
+            for name, each in decoders.items()
+        }
+        contestants[FROZEN] = Contestant(torch.no_grad()(decode_step(model, prompt, ids)), outputs=None)
+        yield Case(
+            name=f"decode, B = {batch}",
+            contestants=contestants,
+            work=None,
+            tolerance=tolerance_of(setting.dtype, layers),
+            facts={"phase": "lora decode", "tokens": batch, "experts": shape.experts, "rank": RANK},
+        )
+
+
 def _with_adapters(block: nn.Module, in_products: bool, setting: Setting) -> nn.Module:
-    """A copy of the block around the same weights, with random factors on both stacks."""
+    """A copy of a block or decoder around the same weights, with random factors on the experts' stacks."""
     shared = {id(weight): weight for weight in block.parameters()}
     config = LoraConfig(r=RANK, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     if in_products:

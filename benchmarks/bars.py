@@ -174,26 +174,23 @@ def _block_bars(
 
 def _adapter_bars(group: str, what: str, limits: dict[int, float]) -> list[Bar]:
     """A step with LoRA on the experts, over a step of peft's, and over one without adapters."""
+    text = f"LoRA on {what}, T = {{}}, step over peft's"
     bars = [
-        Bar(
-            f"LoRA on {what}, T = {tokens}, step over peft's",
-            partial(_over, group, REFERENCE, tokens),
-            limit,
-            True,
-        )
+        Bar(text.format(tokens), partial(_over, group, REFERENCE, tokens), limit, at_most=True)
         for tokens, limit in limits.items()
     ]
+    return bars + _over_frozen(group, f"LoRA on {what}, T = {{}}, step", tuple(limits), 1.25)
+
+
+def _over_frozen(group: str, text: str, counts: tuple[int, ...], limit: float) -> list[Bar]:
     return [
-        *bars,
-        *(
-            Bar(
-                f"LoRA on {what}, T = {tokens}, step over a frozen one",
-                partial(_over, group, "frozen", tokens),
-                1.25,
-                True,
-            )
-            for tokens in limits
-        ),
+        Bar(
+            f"{text.format(tokens)} over one without adapters",
+            partial(_over, group, "frozen", tokens),
+            limit,
+            at_most=True,
+        )
+        for tokens in counts
     ]
 
 
@@ -226,6 +223,8 @@ CPU = [
     Bar("training step, 128 experts, T = 256", lambda r: r.ratio("training-128"), 8),
     *_adapter_bars("adapters-16", "16 experts", {512: 0.4, 4096: 0.85}),
     *_adapter_bars("adapters-128", "128 experts", {512: 0.15, 4096: 0.4}),
+    *_over_frozen("adapters-bfloat16", "LoRA on 16 experts in bfloat16, T = {}, step", (512, 4096), 1.5),
+    *_over_frozen("adapters-decode", "decoding B = {} with LoRA on 16 experts", (1, 8, 32), 1.3),
     Bar(
         "LoRA on 128 experts, T = 512, peak memory over peft's",
         lambda r: r.memory("adapters-128", (REFERENCE,), tokens=512),

@@ -15,6 +15,7 @@ from .harness import Group
 from .shapes import MANY_SMALL, MINI, MINI_128, Setting
 
 SETTING = Setting(torch.device("cpu"), torch.float32)
+BFLOAT16 = Setting(torch.device("cpu"), torch.bfloat16)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
 LAYERS = 4
 # Copies of a block: one token reads more of them than a large cache holds.
@@ -27,6 +28,8 @@ GROUPS: dict[str, Group] = {
     "training-128": partial(block.training, SETTING, MINI_128, 256),
     "adapters-16": partial(adapters.training, SETTING, MINI, (512, 4096)),
     "adapters-128": partial(adapters.training, SETTING, MINI_128, (512, 4096)),
+    "adapters-bfloat16": partial(adapters.training, BFLOAT16, MINI, (512, 4096)),
+    "adapters-decode": partial(adapters.decoding, SETTING, MINI, LAYERS, (1, 8, 32)),
     "decoder": partial(
         models.mixture, SETTING, MINI, LAYERS, prefill=(128, 1024), decode=DECODE, training=(256,)
     ),

@@ -1,6 +1,7 @@
 """Cases of whole decoders, mixture and dense: prefill, decoding with a cache, training, and `generate` in one graph."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import DynamicCache, Llama4ForCausalLM, LlamaForCausalLM, PreTrainedModel
@@ -93,27 +94,30 @@ def _decode(setting: Setting, models: dict, batches: tuple[int, ...]) -> Cases:
     for batch in batches:
         prompt = setting.tokens(batch, PAST, vocabulary)
         ids = setting.tokens(batch, 1, vocabulary, offset=2)
-
-        def step(model, prompt=prompt, ids=ids) -> Callable[[], torch.Tensor]:
-            cache = DynamicCache(config=model.config)
-            with torch.no_grad():
-                model(prompt, past_key_values=cache, logits_to_keep=1)
-
-            def run() -> torch.Tensor:
-                logits = model(ids, past_key_values=cache).logits
-                cache.crop(-1)
-                return logits
-
-            return run
-
         yield Case(
             name=f"decode, B = {batch}",
-            contestants=_contestants(models, step),
+            contestants=_contestants(models, partial(decode_step, prompt=prompt, ids=ids)),
             work=_work(models, ids, PAST),
             tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
             facts={"phase": "decode", "tokens": batch},
             least=_rounds(models),
         )
+
+
+def decode_step(
+    model: PreTrainedModel, prompt: torch.Tensor, ids: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """A step of `ids` `[B, 1]` after a prompt, to be run again and again; it yields the logits."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache, logits_to_keep=1)
+
+    def run() -> torch.Tensor:
+        logits = model(ids, past_key_values=cache).logits
+        cache.crop(-1)
+        return logits
+
+    return run
 
 
 def _training(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases:

@@ -10,7 +10,7 @@ TITLES = {"cpu": "Speed on a CPU", "gpu": "Speed on a GPU"}
 GROUPS = {
     "block": "Mixture block, forward",
     "training": "Mixture block, forward and backward",
-    "adapters": "LoRA on the experts of a mixture block, forward and backward",
+    "adapters": "LoRA on experts: a mixture block, forward and backward; a decoder, one step",
     "decoder": "Whole decoder, every layer a mixture",
     "dense": "Dense LLaMA",
     "chunked": "One layer of chunked attention, prefill, with its masks built",
@@ -24,8 +24,8 @@ NOTES = {
     "or T tokens of one. Each token's expert is drawn evenly, or by Zipf's law.",
     "training": "Gradients of weights and inputs are compared.",
     "adapters": "`stock` is peft's own wrapper of a parameter, which adds the update to the weights of all experts; "
-    "`llamoe` adds it to their products. Both are around our block with the same weights and factors, r = 16; `frozen` "
-    "is the block without adapters. Gradients of inputs and factors are compared.",
+    "`llamoe` adds it to their products. Both are around our block, or decoder, with the same weights and factors, "
+    "r = 16; `frozen` is that without adapters. Gradients of inputs and factors are compared.",
     "decoder": "`Llama4ForCausalLM` and `LlamoeForCausalLM` with logits of all positions. Decoding is one step after "
     "64 cached tokens a row. On the CPU the head has 2048 rows: 1 % of the weights, as in Scout.",
     "dense": f"`LlamaForCausalLM` and `LlamoeDenseForCausalLM`, as above. `{AGAIN}` is stock against itself: how "

@@ -168,6 +168,7 @@ GROUPS = {
     "block-16": partial(block.inference, SETTING, TINY, (1, 3), (9,), (9,)),
     "training-16": partial(block.training, SETTING, TINY, 9),
     "adapters-16": partial(adapters.training, SETTING, TINY, (9,)),
+    "adapters-decode": partial(adapters.decoding, SETTING, TINY, 2, (1, 3)),
     "decoder": partial(models.mixture, SETTING, TINY, 2, prefill=(9,), decode=(1, 3), training=(9,)),
     "dense": partial(models.dense, SETTING, TINY, 2, prefill=(9,), decode=(3,), training=(9,)),
     "chunked": partial(attention.chunked, SETTING, TINY, chunk=8, counts=(2,), long=40, patience=60.0),
