@@ -81,7 +81,15 @@ ANSWERING = Stage(
     24,
     5e-3,
     dict.fromkeys(questions.KINDS, 1.0)
-    | {"caption": 2.0, "exists": 2.0, "where": 2.0, "beside": 1.5, "relation": 2.0},
+    | {
+        "caption": 2.0,
+        "count": 1.5,
+        "colours": 1.5,
+        "exists": 2.0,
+        "where": 2.0,
+        "beside": 1.5,
+        "relation": 2.0,
+    },
     chats=(1, 1, 1, 1, 2),
 )
 
