@@ -1,7 +1,7 @@
-"""Cases of chunked attention: prefill of one decoder layer with a small feed-forward; each pass builds its masks."""
+"""Cases of local attention: prefill of one decoder layer with a small feed-forward; each pass builds its masks."""
 
 import torch
-from transformers import Llama4TextModel
+from transformers import Llama4TextModel, MistralModel
 
 import llamoe
 
@@ -9,7 +9,7 @@ from . import OURS, REFERENCE, roofline
 from .harness import Case, Cases, Contestant, tolerance_of
 from .memory import available_bytes
 from .shapes import Setting, Shape
-from .shared_weights import model_pair, text_config
+from .shared_weights import mistral_config, model_pair, text_config
 
 QUADRATIC_NUMBERS = 2
 """Bytes for each pair of tokens while a mask is built: the mask, and one of the two masks that it combines."""
@@ -64,6 +64,26 @@ def chunked(
             skipped=skipped,
         )
         length = tokens
+
+
+def windowed(setting: Setting, shape: Shape, window: int, counts: tuple[int, ...]) -> Cases:
+    """Prefill under a sliding window, of so many windows."""
+    config = mistral_config(shape, sliding_window=window, max_position_embeddings=window * max(counts))
+    pair = model_pair(setting, MistralModel, llamoe.LlamoeDenseModel, config)
+    models = dict(zip((REFERENCE, OURS), pair, strict=True))
+    for count in counts:
+        ids = setting.tokens(1, window * count, shape.vocabulary)
+
+        def run(model, ids=ids):
+            return lambda: model(ids, use_cache=False).last_hidden_state
+
+        yield Case(
+            name=f"T = {window * count}, window of {window}",
+            contestants={name: Contestant(torch.no_grad()(run(model))) for name, model in models.items()},
+            work=None,
+            tolerance=tolerance_of(setting.dtype),
+            facts={"phase": "window", "tokens": window * count, "window": window},
+        )
 
 
 def _work(model, tokens: int, chunk: int) -> roofline.Work:

@@ -239,6 +239,17 @@ CPU = [
     ),
     _never_slower("dense LLaMA, slowest case", "dense"),
     Bar(
+        "sliding window of 1,024, T = 16384, with a small feed-forward",
+        lambda r: r.ratio("window", tokens=16384),
+        4,
+    ),
+    Bar(
+        "sliding window of 1,024, T = 16384, peak memory over stock's",
+        lambda r: r.memory("window", (REFERENCE,), tokens=16384),
+        0.25,
+        at_most=True,
+    ),
+    Bar(
         "loading, peak memory over the checkpoint's bytes",
         lambda r: r.loaded(),
         1.1,

@@ -39,6 +39,7 @@ GROUPS: dict[str, Group] = {
     "chunked": partial(
         attention.chunked, SETTING, MINI, chunk=1024, counts=(2, 4, 8), long=65536, patience=60.0
     ),
+    "window": partial(attention.windowed, SETTING, MINI, 1024, (2, 16)),
     "vision": partial(small_modules.vision, SETTING, hidden=512, layers=4, heads=8, output=512, tiles=(1, 2)),
     "parts": partial(small_modules.small, SETTING, MINI, 1024),
     "loading": partial(loading.loading, SETTING, MINI, LAYERS, "100MB"),

@@ -14,6 +14,7 @@ GROUPS = {
     "decoder": "Whole decoder, every layer a mixture",
     "dense": "Dense LLaMA",
     "chunked": "One layer of chunked attention, prefill, with its masks built",
+    "window": "One layer of attention under a sliding window, prefill, with its masks built",
     "vision": "Vision tower",
     "parts": "Small parts",
     "loading": "`from_pretrained`",
@@ -31,6 +32,7 @@ NOTES = {
     "dense": f"`LlamaForCausalLM` and `LlamoeDenseForCausalLM`, as above. `{AGAIN}` is stock against itself: how "
     "far its ratio lies from one is noise.",
     "chunked": "The layer's feed-forward is as small as its attention.",
+    "window": "`MistralModel` and `LlamoeDenseModel`; the layer's feed-forward is as small as its attention.",
     "parts": "`nn.LayerNorm` computes another function and is not compared.",
     "loading": f"Wall clock, files in the page cache; stock, ours and stock once more (`{AGAIN}`) in processes that "
     "take turns. The second checkpoint has many small tensors in many shards. On a CPU transformers maps the files; so "

@@ -8,6 +8,7 @@ from transformers import (
     Llama4TextConfig,
     Llama4VisionConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -53,6 +54,22 @@ def dense_config(shape: Shape, layers: int) -> LlamaConfig:
         bos_token_id=None,
         eos_token_id=None,
     )
+
+
+def mistral_config(shape: Shape, **changes) -> MistralConfig:
+    """Configuration of one layer of Mistral with the attention of a shape and a small feed-forward."""
+    fields = dict(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.hidden,
+        num_hidden_layers=1,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        head_dim=shape.head_dim,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return MistralConfig(**{**fields, **changes})
 
 
 def vision_config(hidden: int, layers: int, heads: int, output: int) -> Llama4VisionConfig:

@@ -20,14 +20,14 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, get_args, get_origin
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import logging
 
 from .checks import check_rope_parameters, check_size, enumerate_words, fail, find_misspelt
@@ -41,6 +41,8 @@ logger = logging.get_logger(__name__)
 READERS = {
     "llamoe_dense": "LlamoeDenseConfig",
     "llama": "LlamoeDenseConfig",
+    "mistral": "LlamoeDenseConfig",
+    "ministral": "LlamoeDenseConfig",
     "llamoe_text": "LlamoeTextConfig",
     "llama4_text": "LlamoeTextConfig",
     "llamoe_vision": "LlamoeVisionConfig",
@@ -51,11 +53,17 @@ READERS = {
 
 # Stock model classes and ours. Heads over a multimodal trunk have only one class in stock.
 ARCHITECTURES = {
-    "LlamaModel": "LlamoeDenseModel",
-    "LlamaForCausalLM": "LlamoeDenseForCausalLM",
-    "LlamaForSequenceClassification": "LlamoeDenseForSequenceClassification",
-    "LlamaForTokenClassification": "LlamoeDenseForTokenClassification",
-    "LlamaForQuestionAnswering": "LlamoeDenseForQuestionAnswering",
+    **{
+        f"{family}{head}": f"LlamoeDense{head}"
+        for family in ("Ministral", "Mistral", "Llama")
+        for head in (
+            "Model",
+            "ForCausalLM",
+            "ForSequenceClassification",
+            "ForTokenClassification",
+            "ForQuestionAnswering",
+        )
+    },
     "Llama4TextModel": "LlamoeTextModel",
     "Llama4ForCausalLM": "LlamoeForCausalLM",
     "Llama4VisionModel": "LlamoeVisionModel",
@@ -105,10 +113,12 @@ class LlamoeBaseConfig(PreTrainedConfig):
     Class attributes:
         model_type: Ours, written to every `config.json`.
         stock_model_type: transformers' model type of the same architecture, accepted as input.
+        stock_relatives: Further model types of transformers' that are read.
         feed_forward_name: Name of the feed-forward in a decoder's layers.
     """
 
     stock_model_type: ClassVar[str] = ""
+    stock_relatives: ClassVar[tuple[str, ...]] = ()
     feed_forward_name: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs):
@@ -197,6 +207,14 @@ class LlamoeBaseConfig(PreTrainedConfig):
         cls._check_model_type(model_type, data.get("architectures"))
         if model_type == cls.stock_model_type:
             data = cls._from_stock(data)
+        elif model_type in cls.stock_relatives:
+            # Their files may leave out what is their default, which is not always ours.
+            relative = CONFIG_MAPPING[model_type]
+            ours = {field.name for field in fields(cls)}
+            defaults = {
+                field.name: field.default for field in fields(relative) if field.default is not MISSING
+            }
+            data = {name: value for name, value in defaults.items() if name in ours} | data
         if data.get("per_layer_config"):
             problem = "layers with fields of their own are not supported"
             fail(cls, "per_layer_config", data["per_layer_config"], problem, "leave it out")
@@ -243,7 +261,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
         `architectures` is what config.json says of the model's class, unchecked.
         """
-        accepted = [name for name in (cls.model_type, cls.stock_model_type) if name]
+        accepted = [name for name in (cls.model_type, cls.stock_model_type, *cls.stock_relatives) if name]
         if model_type is None or model_type in accepted:
             return
         readers = []
@@ -254,6 +272,10 @@ class LlamoeBaseConfig(PreTrainedConfig):
             readers.append(f"the model's class is {name[:_LONGEST_NAME]}")
         valid = enumerate_words(map(repr, accepted)) + (f" ({', and '.join(readers)})" if readers else "")
         fail(cls, "model_type", model_type, f"{cls.__name__} does not read this model type", valid)
+
+    def stock_type(self) -> str:
+        """Transformers' model type that computes what this configuration says."""
+        return self.stock_model_type
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """Save as `PreTrainedConfig.save_pretrained`, and in a form that loads without llamoe imported.

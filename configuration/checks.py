@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 from .errors import ConfigurationError
 
-LAYER_TYPES = ("full_attention", "chunked_attention")
+# Kinds of layers, for which transformers has keys in other models' rope_parameters.
+LAYER_TYPES = ("full_attention", "chunked_attention", "sliding_attention")
 
 _LONGEST_VALUE = 120
 # Which unknown names are compared with the fields: how alike (1 is the same), how long, and how many.
@@ -37,7 +38,7 @@ _LIMITS = {
     1 << 24: ("intermediate_size", "intermediate_size_mlp"),
     1 << 26: ("vocab_size",),
     1 << 40: (
-        "max_position_embeddings", "attention_chunk_size", "floor_scale", "interleave_moe_layer_step",
+        "max_position_embeddings", "attention_chunk_size", "sliding_window", "floor_scale", "interleave_moe_layer_step",
         "no_rope_layer_interval",
     ),
 }  # fmt: skip
@@ -200,18 +201,35 @@ def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, (int, float)) and abs(value) < 1e100
 
 
-def check_layer_lists(config: Any) -> None:
-    """Demand that the lists with an entry a layer fit the number of layers."""
-    count = config.num_hidden_layers
-    for name in ("no_rope_layers", "layer_types"):
-        value = getattr(config, name)
-        if len(value) != count:
-            problem = f"has {len(value)} entries for num_hidden_layers = {count}"
-            fail(config, name, value, problem, f"a list of {count}, or None to derive it")
+def check_layer_types(config: Any, local: str) -> None:
+    """Demand a list with a kind of attention for each layer: full, or `local`."""
+    _check_entries(config, "layer_types")
+    known = ("full_attention", local)
     for idx, kind in enumerate(config.layer_types):
-        if kind not in LAYER_TYPES:
-            valid = enumerate_words(map(repr, LAYER_TYPES))
+        if kind not in known:
+            valid = enumerate_words(map(repr, known))
             fail(config, f"layer_types[{idx}]", kind, "unknown kind of attention", valid)
+
+
+def check_local_size(config: Any, local: str, size: str) -> None:
+    """Demand the number of tokens that layers of the kind `local` see, if there are any."""
+    if not getattr(config, size) and local in config.layer_types:
+        problem = f"layer_types asks for {local}"
+        valid = "a number of tokens; or make all layer_types full_attention"
+        fail(config, size, getattr(config, size), problem, valid)
+
+
+def _check_entries(config: Any, name: str) -> None:
+    value, count = getattr(config, name), config.num_hidden_layers
+    if len(value) != count:
+        problem = f"has {len(value)} entries for num_hidden_layers = {count}"
+        fail(config, name, value, problem, f"a list of {count}, or None to derive it")
+
+
+def check_layer_lists(config: Any) -> None:
+    """Demand that the lists of layers without rotation and of mixtures fit the number of layers."""
+    _check_entries(config, "no_rope_layers")
+    count = config.num_hidden_layers
     named: set[int] = set()
     for position, idx in enumerate(config.moe_layers):
         name = f"moe_layers[{position}]"

@@ -1,14 +1,14 @@
 """Configurations of the two decoders, and the plan of each layer.
 
-`LlamoeDenseConfig` describes LLaMA 1 and 2 and other decoders of their shape; `LlamoeTextConfig` describes the
+`LlamoeDenseConfig` describes LLaMA 1 and 2, Mistral and other decoders of their shape; `LlamoeTextConfig` describes the
 mixture-of-experts decoder of Llama 4. Field names and defaults are those of transformers' `LlamaConfig` and
 `Llama4TextConfig`, so a stock `config.json` is valid input; fields of ours default to stock's behaviour. The decoder
 reads a `LayerPlan` for each layer and never asks for the family.
 
-Sources: LLaMA (Touvron et al., 2023, arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Meta's reference
-implementation of Llama 4, Switch Transformer (Fedus et al., 2021, arXiv:2101.03961) for the load-balancing
-loss and the capacity factor, ST-MoE (Zoph et al., 2022, arXiv:2202.08906) for the z-loss, Wang et al. (2024,
-arXiv:2408.15664) for the bias that balances.
+Sources: LLaMA (Touvron et al., 2023, arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Mistral 7B (Jiang et al., 2023,
+arXiv:2310.06825), Meta's reference implementation of Llama 4, Switch Transformer (Fedus et al., 2021,
+arXiv:2101.03961) for the load-balancing loss and the capacity factor, ST-MoE (Zoph et al., 2022, arXiv:2202.08906)
+for the z-loss, Wang et al. (2024, arXiv:2408.15664) for the bias that balances.
 """
 
 import math
@@ -20,6 +20,8 @@ from .checks import (
     LAYER_TYPES,
     check_heads,
     check_layer_lists,
+    check_layer_types,
+    check_local_size,
     check_not_negative,
     check_positive,
     check_probability,
@@ -35,7 +37,8 @@ class LayerPlan:
 
     Attributes:
         layer_idx: Position of the layer, from 0.
-        attention_type: "full_attention", or "chunked_attention" if a token sees only its own chunk.
+        attention_type: "full_attention"; "chunked_attention" if a token sees only its own chunk; "sliding_attention" if
+            it sees a number of tokens before it.
         use_rope: Whether queries and keys are rotated.
         use_qk_norm: Whether rotated queries and keys are divided by their root mean square.
         use_temperature_tuning: Whether queries are scaled up with their position.
@@ -87,12 +90,25 @@ class _DecoderConfig(LlamoeBaseConfig):
         check_probability(self, "attention_dropout")
         check_not_negative(self, "initializer_range", "rms_norm_eps")
 
+    @classmethod
+    def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+        """Apply overrides; fewer layers also shorten a saved configuration's lists."""
+        data = super()._override(data, overrides)
+        count = overrides.get("num_hidden_layers")
+        if isinstance(count, int):
+            for name in {"layer_types", "no_rope_layers"} - overrides.keys():
+                if data.get(name):
+                    data[name] = data[name][:count]
+            if "moe_layers" not in overrides and data.get("moe_layers"):
+                data["moe_layers"] = [idx for idx in data["moe_layers"] if idx < count]
+        return data
+
     def _rotary_multiple(self) -> int:
         return 2
 
 
 class LlamoeDenseConfig(_DecoderConfig):
-    """LLaMA 1, LLaMA 2, Llama 3 and other decoders of their shape: all layers alike, no experts.
+    """LLaMA 1, LLaMA 2, Llama 3, Mistral, Ministral and other decoders of their shape, without experts.
 
     Fields of transformers' `LlamaConfig`, same names and defaults:
         vocab_size: Rows of the embedding.
@@ -115,6 +131,10 @@ class LlamoeDenseConfig(_DecoderConfig):
         attention_bias, mlp_bias: Whether those projections have biases.
         attention_dropout: Probability of dropping an attention weight in training.
 
+    Fields of transformers' `MistralConfig` and `MinistralConfig`:
+        sliding_window: The tokens that a token sees, itself and those before it; None: all.
+        layer_types: "full_attention" or "sliding_attention" for each layer; None means that a window is every layer's.
+
     Fields of ours:
         rope_interleave: Whether rotation pairs neighbouring channels (Meta's order) or channel i with i +
             head_dim / 2 (the order of Hugging Face LLaMA files, whose q and k rows are permuted for it).
@@ -122,6 +142,7 @@ class LlamoeDenseConfig(_DecoderConfig):
 
     model_type = "llamoe_dense"
     stock_model_type: ClassVar[str] = "llama"
+    stock_relatives: ClassVar[tuple[str, ...]] = ("mistral", "ministral")
     feed_forward_name: ClassVar[str] = "mlp"
     base_model_tp_plan = DENSE_TP
 
@@ -147,14 +168,42 @@ class LlamoeDenseConfig(_DecoderConfig):
     mlp_bias: bool = False
     head_dim: int | None = None
 
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
     rope_interleave: bool = False
 
+    def __post_init__(self, **kwargs):
+        """Fill the fields that follow from others."""
+        check_positive(self, "num_hidden_layers", "sliding_window")
+        if self.layer_types is None and self.sliding_window is not None:
+            self.layer_types = ["sliding_attention"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+        """Apply overrides; another window, or none, is that of all layers if no list says otherwise."""
+        data = super()._override(data, overrides)
+        if "sliding_window" in overrides and len(set(data.get("layer_types") or ())) < 2:
+            data["layer_types"] = overrides.get("layer_types")
+        return data
+
+    def stock_type(self) -> str:
+        """llama; with a window mistral, or ministral where only some layers have it."""
+        windows = {kind == "sliding_attention" for kind in self.layer_types or ()}
+        return "ministral" if len(windows) > 1 else "mistral" if True in windows else "llama"
+
+    def validate_layer_type(self) -> None:
+        """Check the kinds of attention."""
+        if self.layer_types is not None:
+            check_layer_types(self, "sliding_attention")
+            check_local_size(self, "sliding_attention", "sliding_window")
+
     def layer_plan(self, layer_idx: int) -> LayerPlan:
-        """The plan of layer `layer_idx`, the same for all layers."""
+        """The plan of layer `layer_idx`."""
         self._check_layer_idx(layer_idx)
         return LayerPlan(
             layer_idx=layer_idx,
-            attention_type="full_attention",
+            attention_type=self.layer_types[layer_idx] if self.layer_types else "full_attention",
             use_rope=True,
             use_qk_norm=False,
             use_temperature_tuning=False,
@@ -276,22 +325,11 @@ class LlamoeTextConfig(_DecoderConfig):
                 "chunked_attention" if rope else "full_attention" for rope in self.no_rope_layers
             ]
         check_layer_lists(self)
+        check_layer_types(self, "chunked_attention")
         self.attention_chunk_size = self.attention_chunk_size or None
         if self.attention_chunk_size is None:
             self.layer_types = ["full_attention"] * count
         super().__post_init__(**kwargs)
-
-    @classmethod
-    def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-        """Apply overrides; fewer layers also shorten a saved configuration's lists."""
-        data = super()._override(data, overrides)
-        count = overrides.get("num_hidden_layers")
-        if isinstance(count, int):
-            for name in {"layer_types", "no_rope_layers"} - overrides.keys():
-                data[name] = data[name][:count] if data.get(name) else None
-            if "moe_layers" not in overrides and data.get("moe_layers"):
-                data["moe_layers"] = [idx for idx in data["moe_layers"] if idx < count]
-        return data
 
     def layer_plan(self, layer_idx: int) -> LayerPlan:
         """The plan of layer `layer_idx`."""
@@ -331,10 +369,8 @@ class LlamoeTextConfig(_DecoderConfig):
     def validate_layer_type(self) -> None:
         """Check the lists with an entry a layer."""
         check_layer_lists(self)
-        if not self.attention_chunk_size and "chunked_attention" in self.layer_types:
-            problem = "layer_types asks for chunked_attention"
-            valid = "the tokens of a chunk; or make all layer_types full_attention"
-            fail(self, "attention_chunk_size", self.attention_chunk_size, problem, valid)
+        check_layer_types(self, "chunked_attention")
+        check_local_size(self, "chunked_attention", "attention_chunk_size")
 
     def _rotary_multiple(self) -> int:
         return 2 if any(self.no_rope_layers) else 0

@@ -1,8 +1,8 @@
 """Bytes of the KV cache, from a configuration's fields alone.
 
-transformers' caches keep, in a chunked layer, the last `attention_chunk_size - 1` tokens and those of the latest
-pass; in every other layer, all tokens. So a prompt that is read in one pass is held whole by every layer until the
-next pass, and a plan must leave room for it.
+transformers' caches keep, in a chunked or sliding layer, one token less than a chunk or window has, and those of the
+latest pass; in every other layer, all tokens. So a prompt that is read in one pass is held whole by every layer until
+the next pass, and a plan must leave room for it.
 """
 
 from .base import LlamoeBaseConfig
@@ -23,12 +23,16 @@ def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list
     ):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name} = {value!r}: should be tokens, from 1 to {most}")
-    chunk = getattr(text, "attention_chunk_size", None)
-    plans = [text.layer_plan(layer_idx) for layer_idx in range(text.num_hidden_layers)]
-    return [
-        min(context - piece, chunk - 1) + piece if plan.attention_type == "chunked_attention" else context
-        for plan in plans
-    ]
+    kinds = [text.layer_plan(layer_idx).attention_type for layer_idx in range(text.num_hidden_layers)]
+    local = {
+        kind: getattr(text, field)
+        for kind, field in (
+            ("chunked_attention", "attention_chunk_size"),
+            ("sliding_attention", "sliding_window"),
+        )
+        if kind in kinds
+    }
+    return [min(context - piece, local[kind] - 1) + piece if kind in local else context for kind in kinds]
 
 
 def cache_bytes(

@@ -21,7 +21,7 @@ CONFIG_CLASSES = {
     for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig)
 }
 
-# Stock has a single multimodal class.
+# Of several the first family is found. Stock has a single multimodal class.
 _STOCK_ARCHITECTURES = {ours: stock for stock, ours in ARCHITECTURES.items()} | {
     "LlamoeModel": "Llama4ForConditionalGeneration"
 }
@@ -59,8 +59,9 @@ def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig
     """Our configuration for a stock one.
 
     Args:
-        config: A configuration object or the content of a `config.json`, of model type llama, llama4, llama4_text or
-            llama4_vision_model. An object that is ours already is returned as it is, a dictionary of ours is read.
+        config: A configuration object or the content of a `config.json`, of model type llama, mistral, ministral,
+            llama4, llama4_text or llama4_vision_model. An object that is ours already is returned as it is, a
+            dictionary of ours is read.
     """
     if isinstance(config, LlamoeBaseConfig):
         return config
@@ -85,7 +86,7 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
     config_class = next(known for known in CONFIG_CLASSES.values() if isinstance(config, known))
     for name, needed in _REQUIRED[config_class].items():
         if (value := getattr(config, name)) != needed:
-            problem = f"transformers' {config.stock_model_type} cannot express it"
+            problem = f"transformers' {config.stock_type()} cannot express it"
             fail(config, name, value, problem, repr(needed))
     unchanged = PreTrainedConfig().to_dict()
     dropped = {"_name_or_path", "auto_map", *_REQUIRED[config_class]} - set(STOCK_CONSTANTS)
@@ -96,7 +97,7 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
         if name not in dropped
         and (name == "transformers_version" or name not in unchanged or value != unchanged[name])
     }
-    data["model_type"] = config.stock_model_type
+    data["model_type"] = config.stock_type()
     if data.get("architectures"):
         data["architectures"] = [_STOCK_ARCHITECTURES.get(name, name) for name in data["architectures"]]
     _ADJUST[config_class](config, data)
@@ -104,6 +105,19 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
 
 
 def _adjust_dense(config: LlamoeDenseConfig, data: dict[str, Any]) -> None:
+    stock_type = config.stock_type()
+    if stock_type != "ministral":
+        del data["layer_types"]
+    if stock_type != "llama":
+        for name in ("attention_bias", "mlp_bias"):
+            if data.pop(name):
+                fail(config, name, True, f"transformers' {stock_type} cannot express it", "False")
+        del data["pretraining_tp"]
+        family = stock_type.capitalize()
+        if "architectures" in data:
+            data["architectures"] = [name.replace("Llama", family) for name in data["architectures"]]
+        return
+    del data["sliding_window"]
     if config.hidden_size % config.num_attention_heads:
         problem = "transformers' llama demands a multiple of num_attention_heads even where head_dim is given"
         valid = f"a multiple of {config.num_attention_heads}"

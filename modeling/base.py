@@ -337,8 +337,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
         if layout == "stock":
             if not self._has_stock_layout:
                 raise ValueError(
-                    f"{type(self).__name__} has no counterpart in transformers: save the model with its language "
-                    "model head."
+                    f"{type(self).__name__} has no counterpart in transformers' {self.config.stock_type()}: leave "
+                    "layout out, or save the model with its language model head."
                 )
             # Raises before anything is written.
             to_stock(self.config)

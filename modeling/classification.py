@@ -215,6 +215,11 @@ class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoeP
     input_modalities = ("text",)
     _checkpoint_prefixes = {r"model\.": "transformer."}
 
+    @property
+    def _has_stock_layout(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # Alone Mistral's head names its base model `model`, and would find no weights here.
+        return self.config.stock_type() != "mistral"
+
     def forward(
         self,
         input_ids=None,

@@ -172,6 +172,7 @@ GROUPS = {
     "decoder": partial(models.mixture, SETTING, TINY, 2, prefill=(9,), decode=(1, 3), training=(9,)),
     "dense": partial(models.dense, SETTING, TINY, 2, prefill=(9,), decode=(3,), training=(9,)),
     "chunked": partial(attention.chunked, SETTING, TINY, chunk=8, counts=(2,), long=40, patience=60.0),
+    "window": partial(attention.windowed, SETTING, TINY, 8, (1, 5)),
     "vision": partial(small_modules.vision, SETTING, hidden=64, layers=1, heads=4, output=32, tiles=(1,)),
     "parts": partial(small_modules.small, SETTING, TINY, 9, compiled=False),
 }
@@ -226,8 +227,8 @@ def test_from_the_cases_to_the_reports(tmp_path, clock, capsys):
         for name, row in case["contestants"].items():
             assert len(row["seconds"]) == 2
             assert row["ratio"] > 0
-            # Of adapters the least work is not counted.
-            assert case["group"].startswith("adapters") or row["roofline"] > 0
+            # Of some the least work is not counted.
+            assert case["group"].startswith(("adapters", "window")) or row["roofline"] > 0
             assert row["peak_bytes"] > 0
             assert ("difference" in row) == (name not in (REFERENCE, "nn.LayerNorm", adapters.FROZEN))
     found = {case["case"]: case for case in results["cases"] if case["group"] == "block-16"}

@@ -98,6 +98,11 @@ def upcycle(
         raise ValueError(
             f"upcycle: {source} is {describe(dense.config)}; give a dense LLaMA (llama, llamoe_dense)."
         )
+    if (stock_type := dense.config.stock_type()) != "llama":
+        raise ValueError(
+            f"upcycle: {source} is a {stock_type} with sliding_window = {dense.config.sliding_window}, and the layers "
+            "of a llamoe_text mixture have no window; give a dense LLaMA."
+        )
     layers = dense.config.num_hidden_layers
     if interleave > layers:
         raise ValueError(

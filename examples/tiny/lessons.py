@@ -19,6 +19,10 @@ WORDINGS = (
     "Name the larger shape.",
     "Tell me which shape is the bigger one.",
     "Which is the larger of the shapes?",
+    "What is the larger one?",
+    "What's bigger here?",
+    "Bigger shape?",
+    "Which is bigger?",
 )
 # Held out with their pictures.
 OTHER_WORDINGS = ("Which of them is bigger?", "What's the larger one?", "Which object is the bigger one?")
@@ -38,7 +42,7 @@ def draw_two_sizes(rng: random.Random) -> tuple[shapes.Scene, str]:
         small, big = sorted(scene.items, key=lambda item: item.radius)
         area, smaller_area = (AREA[item.shape] * item.radius**2 for item in (big, small))
         if big.radius > 1.2 * small.radius and area > 1.3 * smaller_area:
-            return scene, f"the {big.name} is bigger."
+            return scene, f"the {big.name}."
 
 
 def ask_for_the_bigger(rng: random.Random, number: int, is_held_out: bool) -> Example:

@@ -51,12 +51,14 @@ class Fold(NamedTuple):
             sequence get the place behind them all.
         is_partial: whether such queries exist.
         key_length: K.
+        window: how many tokens of its sequence a token sees; None: all before it.
     """
 
     batches: tuple[Batch, ...]
     place: torch.Tensor
     is_partial: bool
     key_length: int
+    window: int | None = None
 
     def contiguous(self) -> "Fold":
         """Return self; `generate` calls this on every mask."""
@@ -67,9 +69,11 @@ def folded_batch(inputs: MaskInputs, rule: Rule) -> Fold | EqualRows | None:
     """Gather the sequences of a pass into batches; None where plain causal attention is right."""
     made, key_length = sequences(inputs, rule), inputs.keys(rule).length
     if made is not None:
-        return fold(made, inputs.batch_size * inputs.query_length, key_length)
+        folded = fold(made, inputs.batch_size * inputs.query_length, key_length)
+        return folded._replace(window=rule.window)
     begun = key_length - inputs.query_length
-    return EqualRows(None, inputs.query_length, begun, 0, key_length) if begun else None
+    rows = EqualRows(None, rule.window, inputs.query_length, begun, 0, key_length)
+    return None if begun == 0 and rows.is_plain(inputs.query_length) else rows
 
 
 def fold(sequences: Sequences, num_queries: int, key_length: int) -> Fold:
@@ -113,7 +117,8 @@ def attend_in_fold(
     for batch in folded.batches:
         index_of = ((query, batch.query_index), (key, batch.key_index), (value, batch.key_index))
         states = (_gather(states, index) for states, index in index_of)
-        outputs.append(_attend_causally(attend, *states, begun=batch.begun).flatten(0, 1))  # [S * q, H, D]
+        output = _attend_causally(attend, *states, begun=batch.begun, window=folded.window)
+        outputs.append(output.flatten(0, 1))  # [S * q, H, D]
     if folded.is_partial:
         outputs.append(outputs[0].new_zeros(1, *outputs[0].shape[1:]))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -158,7 +163,8 @@ def attend_in_equal_rows(
     outputs, done = [], 0
     if not is_aligned:
         done = min(rows.rest, length)
-        outputs.append(_attend_causally(attend, *part(0, done, rows.begun), begun=rows.begun))
+        first = part(0, done, rows.begun)
+        outputs.append(_attend_causally(attend, *first, begun=rows.begun, window=rows.window))
     if chunk_size is not None and length - done >= chunk_size:
         tail = done + (length - done) // chunk_size * chunk_size
         outputs.append(_attend_in_chunks(attend, *part(done, tail), chunk_size))
@@ -185,19 +191,28 @@ def _attend_causally(
     key: torch.Tensor,
     value: torch.Tensor,
     begun: int | torch.Tensor = 0,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention `[B, Q, H, D]` where `begun` keys of each row stand before its first query.
 
-    Queries that are padding see at least one key, so that nothing becomes NaN.
+    Queries that are padding see at least one key, so that nothing becomes NaN. With a window each block of queries gets
+    the keys that one of them sees, and their cost is that of the window, not of the row.
     """
     query_length, key_length = query.shape[2], key.shape[2]
     is_number = not isinstance(begun, torch.Tensor)
-    if is_number and (begun == 0 or query_length == 1):
+    sees_all = window is None or key_length <= window
+    if is_number and sees_all and (begun == 0 or query_length == 1):
         return attend(query, key, value, None)[0]
     outputs, place = [], torch.arange(key_length, device=query.device)
-    for begin in range(0, query_length, BLOCK):
-        end = min(begin + BLOCK, query_length)
-        seen = begun + end if is_number else key_length
-        mask = place[:seen] <= place[None, None, begin:end, None] + begun
-        outputs.append(attend(query[:, :, begin:end], key[:, :, :seen], value[:, :, :seen], mask)[0])
+    block = BLOCK if window is None else min(BLOCK, max(window, SHORT))
+    for begin in range(0, query_length, block):
+        end = min(begin + block, query_length)
+        seen = slice(0, key_length)
+        if is_number:
+            seen = slice(0 if sees_all else max(0, begun + begin - window + 1), begun + end)
+        last = place[None, None, begin:end, None] + begun
+        mask = place[seen] <= last
+        if not sees_all:
+            mask = mask & (place[seen] > last - window)
+        outputs.append(attend(query[:, :, begin:end], key[:, :, seen], value[:, :, seen], mask)[0])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)

@@ -1,9 +1,9 @@
 """The forms of attention: which one a layer takes in a pass, what makes it, and what attends in it.
 
 Plain causal attention has the form None. FlashAttention takes variable-length sequences in place of masks. torch's
-`scaled_dot_product_attention` (`sdpa`) takes rows without padding as equal chunks, known from sizes alone, and other
-rows as a folded batch once a mask would be large. So no mask grows with the square of the tokens. All other
-implementations take masks.
+`scaled_dot_product_attention` (`sdpa`) takes rows without padding as equal chunks or in blocks of a window, known from
+sizes alone, and other rows as a folded batch once a mask would be large. So no mask grows with the square of the
+tokens. All other implementations take masks.
 
 Shapes: B batch, H heads, Q query tokens, K key tokens (cached and new), D head_dim.
 """
@@ -32,18 +32,21 @@ LARGEST_FULL_MASK = 2**18
 
 def brings_lengths(inputs: MaskInputs, rule: Rule) -> bool:
     """Whether the implementation gets the lengths of packed sequences from the caller, which full layers need alone."""
-    return inputs.has_lengths and not rule.is_local
+    return inputs.has_lengths and rule.chunk_size is None
 
 
 def sizes_decide(inputs: MaskInputs, rule: Rule) -> bool:
     """Whether no row is padded or packed, and positions do not matter or are indices."""
     if inputs.attention_mask is not None or isinstance(inputs.query_offset, torch.Tensor):
         return False
-    return inputs.position_ids is None or (not rule.is_local and inputs.segments is None)
+    return inputs.position_ids is None or (rule.chunk_size is None and inputs.segments is None)
 
 
 def rows_are_equal(inputs: MaskInputs, rule: Rule) -> bool:
     """Whether no row is padded or packed, and all begin at one position; reads values."""
+    if rule.window is not None:
+        # Blocks of a window are laid out anew for every length, which a graph is not. Positions do not matter.
+        return inputs.reads_values and inputs.padding_mask is None and inputs.segments is None
     if inputs.query_length == 1 and not rule.is_local:
         # It sees all keys, wherever it stands.
         return inputs.reads_values and inputs.padding_mask is None
@@ -55,9 +58,10 @@ def mask_is_large(inputs: MaskInputs, rule: Rule) -> bool:
     if inputs.query_length == 1 or is_tracing(inputs.inputs_embeds):
         return False
     size = inputs.query_length * inputs.keys(rule).length
-    if not rule.is_local:
-        return size > LARGEST_FULL_MASK
-    return size > rule.local_size**2 and (inputs.segments is not None or not inputs.positions_fall)
+    if rule.chunk_size is None:
+        # Sequences leave padding out, which a window counts where it is interrupted by it.
+        return size > LARGEST_FULL_MASK and (rule.window is None or not inputs.padding_interrupts)
+    return size > rule.chunk_size**2 and (inputs.segments is not None or not inputs.positions_fall)
 
 
 def always(inputs: MaskInputs, rule: Rule) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils import is_torchdynamo_compiling
@@ -120,6 +121,14 @@ class MaskInputs:
     def left_padding(self) -> torch.Tensor | None:
         """`[B, 1]`: padding before each row's first real token; None: none."""
         return None if self.padding_mask is None else left_padding(self.padding_mask)
+
+    @fact
+    def padding_interrupts(self) -> bool:
+        """Whether padding stands between two real tokens of a row; reads the mask."""
+        if self.padding_mask is None:
+            return False
+        begins = nn.functional.pad(self.padding_mask.int(), (1, 0)).diff(dim=1) > 0
+        return bool((begins.sum(1) > 1).any())
 
     def is_real(self, index: torch.Tensor) -> torch.Tensor:
         """`[B, T]` bool: which indices `[T]` along the rows are real tokens."""

@@ -2,7 +2,7 @@
 
 A flash kernel computes plain causal attention over any number of sequences laid end to end. So each group of each row
 is a sequence, without its padding. The queries of a sequence are the last of its keys, with a cache too, and the kernel
-aligns the last query with the last key: no other masking is needed.
+aligns the last query with the last key; a window it takes as a number. No other masking is needed.
 
 Shapes: B batch, H heads, Q query tokens, K key tokens (cached and new), T either of them, D head_dim, S sequences,
 N tokens of all sequences.
@@ -52,7 +52,16 @@ def sequences(inputs: MaskInputs, rule: Rule) -> Sequences | None:
     real_keys = inputs.is_real(key_index) & (key_index <= inputs.query_index[-1])
     zero = key_index.new_zeros(())
     groups = inputs.groups(rule) or (zero.expand_as(real_queries), zero.expand_as(real_keys))
-    return sequences_of_groups(real_queries, real_keys, *groups)
+    if inputs.keys(rule).ring is None or rule.window is None:
+        return sequences_of_groups(real_queries, real_keys, *groups)
+    # A kernel's window counts keys in the order in which they lie, which in a ring is not the row's.
+    order, rows = key_index.argsort(), torch.arange(len(real_keys) + 1, device=inputs.device)
+    made = sequences_of_groups(real_queries, real_keys[:, order], groups[0], groups[1][:, order])
+    if made is None:
+        lengths = inputs.query_length, len(order)
+        made = Sequences(None, None, *((rows * length).int() for length in lengths), *lengths)
+    places = (rows[:-1, None] * len(order) + order).flatten()
+    return made._replace(key_index=places if made.key_index is None else places[made.key_index])
 
 
 def equal_sequences(inputs: MaskInputs, rule: Rule) -> Sequences | None:

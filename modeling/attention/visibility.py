@@ -1,11 +1,13 @@
 """Which tokens see each other in each type of layer: groups, chunk borders, and the place of a sliding window.
 
-A token sees another if both are real, both are in the same group, and the other is not later. The group is the packed
-segment and, in chunked layers, the position's chunk. Every form of attention follows from this. A sliding window ("and
-less than W earlier") is a field of `Rule`, a row of `RULES` and a condition in `Rule.sees`; FlashAttention takes it as
-a number (`varlen`), a block of queries as the lower edge of its mask (`chunked_sdpa`).
+A token sees another if both are real, both are in the same group, and the other is not later and, in sliding layers,
+less than W earlier. The group is the packed segment and, in chunked layers, the position's chunk. Every form of
+attention follows from this.
 
-Shapes: B batch, Q query tokens, K key tokens (cached and new), T new tokens, C tokens of a chunk.
+Chunks lie where positions say. A window counts places along the row, as transformers' does: padding between two tokens
+counts, and positions do not matter.
+
+Shapes: B batch, Q query tokens, K key tokens (cached and new), T new tokens, C tokens of a chunk, W tokens of a window.
 """
 
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from .cache import Keys
 RULES: dict[str, dict[str, str]] = {
     "full_attention": {},
     "chunked_attention": {"chunk_size": "attention_chunk_size"},
+    "sliding_attention": {"window": "sliding_window"},
 }
 
 
@@ -31,14 +34,16 @@ class Rule(NamedTuple):
 
     Attributes:
         chunk_size: tokens of a chunk; None: no chunks.
+        window: tokens that a token sees, itself and those right before it; None: no window.
     """
 
     chunk_size: int | None = None
+    window: int | None = None
 
     @property
     def local_size(self) -> int | None:
         """The most tokens that a token sees, so that a cache may forget older ones; None: all."""
-        return self.chunk_size
+        return self.chunk_size or self.window
 
     @property
     def is_local(self) -> bool:
@@ -52,14 +57,19 @@ class Rule(NamedTuple):
 
         `groups` are those of queries `[B, Q]` and keys `[B, K]`, or None; `query_offset` is the first query's index.
         """
-        if groups is None:
+        if groups is None and self.window is None:
             # Layers without groups keep their keys in row order. Mask functions may recognise this one.
             return causal_mask_function
-        query_groups, key_groups = groups
+        window = self.window
 
         def visible(row, head, query, key):
-            same_group = query_groups[row, query - query_offset] == key_groups[row, key - keys.offset]
-            return same_group & ((key if keys.ring is None else keys.ring[key]) <= query)
+            index = key if keys.ring is None else keys.ring[key]
+            seen = index <= query
+            if window is not None:
+                seen = seen & (index > query - window)
+            if groups is not None:
+                seen = seen & (groups[0][row, query - query_offset] == groups[1][row, key - keys.offset])
+            return seen
 
         return visible
 
@@ -98,6 +108,7 @@ class EqualRows(NamedTuple):
 
     Attributes:
         chunk_size: C; None: no borders.
+        window: W; None: no window.
         rest: queries of a row before the first border; Q or more where there is no border.
         begun: keys of the first query's chunk that precede it.
         first_key: index, among the row's keys, of the first key that the first query sees.
@@ -105,6 +116,7 @@ class EqualRows(NamedTuple):
     """
 
     chunk_size: int | None
+    window: int | None
     rest: int
     begun: int
     first_key: int
@@ -116,11 +128,18 @@ class EqualRows(NamedTuple):
 
     def is_plain(self, query_length: int) -> bool:
         """Whether this is causal attention over all keys of the row, with the last query at the last key."""
+        if self.window is not None and self.begun + query_length > self.window:
+            return False
         return query_length <= self.rest and self.begun + query_length == self.key_length
 
 
 def cut_equal_rows(
-    first_query: int, query_length: int, first_key: int, key_length: int, chunk_size: int | None
+    first_query: int,
+    query_length: int,
+    first_key: int,
+    key_length: int,
+    chunk_size: int | None,
+    window: int | None = None,
 ) -> EqualRows:
     """Cut rows into chunks, given the positions of their first query and first key.
 
@@ -128,7 +147,7 @@ def cut_equal_rows(
     """
     num_cached = first_query - first_key
     if chunk_size is None:
-        return EqualRows(None, query_length, num_cached, 0, key_length)
+        return EqualRows(None, window, query_length, num_cached, 0, key_length)
     in_chunk = first_query % chunk_size
     begun = min(in_chunk, num_cached)
-    return EqualRows(chunk_size, chunk_size - in_chunk, begun, num_cached - begun, key_length)
+    return EqualRows(chunk_size, window, chunk_size - in_chunk, begun, num_cached - begun, key_length)

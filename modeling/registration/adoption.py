@@ -18,7 +18,11 @@ from .._private_api import point_at
 from .auto_classes import CONFIGS, MODELS, PROCESSED
 
 # Stock model type to the one of ours that replaces it.
-_STAND_INS = {config_class.stock_model_type: model_type for model_type, config_class in CONFIGS.items()}
+_STAND_INS = {
+    stock_type: model_type
+    for model_type, config_class in CONFIGS.items()
+    for stock_type in (config_class.stock_model_type, *config_class.stock_relatives)
+}
 # Accepted name to stock model types: Llama 4 as a whole includes its parts.
 _NAMES = {name: (name,) for name in _STAND_INS} | {"llama4": ("llama4", "llama4_text", "llama4_vision_model")}
 
@@ -73,8 +77,8 @@ def adopt(*model_types: str) -> Adoption:
     force before or another block still needs it.
 
     Args:
-        *model_types: "llama" (LLaMA 1, 2, 3 and all their heads) and "llama4" (the multimodal model, its text model
-            and its tower; "llama4_text" and "llama4_vision_model" name these alone). None: all of them.
+        *model_types: "llama" (LLaMA 1, 2, 3 and all their heads), "mistral", "ministral", and "llama4" (the multimodal
+            model, its text model and its tower; "llama4_text" and "llama4_vision_model" name these alone). None: all.
 
     Returns:
         a context manager, whose use is optional.

@@ -6,14 +6,19 @@ from dataclasses import dataclass
 import torch
 
 
-def attention(query, key, value, scale, causal, dropout_p=0.0):
-    """[Q, H, D], [K, H / groups, D]: plain attention; the last query stands at the last key."""
+def attention(query, key, value, scale, causal, dropout_p=0.0, window_size=(-1, -1)):
+    """[Q, H, D], [K, H / groups, D]: plain attention; the last query stands at the last key.
+
+    A window has that many keys before a query's own place and behind it; -1: all.
+    """
     assert dropout_p == 0
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     if causal:
         visible = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
+        if window_size[0] >= 0:
+            visible &= visible.new_ones(visible.shape).triu(len(key) - len(query) - window_size[0])
         scores = scores.masked_fill(~visible, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
 
@@ -25,9 +30,10 @@ class PlainFlash:
     calls: Counter
     largest: int = 0
 
-    def flash_attn_func(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+    def flash_attn_func(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
         self.calls["whole"] += 1
-        rows = [attention(*row, softmax_scale, causal, dropout_p) for row in zip(q, k, v, strict=True)]
+        how = softmax_scale, causal, dropout_p, window_size
+        rows = [attention(*row, *how) for row in zip(q, k, v, strict=True)]
         return torch.stack(rows)
 
     def flash_attn_varlen_func(
@@ -42,6 +48,7 @@ class PlainFlash:
         dropout_p=0.0,
         softmax_scale=None,
         causal=False,
+        window_size=(-1, -1),
     ):
         self.calls["varlen"] += 1
         for tensor, ends, longest in ((q, cu_seqlens_q, max_seqlen_q), (k, cu_seqlens_k, max_seqlen_k)):
@@ -55,4 +62,5 @@ class PlainFlash:
             v.split(cu_seqlens_k.diff().tolist()),
             strict=True,
         )
-        return torch.cat([attention(*piece, softmax_scale, causal, dropout_p) for piece in pieces])
+        how = softmax_scale, causal, dropout_p, window_size
+        return torch.cat([attention(*piece, *how) for piece in pieces])

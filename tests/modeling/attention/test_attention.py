@@ -13,8 +13,7 @@ import pytest
 import torch
 import transformers
 from support.models import MODELS, PADDING, apply_rotary, for_models, main_output, max_abs, run
-from support.plain_flash import PlainFlash
-from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel, StaticCache
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers import modeling_flash_attention_utils as flash_utils
 
 import llamoe
@@ -27,38 +26,6 @@ TEXT, DENSE = CASES["LlamoeForCausalLM"], CASES["LlamoeDenseForCausalLM"]
 DECODERS = pytest.mark.parametrize("case", [DENSE, TEXT], ids=lambda case: case.name)
 # Sums in another order, of logits with a deviation of about one.
 TOLERANCE = 1e-5
-
-
-@pytest.fixture
-def flash(monkeypatch):
-    plain = PlainFlash(Counter())
-    functions = (
-        plain.flash_attn_func,
-        plain.flash_attn_varlen_func,
-        None,
-        flash_utils._pad_input,
-        flash_utils._unpad_input,
-    )
-    for name, value in vars(flash_utils).copy().items():
-        if name.endswith("_fn"):  # what transformers has loaded, to be put back afterwards
-            monkeypatch.setattr(flash_utils, name, value)
-    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
-    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *_, **__: functions)
-    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
-    monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda *_: False)
-    return plain
-
-
-IMPLEMENTATIONS = ["sdpa", "flex_attention", "flash_attention_2"]
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request):
-    """Every implementation but `eager`, the truth. Flex runs as plain Python: its compiler takes half a minute."""
-    if request.param.startswith("flash"):
-        request.getfixturevalue("flash")
-    with torch.compiler.set_stance("force_eager"):
-        yield request.param
 
 
 def make(case, implementation):
@@ -169,7 +136,9 @@ HIDDEN = {
 @DECODERS
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("cache", [None, "dynamic", "static"])
-@pytest.mark.parametrize("implementation", ["eager", *IMPLEMENTATIONS], indirect=True)
+@pytest.mark.parametrize(
+    "implementation", ["eager", "sdpa", "flex_attention", "flash_attention_2"], indirect=True
+)
 def test_positions_that_a_mask_hides_do_not_matter(case, cache, hidden, implementation):
     """Padding on the left, on the right and in the middle; in one pass and in pieces, over borders of chunks."""
     model = make(case, implementation)

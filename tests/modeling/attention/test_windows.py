@@ -1,0 +1,258 @@
+"""Sliding windows: Mistral, one window for all layers, and Ministral, a window in some, against transformers' own."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from support.models import DENSE, max_abs, run, stock_model
+from transformers import DynamicCache, StaticCache
+
+import llamoe
+from llamoe.modeling.attention import chunked_sdpa
+
+LENGTH = 37
+PADDING = (6, 0, 11)
+FAMILIES = ["Mistral", "Ministral"]
+# One token, two, odd, more than a block of queries at its smallest, and more than a row has.
+WINDOWS = [1, 2, 5, 18, 64]
+# Sums in another order, of logits with a deviation of about one.
+TOLERANCE = 1e-5
+# What is given at a time: a prompt in pieces, and single tokens between them.
+PIECES = (9, 1, 1, 7, 1, 1, 17)
+CACHES = {
+    "window": lambda model: DynamicCache(config=model.config),
+    "whole": lambda model: DynamicCache(),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=60),
+}
+
+
+@functools.cache
+def stock_pair(family, window, head=""):
+    """transformers' model and ours with its weights, which tests only read."""
+    head = head or "ForCausalLM"
+    fields = {name: value for name, value in DENSE.items() if name not in ("mlp_bias", "attention_bias")}
+    fields |= {"sliding_window": window, "num_hidden_layers": 3}
+    if family == "Ministral":
+        fields["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = getattr(transformers, f"{family}Config")(**fields)
+    stock = stock_model(getattr(transformers, f"{family}{head}"), config)
+    ours = getattr(llamoe, f"LlamoeDense{head}")(llamoe.from_stock(config)).eval()
+    names = {
+        name: name.replace("model.", "transformer.") if "QuestionAns" in head else name
+        for name in stock.state_dict()
+    }
+    ours.load_state_dict({names[name]: weight for name, weight in stock.state_dict().items()})
+    return stock, ours
+
+
+def set_attention(implementation, *models):
+    for model in models:
+        model.set_attn_implementation(implementation)
+
+
+def row(seed=0, rows=3, length=LENGTH):
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding_mask():
+    return (torch.arange(LENGTH)[None] >= torch.tensor(PADDING)[:, None]).long()
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_stocks(family, window, implementation, record_parity):
+    stock, ours = stock_pair(family, window)
+    set_attention("eager", stock)
+    set_attention(implementation, ours)
+    ids, mask = row(), padding_mask()
+    plain = max_abs(run(ours, input_ids=ids), run(stock, input_ids=ids))
+    given, expected = (run(model, input_ids=ids, attention_mask=mask) for model in (ours, stock))
+    padded = max_abs(given[mask > 0], expected[mask > 0])
+    restarting = torch.cat([torch.arange(14), torch.arange(LENGTH - 14)])[None].expand(3, -1)
+    packed = run(ours, input_ids=ids, position_ids=restarting, use_cache=False)
+    apart = [run(stock, input_ids=part) for part in ids.split((14, LENGTH - 14), 1)]
+    assert max(plain, padded) < TOLERANCE
+    assert max_abs(packed, torch.cat(apart, 1)) < TOLERANCE
+    record_parity(f"{family}, W = {window}, {implementation}", "transformers", "float32", max(plain, padded))
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_pieces_with_a_cache_equal_one_pass(window, cache, is_padded, implementation):
+    stock, ours = stock_pair("Ministral", window)
+    set_attention("eager", stock)
+    set_attention(implementation, ours)
+    ids, mask = row(), padding_mask() if is_padded else torch.ones(3, LENGTH, dtype=torch.long)
+    expected = run(stock, input_ids=ids, attention_mask=mask)
+    kept, outputs, done = CACHES[cache](ours), [], 0
+    for length in PIECES:
+        options = {"attention_mask": mask[:, : done + length]} if is_padded else {}
+        outputs.append(run(ours, input_ids=ids[:, done : done + length], past_key_values=kept, **options))
+        done += length
+    assert max_abs(torch.cat(outputs, 1)[mask > 0], expected[mask > 0]) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 3}]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_are_generated(family, options):
+    models = stock_pair(family, 5)
+    set_attention("sdpa", *models)
+    inputs = {"input_ids": row(), "attention_mask": padding_mask()}
+    options = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, **options}
+    given, expected = (model.generate(**inputs, **options) for model in models)
+    assert torch.equal(given, expected) and given.shape == (3, LENGTH + 14)
+
+
+def test_an_assistant_changes_no_token():
+    stock, ours = stock_pair("Mistral", 5)
+    _, assistant = stock_pair("Ministral", 18)
+    set_attention("sdpa", stock, ours, assistant)
+    inputs = {"input_ids": row(rows=1), "max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(ours.generate(**inputs, assistant_model=assistant), stock.generate(**inputs))
+
+
+@pytest.mark.parametrize("length", [40, 600], ids=["masked", "long"])
+def test_padding_within_a_row_counts_as_in_stock(length):
+    stock, ours = stock_pair("Mistral", 18)
+    set_attention("sdpa", stock, ours)
+    ids, mask = row(rows=2, length=length), torch.ones(2, length, dtype=torch.long)
+    mask[0, 20:27] = 0
+    mask[1, :5] = 0
+    given, expected = (run(model, input_ids=ids, attention_mask=mask) for model in (ours, stock))
+    # Stock counts positions from the row's begin, so that angles are rounded otherwise.
+    assert max_abs(given[mask > 0], expected[mask > 0]) < 3 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_graph_for_all_lengths(family):
+    """Compiled, and exported with any number of tokens."""
+    stock, ours = stock_pair(family, 5)
+    set_attention("sdpa", stock, ours)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True, dynamic=True)
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    exported = torch.export.export(
+        ours,
+        (),
+        {"input_ids": row(), "use_cache": False},
+        dynamic_shapes={"input_ids": {1: tokens}, "use_cache": None},
+    ).module()
+    for length in (LENGTH, 23, 9):
+        ids = row(length=length)
+        expected = run(stock, input_ids=ids)
+        for program in (compiled, exported):
+            with torch.no_grad():
+                assert max_abs(program(input_ids=ids, use_cache=False).logits, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_stocks(family):
+    stock, ours = stock_pair(family, 5)
+    set_attention("sdpa", stock, ours)
+    gradients = []
+    for model in (stock, ours):
+        model.zero_grad()
+        model(input_ids=row(), attention_mask=padding_mask(), labels=row(1)).loss.backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        model.zero_grad()
+    for name, expected in gradients[0].items():
+        assert max_abs(gradients[1][name], expected) < 1e-5 * max(1.0, expected.abs().max().item()), name
+
+
+@pytest.mark.parametrize(
+    "head", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_equal_stocks(family, head):
+    models = stock_pair(family, 5, head)
+    given, expected = (model(input_ids=row(), attention_mask=padding_mask()) for model in models)
+    for name in ("logits", "start_logits", "end_logits"):
+        if name in expected:
+            each = padding_mask() > 0 if expected[name].shape[1:2] == (LENGTH,) else slice(None)
+            assert max_abs(given[name][each], expected[name][each]) < TOLERANCE
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["", "padded"])
+def test_no_mask_grows_with_the_square_of_the_tokens(is_padded, monkeypatch):
+    _, ours = stock_pair("Mistral", 18)
+    set_attention("sdpa", ours)
+    largest = 0
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, *args, attn_mask=None, **kwargs):
+        nonlocal largest
+        largest = max(largest, query.shape[2] * key.shape[2] if attn_mask is not None else 0)
+        return attend(query, key, *args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    ids = row(rows=1, length=900)
+    mask = torch.ones_like(ids)
+    mask[:, :7] = 1 - int(is_padded)
+    run(ours, input_ids=ids, attention_mask=mask)
+    assert 0 < largest <= 18 * (18 + max(18, chunked_sdpa.SHORT))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_folders_of_both_layouts(family, tmp_path):
+    stock, ours = stock_pair(family, 5)
+    stock.save_pretrained(tmp_path / "stock")
+    read = llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path / "stock")
+    read.save_pretrained(tmp_path / "ours")
+    again = llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path / "ours")
+    again.save_pretrained(tmp_path / "back", layout="stock")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(back) is type(stock)
+    assert back.config.to_diff_dict().keys() >= {"sliding_window"} and back.config.sliding_window == 5
+    assert getattr(back.config, "layer_types", None) == getattr(stock.config, "layer_types", None)
+    for name, weight in back.state_dict().items():
+        assert torch.equal(weight, stock.state_dict()[name])
+    with llamoe.adopt(family.lower()):
+        adopted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    assert isinstance(adopted, llamoe.LlamoeDenseForCausalLM)
+    assert adopted.config.layer_types == ours.config.layer_types
+
+
+def test_mistrals_answering_head_is_read_but_not_written_as_stock(tmp_path):
+    stock, ours = stock_pair("Mistral", 5, "ForQuestionAnswering")
+    stock.save_pretrained(tmp_path / "stock")
+    read = llamoe.LlamoeDenseForQuestionAnswering.from_pretrained(tmp_path / "stock")
+    assert max_abs(read(input_ids=row()).end_logits, stock(input_ids=row()).end_logits) < TOLERANCE
+    with pytest.raises(ValueError, match="layout"):
+        read.save_pretrained(tmp_path / "back", layout="stock")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_file_of_mistrals_may_leave_out_its_defaults():
+    config = llamoe.LlamoeDenseConfig.from_dict({"model_type": "mistral"})
+    assert (config.sliding_window, config.num_key_value_heads, config.intermediate_size) == (4096, 8, 14336)
+    other = llamoe.LlamoeDenseConfig.from_dict(config.to_dict(), num_hidden_layers=3, sliding_window=7)
+    assert other.layer_types == ["sliding_attention"] * 3
+    without = llamoe.LlamoeDenseConfig.from_dict(config.to_dict(), sliding_window=None)
+    assert without.layer_types is None and without.stock_type() == "llama"
+    config = llamoe.LlamoeDenseConfig.from_dict({"model_type": "mistral", "sliding_window": None})
+    assert config.layer_types is None and config.stock_type() == "llama"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"sliding_window": 0}, "sliding_window = 0: must be positive"),
+        ({"sliding_window": 2**70}, "is beyond reason"),
+        ({"sliding_window": 2.5}, "sliding_window"),
+        ({"sliding_window": 4, "layer_types": ["sliding_attention"]}, "1 entries for num_hidden_layers = 2"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window = None: layer_types asks for sliding"),
+        ({"layer_types": ["chunked_attention"] * 2}, "unknown kind of attention; valid: 'full_attention' or"),
+    ],
+)
+def test_impossible_windows(fields, says):
+    with pytest.raises(ValueError, match=says):
+        llamoe.LlamoeDenseConfig(num_hidden_layers=2, **fields)
+
+
+def test_what_mistral_cannot_express_is_not_written_as_one():
+    config = llamoe.LlamoeDenseConfig(sliding_window=4, attention_bias=True)
+    with pytest.raises(ValueError, match="attention_bias = True: transformers' mistral cannot express it"):
+        llamoe.to_stock(config)
