@@ -73,9 +73,11 @@ def decoding(setting: Setting, shape: Shape, layers: int, batches: tuple[int, ..
 def _with_adapters(block: nn.Module, in_products: bool, setting: Setting) -> nn.Module:
     """A copy of a block or decoder around the same weights, with random factors on the experts' stacks."""
     shared = {id(weight): weight for weight in block.parameters()}
-    config = LoraConfig(r=RANK, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
-    if in_products:
-        config._register_custom_module({Experts: ParamWrapper})
+    config = LoraConfig(
+        r=RANK, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    # A choice of classes is left as it is; else ours would be taken for all our models.
+    config._register_custom_module({Experts: ParamWrapper} if in_products else {nn.Identity: nn.Identity})
     adapted = inject_adapter_in_model(config, copy.deepcopy(block, shared))
     with torch.no_grad():
         for number, factor in enumerate(_factors(adapted)):

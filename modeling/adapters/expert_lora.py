@@ -197,12 +197,10 @@ class ParamWrapper(layer.ParamWrapper):
         whole_b.unflatten(1, (-1, self.num_experts))[:, : b_OrE.shape[1]] = b_OrE
 
     def _update(self, name: str, scale: float | torch.Tensor) -> LowRank:
-        """An adapter's factors, `[E, I, r]` and `[E, r, O]`; peft holds `[E * r, I]` and `[O, r * E]`."""
+        """An adapter's factors, `[E, I, r]` and `[O, r, E]`; peft holds `[E * r, I]` and `[O, r * E]`."""
         a_ErI = self._of_own_experts(self.lora_A[name].weight.unflatten(0, (self.num_experts, -1)), 0)
-        # A whole transpose first: its copy is much faster than that of three axes in another order.
-        b_rEO = self.lora_B[name].weight.t().contiguous().unflatten(0, (-1, self.num_experts))
-        b_rEO = self._of_own_experts(b_rEO, 1)
-        return LowRank(a_ErI.transpose(1, 2), b_rEO.transpose(0, 1), scale, self.lora_dropout[name])
+        b_OrE = self._of_own_experts(self.lora_B[name].weight.unflatten(1, (-1, self.num_experts)), 2)
+        return LowRank(a_ErI.transpose(1, 2), b_OrE, scale, self.lora_dropout[name])
 
 
 def _without_dropout(config: LoraConfig) -> LoraConfig:

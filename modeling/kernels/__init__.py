@@ -13,6 +13,7 @@ from .cpu import (
     are_single_queries,
     attend_to_single_queries,
     can_use_shortcut,
+    multiply_rows,
 )
 from .few_rows import TRITON_MAX_ROWS, few_rows_experts, few_rows_fits
 from .tracing import is_exported, is_readable, is_recorded, is_tracing, is_transformed
@@ -36,6 +37,7 @@ __all__ = [
     "is_recorded",
     "is_tracing",
     "is_transformed",
+    "multiply_rows",
     "rows_known",
     "rows_to_trust",
 ]

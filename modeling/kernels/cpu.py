@@ -83,6 +83,14 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return linear(x)
 
 
+def multiply_rows(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """`[N, O]`: few rows times the transpose of a matrix that is no layer's weight."""
+    is_plain = x_NI.dtype == torch.float32 and type(weight_OI) is torch.Tensor and weight_OI.is_contiguous()
+    if _BATCHES_ARE_FASTER and is_plain and can_use_shortcut(x_NI):
+        return _multiply_in_parts(x_NI, weight_OI, None)
+    return nn.functional.linear(x_NI, weight_OI)
+
+
 def _is_plain(linear: nn.Linear, dtype: torch.dtype) -> bool:
     """Whether a layer without hooks holds an ordinary float32 weight, and is given float32."""
     weight = linear._parameters.get("weight")
