@@ -227,7 +227,11 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
         files = checkpoint_files if state_dict is None else None
         if files:
             checkpoints.check_files(files, load_config.pretrained_model_name_or_path)
-        expected = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+        # Under DeepSpeed's ZeRO-3 the empty model is in parts already.
+        expected = {
+            name: getattr(p, "ds_shape", p.shape)
+            for name, p in model.named_parameters(remove_duplicate=False)
+        }
         stacks = {}
         if is_whole and model._has_experts:
             stacks = checkpoints.find_split_experts(model, state_dict, files, load_config, expected)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..kernels import are_single_queries, attend_to_single_queries, is_tracing
@@ -111,7 +112,8 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
         returned as it is, and a ready 4-D mask for every type.
 
     Raises:
-        ValueError: a 4-D mask for flash attention, an unknown type of layer, or positions that contradict the cache.
+        ValueError: a 4-D mask for flash attention, an unknown type of layer, positions that contradict the cache, or
+            local layers where processes share the tokens of a row.
     """
     mask = inputs.attention_mask
     if isinstance(mask, dict):
@@ -127,6 +129,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
             )
         return dict.fromkeys(rules, mask)
     if any(rule.is_local for rule in rules.values()):
+        _refuse_split_rows(inputs.implementation)
         make_rings(inputs.past_key_values)
     is_sdpa = inputs.implementation == "sdpa" and getattr(inputs.config, "is_causal", True)
     forms = FORMS["flash" if is_flash else "sdpa" if is_sdpa else "another"]
@@ -134,6 +137,17 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
         layer_type: next(make(inputs, rule) for fits, make in forms if fits(inputs, rule))
         for layer_type, rule in rules.items()
     }
+
+
+def _refuse_split_rows(implementation: str) -> None:
+    """Refuse DeepSpeed's sequence parallelism, which puts its own function in the place of an implementation."""
+    attend = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    if getattr(attend, "__module__", "").startswith("deepspeed.runtime.sequence_parallel"):
+        raise ValueError(
+            "Processes that share the tokens of a row (sequence parallelism, sp_size) do not see where chunks and "
+            "windows begin, so layers with chunked or sliding attention cannot be shared so. Train without sp_size, or "
+            "a model whose layers all see the whole row (attention_chunk_size=None, sliding_window=None)."
+        )
 
 
 def attend_in_form(

@@ -1,10 +1,22 @@
-"""Context parallelism as accelerate sets it up; its ring needs kernels of GPUs, the model's part none."""
+"""Processes that share the tokens of a row.
+
+Context parallelism as accelerate sets it up; its ring needs kernels of GPUs, the model's part none. And sequence
+parallelism, which runs on the CPU where DeepSpeed is installed.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
 import transformers
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from support.models import MODELS, max_abs, run
+from support.paths import EXAMPLES, SUPPORT, environment
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import llamoe
 
@@ -14,7 +26,12 @@ DENSE, TEXT = CASES["LlamoeDenseForCausalLM"], CASES["LlamoeForCausalLM"]
 POSITIONS = torch.cat([torch.arange(7), torch.arange(21, 28)])[None]
 
 
-@pytest.mark.parametrize("options", [{}, {"attention_chunk_size": None}], ids=["dense", "mixture"])
+# Stock numbers the tokens of a part from zero where it scales queries with their position.
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"attention_chunk_size": None, "attn_temperature_tuning": False}],
+    ids=["dense", "mixture"],
+)
 def test_a_part_of_a_row_is_attended_as_by_stock(options, record_parity):
     """Positions count in the whole row, and no mask is made for the gap between them: the ring attends across it."""
     case = TEXT if options else DENSE
@@ -35,5 +52,57 @@ def test_a_part_of_a_row_is_attended_as_by_stock(options, record_parity):
 
 
 def test_chunked_layers_are_refused():
+    """Under context parallelism by accelerate; under sequence parallelism by us, since nobody else looks."""
+    model = TEXT.make()
     with pytest.raises(ValueError, match="chunked_attention"):
-        _attach_context_parallel_hooks(TEXT.make())
+        _attach_context_parallel_hooks(model)
+
+    def uattn_wrapper(*args, **kwargs):
+        return sdpa_attention_forward(*args, **kwargs)
+
+    uattn_wrapper.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    AttentionInterface.register("sdpa", uattn_wrapper)
+    try:
+        with pytest.raises(ValueError, match="sequence parallelism, sp_size"):
+            run(model, **TEXT.inputs())
+        run(DENSE.make(), **DENSE.inputs())
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_sequence_parallelism_learns_what_one_process_does(tmp_path):
+    """DeepSpeed's own, on the CPU: two processes share each row, and under ZeRO-3 every weight."""
+    DENSE.make().save_pretrained(tmp_path / "model")
+    text = (EXAMPLES / "accelerate/8gpu_sequence.yaml").read_text()
+    for old, new in (
+        ("num_processes: 8", "num_processes: 2"),
+        ("sp_size: 4", "sp_size: 2"),
+        ("dp_shard_size: 2", "dp_shard_size: 1"),
+        ("bf16", "'no'"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "launch.yaml").write_text(text + "use_cpu: true\n")
+    losses = {}
+    launch = ["-m", "accelerate.commands.launch", "--config_file", tmp_path / "launch.yaml"]
+    for kind, before in (("one", []), ("two", launch)):
+        words = [
+            sys.executable,
+            *before,
+            SUPPORT / "train_in_rows.py",
+            tmp_path / "model",
+            tmp_path / f"{kind}.json",
+        ]
+        done = subprocess.run(
+            list(map(str, words)),
+            env=environment(DS_ACCELERATOR="cpu"),
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses[kind] = json.loads((tmp_path / f"{kind}.json").read_text())
+    assert len(losses["one"]) == 3
+    assert losses["two"] == pytest.approx(losses["one"], abs=1e-5)

@@ -1,0 +1,47 @@
+"""Trains a dense model for three steps on random rows; writes the losses to a file. Started by accelerate or alone."""
+
+import json
+import sys
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+import llamoe
+
+ROWS, LENGTH = 6, 32
+
+
+def collate(rows):
+    ids = torch.stack(rows)
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "position_ids": torch.arange(LENGTH).expand(len(rows), -1).contiguous(),
+    }
+
+
+def main():
+    folder, losses = sys.argv[1:]
+    arguments = TrainingArguments(
+        output_dir=f"{losses}-checkpoints",
+        max_steps=3,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        remove_unused_columns=False,
+    )
+    model = llamoe.LlamoeDenseForCausalLM.from_pretrained(folder)
+    ids = torch.randint(3, 90, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    trainer = Trainer(model, arguments, train_dataset=list(ids), data_collator=collate)
+    trainer.train()
+    if trainer.is_world_process_zero():
+        with open(losses, "w") as file:
+            json.dump([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], file)
+
+
+if __name__ == "__main__":
+    main()
