@@ -390,7 +390,7 @@ def test_no_interval_is_written_for_stock():
 @pytest.mark.parametrize(
     ("config_class", "model_type", "match"),
     [
-        (LlamoeDenseConfig, "mistral", "valid: 'llamoe_dense' or 'llama'$"),
+        (LlamoeDenseConfig, "qwen2", "valid: 'llamoe_dense', 'llama', 'mistral' or 'ministral'$"),
         (LlamoeDenseConfig, "llama4_text", r"LlamoeTextConfig reads 'llama4_text'"),
         (LlamoeDenseConfig, "llama4", r"LlamoeConfig reads 'llama4'"),
         (LlamoeTextConfig, "llama", r"LlamoeDenseConfig reads 'llama'"),
@@ -422,9 +422,9 @@ def test_foreign_parts():
     with pytest.raises(ValueError, match=r"LlamoeTextConfig\.model_type = 'llava': "):
         LlamoeTextConfig.from_dict({"model_type": "llava", "text_config": {"model_type": "llama4_text"}})
     with pytest.raises(
-        ValueError, match="model_type 'mistral' has no equivalent in llamoe; valid: 'llamoe_dense'"
+        ValueError, match="model_type 'qwen2' has no equivalent in llamoe; valid: 'llamoe_dense'"
     ):
-        from_stock({"model_type": "mistral"})
+        from_stock({"model_type": "qwen2"})
     with pytest.raises(ValueError, match="without a model_type"):
         from_stock({"hidden_size": 64})
 
@@ -433,8 +433,8 @@ def test_the_model_type_stays():
     config = LlamoeTextConfig()
     config.model_type = "llama4_text"
     assert config.model_type == config.to_dict()["model_type"] == "llamoe_text"
-    with pytest.raises(ValueError, match=r"LlamoeTextConfig\.model_type = 'mistral'"):
-        config.model_type = "mistral"
+    with pytest.raises(ValueError, match=r"LlamoeTextConfig\.model_type = 'qwen2'"):
+        config.model_type = "qwen2"
 
 
 def test_layers_with_fields_of_their_own_are_refused():

@@ -328,8 +328,8 @@ def test_quantized_and_unknown_models_are_refused(dense, tmp_path):
     )
     with pytest.raises(CheckpointError, match=r"config\.json: the weights are quantized \(gptq\)"):
         convert(folder, tmp_path / "out")
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
-    with pytest.raises(CheckpointError, match=r"config\.json: .*'mistral'"):
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
+    with pytest.raises(CheckpointError, match=r"config\.json: .*'qwen2'"):
         convert(folder, tmp_path / "out")
 
 

@@ -481,11 +481,11 @@ def test_an_architecture_that_is_unknown_is_one_problem(saved, tmp_path):
     folder, _ = saved("dense")
     for file in folder.glob("*.safetensors*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "hidden_size": 84}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "hidden_size": 84}))
     found = inspect(tmp_path)
     (problem,) = found.problems
-    assert problem.startswith(f"{tmp_path / 'config.json'}: ") and "mistral" in problem and found.stored
-    with pytest.raises(CheckpointError, match=f"{tmp_path / 'config.json'}: .*mistral"):
+    assert problem.startswith(f"{tmp_path / 'config.json'}: ") and "qwen2" in problem and found.stored
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'config.json'}: .*qwen2"):
         inspect(tmp_path / "config.json")
 
 

@@ -532,12 +532,12 @@ def test_what_stands_for_a_mask_goes_where_masks_go(models, kind):
 
 def test_equal_rows_cut():
     # Twenty cached tokens in chunks of sixteen: four have begun the second, of which twelve are left.
-    assert cut_equal_rows(20, 50, 0, 70, 16) == EqualRows(16, 12, 4, 16, 70)
+    assert cut_equal_rows(20, 50, 0, 70, 16) == EqualRows(16, None, 12, 4, 16, 70)
     # A window that keeps the last fifteen.
-    assert cut_equal_rows(20, 50, 5, 65, 16) == EqualRows(16, 12, 4, 11, 65)
+    assert cut_equal_rows(20, 50, 5, 65, 16) == EqualRows(16, None, 12, 4, 11, 65)
     # Rows that start at position 20 without a cache: nothing has begun.
-    assert cut_equal_rows(20, 50, 20, 50, 16) == EqualRows(16, 12, 0, 0, 50)
-    assert cut_equal_rows(20, 50, 0, 70, None) == EqualRows(None, 50, 20, 0, 70)
+    assert cut_equal_rows(20, 50, 20, 50, 16) == EqualRows(16, None, 12, 0, 0, 50)
+    assert cut_equal_rows(20, 50, 0, 70, None) == EqualRows(None, None, 50, 20, 0, 70)
 
 
 # Graphs

@@ -250,9 +250,9 @@ def test_the_wrong_class_names_the_right_one(name, wrong, layout, tmp_path):
     with pytest.raises(ValueError, match=says):
         getattr(llamoe, wrong).from_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
-    content |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    content |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"\(the model's class is MistralForCausalLM\)"):
+    with pytest.raises(ValueError, match=r"\(the model's class is Qwen2ForCausalLM\)"):
         getattr(llamoe, wrong).from_pretrained(tmp_path)
 
 

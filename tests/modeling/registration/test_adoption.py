@@ -169,7 +169,7 @@ def test_a_part_can_be_released():
 
 
 @pytest.mark.parametrize("function", ["adopt", "release"])
-@pytest.mark.parametrize("wrong", ["mistral", "llamoe", "LLAMA", "", None, ["llama"], LlamaConfig])
+@pytest.mark.parametrize("wrong", ["qwen2", "llamoe", "LLAMA", "", None, ["llama"], LlamaConfig])
 def test_unknown_model_type(function, wrong):
     with pytest.raises(ValueError, match=rf"llamoe\.{function}\(.*valid: 'llama', .*'llama4'"):
         getattr(llamoe, function)("llama", wrong)
