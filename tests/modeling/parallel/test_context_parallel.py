@@ -52,10 +52,14 @@ def test_a_part_of_a_row_is_attended_as_by_stock(options, record_parity):
 
 
 def test_chunked_layers_are_refused():
-    """Under context parallelism by accelerate; under sequence parallelism by us, since nobody else looks."""
-    model = TEXT.make()
-    with pytest.raises(ValueError, match="chunked_attention"):
+    """Under context parallelism, where not by accelerate then by us; and under sequence parallelism."""
+
+    def attend_in_context(model):
         _attach_context_parallel_hooks(model)
+        run(model, **TEXT.inputs())
+
+    with pytest.raises(ValueError, match="chunked_attention|context parallelism, cp_size"):
+        attend_in_context(TEXT.make())
 
     def uattn_wrapper(*args, **kwargs):
         return sdpa_attention_forward(*args, **kwargs)
