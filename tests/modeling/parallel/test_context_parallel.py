@@ -68,7 +68,7 @@ def test_chunked_layers_are_refused():
     AttentionInterface.register("sdpa", uattn_wrapper)
     try:
         with pytest.raises(ValueError, match="sequence parallelism, sp_size"):
-            run(model, **TEXT.inputs())
+            run(TEXT.make(), **TEXT.inputs())
         run(DENSE.make(), **DENSE.inputs())
     finally:
         AttentionInterface.register("sdpa", sdpa_attention_forward)
