@@ -20,25 +20,31 @@ from .routing import set_router, steer
 from .shapes import Setting, Shape
 
 
+def _sizes(shape: Shape) -> dict:
+    """Fields of vocabulary and attention; no special tokens."""
+    return dict(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        head_dim=shape.head_dim,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
 def text_config(shape: Shape, layers: int = 1, **changes) -> Llama4TextConfig:
     """Configuration of Llama 4's text model in which every layer is a mixture."""
     fields = dict(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
         intermediate_size=shape.expert,
         intermediate_size_mlp=2 * shape.expert,
         num_hidden_layers=layers,
         interleave_moe_layer_step=1,
         num_local_experts=shape.experts,
         num_experts_per_tok=1,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads,
-        head_dim=shape.head_dim,
         pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
     )
-    return Llama4TextConfig(**{**fields, **changes})
+    return Llama4TextConfig(**{**_sizes(shape), **fields, **changes})
 
 
 def dense_config(shape: Shape, layers: int) -> LlamaConfig:
@@ -58,18 +64,7 @@ def dense_config(shape: Shape, layers: int) -> LlamaConfig:
 
 def mistral_config(shape: Shape, **changes) -> MistralConfig:
     """Configuration of one layer of Mistral with the attention of a shape and a small feed-forward."""
-    fields = dict(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.hidden,
-        num_hidden_layers=1,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads,
-        head_dim=shape.head_dim,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return MistralConfig(**{**fields, **changes})
+    return MistralConfig(**_sizes(shape), intermediate_size=shape.hidden, num_hidden_layers=1, **changes)
 
 
 def vision_config(hidden: int, layers: int, heads: int, output: int) -> Llama4VisionConfig:

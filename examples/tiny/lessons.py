@@ -25,7 +25,7 @@ WORDINGS = (
     "Which is bigger?",
 )
 # Held out with their pictures.
-OTHER_WORDINGS = ("Which of them is bigger?", "What's the larger one?", "Which object is the bigger one?")
+OTHER_WORDINGS = ("Which of them is bigger?", "Which figure is larger?", "Which object is the bigger one?")
 # About the area of each shape whose farthest point is one away from its middle.
 AREA = {"circle": 3.1, "square": 2.0, "triangle": 1.3, "star": 1.3}
 # Longest side of a picture; the processor of the small model would make them smaller yet.

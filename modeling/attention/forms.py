@@ -140,7 +140,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
 
 
 def _refuse_split_rows(implementation: str) -> None:
-    """Refuse DeepSpeed's sequence parallelism, which puts its own function in the place of an implementation."""
+    """Refuse local layers if DeepSpeed's sequence parallelism has replaced the attention implementation."""
     attend = ALL_ATTENTION_FUNCTIONS.get(implementation)
     if getattr(attend, "__module__", "").startswith("deepspeed.runtime.sequence_parallel"):
         fail_split_rows("sequence parallelism, sp_size")

@@ -84,7 +84,7 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def multiply_rows(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """`[N, O]`: few rows times the transpose of a matrix that is no layer's weight."""
+    """Few rows `[N, I]` times the transpose of a matrix `[O, I]` that no `nn.Linear` holds; returns `[N, O]`."""
     is_plain = x_NI.dtype == torch.float32 and type(weight_OI) is torch.Tensor and weight_OI.is_contiguous()
     if _BATCHES_ARE_FASTER and is_plain and can_use_shortcut(x_NI):
         return _multiply_in_parts(x_NI, weight_OI, None)

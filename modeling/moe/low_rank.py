@@ -14,8 +14,8 @@ import torch
 
 from ..kernels import multiply_rows
 
-# Up to this many rows on the host, all experts' second factors are multiplied as they lie: that is cheaper than a copy
-# of them in the order of the stacks.
+# Up to this many rows the CPU multiplies the second factors of all experts without reordering them: copying them into
+# the order of the stacks costs more.
 FEW_ROWS = 16
 
 
@@ -47,14 +47,14 @@ class LowRank:
         # The thin product is scaled: it is narrower than the result.
         thin_Nr = multiply(self.dropout(x_NI.to(self.a_EIr.dtype)), self.a_EIr, groups) * self.scale
         if isinstance(groups, list) and len(x_NI) <= FEW_ROWS:
-            update_NO = self._multiply_as_they_lie(thin_Nr, groups)
+            update_NO = self._multiply_in_pefts_order(thin_Nr, groups)
         else:
             # A whole transpose first: its copy is much faster than that of three axes in another order.
             b_rEO = self.b_OrE.flatten(1).t().contiguous().unflatten(0, self.b_OrE.shape[1:])
             update_NO = multiply(thin_Nr, b_rEO.transpose(0, 1), groups)
         return (y_NO + update_NO).to(y_NO.dtype)
 
-    def _multiply_as_they_lie(
+    def _multiply_in_pefts_order(
         self, thin_Nr: torch.Tensor, groups: list[tuple[int, int, int]]
     ) -> torch.Tensor:
         spread_NrE = thin_Nr.new_zeros(*thin_Nr.shape, self.b_OrE.shape[2])
