@@ -19,6 +19,8 @@ HELD_OUT = json.loads((_FOLDER / "held_out.json").read_text())
 
 _CHOICE = re.compile(r"\(([^()\[\]]*)\)|\[([^()\[\]]*)\]")
 _WORD = re.compile(r"<(\w+)>")
+# The words that make a question one about colours alone.
+_OF_COLOUR = re.compile(r"colour|hue|shade|tint|tone|palette|pigment|paint|ink|dye|crayon|pencil")
 
 # How places and directions are called besides by the words of the answers.
 _SAME = {
@@ -106,10 +108,13 @@ def _blur(rng: random.Random, frame: str) -> str:
     """The frame with one word left out, or with a word that does not exist in its place or beside it.
 
     A model that reads all words of a question learns little about each; who may miss any of them learns what the others
-    mean, and what to do about a word that it never saw.
+    mean, and what to do about a word that it never saw. A word for colours stays: without it "which hues are there?"
+    would be a question about anything.
     """
     words = frame.split()
-    replaceable = [at for at, word in enumerate(words) if "{" not in word]
+    replaceable = [
+        at for at, word in enumerate(words) if "{" not in word and not _OF_COLOUR.search(word.lower())
+    ]
     if len(replaceable) < 4:
         return frame
     at, way = rng.choice(replaceable), rng.choice(("less", "other", "more"))

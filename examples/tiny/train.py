@@ -82,9 +82,8 @@ ANSWERING = Stage(
     5e-3,
     dict.fromkeys(questions.KINDS, 1.0)
     | {
-        "caption": 2.0,
+        "caption": 3.0,
         "count": 1.5,
-        "colours": 1.5,
         "exists": 2.0,
         "where": 2.0,
         "beside": 1.5,
