@@ -1,12 +1,13 @@
 """What a model is: pure data, no tensors; and the errors that all packages raise.
 
-Reading order: errors, json_files, checks, hub, servers, base, parallel, decoder, vision, multimodal, stock, presets,
+Reading order: errors, json_files, checks, hub, servers, base, parallel, decoder, mixture, vision, multimodal, stock, presets,
 parameter_count, scaling, recipe, memory. A file imports only files that stand before it.
 """
 
-from .decoder import LayerPlan, LlamoeDenseConfig, LlamoeTextConfig
+from .decoder import LayerPlan, LlamoeDenseConfig
 from .errors import CheckpointError, ConfigurationError
 from .memory import cache_bytes, cache_tokens
+from .mixture import LlamoeMixtralConfig, LlamoeTextConfig
 from .multimodal import LlamoeConfig
 from .parameter_count import ParameterCount, count_parameters
 from .presets import PRESETS, preset
@@ -23,6 +24,7 @@ __all__ = [
     "LayerPlan",
     "LlamoeConfig",
     "LlamoeDenseConfig",
+    "LlamoeMixtralConfig",
     "LlamoeTextConfig",
     "LlamoeVisionConfig",
     "ParameterCount",

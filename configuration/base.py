@@ -1,4 +1,4 @@
-"""Base of the four configurations: strict fields, and stock transformers configurations as valid input.
+"""Base of the configurations: strict fields, and stock transformers configurations as valid input.
 
 transformers makes every configuration a dataclass. Three of its habits are changed here:
 
@@ -43,6 +43,8 @@ READERS = {
     "llama": "LlamoeDenseConfig",
     "mistral": "LlamoeDenseConfig",
     "ministral": "LlamoeDenseConfig",
+    "llamoe_mixtral": "LlamoeMixtralConfig",
+    "mixtral": "LlamoeMixtralConfig",
     "llamoe_text": "LlamoeTextConfig",
     "llama4_text": "LlamoeTextConfig",
     "llamoe_vision": "LlamoeVisionConfig",
@@ -54,8 +56,13 @@ READERS = {
 # Stock model classes and ours. Heads over a multimodal trunk have only one class in stock.
 ARCHITECTURES = {
     **{
-        f"{family}{head}": f"LlamoeDense{head}"
-        for family in ("Ministral", "Mistral", "Llama")
+        f"{family}{head}": f"{ours}{head}"
+        for family, ours in (
+            ("Ministral", "LlamoeDense"),
+            ("Mistral", "LlamoeDense"),
+            ("Llama", "LlamoeDense"),
+            ("Mixtral", "LlamoeMixtral"),
+        )
         for head in (
             "Model",
             "ForCausalLM",

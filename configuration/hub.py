@@ -22,10 +22,19 @@ AUTO_CLASSES = {
         "AutoModelForTokenClassification": "LlamoeDenseForTokenClassification",
         "AutoModelForQuestionAnswering": "LlamoeDenseForQuestionAnswering",
     },
+    "llamoe_mixtral": {
+        "AutoModel": "LlamoeMixtralModel",
+        "AutoModelForCausalLM": "LlamoeMixtralForCausalLM",
+        "AutoModelForSequenceClassification": "LlamoeMixtralForSequenceClassification",
+        "AutoModelForTokenClassification": "LlamoeMixtralForTokenClassification",
+        "AutoModelForQuestionAnswering": "LlamoeMixtralForQuestionAnswering",
+    },
     "llamoe_text": {
         "AutoModel": "LlamoeTextModel",
         "AutoModelForCausalLM": "LlamoeForCausalLM",
         "AutoModelForSequenceClassification": "LlamoeForSequenceClassification",
+        "AutoModelForTokenClassification": "LlamoeForTokenClassification",
+        "AutoModelForQuestionAnswering": "LlamoeForQuestionAnswering",
     },
     "llamoe_vision": {"AutoModel": "LlamoeVisionModel"},
     "llamoe": {
@@ -34,6 +43,8 @@ AUTO_CLASSES = {
         "AutoModelForImageTextToText": "LlamoeForConditionalGeneration",
         "AutoModelForMultimodalLM": "LlamoeForConditionalGeneration",
         "AutoModelForSequenceClassification": "LlamoeForSequenceClassification",
+        "AutoModelForTokenClassification": "LlamoeForTokenClassification",
+        "AutoModelForQuestionAnswering": "LlamoeForQuestionAnswering",
         "AutoModelForTextEncoding": "LlamoeTextModel",
     },
 }

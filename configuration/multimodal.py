@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from .base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig, as_dict, logger
 from .checks import fail
-from .decoder import LlamoeTextConfig
+from .mixture import LlamoeTextConfig
 from .vision import LlamoeVisionConfig
 
 _ROUTER_FIELDS = ("output_router_logits", "output_expert_load", "router_aux_loss_coef", "router_z_loss_coef")

@@ -5,8 +5,8 @@ configuration has the plans of its base model, each head those of its additions,
 parts that a model lacks (dense layers of a mixture, a tower's adapter) are dropped.
 
 * Tensor parallel: `colwise` splits a linear layer's outputs, `rowwise` its inputs, so that the pair needs one sum at
-  its end. The stacked experts are `[E, in, out]`, transposed against a linear layer's weight: the style that splits
-  their outputs is called rowwise. "Packed" means that gate and up are each split by themselves.
+  its end. Llama 4's stacked experts are `[E, in, out]`, transposed against a linear layer's weight: the style that
+  splits their outputs is called rowwise. "Packed" means that gate and up are each split by themselves.
 * Expert parallel: whole experts on each device. Rows arrive scaled by their router score, with weights of one, so
   transformers' dispatch also suits routing that scales the input.
 * Pipeline parallel: the children in the order in which they run, with the names of their inputs and outputs.
@@ -34,6 +34,15 @@ def _feed_forward_tp(name: str) -> dict[str, str]:
 
 DENSE_TP = {**ATTENTION_TP, **_feed_forward_tp("layers.*.mlp")}
 
+
+def _experts_ep(name: str) -> dict[str, str]:
+    return {
+        f"{name}.gate_up_proj": "grouped_gemm",
+        f"{name}.down_proj": "grouped_gemm",
+        name: "ep_dispatch_experts",
+    }
+
+
 TEXT_TP = {
     **ATTENTION_TP,
     **_feed_forward_tp("layers.*.feed_forward"),
@@ -42,12 +51,16 @@ TEXT_TP = {
     "layers.*.feed_forward.experts.down_proj": "colwise",
     "layers.*.feed_forward.experts": "moe_tp_experts",
 }
+TEXT_EP = _experts_ep("layers.*.feed_forward.experts")
 
-TEXT_EP = {
-    "layers.*.feed_forward.experts.gate_up_proj": "grouped_gemm",
-    "layers.*.feed_forward.experts.down_proj": "grouped_gemm",
-    "layers.*.feed_forward.experts": "ep_dispatch_experts",
+MIXTRAL_TP = {
+    **ATTENTION_TP,
+    **_feed_forward_tp("layers.*.mlp.shared_expert"),
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+    "layers.*.mlp.experts": "moe_tp_experts",
 }
+MIXTRAL_EP = _experts_ep("layers.*.mlp.experts")
 
 DECODER_PP = {
     "embed_tokens": (["input_ids"], ["inputs_embeds"]),

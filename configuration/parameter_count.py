@@ -7,7 +7,7 @@ these with the projector. Norms of queries and keys have no weights, nor have ro
 from dataclasses import dataclass
 
 from .base import LlamoeBaseConfig
-from .decoder import LlamoeDenseConfig, LlamoeTextConfig
+from .decoder import DecoderConfig
 from .multimodal import LlamoeConfig
 from .vision import LlamoeVisionConfig
 
@@ -41,7 +41,7 @@ def count_parameters(config: LlamoeBaseConfig) -> ParameterCount:
     return _decoder(config)
 
 
-def _decoder(config: LlamoeDenseConfig | LlamoeTextConfig) -> ParameterCount:
+def _decoder(config: DecoderConfig) -> ParameterCount:
     hidden = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -55,7 +55,9 @@ def _decoder(config: LlamoeDenseConfig | LlamoeTextConfig) -> ParameterCount:
         plan = config.layer_plan(layer_idx)
         if plan.is_moe:
             expert = 3 * hidden * plan.intermediate_size
-            always = _feed_forward(config, plan.intermediate_size) + hidden * config.num_local_experts
+            always = hidden * config.num_local_experts
+            if config.use_shared_expert:
+                always += _feed_forward(config, plan.intermediate_size)
             total += always + expert * config.num_local_experts
             active += always + expert * config.num_experts_per_tok
         else:
@@ -64,7 +66,7 @@ def _decoder(config: LlamoeDenseConfig | LlamoeTextConfig) -> ParameterCount:
     return ParameterCount(total, active)
 
 
-def _feed_forward(config: LlamoeDenseConfig | LlamoeTextConfig, inner: int) -> int:
+def _feed_forward(config: DecoderConfig, inner: int) -> int:
     hidden, bias = config.hidden_size, config.mlp_bias
     return 2 * _linear(hidden, inner, bias) + _linear(inner, hidden, bias)
 

@@ -3,7 +3,7 @@
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from .decoder import LlamoeDenseConfig, LlamoeTextConfig
+from .decoder import DecoderConfig
 from .multimodal import LlamoeConfig
 from .parameter_count import count_parameters
 
@@ -17,7 +17,7 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 def llama_recipe(
     output_dir: str | PathLike,
-    config: LlamoeDenseConfig | LlamoeTextConfig | LlamoeConfig | None = None,
+    config: DecoderConfig | LlamoeConfig | None = None,
     **options: Any,
 ) -> "TrainingArguments":
     """The arguments of LLaMA's training (Touvron et al. 2023, section 2.3), as far as they are Trainer's.

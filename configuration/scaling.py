@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .decoder import LlamoeDenseConfig, LlamoeTextConfig
+from .decoder import DecoderConfig
+from .mixture import MixtureConfig
 from .errors import ConfigurationError
 from .multimodal import LlamoeConfig
 from .parameter_count import count_parameters
@@ -74,7 +75,7 @@ class _Shape:
 
 
 def compute_optimal(
-    config: LlamoeDenseConfig | LlamoeTextConfig | LlamoeConfig | None = None,
+    config: DecoderConfig | LlamoeConfig | None = None,
     *,
     flops: float | None = None,
     tokens: float | None = None,
@@ -98,7 +99,7 @@ def compute_optimal(
         ConfigurationError: none or several are given, or a number that is not above zero or beyond all budgets.
     """
     text = config.text_config if isinstance(config, LlamoeConfig) else config
-    if text is not None and not isinstance(text, LlamoeDenseConfig | LlamoeTextConfig):
+    if text is not None and not isinstance(text, DecoderConfig):
         raise ConfigurationError(
             f"compute_optimal: config is a decoder's or None, not {type(text).__name__}."
         )
@@ -109,7 +110,7 @@ def compute_optimal(
         count = count_parameters(text)
         if not given:
             given = {"parameters": count.total}
-        if isinstance(text, LlamoeTextConfig) and text.moe_layers:
+        if isinstance(text, MixtureConfig) and text.moe_layers:
             shape = _Shape(count.active / count.total, text.num_experts_per_tok / text.num_local_experts)
     if len(given) != 1:
         names = " and ".join(given) or "none"

@@ -12,13 +12,20 @@ from transformers import PreTrainedConfig
 
 from .base import ARCHITECTURES, READERS, LlamoeBaseConfig, as_dict, unreadable_as_value_error
 from .checks import enumerate_words, fail
-from .decoder import LlamoeDenseConfig, LlamoeTextConfig
+from .decoder import LlamoeDenseConfig
+from .mixture import LlamoeMixtralConfig, LlamoeTextConfig
 from .multimodal import LlamoeConfig
 from .vision import STOCK_CONSTANTS, LlamoeVisionConfig
 
 CONFIG_CLASSES = {
     config_class.__name__: config_class
-    for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig)
+    for config_class in (
+        LlamoeDenseConfig,
+        LlamoeMixtralConfig,
+        LlamoeTextConfig,
+        LlamoeVisionConfig,
+        LlamoeConfig,
+    )
 }
 
 # Of several the first family is found. Stock has a single multimodal class.
@@ -29,7 +36,25 @@ _STOCK_ARCHITECTURES = {ours: stock for stock, ours in ARCHITECTURES.items()} | 
 # Fields of ours without an equivalent in stock: the values at which stock computes the same.
 _REQUIRED = {
     LlamoeDenseConfig: {"rope_interleave": False},
-    LlamoeTextConfig: {"rope_interleave": True, "mlp_bias": False, "router_balancing": None},
+    LlamoeMixtralConfig: {
+        "rope_interleave": False,
+        "router_score_function": "softmax",
+        "router_pre_softmax": True,
+        "norm_topk_prob": True,
+        "apply_router_weight_on_input": False,
+        "use_shared_expert": False,
+        "router_balancing": None,
+    },
+    LlamoeTextConfig: {
+        "rope_interleave": True,
+        "mlp_bias": False,
+        "router_score_function": "sigmoid",
+        "router_pre_softmax": False,
+        "norm_topk_prob": False,
+        "apply_router_weight_on_input": True,
+        "use_shared_expert": True,
+        "router_balancing": None,
+    },
     LlamoeVisionConfig: {
         **STOCK_CONSTANTS,
         "use_rope": True,
@@ -44,13 +69,10 @@ _REQUIRED = {
 }
 
 # Also left out: fields of ours that change only training or reporting, and one that stock never declared.
+_OF_TRAINING = ("router_z_loss_coef", "router_dropout", "expert_capacity_factor", "output_expert_load")
 _DROPPED = {
-    LlamoeTextConfig: (
-        "router_z_loss_coef",
-        "router_dropout",
-        "expert_capacity_factor",
-        "output_expert_load",
-    ),
+    LlamoeMixtralConfig: (*_OF_TRAINING, "layer_types"),
+    LlamoeTextConfig: _OF_TRAINING,
     LlamoeVisionConfig: ("vision_feature_layer",),
 }
 
@@ -60,7 +82,7 @@ def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig
 
     Args:
         config: A configuration object or the content of a `config.json`, of model type llama, mistral, ministral,
-            llama4, llama4_text or llama4_vision_model. An object that is ours already is returned as it is, a
+            mixtral, llama4, llama4_text or llama4_vision_model. An object that is ours already is returned as it is, a
             dictionary of ours is read.
     """
     if isinstance(config, LlamoeBaseConfig):
@@ -124,6 +146,14 @@ def _adjust_dense(config: LlamoeDenseConfig, data: dict[str, Any]) -> None:
         fail(config, "hidden_size", config.hidden_size, problem, valid)
 
 
+def _adjust_mixtral(config: LlamoeMixtralConfig, data: dict[str, Any]) -> None:
+    if config.layer_types and len(set(config.layer_types)) > 1:
+        problem = "transformers' mixtral has one kind of attention in all layers"
+        fail(config, "layer_types", config.layer_types, problem, "the same for all layers, or None")
+    if "full_attention" in (config.layer_types or ()):
+        data["sliding_window"] = None
+
+
 def _adjust_text(config: LlamoeTextConfig, data: dict[str, Any]) -> None:
     data["attn_temperature_tuning"] = bool(config.attn_temperature_tuning)
     # Stock makes a chunked mask for every model, even if no layer uses it, and divides by the interval even if the
@@ -154,6 +184,7 @@ def _adjust_multimodal(config: LlamoeConfig, data: dict[str, Any]) -> None:
 
 _ADJUST = {
     LlamoeDenseConfig: _adjust_dense,
+    LlamoeMixtralConfig: _adjust_mixtral,
     LlamoeTextConfig: _adjust_text,
     LlamoeVisionConfig: _adjust_vision,
     LlamoeConfig: _adjust_multimodal,

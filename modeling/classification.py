@@ -1,7 +1,7 @@
 """Classification and question answering: transformers' generic heads over our decoders.
 
-Keys, numbers and rules are those of stock's LLaMA heads. A sequence's class is read at its rightmost token that is
-not `pad_token_id`, whichever side the padding is on. Stock has no such head for Llama 4.
+Keys, numbers and rules are those of stock's LLaMA and Mixtral heads. A sequence's class is read at its rightmost token
+that is not `pad_token_id`, whichever side the padding is on. Stock has no such heads for Llama 4.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling, logging
 
-from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
+from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
 from .attention import mask_of_new_tokens
 from .base import LlamoePreTrainedModel
 from .input_checks import check_answers, check_class_labels, check_labels, check_padding_token, check_tensors
@@ -45,7 +45,7 @@ class Head:
 
 @dataclass
 class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
-    """Output of `LlamoeForSequenceClassification`.
+    """Output of a mixture's head for sequences.
 
     Attributes:
         aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
@@ -57,7 +57,7 @@ class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
 
 
 class SequenceClassifier(TrainsRouters, Head, GenericForSequenceClassification, LlamoePreTrainedModel):
-    """One class, number or set of labels for a whole sequence; base of the two families' classes.
+    """One class, number or set of labels for a whole sequence; base of the families' classes.
 
     The router losses work as under the language model head. The generic head would drop their inputs, so its few
     lines are written out here.
@@ -155,12 +155,20 @@ class LlamoeDenseForSequenceClassification(SequenceClassifier):
     _checkpoint_prefixes = {r"transformer\.": "model."}
 
 
-class LlamoeForSequenceClassification(SequenceClassifier):
-    """Llama 4's decoder with a head for sequences; reads text and multimodal folders, stock's and ours."""
+class LlamoeMixtralForSequenceClassification(SequenceClassifier):
+    """Mixtral with a head for sequences; reads folders of `MixtralForSequenceClassification`."""
 
-    config: LlamoeTextConfig
+    config: LlamoeMixtralConfig
     # The loss is a mean over rows: Trainer divides it by the number of accumulation steps.
     accepts_loss_kwargs = False
+    _has_experts = True
+    _has_original_format = True
+
+
+class OfMultimodalFolders(LlamoePreTrainedModel):
+    """Mixin of heads over Llama 4's decoder: they read text and multimodal folders, and stock has none."""
+
+    config: LlamoeTextConfig
     _has_experts = True
     _has_stock_layout = False
     _checkpoint_prefixes = {r"language_model\.": ""}
@@ -171,12 +179,16 @@ class LlamoeForSequenceClassification(SequenceClassifier):
     ]
 
 
-class LlamoeDenseForTokenClassification(Head, GenericForTokenClassification, LlamoePreTrainedModel):
-    """LLaMA 1 or 2 with a head for each token; reads folders of `LlamaForTokenClassification`."""
+class LlamoeForSequenceClassification(OfMultimodalFolders, SequenceClassifier):
+    """Llama 4's decoder with a head for sequences; reads text and multimodal folders, stock's and ours."""
 
-    config: LlamoeDenseConfig
+    accepts_loss_kwargs = False
+
+
+class TokenClassifier(Head, GenericForTokenClassification, LlamoePreTrainedModel):
+    """A class for each token; base of the families' classes."""
+
     input_modalities = ("text",)
-    _checkpoint_prefixes = {r"transformer\.": "model."}
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, inputs_embeds=None, **kwargs):
         """Score each token.
@@ -203,22 +215,29 @@ class LlamoeDenseForTokenClassification(Head, GenericForTokenClassification, Lla
         )
 
 
-class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoePreTrainedModel):
-    """LLaMA 1 or 2 with a head that finds an answer's first and last token.
-
-    Reads folders of `LlamaForQuestionAnswering`, and keeps its name for the base model, `transformer`. Other LLaMA
-    classes name it `model`: stock finds no weights in their folders, this class does.
-    """
+class LlamoeDenseForTokenClassification(TokenClassifier):
+    """LLaMA 1 or 2 with a head for each token; reads folders of `LlamaForTokenClassification`."""
 
     config: LlamoeDenseConfig
-    base_model_prefix = "transformer"
-    input_modalities = ("text",)
-    _checkpoint_prefixes = {r"model\.": "transformer."}
+    _checkpoint_prefixes = {r"transformer\.": "model."}
 
-    @property
-    def _has_stock_layout(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # Alone Mistral's head names its base model `model`, and would find no weights here.
-        return self.config.stock_type() != "mistral"
+
+class LlamoeMixtralForTokenClassification(TokenClassifier):
+    """Mixtral with a head for each token; reads folders of `MixtralForTokenClassification`."""
+
+    config: LlamoeMixtralConfig
+    _has_experts = True
+    _has_original_format = True
+
+
+class LlamoeForTokenClassification(OfMultimodalFolders, TokenClassifier):
+    """Llama 4's decoder with a head for each token; reads text and multimodal folders, stock's and ours."""
+
+
+class QuestionAnswerer(Head, GenericForQuestionAnswering, LlamoePreTrainedModel):
+    """An answer's first and last token; base of the families' classes."""
+
+    input_modalities = ("text",)
 
     def forward(
         self,
@@ -253,3 +272,32 @@ class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoeP
             end_positions=end_positions,
             **kwargs,
         )
+
+
+class LlamoeDenseForQuestionAnswering(QuestionAnswerer):
+    """LLaMA 1 or 2 with a head that finds an answer's first and last token.
+
+    Reads folders of `LlamaForQuestionAnswering`, and keeps its name for the base model, `transformer`. Other LLaMA
+    classes name it `model`: stock finds no weights in their folders, this class does.
+    """
+
+    config: LlamoeDenseConfig
+    base_model_prefix = "transformer"
+    _checkpoint_prefixes = {r"model\.": "transformer."}
+
+    @property
+    def _has_stock_layout(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # Alone Mistral's head names its base model `model`, and would find no weights here.
+        return self.config.stock_type() != "mistral"
+
+
+class LlamoeMixtralForQuestionAnswering(QuestionAnswerer):
+    """Mixtral with a head that finds an answer's ends; reads folders of `MixtralForQuestionAnswering`."""
+
+    config: LlamoeMixtralConfig
+    _has_experts = True
+    _has_original_format = True
+
+
+class LlamoeForQuestionAnswering(OfMultimodalFolders, QuestionAnswerer):
+    """Llama 4's decoder with a head that finds an answer's ends; reads folders, stock's and ours."""

@@ -1,7 +1,8 @@
-"""The decoder of both families: LLaMA 1 and 2 (`LlamoeDense…`) and Llama 4 (`Llamoe…`).
+"""The decoder of all families: LLaMA 1 and 2 and Mistral (`LlamoeDense…`), Mixtral (`LlamoeMixtral…`) and Llama 4
+(`Llamoe…`).
 
 LLaMA 2 is a special case of Llama 4's configuration: no mixture layers, no position-free layers, no q/k norm, no
-chunks. One `DecoderLayer` serves both; the differences are data (`config.layer_plan`). Keys are stock keys, so the
+chunks. One `DecoderLayer` serves all; the differences are data (`config.layer_plan`). Keys are stock keys, so the
 feed-forward has the family's stock name, `mlp` or `feed_forward`.
 
 Shapes: B batch, T tokens, E experts.
@@ -22,7 +23,8 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ..configuration import LlamoeDenseConfig, LlamoeTextConfig
+from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
+from ..configuration.decoder import DecoderConfig
 from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
 from ..configuration.servers import warn_of_server
 from .attention import (
@@ -92,9 +94,9 @@ class DecoderLayer(GradientCheckpointingLayer):
 
 
 class DecoderModel(LlamoePreTrainedModel):
-    """Embedding, layers and final norm; base of the two families' decoders."""
+    """Embedding, layers and final norm; base of the families' decoders."""
 
-    config: LlamoeDenseConfig | LlamoeTextConfig
+    config: DecoderConfig
     input_modalities = ("text",)
     _no_split_modules = ["DecoderLayer"]
 
@@ -200,22 +202,34 @@ class LlamoeDenseModel(DecoderModel):
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": Attention}
 
 
-class LlamoeTextModel(DecoderModel):
+class MixtureModel(DecoderModel):
+    """A decoder with mixtures of experts, whose router logits are an output; base of two families' decoders."""
+
+    _has_experts = True
+    _can_record_outputs = {
+        "hidden_states": DecoderLayer,
+        "attentions": Attention,
+        "router_logits": OutputRecorder(Router, index=0),
+    }
+
+
+class LlamoeMixtralModel(MixtureModel):
+    """Mixtral without a head."""
+
+    config: LlamoeMixtralConfig
+    _has_original_format = True
+
+
+class LlamoeTextModel(MixtureModel):
     """Llama 4's decoder without a head."""
 
     config: LlamoeTextConfig
-    _has_experts = True
     _checkpoint_prefixes = {r"language_model\.model\.": ""}
     _keys_passed_over = [
         r"^vision_model\.",
         r"^multi_modal_projector\.",
         r"^language_model\.lm_head\.",
     ]
-    _can_record_outputs = {
-        "hidden_states": DecoderLayer,
-        "attentions": Attention,
-        "router_logits": OutputRecorder(Router, index=0),
-    }
 
 
 @dataclass
@@ -235,9 +249,9 @@ class LlamoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
 
 
 class CausalLM(TrainsRouters, LlamoePreTrainedModel):
-    """A decoder with a language model head; base of the two families' classes."""
+    """A decoder with a language model head; base of the families' classes."""
 
-    config: LlamoeDenseConfig | LlamoeTextConfig
+    config: DecoderConfig
     input_modalities = ("text",)
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = HEAD_TP
@@ -324,8 +338,7 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
             share = 1.0 if loss is None else _share_of_batch(labels, loss.device, **kwargs)
             loss, aux_loss = self._with_router_losses(loss, router_logits, token_mask, balance, share)
             if count:
-                top_k = self.config.num_experts_per_tok
-                load = expert_load(router_logits, top_k, token_mask, self._biases())
+                load = expert_load(router_logits, self.routers(), token_mask)
         return LlamoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,
@@ -365,6 +378,15 @@ class LlamoeDenseForCausalLM(CausalLM, CheckedGeneration, GenerationMixin):
     config: LlamoeDenseConfig
     _model_class = LlamoeDenseModel
     _checkpoint_prefixes = {r"transformer\.": "model."}
+
+
+class LlamoeMixtralForCausalLM(CausalLM, CheckedGeneration, GenerationMixin):
+    """Mixtral with its language model head; reads folders of transformers' `MixtralForCausalLM`."""
+
+    config: LlamoeMixtralConfig
+    _model_class = LlamoeMixtralModel
+    _has_experts = True
+    _has_original_format = True
 
 
 class LlamoeForCausalLM(CausalLM, ChunkedGeneration, GenerationMixin):

@@ -27,7 +27,7 @@ def is_first_pass(past_key_values: Cache | None) -> bool:
 
 
 class CheckedGeneration(GenerationMixin):
-    """Refuses what nothing can be generated from before transformers asks it for its shape.
+    """Refuses what nothing can be generated from before transformers asks it for its shape, and tries kernels.
 
     Name it before `GenerationMixin` among a head's bases; transformers requires that one as a direct base too.
     """
@@ -44,6 +44,7 @@ class CheckedGeneration(GenerationMixin):
             for name, value in given.items():
                 if value is not None and value.ndim and len(value) == 0:
                     raise ValueError(f"{name} is of shape {list(value.shape)}; expected: one row or more.")
+        try_kernels(self)  # pyright: ignore[reportArgumentType]
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def adjust_generation_fn(self, *args, **kwargs):
@@ -66,7 +67,6 @@ class ChunkedGeneration(CheckedGeneration):
         if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
             # A turn without pictures; newer releases would encode None.
             del kwargs["pixel_values"]
-        try_kernels(self)  # pyright: ignore[reportArgumentType]
         # `transformers serve` passes a processor here, but the search for stop strings calls methods of a tokenizer.
         for name in ("tokenizer", "assistant_tokenizer"):
             if isinstance(kwargs.get(name), ProcessorMixin):

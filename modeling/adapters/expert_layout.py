@@ -116,7 +116,8 @@ def orient_experts(
     experts = {
         name.replace(".base_layer", ""): module.num_experts
         for name, module in model.named_modules()
-        if isinstance(module, Experts)
+        # Stock's Mixtral declares its layout, which is ours.
+        if isinstance(module, Experts) and module.is_transposed
     }
     pairs, layouts = {}, set()
     for key in tensors:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ...configuration import LlamoeVisionConfig
+from ...configuration.stock import CONFIG_CLASSES
 from .._private_api import (
     before_hotswap,
     before_saving_adapters,
@@ -33,9 +34,9 @@ _IN_THE_TOWER = {"up_proj": "fc1", "down_proj": "fc2", "norm": "layernorm_post"}
 
 
 def default_targets(model_type: str, stock: dict[str, Any]) -> Any:
-    """Default targets of a model type of ours from a table of peft's: those of `llama`, or of `llama4` if it has it."""
-    name = "llama" if model_type == LlamoeDenseConfig.model_type or "llama4" not in stock else "llama4"
-    targets = list(stock[name])
+    """Default targets of a model type of ours from a table of peft's: those of its stock family, else of `llama`."""
+    name = {"llamoe_dense": "llama", "llamoe_mixtral": "mixtral"}.get(model_type, "llama4")
+    targets = list(stock.get(name, stock["llama"]))
     if model_type == LlamoeVisionConfig.model_type:
         targets = [_IN_THE_TOWER.get(target, target) for target in targets if target != "gate_proj"]
     return targets
@@ -46,7 +47,7 @@ def _fill_tables(peft: ModuleType) -> None:
 
     for name, table in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_MAPPING") and "llama" in table:
-            for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig):
+            for config_class in CONFIG_CLASSES.values():
                 table.setdefault(config_class.model_type, default_targets(config_class.model_type, table))
 
 

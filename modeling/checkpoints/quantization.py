@@ -23,7 +23,7 @@ PARTS = (
     ("output head", r"lm_head\."),
     ("norms", r"norm"),
     ("attention", r"\.self_attn\."),
-    ("routers", r"\.router\."),
+    ("routers", r"\.(router|mlp\.gate)\."),
     ("shared experts", r"\.shared_expert\."),
     ("experts", r"\.experts\."),
     ("feed-forwards", r"\.(mlp|feed_forward)\."),

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -224,6 +224,10 @@ def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:
 class SavesWhole(PreTrainedModel):
     """`save_pretrained` for a model class; a base class to name before `PreTrainedModel`."""
 
+    # Whether transformers undoes the rules of loading. Most of our keys are those of stock's files, and the rules let
+    # classes read the folders of others: undone, even in models that were not loaded by them, nothing would fit.
+    _has_original_format: ClassVar[bool] = False
+
     def save_pretrained(
         self,
         save_directory: str | os.PathLike,
@@ -275,9 +279,7 @@ class SavesWhole(PreTrainedModel):
                 variant=variant,
                 token=token,
                 save_peft_format=save_peft_format,
-                # Our keys are stock keys. transformers would undo the renamings that let our classes read other
-                # classes' folders, even in models that were not loaded through them.
-                save_original_format=False,
+                save_original_format=save_original_format and self._has_original_format,
                 distributed_checkpoint=distributed_checkpoint,
                 **kwargs,
             )

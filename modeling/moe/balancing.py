@@ -65,11 +65,9 @@ class RouterWatch:
         self,
         router_logits: Sequence[torch.Tensor],
         attention_mask: torch.Tensor | None,
-        biases: Sequence[torch.Tensor | None],
     ) -> None:
         """Count one pass."""
-        top_k = self.head.config.num_experts_per_tok
-        load = expert_load(router_logits, top_k, attention_mask, biases).float()
+        load = expert_load(router_logits, self.head.routers(), attention_mask).float()
         entropy_L = router_entropy(router_logits, attention_mask)
         spread_L = torch.stack(
             [

@@ -110,7 +110,7 @@ def compute_experts(
     if path == "kernel":
         # Same layout as in the trial: kernels are compiled for strides and for the dtype of the ids.
         ids_N = top_k_index.reshape(-1).long().contiguous()
-        y_NH = few_rows_experts(_rows_of_choices(x_TH, top_k_index), *stacks, ids_N)
+        y_NH = few_rows_experts(_rows_of_choices(x_TH, top_k_index), *_input_first(experts), ids_N)
     elif host_counts and SHORTCUTS_ARE_ON and num_rows <= CPU_UNSORTED_MAX_ROWS:
         ids = top_k_index.reshape(-1).tolist()
         groups = [(expert, row, row + 1) for row, expert in enumerate(ids)]
@@ -125,6 +125,11 @@ def compute_experts(
     num_tokens, top_k = top_k_index.shape
     y_TH = y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
     return y_TH.to(hidden_states.dtype)
+
+
+def _input_first(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both stacks as `[E, in, out]`."""
+    return experts.input_first("gate_up_proj"), experts.input_first("down_proj")
 
 
 def _rows_of_choices(x_TH: torch.Tensor, top_k_index: torch.Tensor) -> torch.Tensor:
@@ -209,7 +214,7 @@ def _rows_of_kernel(experts: Any, dtype: torch.dtype, needs_gradient: bool, is_t
         return -1
     if why_not("kernel", experts, 1, dtype, needs_gradient):
         return -1
-    stacks = experts.gate_up_proj, experts.down_proj
+    stacks = _input_first(experts)
     device, description = stacks[1].device, describe(*stacks)
     if is_traced:
         rows = rows_known(device, description)
@@ -264,7 +269,7 @@ def why_not(
 ) -> str | None:
     """Reason why a path cannot be taken; None if it can. Arguments as in `choose_path`."""
     weight = experts.down_proj
-    _, intermediate_size, hidden_size = weight.shape
+    _, intermediate_size, hidden_size = experts.input_first("down_proj").shape
     if path == "kernel":
         if needs_gradient or is_adapted:
             return f"the kernel {'has no gradient' if needs_gradient else 'knows no adapter'}."

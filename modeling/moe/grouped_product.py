@@ -127,13 +127,19 @@ def _save_product(ctx, inputs, output):
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     # The weight's gradient needs the rows; frozen experts, as under LoRA, need not save them.
     ctx.save_for_backward(x_NI if needs_weight else None, weight_EIO if needs_x else None, ends_E)
+    # The gradient of a transposed view is made in the layout of the parameter: autograd would copy any other.
+    ctx.is_transposed = weight_EIO.stride(1) == 1 < weight_EIO.stride(2)
 
 
 def _differentiate_product(ctx, grad_NO):
     x_NI, weight_EIO, ends_E = ctx.saved_tensors
     grad_NO = grad_NO.contiguous()
     grad_x = None if weight_EIO is None else grouped_product(grad_NO, weight_EIO.transpose(1, 2), ends_E)
-    grad_weight = None if x_NI is None else grouped_outer_product(x_NI, grad_NO, ends_E)
+    grad_weight = None
+    if x_NI is not None and ctx.is_transposed:
+        grad_weight = grouped_outer_product(grad_NO, x_NI, ends_E).transpose(1, 2)
+    elif x_NI is not None:
+        grad_weight = grouped_outer_product(x_NI, grad_NO, ends_E)
     return grad_x, grad_weight, None
 
 

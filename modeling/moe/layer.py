@@ -1,9 +1,14 @@
-"""The mixture of experts of Llama 4: which experts compute a token, and with what weight.
+"""The mixture of experts: which experts compute a token, and with what weight.
 
-Per token x: logits = x Wr; keep the `num_experts_per_tok` highest; score = sigmoid(logit) in float32; the
-expert's *input* (not its output) is x * score; the result is the sum of the routed experts plus a shared expert
-that sees the unscaled x (Meta's llama-models reference, models/llama4/moe.py). SwiGLU is not homogeneous, so
-scaling the output instead would be another function.
+The rule is data of the config. Two points of it are published:
+
+* Llama 4 (Meta's llama-models reference, models/llama4/moe.py). Per token x: logits = x Wr; keep the
+  `num_experts_per_tok` highest; score = sigmoid(logit) in float32; the expert's *input* is x * score; the result is the
+  sum of the routed experts plus a shared expert that sees the unscaled x.
+* Mixtral (arXiv 2401.04088; transformers' `MixtralSparseMoeBlock`): p = softmax(x Wr) in float32; keep the highest;
+  score = p / sum of the kept; the result is the sum of the experts' *outputs* times their scores.
+
+SwiGLU is not homogeneous: scaling an expert's input and scaling its output are two functions.
 
 Only the chosen experts are computed; transformers' `Llama4TextMoe` multiplies every token by every expert. The
 mixture does not know how: `Experts` stand in transformers' experts interface, where `set_experts_implementation`
@@ -20,15 +25,15 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from ..layers import FeedForward
-from .stores import Experts
+from .stores import Experts, OutputFirstExperts
 
 
 class Router(nn.Module):
     """Chooses experts for each token.
 
     Not an `nn.Linear`, although it holds the same weight: quantizers and LoRA's `all-linear` must skip it.
-    The choice is `topk` on logits in the model's dtype, as in transformers: ties are frequent in bfloat16, and
-    another order of operations would send some tokens to other experts.
+    The choice is `topk` on what transformers takes it on: ties are frequent in bfloat16, and another order of
+    operations would send some tokens to other experts.
 
     Attributes:
         balancing_bias: `[E]` float32, added to the logits where experts are chosen, or None. Scores do not know it.
@@ -40,7 +45,12 @@ class Router(nn.Module):
         super().__init__()
         self.num_experts = config.num_local_experts
         self.top_k = config.num_experts_per_tok
-        self.jitter_noise = config.router_jitter_noise
+        # Where the experts' input is jittered, the mixture does it for both.
+        self.jitter_noise = 0.0 if config.router_jitter_reaches_experts else config.router_jitter_noise
+        self.takes_softmax = config.router_score_function == "softmax"
+        self.chooses_by_softmax = self.takes_softmax and config.router_pre_softmax
+        self.normalizes = config.norm_topk_prob
+        self.scales_input = config.apply_router_weight_on_input
         self.dropout = config.router_dropout
         self.weight = nn.Parameter(torch.empty(config.num_local_experts, config.hidden_size))
         bias_E = None
@@ -55,17 +65,31 @@ class Router(nn.Module):
             hidden_states: `[T, H]`.
 
         Returns:
-            the logits `[T, E]`, then for the chosen experts the scores `[T, K]` (in the dtype of the logits) and the
-            indices `[T, K]` (int64), best first.
+            the logits `[T, E]`, then for the chosen experts the scores `[T, K]` (float32 if they multiply outputs,
+            else in the dtype of the logits) and the indices `[T, K]` (int64), best first.
         """
-        if self.training and self.jitter_noise > 0:
-            noise = torch.empty_like(hidden_states).uniform_(1 - self.jitter_noise, 1 + self.jitter_noise)
-            hidden_states = hidden_states * noise
-        logits_TE = F.linear(hidden_states, self.weight)
+        logits_TE = F.linear(jitter(hidden_states, self.jitter_noise, self.training), self.weight)
         if self.training and self.dropout > 0:
             logits_TE = F.dropout(logits_TE, p=self.dropout)
-        top_logits_TK, indices_TK = choose_experts(logits_TE, self.top_k, self.balancing_bias)
-        return logits_TE, top_logits_TK.float().sigmoid().to(logits_TE.dtype), indices_TK
+        scores_TK, indices_TK = self.choose(logits_TE)
+        # transformers multiplies outputs in float32, inputs in their dtype.
+        return logits_TE, scores_TK.to(logits_TE.dtype) if self.scales_input else scores_TK, indices_TK
+
+    def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scores `[T, K]` (float32) of the chosen experts and their indices `[T, K]`, best first."""
+        values_TE = logits_TE.float().softmax(-1) if self.chooses_by_softmax else logits_TE
+        if self.balancing_bias is None:
+            kept_TK, indices_TK = values_TE.topk(self.top_k, dim=-1)
+        else:
+            biased_TE = logits_TE.float() + self.balancing_bias.to(logits_TE.device)
+            indices_TK = biased_TE.topk(self.top_k, dim=-1).indices
+            kept_TK = values_TE.gather(1, indices_TK)
+        scores_TK = kept_TK.float()
+        if not self.chooses_by_softmax:
+            scores_TK = scores_TK.softmax(-1) if self.takes_softmax else scores_TK.sigmoid()
+        if self.normalizes:
+            scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
+        return scores_TK, indices_TK
 
     def _apply(self, fn, recurse=True):
         bias_E = self.balancing_bias
@@ -80,51 +104,63 @@ class Router(nn.Module):
         return f"hidden_size={self.weight.shape[1]}, num_experts={self.num_experts}, top_k={self.top_k}"
 
 
-def choose_experts(
-    logits_TE: torch.Tensor, top_k: int, balancing_bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits `[T, K]` of the chosen experts and their indices `[T, K]`, best first."""
-    if balancing_bias is None:
-        return logits_TE.topk(top_k, dim=-1)
-    indices_TK = (logits_TE.float() + balancing_bias.to(logits_TE.device)).topk(top_k, dim=-1).indices
-    return logits_TE.gather(1, indices_TK), indices_TK
+def jitter(x: torch.Tensor, half_width: float, is_training: bool) -> torch.Tensor:
+    """In training, `x` times uniform noise from `1 - half_width` to `1 + half_width`."""
+    if not is_training or half_width == 0:
+        return x
+    return x * torch.empty_like(x).uniform_(1 - half_width, 1 + half_width)
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, routed experts and shared expert: the feed-forward of a mixture layer."""
+    """Router, routed experts and, if there is one, shared expert: the feed-forward of a mixture layer."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         factor = config.expert_capacity_factor
         # At E an expert may take every token. A larger factor would change nothing, and might overflow.
         self.capacity_factor = None if factor is None else min(factor, config.num_local_experts)
-        self.experts = Experts(config)
-        self.router = Router(config)
-        self.shared_expert = FeedForward(
-            config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias
-        )
+        self.jitter_noise = config.router_jitter_noise if config.router_jitter_reaches_experts else 0.0
+        self.scales_input = config.apply_router_weight_on_input
+        self.experts = OutputFirstExperts(config) if config.experts_are_output_first else Experts(config)
+        self.router_name = config.router_name
+        self.add_module(self.router_name, Router(config))
+        self.shared_expert = None
+        if config.use_shared_expert:
+            self.shared_expert = FeedForward(
+                config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias
+            )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., H]` to the same shape."""
+        hidden_states = jitter(hidden_states, self.jitter_noise, self.training)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, scores_TK, indices_TK = self.router(x_TH)
+        _, scores_TK, indices_TK = getattr(self, self.router_name)(x_TH)
         if self.training and self.capacity_factor is not None:
             scores_TK = self._drop_over_capacity(scores_TK, indices_TK)
+        if self.scales_input:
+            routed_TH = self._experts_of_scaled(x_TH, scores_TK, indices_TK)
+        else:
+            routed_TH = self.experts(x_TH, indices_TK, scores_TK)
+        routed = routed_TH.view(hidden_states.shape)
+        # The shared expert gets the rows of the batch: adapters may differ from row to row.
+        return routed if self.shared_expert is None else self.shared_expert(hidden_states) + routed
+
+    def _experts_of_scaled(
+        self, x_TH: torch.Tensor, scores_TK: torch.Tensor, indices_TK: torch.Tensor
+    ) -> torch.Tensor:
         scaled_NH = (x_TH[:, None] * scores_TK[..., None]).flatten(0, 1)
         indices_N1 = indices_TK.reshape(-1, 1)
         # The experts' outputs are not scaled any more.
         weights_N1 = torch.ones_like(indices_N1, dtype=scaled_NH.dtype)
-        routed_NH = self.experts(scaled_NH, indices_N1, weights_N1)
-        routed_TH = routed_NH.unflatten(0, indices_TK.shape).sum(1)
-        # The shared expert gets the rows of the batch: adapters may differ from row to row.
-        return self.shared_expert(hidden_states) + routed_TH.view(hidden_states.shape)
+        return self.experts(scaled_NH, indices_N1, weights_N1).unflatten(0, indices_TK.shape).sum(1)
 
     def _drop_over_capacity(self, scores_TK: torch.Tensor, indices_TK: torch.Tensor) -> torch.Tensor:
         """Zero the scores of tokens beyond their expert's capacity; the best scores are kept first.
 
-        An expert's input of zero gives an output, and gradients, of exactly zero, without a data-dependent shape.
+        An expert's input of zero gives an output, and gradients, of exactly zero, as does an output times zero, without
+        a data-dependent shape.
         """
-        num_experts = self.router.num_experts
+        num_experts = self.experts.num_experts
         capacity = math.ceil(self.capacity_factor * indices_TK.numel() / num_experts)
         scores_N, indices_N = scores_TK.reshape(-1), indices_TK.reshape(-1)
         by_score = scores_N.argsort(descending=True, stable=True)

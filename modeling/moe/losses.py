@@ -1,8 +1,8 @@
 """Router losses, and how many tokens chose each expert.
 
 Every function takes the router logits that the model returns (`output_router_logits=True`): one tensor
-`[B * T, E]` a mixture layer. Losses are computed for each layer and averaged: pooling the layers first would let
-the overload of one layer hide that of another.
+`[B * T, E]` a mixture layer. Losses are computed for each layer and averaged: pooling the layers first, as transformers
+does for Mixtral, lets the overload of one layer hide that of another.
 
 Shapes: B batch, T tokens, N = B * T, E experts, K experts a token.
 """
@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import is_torchdynamo_compiling, logging
 
-from .layer import MixtureOfExperts, Router, choose_experts
+from .layer import MixtureOfExperts, Router
 
 logger = logging.get_logger("llamoe")
 
@@ -26,9 +26,9 @@ def moves(router: Router) -> bool:
 
 def load_balancing_loss(
     router_logits: Sequence[torch.Tensor],
-    num_experts_per_tok: int,
+    routers: Sequence[Router],
     attention_mask: torch.Tensor | None = None,
-    biases: Sequence[torch.Tensor | None] | None = None,
+    is_pooled: bool = False,
 ) -> torch.Tensor:
     """Switch Transformer's balancing loss (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6).
 
@@ -38,22 +38,26 @@ def load_balancing_loss(
 
     Args:
         router_logits: one `[B * T, E]` a layer.
-        num_experts_per_tok: experts a token is sent to.
+        routers: each layer's, which know how experts are chosen.
         attention_mask: `[B, T]`, zeros on padding.
-        biases: each layer's `balancing_bias`.
+        is_pooled: whether f_e and P_e are means over the tokens of all layers, as transformers has it for Mixtral.
 
     Returns:
         scalar float32: the mean over the layers.
     """
-    losses = []
-    for logits_NE, bias_E in zip(router_logits, biases or [None] * len(router_logits), strict=True):
+    fractions, probabilities = [], []
+    for logits_NE, router in zip(router_logits, routers, strict=True):
         weights_N = token_weights(logits_NE, attention_mask)
-        probabilities_NE = logits_NE.float().softmax(-1)
-        choices_NE = _choices(logits_NE, num_experts_per_tok, bias_E)
-        fractions_E = weights_N @ choices_NE
-        mean_probabilities_E = weights_N @ probabilities_NE
-        losses.append(logits_NE.shape[-1] * (fractions_E * mean_probabilities_E).sum())
-    return _mean_over_layers(losses)
+        fractions.append(weights_N @ _choices(logits_NE, router))
+        probabilities.append(weights_N @ logits_NE.float().softmax(-1))
+    # Layers may be on different devices.
+    fractions_LE, probabilities_LE = (
+        torch.stack([each.to(of_layers[0].device) for each in of_layers])
+        for of_layers in (fractions, probabilities)
+    )
+    if is_pooled:
+        fractions_LE, probabilities_LE = fractions_LE.mean(0), probabilities_LE.mean(0)
+    return fractions_LE.shape[-1] * (fractions_LE * probabilities_LE).sum(-1).mean()
 
 
 def router_z_loss(
@@ -78,25 +82,23 @@ def router_z_loss(
 
 def expert_load(
     router_logits: Sequence[torch.Tensor],
-    num_experts_per_tok: int,
+    routers: Sequence[Router],
     attention_mask: torch.Tensor | None = None,
-    biases: Sequence[torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """Count how many tokens chose each expert, before any capacity limit.
 
     Args:
         router_logits: one `[B * T, E]` a layer.
-        num_experts_per_tok: experts a token is sent to.
+        routers: each layer's, which know how experts are chosen.
         attention_mask: `[B, T]`, zeros on padding, which is not counted.
-        biases: each layer's `balancing_bias`.
 
     Returns:
         `[layers, E]` int64.
     """
     counts = []
-    for logits_NE, bias_E in zip(router_logits, biases or [None] * len(router_logits), strict=True):
+    for logits_NE, router in zip(router_logits, routers, strict=True):
         real_N = token_weights(logits_NE, attention_mask) > 0
-        counts.append((_choices(logits_NE, num_experts_per_tok, bias_E) * real_N[:, None]).sum(0).long())
+        counts.append((_choices(logits_NE, router) * real_N[:, None]).sum(0).long())
     # Layers may be on different devices.
     return torch.stack([count.to(counts[0].device) for count in counts])
 
@@ -115,9 +117,8 @@ def router_entropy(
     return torch.stack([entropy.to(entropies[0].device) for entropy in entropies])
 
 
-def _choices(logits_NE: torch.Tensor, num_experts_per_tok: int, bias_E: torch.Tensor | None) -> torch.Tensor:
-    chosen_NK = choose_experts(logits_NE, num_experts_per_tok, bias_E)[1]
-    return torch.zeros_like(logits_NE, dtype=torch.float32).scatter_(1, chosen_NK, 1.0)
+def _choices(logits_NE: torch.Tensor, router: Router) -> torch.Tensor:
+    return torch.zeros_like(logits_NE, dtype=torch.float32).scatter_(1, router.choose(logits_NE)[1], 1.0)
 
 
 def token_weights(logits_NE: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
@@ -139,8 +140,8 @@ class TrainsRouters(PreTrainedModel):
     """Mixin of heads that add router losses to their own, as the config asks.
 
     Attributes:
-        router_observer: called in every pass of training, if there is one, with the router logits, the attention mask
-            and the biases that `expert_load` takes.
+        router_observer: called in every pass of training, if there is one, with the router logits and the attention mask
+            that `expert_load` takes.
     """
 
     router_observer: Callable[..., None] | None = None
@@ -161,12 +162,12 @@ class TrainsRouters(PreTrainedModel):
 
     def routers(self) -> list[Router]:
         """The router of each mixture layer; where peft trains a copy of it, that copy."""
-        found = [module.router for module in self.modules() if isinstance(module, MixtureOfExperts)]
+        found = [
+            getattr(module, module.router_name)
+            for module in self.modules()
+            if isinstance(module, MixtureOfExperts)
+        ]
         return [router.get_base_layer() if hasattr(router, "get_base_layer") else router for router in found]
-
-    def _biases(self) -> list[torch.Tensor | None]:
-        """The bias of each mixture layer's router."""
-        return [router.balancing_bias for router in self.routers()]
 
     def _option(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name, False) if given is None else given)
@@ -197,10 +198,10 @@ class TrainsRouters(PreTrainedModel):
         """
         aux_loss = None
         if self.router_observer is not None and self._is_observed():
-            self.router_observer([logits.detach() for logits in router_logits], token_mask, self._biases())
+            self.router_observer([logits.detach() for logits in router_logits], token_mask)
         if balance:
-            top_k = self.config.num_experts_per_tok
-            aux_loss = load_balancing_loss(router_logits, top_k, token_mask, self._biases())
+            is_pooled = self.config.pools_router_losses
+            aux_loss = load_balancing_loss(router_logits, self.routers(), token_mask, is_pooled)
         if loss is not None and self._has_router_losses(balance):
             self._check_router_gradient(router_logits)
             if aux_loss is not None:

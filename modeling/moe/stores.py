@@ -42,7 +42,7 @@ IMPLEMENTATIONS = Implementations()
 
 @use_experts_implementation(experts_interface=IMPLEMENTATIONS, is_transposed=True)
 class Experts(nn.Module):
-    """The routed experts' weights, stacked and input-first (`x @ W`), as in stock checkpoints."""
+    """The routed experts' weights, stacked and input-first (`x @ W`), as stock has them for Llama 4."""
 
     # Quantizers, peft and transformers' backends rely on these names, shapes and their order.
     gate_up_proj: nn.Parameter
@@ -51,16 +51,25 @@ class Experts(nn.Module):
     takes_llamoe_paths = True
     # What adapters add, where a call cannot carry it: processes that share experts pass on rows alone.
     updates: Updates | None = None
+    is_transposed: bool
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.num_experts = config.num_local_experts
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
-        # Gate in the first I columns, up in the last I.
-        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, hidden_size, 2 * intermediate_size))
-        self.down_proj = nn.Parameter(torch.empty(self.num_experts, intermediate_size, hidden_size))
+        # Gate in the first I outputs, up in the last I.
+        self.gate_up_proj = self._empty_stack(hidden_size, 2 * intermediate_size)
+        self.down_proj = self._empty_stack(intermediate_size, hidden_size)
         self.hidden_act = config.hidden_act
         self.act_fn = activation(config.hidden_act)
+
+    def _empty_stack(self, size_in: int, size_out: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(self.num_experts, size_in, size_out))
+
+    def input_first(self, name: str) -> torch.Tensor:
+        """A stack as `[E, in, out]`: itself, or a view."""
+        stack = getattr(self, name)
+        return stack if self.is_transposed else stack.transpose(1, 2)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -83,7 +92,7 @@ class Experts(nn.Module):
         """The definition: each chosen expert in turn computes the tokens that chose it."""
         result = torch.zeros_like(hidden_states)
         # `unbind` once: indexing the stack per expert would write a full-size gradient for each of them.
-        gate_up, down = self.gate_up_proj.unbind(0), self.down_proj.unbind(0)
+        gate_up, down = (self.input_first(name).unbind(0) for name in ("gate_up_proj", "down_proj"))
         chosen = [expert for expert in top_k_index.unique().tolist() if expert < self.num_experts]
         # Where no expert is chosen, one multiplies no rows, which keeps the weights in the autograd graph.
         for expert in chosen or [0]:
@@ -111,7 +120,7 @@ class Experts(nn.Module):
         """
 
         def product(x: torch.Tensor, name: str) -> torch.Tensor:
-            y = multiply(x, getattr(self, name), groups)
+            y = multiply(x, self.input_first(name), groups)
             for update in updates.get(name, ()):
                 y = update.add(y, x, groups, multiply)
             return y
@@ -149,5 +158,17 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""
-        _, intermediate_size, hidden_size = self.down_proj.shape
+        _, intermediate_size, hidden_size = self.input_first("down_proj").shape
         return f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}"
+
+
+class OutputFirstExperts(Experts):
+    """The same, stacked output-first (`x @ W.T`), as stock has them for Mixtral: `[E, 2I, H]` and `[E, H, I]`."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        # Read by transformers' backends and by peft.
+        self.is_transposed = False
+
+    def _empty_stack(self, size_in: int, size_out: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(self.num_experts, size_out, size_in))

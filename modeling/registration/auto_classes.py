@@ -5,19 +5,20 @@ from typing import Any
 
 import transformers
 from transformers import AutoConfig, AutoProcessor, Llama4Processor, PreTrainedConfig
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import WeightRenaming
 
-from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ...configuration import LlamoeConfig, LlamoeMixtralConfig
 from ...configuration.hub import AUTO_CLASSES, hub_arguments
+from ...configuration.stock import CONFIG_CLASSES
 from .._private_api import choose_processor, name_causal_model, publish, register_model
 from ..adapters import register_with_peft
 from ..processing import LlamoeProcessor
 
-CONFIGS = {
-    config_class.model_type: config_class
-    for config_class in (LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig, LlamoeConfig)
-}
+CONFIGS = {config_class.model_type: config_class for config_class in CONFIG_CLASSES.values()}
 # Name to model class; `register` fills it.
 MODELS: dict[str, Any] = {}
 # Model types for whose folders AutoProcessor returns ours, even if they name `Llama4Processor`; `adopt` adds stock's.
@@ -53,3 +54,6 @@ def register(classes: Mapping[str, Any]) -> None:
                 WeightRenaming("^" + old, new) for old, new in model_class._checkpoint_prefixes.items()
             ]
             register_checkpoint_conversion_mapping(name, renamings)
+    # Mixtral's files have a tensor for each expert and matrix: transformers' rules stack them, and undo it in saving.
+    ours, stock = LlamoeMixtralConfig.model_type, LlamoeMixtralConfig.stock_model_type
+    register_checkpoint_conversion_mapping(ours, get_checkpoint_conversion_mapping(stock))
