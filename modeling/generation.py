@@ -27,7 +27,8 @@ def is_first_pass(past_key_values: Cache | None) -> bool:
 
 
 class CheckedGeneration(GenerationMixin):
-    """Refuses what nothing can be generated from before transformers asks it for its shape, and tries kernels.
+    """Refuses what nothing can be generated from before transformers asks it for its shape, tries kernels, and opens
+    quantized caches to layers with chunks or a window.
 
     Name it before `GenerationMixin` among a head's bases; transformers requires that one as a direct base too.
     """
@@ -47,6 +48,13 @@ class CheckedGeneration(GenerationMixin):
         try_kernels(self)  # pyright: ignore[reportArgumentType]
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        if generation_config.cache_implementation == "quantized" and _sees_locally(self.config):
+            options = generation_config.cache_config or {}
+            generation_config.cache_config = {"config": _fully_attending(self.config), **options}
+        prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        return prepare(generation_config, model_kwargs, *args, **kwargs)
+
     def adjust_generation_fn(self, *args, **kwargs):
         """Read generation_config.json for `from_pretrained`; a broken one is a `CheckpointError` that names it."""
         try:
@@ -58,7 +66,7 @@ class CheckedGeneration(GenerationMixin):
 
 
 class ChunkedGeneration(CheckedGeneration):
-    """Quantized caches and continuous batching for decoders with chunked layers."""
+    """Continuous batching for decoders with chunked layers."""
 
     config: Any
 
@@ -78,13 +86,6 @@ class ChunkedGeneration(CheckedGeneration):
         finally:
             # `assistant_early_exit` lowers it, and does not restore it if its draft raises.
             text_config.num_hidden_layers = num_layers
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        if generation_config.cache_implementation == "quantized" and _chunk_size(self.config) is not None:
-            options = generation_config.cache_config or {}
-            generation_config.cache_config = {"config": _fully_attending(self.config), **options}
-        prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        return prepare(generation_config, model_kwargs, *args, **kwargs)
 
     def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
         # Without a mask, transformers takes every pad token for padding. Behind cached tokens, as in an assistant's
@@ -292,6 +293,12 @@ class _WithinOneChunk:
 def _chunk_size(config: PreTrainedConfig) -> int | None:
     rules = rules_of(config.get_text_config(decoder=True)).values()
     return next((rule.chunk_size for rule in rules if rule.chunk_size), None)
+
+
+def _sees_locally(config: PreTrainedConfig) -> bool:
+    """Whether there are layers with chunks or a window."""
+    rules = rules_of(config.get_text_config(decoder=True)).values()
+    return any(rule.is_local for rule in rules)
 
 
 def _fully_attending(config: PreTrainedConfig) -> PreTrainedConfig:

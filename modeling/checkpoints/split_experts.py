@@ -1,5 +1,8 @@
 """Experts that a checkpoint stores as one linear layer each: their names, and how loading fuses them.
 
+Files of Mixtral have them so (`experts.N.w1.weight`, gate, `w3`, up, and `w2`, down). transformers' own rules fuse them;
+here they are only checked.
+
 Quantizers and trainers split the stacks of Llama 4. Two spellings are known, for an expert N:
 
 * `experts.N.gate_proj.weight`, `up_proj`, `down_proj`: transformers, llm-compressor, GPTQModel, `llamoe convert`;
@@ -44,14 +47,16 @@ _NAME = re.compile(
 )
 # Such a name has two numbers, of the layer and the expert, whatever a `key_mapping` changes.
 _TWO_NUMBERS = re.compile(r"\d\D+\d")
+_NAME_OF_MIXTRAL = re.compile(rf"(.*mlp\.experts)\.({_NUMBER})\.(w[123])\.weight")
 # Any name of a single expert's tensor, also in an unknown spelling or from a quantizer.
-_OF_ONE = re.compile(rf"{re.escape(_EXPERTS)}\.(\w+\.)?\d+\.")
+_OF_ONE = re.compile(r"(feed_forward|mlp)\.experts\.(\w+\.)?\d+\.")
 _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+_PARTS_OF_MIXTRAL = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 _PLAIN_DTYPES = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
 
 
 class ExpertName(NamedTuple):
-    """An expert's weight: its name up to `feed_forward.experts`, the expert's number, and "gate", "up" or "down"."""
+    """An expert's weight: its name up to `experts`, the expert's number, and "gate", "up" or "down" (Mixtral: "w1" …)."""
 
     experts: str
     number: int
@@ -64,6 +69,8 @@ class ExpertName(NamedTuple):
 
 def expert_of(name: str) -> ExpertName | None:
     """The expert's weight that a checkpoint's name means; None for other names."""
+    if match := _NAME_OF_MIXTRAL.fullmatch(name):
+        return ExpertName(match[1], int(match[2]), match[3])
     match = _NAME.fullmatch(name)
     return match and ExpertName(match[1], int(match[2] or match[5]), match[3] or match[4])
 
@@ -156,7 +163,8 @@ def find_split_experts(
     otherwise `files` hold them.
 
     Returns:
-        the model's keys of these stacks, to the names of their experts in the checkpoint; usually empty.
+        the model's keys of these stacks, to the names of their experts in the checkpoint; empty where there are none,
+        or transformers' own rules fuse them.
 
     Raises:
         CheckpointError: an expert is missing, stored twice, of another shape, or packed by a quantizer.
@@ -167,19 +175,27 @@ def find_split_experts(
     numbered = [tensor.name for tensor in tensors if _TWO_NUMBERS.search(tensor.name)]
     if not any(_OF_ONE.search(rename_source_key(name, renamings, [])[0]) for name in numbered):
         return {}
+    is_mixtral = model.config.get_text_config().experts_are_output_first
+    parts_of_stacks = _PARTS_OF_MIXTRAL if is_mixtral else _PARTS
     rules = _rules()
+    if is_mixtral:
+        rules = [rule for rule in load_config.weight_mapping or () if isinstance(rule, WeightConverter)]
     whole: dict[str, _Tensor] = {}
     stacks: dict[str, dict[tuple[str, int], _Tensor]] = {}
     for tensor in tensors:
         name, _ = rename_source_key(tensor.name, renamings, [])
-        if _EXPERTS not in name:
+        if ".experts." not in name:
             continue
         key, _ = rename_source_key(name, [], rules, model.base_model_prefix, expected)
         expert = expert_of(name)
         if expert is None and _OF_ONE.search(name):
             raise CheckpointError(
                 f"{tensor} belongs to one expert, but is no weight that can be fused: known are "
-                "experts.N.gate_proj.weight and experts.gate_projs.N.weight, with up and down likewise."
+                + (
+                    "experts.N.w1.weight, w2 and w3."
+                    if is_mixtral
+                    else "experts.N.gate_proj.weight and experts.gate_projs.N.weight, with up and down likewise."
+                )
             )
         if expert is None:
             whole[key] = tensor
@@ -191,31 +207,41 @@ def find_split_experts(
             found[expert.part, expert.number] = tensor
     for key, found in stacks.items():
         first = next(iter(found.values()))
-        if is_deepspeed_zero3_enabled():
+        if is_deepspeed_zero3_enabled() and not is_mixtral:
             raise ValueError(
                 f"{first.origin} has one linear layer an expert, which ZeRO-3 does not load: fuse the experts first, "
                 "by `llamoe convert IN OUT`."
             )
         if key in whole:
             raise CheckpointError(f"{first} is there a second time: {whole[key]} has it, too.")
-        _check_stack(key, found, expected[key], load_config.ignore_mismatched_sizes)
-        experts = key.rpartition(".")[0]
-        for other in (f"{experts}.{stack}" for stack in _PARTS):
+        experts, _, stack = key.rpartition(".")
+        count, *sizes = expected[key]
+        size_in, size_out = reversed(sizes) if is_mixtral else sizes
+        parts = parts_of_stacks[stack]
+        _check_stack(key, found, parts, count, (size_out // len(parts), size_in), load_config)
+        for other in (f"{experts}.{stack}" for stack in parts_of_stacks):
             if other not in stacks and other not in whole:
                 raise CheckpointError(f"{first} has no counterpart: {other} is missing, fused or not.")
+    if is_mixtral:
+        return {}
     return {key: {tensor.name for tensor in found.values()} for key, found in stacks.items()}
 
 
 def _check_stack(
-    key: str, found: Mapping[tuple[str, int], _Tensor], shape: tuple[int, ...], any_size: bool
+    key: str,
+    found: Mapping[tuple[str, int], _Tensor],
+    parts: tuple[str, ...],
+    count: int,
+    wanted: tuple[int, ...],
+    load_config: Any,
 ) -> None:
-    """Check the experts of one stack, against each other and, unless `any_size`, against the model."""
+    """Check the experts of one stack, against each other and, unless any sizes are asked for, against the model.
+
+    `parts` are what an expert has in this stack, `[out, in]` in files, as `wanted`; `count` is the number of experts.
+    """
     first = next(iter(found.values()))
-    parts = _PARTS[key.rpartition(".")[2]]
-    count, size_in, size_out = shape
-    wanted = (size_out // len(parts), size_in)
     source = f"the model that config.json describes has {list(wanted)}"
-    if any_size:
+    if load_config.ignore_mismatched_sizes:
         count, wanted = 1 + max(number for _, number in found), first.shape
         source = f"{first.name} has {list(wanted)}"
     for (_, number), tensor in found.items():
@@ -238,8 +264,10 @@ def _check_stack(
         wanted_parts = ((number, part) for number in range(count) for part in parts)
         number, part = next((number, part) for number, part in wanted_parts if (part, number) not in found)
         name = f"{part}_projs.{number}" if "_projs." in first.name else f"{number}.{part}_proj"
+        if part.startswith("w"):
+            name = f"{number}.{part}"
         raise CheckpointError(
-            f"{first.origin}: {key.rpartition('.')[0]}.{name}.weight is missing ({missing} such), though the "
+            f"{first.origin}: {first.name.partition('.experts.')[0]}.experts.{name}.weight is missing ({missing} such), though the "
             f"checkpoint has {first.name}, and num_local_experts in config.json is {count}."
         )
 

@@ -16,6 +16,7 @@ from transformers import (
     Llama4TextConfig,
     Llama4VisionConfig,
     LlamaConfig,
+    MixtralConfig,
 )
 from transformers.initialization import no_init_weights
 
@@ -47,6 +48,20 @@ TEXT = dict(
     interleave_moe_layer_step=2,
     attention_chunk_size=16,
     floor_scale=8,
+    max_position_embeddings=256,
+    pad_token_id=0,
+)
+MIXTRAL = dict(
+    vocab_size=101,
+    hidden_size=72,
+    intermediate_size=52,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=20,
+    num_local_experts=5,
+    num_experts_per_tok=2,
+    sliding_window=16,
     max_position_embeddings=256,
     pad_token_id=0,
 )
@@ -102,6 +117,11 @@ def stock_text_config(**overrides) -> Llama4TextConfig:
     return Llama4TextConfig(**{**TEXT, **overrides})
 
 
+def stock_mixtral_config(**overrides) -> MixtralConfig:
+    """A tiny `MixtralConfig`."""
+    return MixtralConfig(**{**MIXTRAL, **overrides})
+
+
 def stock_multimodal_config(text: dict | None = None, vision: dict | None = None) -> Llama4Config:
     """A tiny `Llama4Config`: 56-pixel tiles of 4 x 4 patches, four tokens a tile."""
     return Llama4Config(
@@ -132,7 +152,7 @@ def make_asymmetric(model: nn.Module, seed: int = 0) -> nn.Module:
             if parameter.ndim < 2:
                 value = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
             else:
-                fan_in = parameter.shape[-2] if ".experts." in name else parameter.shape[-1]
+                fan_in = parameter.shape[-2] if "feed_forward.experts." in name else parameter.shape[-1]
                 fan_in = 1 if "embed_tokens" in name else fan_in
                 value = noise * fan_in**-0.5 * torch.linspace(0.7, 1.3, parameter.shape[-1])
             parameter.copy_(value)
@@ -291,6 +311,10 @@ def dense_config(**text):
     return llamoe.from_stock(stock_dense_config(**text))
 
 
+def mixtral_config(**text):
+    return llamoe.from_stock(stock_mixtral_config(**text))
+
+
 def text_config(**text):
     return llamoe.from_stock(stock_text_config(**{"num_experts_per_tok": 2, **text}))
 
@@ -321,6 +345,11 @@ class Case:
     is_head: bool = False
 
     @property
+    def is_llama4(self):
+        """Whether layers differ: mixtures and dense ones, chunked and position-free ones."""
+        return self.has_experts and "Mixtral" not in self.name
+
+    @property
     def model_class(self):
         return getattr(llamoe, self.name)
 
@@ -337,7 +366,7 @@ class Case:
         """Two layers, of which a mixture has one of each kind: chunked and dense, position-free and routed."""
         if self.is_text:
             text = {"num_hidden_layers": 2, **text}
-        if self.has_experts:
+        if self.is_llama4:
             text = {"no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"], **text}
         model = self.make(seed, **text)
         if self.has_images:
@@ -378,6 +407,14 @@ class Case:
 MODELS = [
     Case("LlamoeDenseModel", dense_config, AutoModel, "LlamaModel"),
     Case("LlamoeDenseForCausalLM", dense_config, AutoModelForCausalLM, "LlamaForCausalLM", is_head=True),
+    Case(
+        "LlamoeMixtralForCausalLM",
+        mixtral_config,
+        AutoModelForCausalLM,
+        "MixtralForCausalLM",
+        has_experts=True,
+        is_head=True,
+    ),
     Case("LlamoeTextModel", text_config, AutoModel, "Llama4TextModel", has_experts=True),
     Case(
         "LlamoeForCausalLM",
@@ -406,7 +443,7 @@ def shallow(case):
     """The case of a class with two layers in each stack: of a mixture those of `SHALLOW`."""
     if not case.is_text:
         fields = SHALLOW_VISION
-    elif not case.has_experts:
+    elif not case.is_llama4:
         fields = {"num_hidden_layers": 2}
     else:
         fields = {**SHALLOW, "vision": SHALLOW_VISION} if case.has_images else SHALLOW

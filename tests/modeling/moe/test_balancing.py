@@ -6,7 +6,7 @@ from support.models import SHALLOW, stock_text_config
 
 import llamoe
 from llamoe.conversion import convert
-from llamoe.modeling.moe.layer import choose_experts
+from llamoe.modeling.moe import Router
 from llamoe.modeling.moe.losses import logger
 
 
@@ -39,9 +39,15 @@ def batch(model, seed, rows=8, length=29):
 
 def test_a_bias_chooses_and_does_not_score():
     logits = torch.tensor([[1.0, 0.5, -2.0], [0.0, 3.0, 2.5]])
-    values, chosen = choose_experts(logits, 2, torch.tensor([0.0, -1.0, 2.6]))
-    assert chosen.tolist() == [[0, 2], [2, 1]]
-    assert values.tolist() == [[1.0, -2.0], [2.5, 3.0]]
+    sizes = dict(num_local_experts=3, num_experts_per_tok=2, router_balancing="bias")
+    for config_class in (llamoe.LlamoeTextConfig, llamoe.LlamoeMixtralConfig):
+        router = Router(config_class(**sizes, num_hidden_layers=1))
+        router.balancing_bias = torch.tensor([0.0, -1.0, 2.6])
+        scores, chosen = router.choose(logits)
+        assert chosen.tolist() == [[0, 2], [2, 1]]
+        kept = torch.tensor([[1.0, -2.0], [2.5, 3.0]])
+        is_llama4 = config_class is llamoe.LlamoeTextConfig
+        torch.testing.assert_close(scores, kept.sigmoid() if is_llama4 else kept.softmax(-1))
 
 
 def test_without_a_bias_it_is_stocks_router():

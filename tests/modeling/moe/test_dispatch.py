@@ -33,7 +33,7 @@ def make_experts(sizes="odd", dtype=torch.float32, num_experts=5):
 
 def make_rows(experts, num_tokens, top_k, dtype=torch.float32, past_the_end=False):
     generator = torch.Generator().manual_seed(num_tokens)
-    x = torch.randn(num_tokens, experts.gate_up_proj.shape[1], generator=generator).to(dtype)
+    x = torch.randn(num_tokens, experts.input_first("gate_up_proj").shape[1], generator=generator).to(dtype)
     ids = torch.randint(0, experts.num_experts + 2 * past_the_end, (num_tokens, top_k), generator=generator)
     weights = torch.rand(num_tokens, top_k, generator=generator).to(dtype)
     return x, ids, weights
@@ -138,6 +138,7 @@ def test_rows_and_gradients_decide_on_a_gpu(
         gate_up_proj=weight,
         down_proj=weight,
         hidden_act="silu",
+        input_first=lambda name: weight,
         fits_grouped_mm=lambda dtype: grouped_fits,
     )
     assert choose_path(experts, rows, torch.bfloat16, needs_gradient) == expected

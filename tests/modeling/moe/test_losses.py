@@ -8,9 +8,15 @@ from support.models import MULTIMODAL, make_asymmetric, stock_text_config
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import llamoe
+from llamoe.modeling.moe import Router
 from llamoe.modeling.moe.losses import expert_load, load_balancing_loss, router_z_loss
 
 E = 5
+
+
+def routers(top_k, num_layers=1, num_experts=E):
+    config = llamoe.from_stock(stock_text_config(num_experts_per_tok=top_k, num_local_experts=num_experts))
+    return [Router(config)] * num_layers
 
 
 def logits(num_layers=1, num_tokens=12, seed=0):
@@ -24,7 +30,7 @@ MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("mask", [None, MASK], ids=["no-mask", "mask"])
 def test_balancing_of_one_layer_equals_mixtrals(top_k, mask):
-    ours = load_balancing_loss(logits(), top_k, mask)
+    ours = load_balancing_loss(logits(), routers(top_k), mask)
     assert ours.item() == pytest.approx(load_balancing_loss_func(logits(), E, top_k, mask).item(), rel=1e-6)
 
 
@@ -32,13 +38,15 @@ def test_layers_are_balanced_one_by_one():
     # Two layers that each send everything to one expert, but to different ones: pooled, they would look half balanced.
     first, second = torch.full((12, 2), -30.0), torch.full((12, 2), -30.0)
     first[:, 0], second[:, 1] = 30.0, 30.0
-    assert load_balancing_loss((first, second), 1).item() == pytest.approx(2.0)
+    assert load_balancing_loss((first, second), routers(1, 2, 2)).item() == pytest.approx(2.0)
+    pooled = load_balancing_loss((first, second), routers(1, 2, 2), is_pooled=True)
+    assert pooled.item() == pytest.approx(1.0)
     assert load_balancing_loss_func((first, second), 2, 1).item() == pytest.approx(1.0)
 
 
 def test_an_even_router_has_a_loss_of_top_k():
     even = torch.eye(E).repeat(3, 1) * 1e-4
-    assert load_balancing_loss((even,), 1).item() == pytest.approx(1.0, abs=1e-3)
+    assert load_balancing_loss((even,), routers(1)).item() == pytest.approx(1.0, abs=1e-3)
 
 
 def test_z_loss_is_the_mean_squared_logsumexp():
@@ -51,7 +59,7 @@ def test_z_loss_is_the_mean_squared_logsumexp():
 
 def test_expert_load_counts_real_tokens():
     layers = logits(2)
-    load = expert_load(layers, 2, MASK)
+    load = expert_load(layers, routers(2, 2), MASK)
     assert load.shape == (2, E)
     assert load.dtype == torch.long
     assert load.sum(-1).tolist() == [2 * int(MASK.sum())] * 2

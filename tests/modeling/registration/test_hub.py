@@ -42,6 +42,7 @@ HEADS = [
 ALL = [(case.name, case.make_config, case.auto_class.__name__) for case in MODELS] + HEADS
 BASES = {
     "LlamoeDenseConfig": "LlamoeDenseModel",
+    "LlamoeMixtralConfig": "LlamoeMixtralModel",
     "LlamoeTextConfig": "LlamoeTextModel",
     "LlamoeVisionConfig": "LlamoeVisionModel",
     "LlamoeConfig": "LlamoeModel",

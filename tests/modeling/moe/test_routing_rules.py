@@ -1,0 +1,156 @@
+"""Every rule of routing that a config can say, on either layout of experts, against the formula by hand."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from support.models import make_asymmetric, max_abs, stock_mixtral_config, stock_text_config
+from torch.nn import functional as F
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+import llamoe
+from llamoe.modeling.moe import MixtureOfExperts
+from llamoe.modeling.moe.dispatch import compute_experts
+from llamoe.modeling.moe.stores import OutputFirstExperts
+
+SIZES = dict(hidden_size=24, intermediate_size=20, num_local_experts=5, num_experts_per_tok=3)
+RULES = [
+    dict(
+        router_score_function=function,
+        router_pre_softmax=first,
+        norm_topk_prob=normalised,
+        apply_router_weight_on_input=on_input,
+        use_shared_expert=shared,
+    )
+    for function, first, normalised, on_input, shared in product(
+        ("softmax", "sigmoid"), (True, False), (True, False), (True, False), (True, False)
+    )
+    if not (function == "sigmoid" and first)
+]
+
+
+def make_block(family, **fields):
+    stock = stock_mixtral_config if family == "mixtral" else stock_text_config
+    config = llamoe.from_stock(stock(**SIZES))
+    for name, value in fields.items():
+        setattr(config, name, value)
+    config.validate()
+    return make_asymmetric(MixtureOfExperts(config)), config
+
+
+def by_hand(block, config, x):
+    """In float64, one token and expert at a time."""
+    router = getattr(block, config.router_name)
+    gate_up, down = (block.experts.input_first(name).double() for name in ("gate_up_proj", "down_proj"))
+
+    def swiglu(row, expert):
+        gate, up = (row @ gate_up[expert]).chunk(2)
+        return (F.silu(gate) * up) @ down[expert]
+
+    rows = []
+    for row in x.double():
+        logits = (router.weight.double() @ row).tolist()
+        chosen = sorted(range(len(logits)), key=lambda expert: -logits[expert])[: config.num_experts_per_tok]
+        if config.router_score_function == "sigmoid":
+            scores = [1 / (1 + math.exp(-logits[expert])) for expert in chosen]
+        else:
+            among = range(len(logits)) if config.router_pre_softmax else chosen
+            total = sum(math.exp(logits[expert]) for expert in among)
+            scores = [math.exp(logits[expert]) / total for expert in chosen]
+        if config.norm_topk_prob:
+            scores = [score / sum(scores) for score in scores]
+        total = torch.zeros_like(row)
+        for expert, score in zip(chosen, scores, strict=True):
+            if config.apply_router_weight_on_input:
+                total += swiglu(row * score, expert)
+            else:
+                total += score * swiglu(row, expert)
+        if config.use_shared_expert:
+            total += block.shared_expert.double()(row)
+            block.shared_expert.float()
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["mixtral", "llama4"])
+def test_every_rule_is_its_formula(family):
+    x = torch.randn(11, 24, generator=torch.Generator().manual_seed(0))
+    results = []
+    for rule in RULES:
+        block, config = make_block(family, **rule)
+        results.append(block(x))
+        # Sums of some fifty terms of order one in float32.
+        assert max_abs(results[-1], by_hand(block, config, x)) < 2e-5, rule
+    assert max(map(max_abs, results, results[1:])) > 0.1
+
+
+IMPLEMENTATIONS = ["llamoe", "llamoe_loop", "llamoe_grouped", "eager", "grouped_mm", "batched_mm"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_tokens", [1, 2, 33])
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_every_way_to_compute_mixtrals_experts(implementation, num_tokens, top_k):
+    config = stock_mixtral_config(**{**SIZES, "num_experts_per_tok": top_k})
+    stock = make_asymmetric(MixtralSparseMoeBlock(config))
+    ours = MixtureOfExperts(llamoe.from_stock(config))
+    ours.load_state_dict(stock.state_dict())
+    ours.experts.config._experts_implementation = implementation
+    stock.experts.config._experts_implementation = "eager"
+    x = torch.randn(1, num_tokens, 24, generator=torch.Generator().manual_seed(num_tokens))
+    results = []
+    for block in (stock, ours):
+        inputs = x.clone().requires_grad_()
+        with torch.no_grad():
+            without_gradient = block(x)
+        output = block(inputs)
+        (output * torch.linspace(-1, 1, x.numel()).view_as(x)).sum().backward()
+        results.append(
+            [without_gradient, output, inputs.grad]
+            + [parameter.grad for _, parameter in sorted(block.named_parameters())]
+        )
+    for its, mine in zip(*results, strict=True):
+        assert max_abs(its, mine) < 1e-5 * max(1.0, its.abs().max().item())
+
+
+@pytest.mark.parametrize("path", ["loop", "grouped"])
+def test_a_gradient_of_output_first_experts_lies_as_its_stack_does(path):
+    """Another layout would be copied into this one."""
+    config = llamoe.from_stock(stock_mixtral_config(**SIZES))
+    experts = make_asymmetric(OutputFirstExperts(config))
+    x = torch.randn(9, 24, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(9)[:, None] % 4
+    layouts = []
+    for name in ("gate_up_proj", "down_proj"):
+        stack = getattr(experts, name)
+        stack.register_hook(lambda gradient: layouts.append(gradient.stride()))
+    compute_experts(experts, x, ids, torch.ones(9, 1), path=path).square().sum().backward()
+    assert sorted(layouts) == sorted(stack.stride() for stack in experts.parameters())
+    assert (experts.down_proj.grad[4] == 0).all()
+
+
+def test_gradients_of_gradients_through_output_first_experts():
+    config = llamoe.from_stock(stock_mixtral_config(**{**SIZES, "hidden_size": 6, "intermediate_size": 5}))
+    experts = make_asymmetric(OutputFirstExperts(config)).double()
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ids, weights = torch.tensor([[0, 3], [2, 0], [1, 4], [3, 2]]), torch.rand(4, 2, dtype=torch.float64)
+
+    def call(x, gate_up, down):
+        stacks = {"gate_up_proj": gate_up, "down_proj": down}
+        return torch.func.functional_call(experts, stacks, (x, ids, weights))
+
+    stacks = [parameter.detach().clone().requires_grad_() for parameter in experts.parameters()]
+    assert torch.autograd.gradgradcheck(call, (x.requires_grad_(), *stacks))
+
+
+def test_capacity_drops_the_least_scores_of_mixtral():
+    block, _ = make_block("mixtral", expert_capacity_factor=0.4)
+    x = torch.randn(1, 40, 24, generator=torch.Generator().manual_seed(0))
+    block.train()
+    limited = block(x)
+    block.eval()
+    assert (limited - block(x)).abs().amax(-1).gt(1e-3).any() and limited.isfinite().all()
+    block.capacity_factor, whole = 5.0, block(x)
+    assert torch.equal(block.train()(x), whole)
