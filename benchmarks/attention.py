@@ -1,6 +1,7 @@
 """Cases of local attention: prefill of one decoder layer with a small feed-forward; each pass builds its masks."""
 
 import torch
+from torch import nn
 from transformers import Llama4TextModel, MistralModel
 
 import llamoe
@@ -67,7 +68,7 @@ def chunked(
 
 
 def windowed(setting: Setting, shape: Shape, window: int, counts: tuple[int, ...]) -> Cases:
-    """Prefill under a sliding window, of so many windows."""
+    """Prefill under a sliding window, of so many windows: a layer, and its attention alone."""
     config = mistral_config(shape, sliding_window=window, max_position_embeddings=window * max(counts))
     pair = model_pair(setting, MistralModel, llamoe.LlamoeDenseModel, config)
     models = dict(zip((REFERENCE, OURS), pair, strict=True))
@@ -84,6 +85,15 @@ def windowed(setting: Setting, shape: Shape, window: int, counts: tuple[int, ...
             tolerance=tolerance_of(setting.dtype),
             facts={"phase": "window", "tokens": window * count, "window": window},
         )
+    for model in pair:
+        model.layers[0].mlp = nn.Identity()
+    yield Case(
+        name=f"T = {window * counts[-1]}, window of {window}, attention alone",
+        contestants={name: Contestant(torch.no_grad()(run(model))) for name, model in models.items()},
+        work=None,
+        tolerance=tolerance_of(setting.dtype),
+        facts={"phase": "attention", "tokens": window * counts[-1], "window": window},
+    )
 
 
 def _work(model, tokens: int, chunk: int) -> roofline.Work:

@@ -239,8 +239,8 @@ CPU = [
     ),
     _never_slower("dense LLaMA, slowest case", "dense"),
     Bar(
-        "sliding window of 1,024, T = 16384, with a small feed-forward",
-        lambda r: r.ratio("window", tokens=16384),
+        "sliding window of 1,024, T = 16384, attention alone",
+        lambda r: r.ratio("window", phase="attention"),
         4,
     ),
     Bar(
@@ -249,6 +249,9 @@ CPU = [
         0.25,
         at_most=True,
     ),
+    Bar("Mixtral's block, T = 1", lambda r: r.ratio("mixtral", tokens=1), 1.3),
+    Bar("Mixtral's block, slowest case", lambda r: r.ratio("mixtral"), 0.95),
+    Bar("Mixtral's block in bfloat16, slowest case", lambda r: r.ratio("mixtral-bfloat16"), 0.95),
     Bar(
         "loading, peak memory over the checkpoint's bytes",
         lambda r: r.loaded(),

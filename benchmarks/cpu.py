@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 
-from . import adapters, attention, block, command_line, loading, models, small_modules
+from . import adapters, attention, block, command_line, loading, mixtral, models, small_modules
 from .clocks import ProcessorClock
 from .harness import Group
-from .shapes import MANY_SMALL, MINI, MINI_128, Setting
+from .shapes import MANY_SMALL, MINI, MINI_8, MINI_128, Setting
 
 SETTING = Setting(torch.device("cpu"), torch.float32)
 BFLOAT16 = Setting(torch.device("cpu"), torch.bfloat16)
@@ -40,6 +40,8 @@ GROUPS: dict[str, Group] = {
         attention.chunked, SETTING, MINI, chunk=1024, counts=(2, 4, 8), long=65536, patience=60.0
     ),
     "window": partial(attention.windowed, SETTING, MINI, 1024, (2, 16)),
+    "mixtral": partial(mixtral.everything, SETTING, MINI_8, (1, 32, 1024), 256),
+    "mixtral-bfloat16": partial(mixtral.everything, BFLOAT16, MINI_8, (1, 32, 1024), 256),
     "vision": partial(small_modules.vision, SETTING, hidden=512, layers=4, heads=8, output=512, tiles=(1, 2)),
     "parts": partial(small_modules.small, SETTING, MINI, 1024),
     "loading": partial(loading.loading, SETTING, MINI, LAYERS, "100MB"),

@@ -15,6 +15,7 @@ GROUPS = {
     "dense": "Dense LLaMA",
     "chunked": "One layer of chunked attention, prefill, with its masks built",
     "window": "One layer of attention under a sliding window, prefill, with its masks built",
+    "mixtral": "Mixtral's block, 8 experts, 2 chosen",
     "vision": "Vision tower",
     "parts": "Small parts",
     "loading": "`from_pretrained`",
@@ -33,6 +34,8 @@ NOTES = {
     "far its ratio lies from one is noise.",
     "chunked": "The layer's feed-forward is as small as its attention.",
     "window": "`MistralModel` and `LlamoeDenseModel`; the layer's feed-forward is as small as its attention.",
+    "mixtral": "`stock` is transformers' `MixtralSparseMoeBlock` with `grouped_mm`, which its models choose, and "
+    "with its other implementations. All hold the same weights.",
     "parts": "`nn.LayerNorm` computes another function and is not compared.",
     "loading": f"Wall clock, files in the page cache; stock, ours and stock once more (`{AGAIN}`) in processes that "
     "take turns. The second checkpoint has many small tensors in many shards. On a CPU transformers maps the files; so "

@@ -30,6 +30,7 @@ class Shape:
 
 # The head is about 1 % of Scout's weights; with 2048 rows it has that share in four layers of 16 experts.
 MINI = Shape(512, 1024, 16, 8, 2, 64, 2048)
+MINI_8 = replace(MINI, experts=8)
 MINI_128 = replace(MINI, experts=128)
 MANY_SMALL = Shape(64, 64, 1, 4, 2, 16, 256)
 SCOUT = Shape(5120, 8192, 16, 40, 8, 128, 202048)

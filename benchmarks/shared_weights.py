@@ -94,7 +94,7 @@ def block_pair(
         transformers' block, and ours by the name of its implementation, "llamoe" for the default.
     """
     config = text_config(shape)
-    with _made_in(setting):
+    with made_in(setting):
         stock = Llama4TextMoe(config)
     draw_weights(stock, setting)
     parameters = dict(stock.named_parameters())
@@ -121,7 +121,7 @@ def model_pair(
     All routers of a model are equal, and each vocabulary token's embedding points to one expert in every layer.
     Otherwise bfloat16 would send some tokens to other experts on either side.
     """
-    with _made_in(setting):
+    with made_in(setting):
         stock = stock_class(config)
     draw_weights(stock, setting)
     routers = [module.router.weight for module in stock.modules() if hasattr(module, "router")]
@@ -144,7 +144,7 @@ def draw_weights(module: nn.Module, setting: Setting) -> None:
     """Draw all parameters so that activations keep a standard deviation of about one."""
     generator = setting.generator()
     for name, parameter in module.named_parameters():
-        if name.endswith("router.weight"):
+        if name.endswith(("router.weight", "gate.weight")):
             set_router(parameter, generator)
         elif parameter.ndim < 2:
             noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
@@ -156,7 +156,8 @@ def draw_weights(module: nn.Module, setting: Setting) -> None:
 
 
 @contextmanager
-def _made_in(setting: Setting):
+def made_in(setting: Setting):
+    """Make modules on the setting's device, in its dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(setting.dtype)
     try:

@@ -1,7 +1,7 @@
 """What a model is: pure data, no tensors; and the errors that all packages raise.
 
-Reading order: errors, json_files, checks, hub, servers, base, parallel, decoder, mixture, vision, multimodal, stock, presets,
-parameter_count, scaling, recipe, memory. A file imports only files that stand before it.
+Reading order: errors, json_files, checks, hub, servers, base, parallel, decoder, mixture, vision, multimodal, stock,
+presets, parameter_count, scaling, recipe, memory. A file imports only files that stand before it.
 """
 
 from .decoder import LayerPlan, LlamoeDenseConfig

@@ -1,6 +1,6 @@
 """The plan of each layer of a decoder, and the configuration of dense decoders.
 
-`LlamoeDenseConfig` describes LLaMA 1 and 2, Mistral and other decoders of their shape; `mixture` has those with experts.
+`LlamoeDenseConfig` describes LLaMA 1 and 2, Mistral and other decoders of their shape; those with experts are next.
 Field names and defaults are those of transformers' `LlamaConfig`, so a stock `config.json` is valid input; fields of
 ours default to stock's behaviour. The decoder reads a `LayerPlan` for each layer and never asks for the family.
 

@@ -10,7 +10,7 @@ al., 2022, arXiv:2202.08906) for the z-loss, Wang et al. (2024, arXiv:2408.15664
 """
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from .checks import (
     check_layer_lists,

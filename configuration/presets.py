@@ -2,8 +2,9 @@
 
 Sources: the papers and `params.json` files of LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288) and Llama
 3 (arXiv:2407.21783); the published configurations of Llama 4 (pretrained releases; the instruction-tuned ones
-differ in `max_position_embeddings`, 10485760 for Scout and 1048576 for Maverick); open_clip's configurations
-of the MetaCLIP towers.
+differ in `max_position_embeddings`, 10485760 for Scout and 1048576 for Maverick); the published configurations and
+`params.json` files of Mistral 7B (arXiv:2310.06825) and Mixtral (arXiv:2401.04088), base and instruction-tuned alike;
+open_clip's configurations of the MetaCLIP towers.
 
 MetaCLIP's activation belongs to the weights, not to the shape: QuickGELU in the first release and in MetaCLIP
 2's ViT-H at 224 pixels, GELU in the "altogether" ViT-H and the rest of MetaCLIP 2.
@@ -38,6 +39,17 @@ def _llama_3(*shape: int, **more: Any) -> dict[str, Any]:
         *shape,
         **{"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_parameters": rope, **tokens, **more},
     )
+
+
+def _mistral(*shape: int, theta: float = 1e6, **more: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": theta}
+    common = {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "rope_parameters": rope}
+    return _dense(*shape, **{**common, **more})
+
+
+def _mixtral(*shape: int, **more: Any) -> dict[str, Any]:
+    mixture = {"model_type": "llamoe_mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    return _mistral(*shape, **mixture, **more)
 
 
 def _scaled_rope(factor: float, high_freq_factor: float) -> dict[str, Any]:
@@ -148,6 +160,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama-3-70b": _llama_3(8192, 80, 64, 8, 28672),
         "llama-3.1-8b": _llama_3(4096, 32, 32, 8, 14336, **_LLAMA_31),
         "llama-3.1-70b": _llama_3(8192, 80, 64, 8, 28672, **_LLAMA_31),
+        "mistral-7b-v0.1": _mistral(4096, 32, 32, 8, 14336, theta=1e4, sliding_window=4096),
+        "mistral-7b-v0.2": _mistral(4096, 32, 32, 8, 14336),
+        "mistral-7b-v0.3": _mistral(4096, 32, 32, 8, 14336, vocab_size=32768),
+        "mixtral-8x7b": _mixtral(4096, 32, 32, 8, 14336),
+        "mixtral-8x22b": _mixtral(6144, 56, 48, 8, 16384, max_position_embeddings=65536),
         "llama-4-scout": _llama_4(_SCOUT),
         "llama-4-maverick": _llama_4(_MAVERICK),
         "metaclip-b32": _metaclip("b32"),

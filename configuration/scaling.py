@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .decoder import DecoderConfig
-from .mixture import MixtureConfig
 from .errors import ConfigurationError
+from .mixture import MixtureConfig
 from .multimodal import LlamoeConfig
 from .parameter_count import count_parameters
 

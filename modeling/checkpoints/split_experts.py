@@ -1,7 +1,7 @@
 """Experts that a checkpoint stores as one linear layer each: their names, and how loading fuses them.
 
-Files of Mixtral have them so (`experts.N.w1.weight`, gate, `w3`, up, and `w2`, down). transformers' own rules fuse them;
-here they are only checked.
+Files of Mixtral have them so: `experts.N.w1.weight` (gate), `w3` (up) and `w2` (down). transformers' own rules fuse
+them; here they are only checked.
 
 Quantizers and trainers split the stacks of Llama 4. Two spellings are known, for an expert N:
 
@@ -56,7 +56,7 @@ _PLAIN_DTYPES = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", 
 
 
 class ExpertName(NamedTuple):
-    """An expert's weight: its name up to `experts`, the expert's number, and "gate", "up" or "down" (Mixtral: "w1" …)."""
+    """An expert's weight: its name up to `experts`, the expert's number, and "gate", "up", "down" (or "w1" …)."""
 
     experts: str
     number: int
@@ -267,8 +267,8 @@ def _check_stack(
         if part.startswith("w"):
             name = f"{number}.{part}"
         raise CheckpointError(
-            f"{first.origin}: {first.name.partition('.experts.')[0]}.experts.{name}.weight is missing ({missing} such), though the "
-            f"checkpoint has {first.name}, and num_local_experts in config.json is {count}."
+            f"{first.origin}: {first.name.partition('.experts.')[0]}.experts.{name}.weight is missing ({missing} such), "
+            f"though the checkpoint has {first.name}, and num_local_experts in config.json is {count}."
         )
 
 

@@ -140,8 +140,8 @@ class TrainsRouters(PreTrainedModel):
     """Mixin of heads that add router losses to their own, as the config asks.
 
     Attributes:
-        router_observer: called in every pass of training, if there is one, with the router logits and the attention mask
-            that `expert_load` takes.
+        router_observer: called in every pass of training, if there is one, with the router logits and the attention
+            mask that `expert_load` takes.
     """
 
     router_observer: Callable[..., None] | None = None
