@@ -1,8 +1,9 @@
 """The decoder of all families.
 
-They are LLaMA 1 and 2 and Mistral (`LlamoeDense…`), Mixtral (`LlamoeMixtral…`) and Llama 4 (`Llamoe…`). LLaMA 2 is a special case of Llama 4's configuration: no mixture layers, no position-free layers, no q/k norm, no
-chunks. One `DecoderLayer` serves all; the differences are data (`config.layer_plan`). Keys are stock keys, so the
-feed-forward has the family's stock name, `mlp` or `feed_forward`.
+They are LLaMA 1 and 2 and Mistral (`LlamoeDense…`), Mixtral (`LlamoeMixtral…`) and Llama 4 (`Llamoe…`). LLaMA 2 is a
+special case of Llama 4's configuration: no mixture layers, no position-free layers, no q/k norm, no chunks. One
+`DecoderLayer` serves all; the differences are data (`config.layer_plan`). Keys are stock keys, so the feed-forward has
+the family's stock name, `mlp` or `feed_forward`.
 
 Shapes: B batch, T tokens, E experts.
 """

@@ -29,7 +29,8 @@ def is_first_pass(past_key_values: Cache | None) -> bool:
 class CheckedGeneration(GenerationMixin):
     """Refuses what nothing can be generated from before transformers asks it for its shape.
 
-    It also tries kernels, and opens quantized caches to layers with chunks or a window. Name it before `GenerationMixin` among a head's bases; transformers requires that one as a direct base too.
+    It also tries kernels, and opens quantized caches to layers with chunks or a window. Name it before
+    `GenerationMixin` among a head's bases; transformers requires that one as a direct base too.
     """
 
     def generate(self, inputs=None, *args, **kwargs):

@@ -266,9 +266,10 @@ def _check_stack(
         name = f"{part}_projs.{number}" if "_projs." in first.name else f"{number}.{part}_proj"
         if part.startswith("w"):
             name = f"{number}.{part}"
+        place = first.name.partition(".experts.")[0]
         raise CheckpointError(
-            f"{first.origin}: {first.name.partition('.experts.')[0]}.experts.{name}.weight is missing ({missing} such), "
-            f"though the checkpoint has {first.name}, and num_local_experts in config.json is {count}."
+            f"{first.origin}: {place}.experts.{name}.weight is missing ({missing} such), though the "
+            f"checkpoint has {first.name}, and num_local_experts in config.json is {count}."
         )
 
 
