@@ -20,6 +20,7 @@ CLASSES = {
     "tied": "LlamoeDenseForCausalLM",
     "text": "LlamoeForCausalLM",
     "top1": "LlamoeForCausalLM",
+    "mixtral": "LlamoeMixtralForCausalLM",
     "multimodal": "LlamoeForConditionalGeneration",
     "lone": "LlamoeForCausalLM",
 }

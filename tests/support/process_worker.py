@@ -152,12 +152,13 @@ def compare(name, distributed_config, layout="llamoe", **kwargs):
     return figures | {"trained and reloaded": saved_difference(folder, reference)}
 
 
-@check("dense", "tied", "text", "top1", "multimodal")
+@check("dense", "tied", "text", "top1", "mixtral", "multimodal")
 def tensor(name):
-    return compare(name, tensor_parallel(), layout="stock" if name == "multimodal" else "llamoe")
+    is_stock = name in ("mixtral", "multimodal")
+    return compare(name, tensor_parallel(), layout="stock" if is_stock else "llamoe")
 
 
-@check(*BACKENDS, "multimodal")
+@check(*BACKENDS, "mixtral", "multimodal")
 def expert(name):
     if name in BACKENDS:
         return compare("text", expert_parallel(), experts_implementation=name)
@@ -272,7 +273,7 @@ KINDS = ["ddp", "fsdp", "accelerate", "fsdp+expert"]
 @check(
     *[
         f"{name} {kind}"
-        for name in ("dense", "text", "multimodal")
+        for name in ("dense", "text", "mixtral", "multimodal")
         for kind in KINDS
         if (name, kind) != ("dense", "fsdp+expert")
     ]
@@ -287,7 +288,7 @@ def starved(kind):
     return train("top1", kind, starved_rows)
 
 
-@check("dense", "tied", "text")
+@check("dense", "tied", "text", "mixtral")
 def pipeline(name):
     model = load(name, distributed_config=DistributedConfig(pp_size=2))
     return compare_outputs(model, name)
@@ -364,11 +365,11 @@ def balancing(shared):
             if not is_idle:
                 model(**inputs(even_rows("text")))
             watch.step()
-        biases.append(torch.stack(model._biases()))
+        biases.append(torch.stack([router.balancing_bias for router in model.routers()]))
     return {"largest": biases[1].abs().max().item(), "difference": max_abs(*biases)}
 
 
-@check("text ddp", "text accelerate", "multimodal accelerate")
+@check("text ddp", "text accelerate", "mixtral accelerate", "multimodal accelerate")
 def adapters(name):
     """A step of LoRA on everything, experts included, on half of the rows; against one process that has them all."""
     name, kind = name.split()
@@ -400,7 +401,7 @@ def adapters(name):
     }
 
 
-@check("text", "top1", "multimodal")
+@check("text", "top1", "mixtral", "multimodal")
 def expert_adapters(name):
     """LoRA on experts that processes share: a step, the file, and what is merged, against one process."""
     folder, begun = (FOLDER / f"expert-adapters-{name}{end}" for end in ("", "-begun"))

@@ -45,13 +45,14 @@ def write_checkpoints(folder):
         "text": TEXT.make(**EXPERTS),
         # Widths, too, that two devices do not divide; the vocabulary is odd everywhere.
         "top1": TEXT.make(num_experts_per_tok=1, intermediate_size=51, intermediate_size_mlp=93, **EXPERTS),
+        "mixtral": CASES["LlamoeMixtralForCausalLM"].make(num_local_experts=6, num_hidden_layers=2),
         "multimodal": multimodal.make(seed=1, vision=SHALLOW_VISION, num_local_experts=6, **SHALLOW),
         # Of two devices that share its mixture, one holds no expert.
         "lone": TEXT.make(num_local_experts=1, num_experts_per_tok=1, intermediate_size=51, **SHALLOW),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)
-        if not name.startswith(("dense", "tied")):
+        if not name.startswith(("dense", "tied", "mixtral")):
             convert(folder / name, folder / f"{name}-split", experts="split", shard_size="250KB")
 
 
@@ -81,6 +82,7 @@ def run_together(folder, *checks, count=2):
 QUICK = (
     "tensor-text",
     "expert-llamoe",
+    "expert-mixtral",
     "expert_adapters-top1",
     "adapters-text accelerate",
     "training-multimodal ddp",
@@ -142,7 +144,7 @@ def assert_equal_training(figures):
         assert figures.get(name, 0.0) < WEIGHTS
 
 
-@pytest.mark.parametrize("name", ["dense", "tied", "text", "top1", "multimodal"])
+@pytest.mark.parametrize("name", ["dense", "tied", "text", "top1", "mixtral", "multimodal"])
 def test_tensor_parallel_equals_one_process(measured, name, record_parity):
     for figures in both(measured, f"tensor-{name}"):
         assert_equal_outputs(figures)
@@ -152,7 +154,7 @@ def test_tensor_parallel_equals_one_process(measured, name, record_parity):
         record_parity(f"tensor parallel, {name}", "one process", "float32", figures["logits"])
 
 
-@pytest.mark.parametrize("name", ["llamoe", "eager", "grouped_mm", "batched_mm", "multimodal"])
+@pytest.mark.parametrize("name", ["llamoe", "eager", "grouped_mm", "batched_mm", "mixtral", "multimodal"])
 def test_expert_parallel_equals_one_process(measured, name, record_parity):
     for figures in both(measured, f"expert-{name}"):
         assert_equal_outputs(figures)
@@ -164,8 +166,8 @@ def test_expert_parallel_equals_one_process(measured, name, record_parity):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *product(("dense", "text", "multimodal"), ("ddp", "fsdp", "accelerate")),
-        *product(("text", "multimodal"), ("fsdp+expert",)),  # a dense model has no experts
+        *product(("dense", "text", "mixtral", "multimodal"), ("ddp", "fsdp", "accelerate")),
+        *product(("text", "mixtral", "multimodal"), ("fsdp+expert",)),  # a dense model has no experts
     ],
 )
 def test_a_step_on_shared_rows_equals_one_process(measured, name, kind):
@@ -174,7 +176,7 @@ def test_a_step_on_shared_rows_equals_one_process(measured, name, kind):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("text", "ddp"), ("text", "accelerate"), ("multimodal", "accelerate")]
+    ("name", "kind"), [("text", "ddp"), ("text", "accelerate"), ("mixtral", "accelerate"), ("multimodal", "accelerate")]
 )
 def test_lora_on_shared_rows_equals_one_process(measured, name, kind):
     for figures in both(measured, f"adapters-{name} {kind}"):
@@ -182,7 +184,7 @@ def test_lora_on_shared_rows_equals_one_process(measured, name, kind):
         assert figures["gradients"] < GRADIENTS
 
 
-@pytest.mark.parametrize("name", ["text", "top1", "multimodal"])
+@pytest.mark.parametrize("name", ["text", "top1", "mixtral", "multimodal"])
 def test_lora_on_experts_that_processes_share(measured, name):
     for figures in both(measured, f"expert_adapters-{name}"):
         assert figures["effect"] > 0.1
@@ -205,7 +207,7 @@ def test_experts_and_processes_without_a_token_neither_hang_nor_lose_gradients(m
         assert_equal_training(figures)
 
 
-@pytest.mark.parametrize("name", ["dense", "tied", "text"])
+@pytest.mark.parametrize("name", ["dense", "tied", "text", "mixtral"])
 def test_pipeline_parallel_equals_one_process(measured, name):
     for figures in both(measured, f"pipeline-{name}"):
         assert_equal_outputs(figures)

@@ -1,0 +1,252 @@
+"""Folders in Mistral AI's format and mistral-inference's maths, written out; both share nothing with the package.
+
+Sources: mistralai/mistral-inference (`transformer.py`, `transformer_layers.py`, `rope.py`, `moe.py`, `cache.py`), and
+transformers' former script convert_mixtral_weights_to_hf.py for the layout of the first release.
+
+Shapes: T tokens, H dim, D head_dim, I hidden_dim, E experts, V vocabulary.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import silu
+
+# Sizes never coincide: 6 heads on 2 key/value heads is a ratio of 3, and 6 * 8 is not 24.
+PARAMS = dict(
+    dim=24, n_layers=2, head_dim=8, hidden_dim=40, n_heads=6, n_kv_heads=2, norm_eps=3e-5, vocab_size=53
+)
+MOE = {"num_experts": 3, "num_experts_per_tok": 2}
+HF_NAMES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "hidden_dim": "intermediate_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+}
+# Projections that sliced files hold by columns, as LLaMA's.
+BY_COLUMNS = ("tok_embeddings.weight", "wo.weight", "w2.weight")
+
+
+@dataclass(frozen=True)
+class MistralCase:
+    """A small model of Mistral AI's.
+
+    Attributes:
+        name: for the table of parity.
+        params: what params.json says besides `PARAMS`; None removes a key.
+        theta: rotary base that the model has.
+        windows: tokens that a token sees in each layer, itself and those before it; None: all.
+        layout: "safetensors", "pth", "slices" or "first release".
+        hf_names: whether params.json has Hugging Face's names.
+    """
+
+    name: str
+    params: dict = field(default_factory=dict)
+    theta: float = 1e6
+    windows: tuple = (None, None)
+    layout: str = "safetensors"
+    hf_names: bool = False
+
+    @property
+    def sizes(self) -> dict:
+        return {**PARAMS, **self.params}
+
+    @property
+    def experts(self) -> int:
+        return MOE["num_experts"] if self.is_mixture else 0
+
+    @property
+    def is_mixture(self) -> bool:
+        return "moe" in self.params or "num_local_experts" in self.params
+
+    def weights(self, dtype=torch.float32) -> dict[str, torch.Tensor]:
+        """Weights under mistral-inference's names, in which every number is another."""
+        generator = torch.Generator().manual_seed(3)
+
+        def draw(*shape, scale=1.0):
+            return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+        size = self.sizes
+        dim, inner, head = size["dim"], size["hidden_dim"], size["head_dim"]
+        query, key = size["n_heads"] * head, size["n_kv_heads"] * head
+        weights = {
+            "tok_embeddings.weight": draw(size["vocab_size"], dim),
+            "norm.weight": 1 + draw(dim, scale=0.2),
+            "output.weight": draw(size["vocab_size"], dim, scale=dim**-0.5),
+        }
+        for layer in range(size["n_layers"]):
+            own = {
+                "attention.wq": draw(query, dim, scale=0.3),
+                "attention.wk": draw(key, dim, scale=0.3),
+                "attention.wv": draw(key, dim, scale=dim**-0.5),
+                "attention.wo": draw(dim, query, scale=query**-0.5),
+                "attention_norm": 1 + draw(dim, scale=0.2),
+                "ffn_norm": 1 + draw(dim, scale=0.2),
+            }
+            for place in [f"feed_forward.experts.{expert}" for expert in range(self.experts)] or [
+                "feed_forward"
+            ]:
+                own[f"{place}.w1"] = draw(inner, dim, scale=dim**-0.5)
+                own[f"{place}.w2"] = draw(dim, inner, scale=inner**-0.5)
+                own[f"{place}.w3"] = draw(inner, dim, scale=dim**-0.5)
+            if self.experts:
+                own["feed_forward.gate"] = draw(self.experts, dim, scale=0.5)
+            weights |= {f"layers.{layer}.{name}.weight": tensor for name, tensor in own.items()}
+        return weights
+
+    def write(self, folder: Path, weights: dict | None = None) -> Path:
+        """Write the folder in the case's layout."""
+        weights = self.weights() if weights is None else weights
+        folder.mkdir(parents=True)
+        params = {name: value for name, value in self.sizes.items() if value is not None}
+        if self.hf_names:
+            params = {HF_NAMES.get(name, name): value for name, value in params.items()}
+        (folder / "params.json").write_text(json.dumps(params))
+        if self.layout == "safetensors":
+            save_file(weights, folder / "consolidated.safetensors")
+        elif self.layout == "pth":
+            torch.save(weights, folder / "consolidated.00.pth")
+        elif self.layout == "slices":
+            for rank, part in enumerate(sliced(weights, 2)):
+                torch.save(part, folder / f"consolidated.{rank:02d}.pth")
+        else:
+            for rank, part in enumerate(dealt_out(first_release(weights, self.experts), 4)):
+                torch.save(part, folder / f"consolidated.{rank:02d}.pt")
+        return folder
+
+    def ids(self) -> torch.Tensor:
+        return torch.randint(0, self.sizes["vocab_size"], (2, 19), generator=torch.Generator().manual_seed(1))
+
+    def logits(self, weights: dict, theta: float | None = None, windows: tuple | None = None) -> torch.Tensor:
+        """Logits `[2, T, V]` of `ids` by mistral-inference's maths in float64."""
+        weights = {name: tensor.double() for name, tensor in weights.items()}
+        theta, windows = theta or self.theta, windows or self.windows
+        return torch.stack([self._logits(weights, row, theta, windows) for row in self.ids()])
+
+    def _logits(self, weights: dict, ids: torch.Tensor, theta: float, windows: tuple) -> torch.Tensor:
+        x, size = weights["tok_embeddings.weight"][ids], self.sizes
+        head = size["head_dim"]
+        frequencies = theta ** -(torch.arange(0, head, 2).double() / head)
+        angles = torch.outer(torch.arange(len(ids)).double(), frequencies)
+        turns = torch.polar(torch.ones_like(angles), angles)
+        for layer in range(size["n_layers"]):
+            own = {
+                name.removeprefix(f"layers.{layer}.").removesuffix(".weight"): tensor
+                for name, tensor in weights.items()
+                if name.startswith(f"layers.{layer}.")
+            }
+            x = x + self._attention(own, self._norm(x) * own["attention_norm"], turns, windows[layer])
+            x = x + self._feed_forward(own, self._norm(x) * own["ffn_norm"])
+        return (self._norm(x) * weights["norm.weight"]) @ weights["output.weight"].T
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.sizes["norm_eps"]).rsqrt()
+
+    def _attention(self, own: dict, x: torch.Tensor, turns: torch.Tensor, window: int | None) -> torch.Tensor:
+        size, count = self.sizes, len(x)
+
+        def rotated(x):
+            pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+            return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
+
+        queries = rotated((x @ own["attention.wq"].T).view(count, size["n_heads"], size["head_dim"]))
+        keys = rotated((x @ own["attention.wk"].T).view(count, size["n_kv_heads"], size["head_dim"]))
+        values = (x @ own["attention.wv"].T).view(count, size["n_kv_heads"], size["head_dim"])
+        repeats = size["n_heads"] // size["n_kv_heads"]
+        keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+        scores = torch.einsum("thd,shd->hts", queries, keys) * size["head_dim"] ** -0.5
+        back = torch.arange(count)[:, None] - torch.arange(count)
+        seen = (back >= 0) & (back < (window or count))
+        attended = torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+        return attended.flatten(1) @ own["attention.wo"].T
+
+    def _feed_forward(self, own: dict, x: torch.Tensor) -> torch.Tensor:
+        def swiglu(place, x):
+            return (silu(x @ own[f"{place}.w1"].T) * (x @ own[f"{place}.w3"].T)) @ own[f"{place}.w2"].T
+
+        if not self.experts:
+            return swiglu("feed_forward", x)
+        # The best are chosen first; the softmax is taken over their logits alone.
+        kept, chosen = (x @ own["feed_forward.gate"].T).topk(MOE["num_experts_per_tok"])
+        scores, result = kept.softmax(1), torch.zeros_like(x)
+        for expert in range(self.experts):
+            token, nth = torch.where(chosen == expert)
+            result[token] += scores[token, nth, None] * swiglu(f"feed_forward.experts.{expert}", x[token])
+        return result
+
+
+def first_release(weights: dict, experts: int) -> dict:
+    """The names and shapes of the first release of Mixtral: the experts' rows in one matrix, w2 transposed."""
+    result = {}
+    for name, tensor in weights.items():
+        layer, _, rest = name.partition(".feed_forward.")
+        if not rest:
+            result[name] = tensor
+        elif rest == "gate.weight":
+            result[f"{layer}.block_sparse_moe.gate.weight"] = tensor
+        elif rest.startswith("experts.0."):
+            part = rest.split(".")[2]
+            mine = [weights[f"{layer}.feed_forward.experts.{e}.{part}.weight"] for e in range(experts)]
+            rows = [matrix.T if part == "w2" else matrix for matrix in mine]
+            result[f"{layer}.block_sparse_moe.{part}"] = torch.cat(rows)
+    return result
+
+
+def dealt_out(weights: dict, count: int) -> list[dict]:
+    """Whole tensors over files, in turn; the final norm is in two."""
+    files = [dict(list(weights.items())[rank::count]) for rank in range(count)]
+    files[-1]["norm.weight"] = weights["norm.weight"].clone()
+    return files
+
+
+def sliced(weights: dict, count: int) -> list[dict]:
+    """A slice of every matrix in each file, and a copy of every norm."""
+    files = [{} for _ in range(count)]
+    for name, tensor in weights.items():
+        axis = 1 if name.endswith(BY_COLUMNS) else 0
+        parts = [tensor] * count if tensor.ndim == 1 else tensor.chunk(count, axis)
+        for file, part in zip(files, parts, strict=True):
+            file[name] = part.clone()
+    return files
+
+
+DENSE = MistralCase("Mistral")
+WINDOW = MistralCase("Mistral v0.1", {"sliding_window": 5}, theta=1e4, windows=(5, 5), layout="pth")
+WINDOW_AS_TEXT = MistralCase(
+    "Mistral, window as text", {"_sliding_window": "5", "rope_theta": 3e5}, theta=3e5, windows=(5, 5)
+)
+WINDOW_IN_SOME = MistralCase(
+    "Ministral", {"sliding_window": [None, 5], "rope_theta": 1e5}, theta=1e5, windows=(None, 5)
+)
+SLICES = MistralCase(
+    "Mistral in slices", {"sliding_window": 4, "vocab_size": 54}, theta=1e4, windows=(4, 4), layout="slices"
+)
+MIXTRAL = MistralCase("Mixtral", {"moe": MOE, "max_seq_len": 77})
+MIXTRAL_PTH = MistralCase(
+    "Mixtral with a window", {"moe": MOE, "sliding_window": 6, "rope_theta": 2e4}, 2e4, (6, 6), "pth"
+)
+FIRST_MIXTRAL = MistralCase(
+    "Mixtral, first release",
+    {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": "6", "rope_theta": 1e6},
+    windows=(6, 6),
+    layout="first release",
+    hf_names=True,
+)
+FIRST_MIXTRAL_OWN_NAMES = MistralCase(
+    "Mixtral, first release, own names", {"moe": MOE, "model_type": "transformer"}, layout="first release"
+)
+CASES = [
+    DENSE,
+    WINDOW,
+    WINDOW_AS_TEXT,
+    WINDOW_IN_SOME,
+    SLICES,
+    MIXTRAL,
+    MIXTRAL_PTH,
+    FIRST_MIXTRAL,
+    FIRST_MIXTRAL_OWN_NAMES,
+]
