@@ -35,7 +35,7 @@ def differences(config: PreTrainedConfig, server: str) -> list[str]:
         )
     if not getattr(config, "moe_layers", None):
         return found
-    if config.num_experts_per_tok > 1:
+    if config.num_experts_per_tok > 1 and config.apply_router_weight_on_input:
         found.append(
             f"it is told num_experts_per_tok = {config.num_experts_per_tok} experts a row, but is given one: Llama 4 "
             "scales the input of an expert, so that each expert of a token gets a row of its own. Kernels that rely "
@@ -44,7 +44,8 @@ def differences(config: PreTrainedConfig, server: str) -> list[str]:
     # "swish" is another name of the same function.
     if config.hidden_act not in ("silu", "swish"):
         found.append(f"it computes experts with silu, whatever hidden_act says ({config.hidden_act!r} here).")
-    if server == "SGLang":
+    # Mixtral's files have no stacks.
+    if server == "SGLang" and not config.experts_are_output_first:
         found.append(
             "it passes over stacked experts and leaves random ones in their place. Serve a folder of "
             "`llamoe convert MODEL FOLDER --experts split`, whose experts it reads."

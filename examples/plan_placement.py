@@ -125,6 +125,7 @@ def build(config, dtype: str) -> nn.Module:
         llamoe.LlamoeConfig: llamoe.LlamoeForConditionalGeneration,
         llamoe.LlamoeTextConfig: llamoe.LlamoeForCausalLM,
         llamoe.LlamoeDenseConfig: llamoe.LlamoeDenseForCausalLM,
+        llamoe.LlamoeMixtralConfig: llamoe.LlamoeMixtralForCausalLM,
         llamoe.LlamoeVisionConfig: llamoe.LlamoeVisionModel,
     }[type(config)]
     with torch.device("meta"):
