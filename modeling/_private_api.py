@@ -239,6 +239,17 @@ def replace_all_linear(replacement: Callable) -> None:
             vars(module)["_maybe_include_all_linear_layers"] = expand
 
 
+def read_adapters_as(model_type: str, stock_type: str) -> None:
+    """Have peft treat adapters of a model type as those of a stock one, whose layers transformers 5 has renamed.
+
+    peft then takes "all-linear" and the names of single experts' layers for the stacks that hold them.
+    """
+    from peft.utils import transformers_weight_conversion
+
+    patterns = transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN
+    patterns[model_type] = patterns[stock_type]
+
+
 def replace_weighted_sum(replacement: Callable) -> None:
     """Replace peft's sum of adapters by `replacement(original, tuner, adapters, weights, adapter_name, ...)`.
 

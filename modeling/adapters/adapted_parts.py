@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ...configuration import LlamoeMixtralConfig
 from ..checkpoints import in_units, part_of
 from ..moe import Experts, Router
 
@@ -60,8 +61,10 @@ def lora_config(
     ):
         if is_asked and not is_there:
             raise ValueError(f"lora_config: this {type(model).__name__} has no {part} to adapt.")
-    stacks = set()
+    stacks, linear = set(), set()
     for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+            linear.add(name.rpartition(".")[2])
         # The same in every layer.
         name = ".".join(name.split(".")[-2:])
         if experts and isinstance(module, Experts):
@@ -69,6 +72,9 @@ def lora_config(
         if router and isinstance(module, Router):
             stacks.add(f"{name}.weight")
     chosen: dict[str, Any] = {"target_modules": "all-linear", "lora_alpha": 2 * r}
+    if model.config.model_type == LlamoeMixtralConfig.model_type:
+        # Of Mixtral peft takes "all-linear" for experts and routers, too, as they were in transformers 4.
+        chosen["target_modules"] = sorted(linear)
     if stacks:
         chosen["target_parameters"] = sorted(stacks)
     if vision:

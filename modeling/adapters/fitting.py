@@ -133,6 +133,8 @@ def _complaint(
     if resized and len(resized) == len(differing) and not unknown and not missing:
         size = differing[resized[0]][0][0]
         remedy = f"Its vocabulary was resized: call model.resize_token_embeddings({size}) before loading it."
+    elif any("block_sparse_moe.experts." in name for name in unknown):
+        remedy = "It was trained with transformers 4: PeftModel.from_pretrained(model, folder) converts it."
     else:
         base = getattr(config, "base_model_name_or_path", None)
         remedy = "Load it on the model that it was trained on" + (f": {base}." if base else ".")

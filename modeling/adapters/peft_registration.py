@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from ...configuration import LlamoeVisionConfig
+from ...configuration import LlamoeMixtralConfig, LlamoeVisionConfig
 from ...configuration.stock import CONFIG_CLASSES
 from .._private_api import (
     before_hotswap,
     before_saving_adapters,
+    read_adapters_as,
     replace_all_linear,
     replace_weighted_sum,
     turn_update_of_one_expert,
@@ -76,7 +77,9 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
         config.target_modules = set(config.target_modules) - tower_layers(model)
     if _is_lora(config):
         refuse_shared_experts(config, model)
-        tell_of_frozen_experts(config, model)
+        # Where peft takes "all-linear" for experts, too, it asks here first for the layers alone.
+        if not (isinstance(targets, str) and model.config.model_type == LlamoeMixtralConfig.model_type):
+            tell_of_frozen_experts(config, model)
     return config
 
 
@@ -130,6 +133,7 @@ def _add_weighted_adapter(*args: Any, **kwargs: Any) -> None:
 
 def _register(peft: ModuleType) -> None:
     _fill_tables(peft)
+    read_adapters_as(LlamoeMixtralConfig.model_type, LlamoeMixtralConfig.stock_model_type)
     before_hotswap(_orient_before_hotswap)
     replace_all_linear(_expand_all_linear)
     watch_adapter_files(_check_before_adding, remember_file)

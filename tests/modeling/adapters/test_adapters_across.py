@@ -3,6 +3,7 @@
 import copy
 import json
 from functools import cache, partial
+from itertools import product
 
 import peft
 import pytest
@@ -10,7 +11,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import hotswap_adapter
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.models import (
     SHALLOW,
     SHALLOW_MODELS,
@@ -24,6 +25,7 @@ from support.models import (
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import llamoe
+from llamoe.modeling.adapters.expert_layout import exchange_factors
 
 CASES = {case.name: case for case in SHALLOW_MODELS}
 HEADS = [case for case in SHALLOW_MODELS if case.stock_name and case.is_head]
@@ -540,3 +542,65 @@ def test_damaged_adapter_is_refused(tmp_path):
         model.load_adapter(folder)
     with pytest.raises((ValueError, OSError), match="adapter"):
         model.load_adapter(tmp_path)
+
+
+MIXTRAL = CASES["LlamoeMixtralForCausalLM"]
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "w1", "w2", "w3"], ["gate", "v_proj"]], ids=str)
+def test_names_of_mixtrals_layers_mean_what_peft_makes_of_them_on_stock(targets, tmp_path, caplog):
+    """Experts and routers, too, under their names of transformers 4."""
+    ours, stock = pair(MIXTRAL)
+    inputs = inputs_of(MIXTRAL)
+    for name, source, target in (("from_stock", stock, ours), ("from_ours", ours, stock)):
+        trained = adapted(source, target_modules=targets)
+        trained.save_pretrained(tmp_path / name)
+        expected = run(trained, **inputs)
+        assert max_abs(expected, run(ours, **inputs)) > 0.3
+        assert max_abs(run(load(target, tmp_path / name, "PeftModel"), **inputs), expected) < 2e-5
+    files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("from_stock", "from_ours")]
+    assert {key: value.shape for key, value in files[0].items()} == {
+        key: value.shape for key, value in files[1].items()
+    }
+
+
+def test_adapters_of_single_experts_that_transformers_4_trained(tmp_path):
+    ours, stock = pair(MIXTRAL)
+    config = ours.config
+    LoraConfig(
+        r=3, lora_alpha=6, target_modules=["q_proj", "w1", "w2", "w3"], task_type="CAUSAL_LM"
+    ).save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    layers = {"self_attn.q_proj": (hidden, config.num_attention_heads * config.head_dim)}
+    for expert in range(config.num_local_experts):
+        for name, sizes in (("w1", (hidden, inner)), ("w3", (hidden, inner)), ("w2", (inner, hidden))):
+            layers[f"block_sparse_moe.experts.{expert}.{name}"] = sizes
+    weights = {}
+    for layer, (name, (size_in, size_out)) in product(range(config.num_hidden_layers), layers.items()):
+        place = f"base_model.model.model.layers.{layer}.{name}"
+        weights[f"{place}.lora_A.weight"] = 0.2 * torch.randn(3, size_in, generator=generator)
+        weights[f"{place}.lora_B.weight"] = 0.2 * torch.randn(size_out, 3, generator=generator)
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    inputs = inputs_of(MIXTRAL)
+    expected = run(load(stock, tmp_path, "PeftModel"), **inputs)
+    assert max_abs(expected, run(ours, **inputs)) > 0.3
+    assert max_abs(run(load(ours, tmp_path, "PeftModel"), **inputs), expected) < 2e-5
+    with pytest.raises(ValueError, match=r"trained with transformers 4: PeftModel\.from_pretrained"):
+        load(ours, tmp_path, "load_adapter")
+
+
+def test_an_adapter_of_the_other_layout_is_refused(tmp_path):
+    """Factors the other way round, as of experts that lie input-first for peft."""
+    ours, _ = pair(MIXTRAL)
+    adapted(ours, target_modules=["v_proj"], target_parameters=EXPERTS).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    for key in [key for key in weights if "experts" in key and "lora_A" in key]:
+        other = key.replace("lora_A", "lora_B")
+        weights[key], weights[other] = exchange_factors(weights[key], weights[other], 5)
+    save_file(
+        {key: value.contiguous() for key, value in weights.items()}, tmp_path / "adapter_model.safetensors"
+    )
+    for how in ("PeftModel", "load_adapter"):
+        with pytest.raises((ValueError, RuntimeError), match="shape"):
+            load(ours, tmp_path, how)

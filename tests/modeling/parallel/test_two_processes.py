@@ -176,7 +176,8 @@ def test_a_step_on_shared_rows_equals_one_process(measured, name, kind):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("text", "ddp"), ("text", "accelerate"), ("mixtral", "accelerate"), ("multimodal", "accelerate")]
+    ("name", "kind"),
+    [("text", "ddp"), ("text", "accelerate"), ("mixtral", "accelerate"), ("multimodal", "accelerate")],
 )
 def test_lora_on_shared_rows_equals_one_process(measured, name, kind):
     for figures in both(measured, f"adapters-{name} {kind}"):
