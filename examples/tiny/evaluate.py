@@ -18,7 +18,7 @@ def read_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Accuracy of a checkpoint made by train.py.")
     parser.add_argument("--model", default="examples/llamoe-tiny", help="default: %(default)s")
-    parser.add_argument("--count", type=int, default=960, help="questions per column (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=3840, help="questions per column (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--page", type=Path, help="Markdown file, for its part between <!-- accuracy ... -->")
     arguments = parser.parse_args()
