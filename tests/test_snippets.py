@@ -26,12 +26,19 @@ from support.conversions import META_LLAMA_2
 from support.documents import NOT_RUN, PAGES, ROOT, blocks, read
 from support.models import draw
 from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
-from transformers import AutoModelForImageTextToText, AutoProcessor, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 from transformers.utils import logging
 from typer.main import get_command
 
 import llamoe
-from llamoe.conversion import verify
+from llamoe.conversion import convert, verify
 from llamoe_command import cli
 
 # What a user types at `examples/chat.py`.
@@ -52,10 +59,21 @@ def write_llama(folder):
     draw(LlamaForCausalLM, config).save_pretrained(folder)
 
 
+def write_mistral(folder):
+    config = MistralConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=8, sliding_window=None,
+    )  # fmt: skip
+    stock = folder.with_name(f"{folder.name}-stock")
+    draw(MistralForCausalLM, config).save_pretrained(stock)
+    convert(stock, folder, to="mistral")
+
+
 STAND_INS = {
     "llama-2-7b-chat": lambda folder: META_LLAMA_2.write(folder, META_LLAMA_2.weights(), 2),
     "llama-2-7b": lambda folder: META_LLAMA_2.write(folder, META_LLAMA_2.weights(), 2),
     "llama-2-7b-hf": write_llama,
+    "mistral-7b-v0.3": write_mistral,
     "metaclip-l14": write_metaclip,
 }
 

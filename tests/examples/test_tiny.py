@@ -83,7 +83,7 @@ def test_it_is_a_mixture_of_the_llama_4_kind(tiny):
     assert patch == model.config.image_token_id
 
 
-@pytest.mark.parametrize(("wording", "least"), [("trained", 0.93), ("near", 0.93), ("far", 0.85)])
+@pytest.mark.parametrize(("wording", "least"), [("trained", 0.93), ("near", 0.93), ("far", 0.92)])
 def test_it_answers_about_pictures_it_has_not_seen(tiny, wording, least):
     """Exact answers on fresh scenes, in trained wordings and in those of other people."""
     import evaluate
