@@ -18,7 +18,13 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, cast, get_type_hints
 
 import torch
 
-from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ..configuration import (
+    LlamoeConfig,
+    LlamoeDenseConfig,
+    LlamoeMixtralConfig,
+    LlamoeTextConfig,
+    LlamoeVisionConfig,
+)
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
@@ -40,9 +46,9 @@ class Checkpoint:
 
     Attributes:
         path: file or folder that it was opened from.
-        kind: "meta-llama", "meta-llama4", "hf", "open_clip" or "clip".
+        kind: "meta-llama", "meta-llama4", "mistral", "hf", "open_clip" or "clip".
         config: a configuration of llamoe.
-        tensors: stock key to tensor, with stacked experts.
+        tensors: key of stock's modules to tensor, with stacked experts.
         dropped: source key to the reason why the tensor is not in `tensors`.
         companions: file name to content of the small files that come along, in Hugging Face's form.
         sources: the weight files.
@@ -68,7 +74,7 @@ class Report:
     Attributes:
         source, target: paths.
         kind: kind of the source, see `Checkpoint`.
-        to: "hf", "meta", "open_clip" or "clip".
+        to: "hf", "meta", "mistral", "open_clip" or "clip".
         files: weight files of the target.
         tensors: how many tensors they hold.
         bytes: size of those tensors.
@@ -233,6 +239,7 @@ def model_class(config: LlamoeBaseConfig) -> type:
 
     name = {
         LlamoeDenseConfig: "LlamoeDenseForCausalLM",
+        LlamoeMixtralConfig: "LlamoeMixtralForCausalLM",
         LlamoeTextConfig: "LlamoeForCausalLM",
         LlamoeConfig: "LlamoeForConditionalGeneration",
         LlamoeVisionConfig: "LlamoeVisionModel",

@@ -1,4 +1,4 @@
-"""Conversion between Meta's format and Hugging Face's: `llamoe convert`."""
+"""Conversion between Meta's, Mistral AI's and Hugging Face's formats: `llamoe convert`."""
 
 import os
 from typing import Unpack
@@ -7,6 +7,7 @@ from .checkpoint import DEFAULTS, Report, WriteOptions, takes_options
 from .hf import save_hf
 from .io import check_sums
 from .meta import save_meta
+from .mistral import save_mistral
 from .open import open_source
 
 
@@ -26,9 +27,9 @@ def convert(
     """Convert a language or multimodal checkpoint between formats.
 
     Args:
-        source: a folder in Meta's or Hugging Face's format; it is never changed.
+        source: a folder in Meta's, Mistral AI's or Hugging Face's format; it is never changed.
         target: a folder that does not exist or is empty.
-        to: "hf" or "meta".
+        to: "hf", "meta" or "mistral".
         shards: for "meta", the number of files that each tensor is split over; it divides the key/value heads. None
             takes as many as Meta's releases of that size have: one up to 17.5 GB.
         style: for "meta" and Llama 4, "release" (names of the published files, some tensors fused) or "unfused" (module
@@ -36,23 +37,21 @@ def convert(
         experts: for "hf", "fused" (stacked, as stock) or "split" (a linear layer for each expert).
         checksums: first compare the source with its checklist.chk and with the checksums inside .pth files. This reads
             the source once more.
-        instruct: for Meta's folders, whether the model was tuned for conversations. It decides on chat template, stop
-            tokens and sampling. None goes by the folder's name.
-        **options: see `WriteOptions`; "meta" has no `shard_size` and no `layout`.
+        instruct: for Meta's and Mistral AI's folders, whether the model was tuned for conversations. It decides on chat
+            template, stop tokens and sampling. None goes by the folder's name.
+        **options: see `WriteOptions`; only "hf" has `shard_size` and `layout`.
 
     Raises:
         ValueError: bad options, a target in use, a damaged or unknown source, or weights that are not finite; no file
             is left behind.
         OSError: the disk is full or fails; complete files stay for `resume`.
     """
-    if to not in ("hf", "meta"):
-        raise ValueError(f"to = {to!r}: valid are 'hf' and 'meta'.")
+    if to not in ("hf", "meta", "mistral"):
+        raise ValueError(f"to = {to!r}: valid are 'hf', 'meta' and 'mistral'.")
     of_hf = {"shard_size": options.pop("shard_size"), "layout": options.pop("layout")}
-    unused = {"shards": (shards, None), "style": (style, "release")}
-    if to == "meta":
-        unused = {name: (value, DEFAULTS[name]) for name, value in of_hf.items()} | {
-            "experts": (experts, "fused")
-        }
+    unused = {} if to == "meta" else {"shards": (shards, None), "style": (style, "release")}
+    if to != "hf":
+        unused |= {"experts": (experts, "fused"), **{name: (of_hf[name], DEFAULTS[name]) for name in of_hf}}
     for name, (value, default) in unused.items():
         if value != default:
             raise ValueError(f"{name} = {value!r}: has no meaning for to = {to!r}.")
@@ -63,4 +62,6 @@ def convert(
         check_sums(checkpoint.sources)
     if to == "meta":
         return save_meta(checkpoint, target, shards=shards, style=style, **options)
+    if to == "mistral":
+        return save_mistral(checkpoint, target, **options)
     return save_hf(checkpoint, target, experts=experts, **options, **of_hf)

@@ -4,13 +4,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeVisionConfig
+from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ..configuration.errors import CheckpointError
+from ..modeling.checkpoints import find_weights
 from .checkpoint import Checkpoint
 from .clip import open_tower, tower_kind
 from .hf import open_hf
 from .io import check_apart, check_source, check_target
 from .meta import open_meta
+from .mistral import is_mistral, open_mistral
 
 
 def open_checkpoint(
@@ -19,10 +21,12 @@ def open_checkpoint(
     """Open a checkpoint of any format that llamoe supports.
 
     Args:
-        path: a folder in Meta's format (params.json, consolidated.00.pth) or Hugging Face's (config.json), or a vision
-            tower of open_clip or CLIP, which may be a single file.
+        path: a folder in Meta's format (params.json, consolidated.00.pth), Mistral AI's (params.json, one
+            consolidated.safetensors or .pth) or Hugging Face's (config.json), or a vision tower of open_clip or CLIP,
+            which may be a single file. Of a folder in both Mistral AI's and Hugging Face's format the latter is read.
         companions: whether to read the tokenizer and related files; converting Meta's takes seconds.
-        instruct: for Meta's folders, whether the model was tuned for conversations; None goes by the folder's name.
+        instruct: for Meta's and Mistral AI's folders, whether the model was tuned for conversations; None goes by the
+            folder's name.
 
     Raises:
         CheckpointError: the path does not exist, has another format, is damaged, or is an unfinished target.
@@ -33,7 +37,11 @@ def open_checkpoint(
     if path.is_file():
         return open_tower(path)
     check_source(path)
-    if (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
+    if is_mistral(path):
+        # Mistral AI's repositories have Hugging Face's files, too.
+        if not (path / "config.json").is_file() or find_weights(path) is None:
+            return open_mistral(path, companions=companions, instruct=instruct)
+    elif (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
         return open_meta(path, companions=companions, instruct=instruct)
     # Before config.json: timm's folders have one of their own.
     if tower_kind(path) in ("open_clip", "clip"):
@@ -42,8 +50,9 @@ def open_checkpoint(
         return open_hf(path, companions=companions)
     inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
     raise CheckpointError(
-        f"{path}: is no checkpoint that is known here: neither params.json with consolidated.00.pth (Meta), nor "
-        f"config.json (Hugging Face), nor open_clip_model.safetensors (open_clip); it holds {inside}."
+        f"{path}: is no checkpoint that is known here: neither params.json with consolidated.00.pth (Meta) or "
+        "consolidated.safetensors (Mistral AI), nor config.json (Hugging Face), nor open_clip_model.safetensors "
+        f"(open_clip); it holds {inside}."
     )
 
 
@@ -60,6 +69,8 @@ def describe(config: Any) -> str:
     """A configuration's kind in words, for messages."""
     if isinstance(config, LlamoeDenseConfig):
         return "a dense LLaMA"
+    if isinstance(config, LlamoeMixtralConfig):
+        return f"a Mixtral of {config.num_local_experts} experts"
     if isinstance(config, LlamoeVisionConfig):
         return "a vision tower"
     whole = "a multimodal model" if isinstance(config, LlamoeConfig) else "a text model of Llama 4's family"

@@ -164,7 +164,8 @@ def convert(
     source: Source,
     target: Target,
     to: Annotated[
-        Literal["hf", "meta"], typer.Option(help="Format of TARGET: Hugging Face's or Meta's.")
+        Literal["hf", "meta", "mistral"],
+        typer.Option(help="Format of TARGET: Hugging Face's, Meta's or Mistral AI's."),
     ] = "hf",
     shards: Annotated[
         int | None,
@@ -195,12 +196,12 @@ def convert(
         bool | None,
         typer.Option(
             "--instruct/--no-instruct",
-            help="Whether a model of Meta's was tuned for conversations. This decides on chat template, stop tokens "
-            "and sampling. The default goes by the folder's name.",
+            help="Whether a model of Meta's or Mistral AI's was tuned for conversations. This decides on chat "
+            "template, stop tokens and sampling. The default goes by the folder's name.",
         ),
     ] = None,
 ) -> None:
-    """Convert a LLaMA or Llama 4 checkpoint between Meta's format and Hugging Face's.
+    """Convert a checkpoint between Meta's or Mistral AI's format and Hugging Face's.
 
     The tokenizer, chat template, generation settings and processor settings are converted too. The result works with
     AutoTokenizer, AutoProcessor and generate.
@@ -243,13 +244,28 @@ def vision(
 
 @_writes("upcycle")
 def upcycle(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A dense LLaMA of any format.")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A dense LLaMA or Mistral of any format.")],
     target: Target,
     experts: Annotated[int, typer.Option(help="Number of routed experts in each mixture layer.")],
+    family: Annotated[
+        Literal["llama4", "mixtral"] | None,
+        typer.Option(
+            help="Kind of mixture: Llama 4's, with a shared expert, or Mixtral's. The default is mixtral for a SOURCE "
+            "with a sliding window, else llama4."
+        ),
+    ] = None,
     interleave: Annotated[
-        int, typer.Option(help="Distance between mixture layers: 1 for every layer, 2 for every second.")
+        int,
+        typer.Option(
+            help="Distance between mixture layers: 1 for every layer, as in Mixtral always, 2 for every second."
+        ),
     ] = 1,
-    top_k: Annotated[int, typer.Option(help="Number of experts that a token is sent to.")] = 1,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of experts that a token is sent to. The default is 1 in Llama 4's mixtures, 2 in Mixtral's."
+        ),
+    ] = None,
     noise: Annotated[
         float,
         typer.Option(
@@ -259,12 +275,15 @@ def upcycle(
     ] = 0.0,
     seed: Seed = 0,
 ) -> None:
-    """Make a mixture of experts from a dense LLaMA; before training it computes the same function.
+    """Make a mixture of experts from a dense LLaMA or Mistral; before training it computes the same function.
 
-    The dense feed-forward becomes the shared expert. The routed experts are copies of it with an output of zero
-    (sparse upcycling, Komatsuzaki et al. 2022, adapted to Llama 4's mixtures).
+    In Mixtral's mixtures every expert is a copy of the dense feed-forward (sparse upcycling, Komatsuzaki et al. 2022).
+    In Llama 4's the dense feed-forward becomes the shared expert, and the routed experts are copies of it with an
+    output of zero.
 
         llamoe upcycle llama-2-7b moe --experts 8 --interleave 2
+
+        llamoe upcycle mistral-7b moe --family mixtral --experts 8
     """
 
 

@@ -133,6 +133,11 @@ def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpo
         raise ValueError(
             f"assemble: {text} is {describe(config)}; give the decoder first (LLaMA or a mixture), then the tower."
         )
+    if config.stock_type() in ("mistral", "ministral", "mixtral"):
+        raise ValueError(
+            f"assemble: {text} is a {config.stock_type()}, whose windows or experts no multimodal model's decoder has; "
+            "give a dense LLaMA without a window, or a mixture of Llama 4's family."
+        )
     if not {"tokenizer.json", "tokenizer.model"} & checkpoint.companions.keys():
         raise ValueError(
             f"assemble: {text} has no tokenizer, which the model's prompts need; put the decoder's tokenizer.json or "

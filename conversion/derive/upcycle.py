@@ -27,20 +27,31 @@ dense matrix. The function is then the dense one up to O(S), and experts differ 
 rotates neighbouring channels and Hugging Face's LLaMA rotates channels half a head apart, so rows of q and k are
 permuted within their heads. The rotated values are the same bits in another order. The product of a query and a key is
 summed in that order, so logits differ by rounding (about 1e-6 in float32).
+
+**Mixtral's mixtures** need none of this. There the scores multiply outputs, and those of the chosen experts sum to 1:
+
+    y(x) = sum of p_i e_i(x) over the chosen experts i,    p = softmax of the logits / its sum over the chosen.
+
+Every e_i is f, as in the paper, so y = f for any router, up to the rounding of sum p_i f(x). Each expert gets gradients
+of its own tokens at once, which makes the experts differ. As long as they are equal, no choice is better than another
+and the routers' gradient is zero; they follow from the second step on. With `noise`, gate, up and down all get it. Rows
+of q and k stay in Hugging Face's order, and windows stay.
 """
 
 import copy
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 
-from ...configuration import LlamoeDenseConfig, LlamoeTextConfig
+from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
 from ...configuration.errors import CheckpointError
+from ...configuration.mixture import MixtureConfig
 from ...configuration.parameter_count import count_parameters
 from ..checkpoint import Checkpoint, Report, WriteOptions, check_at_least, takes_options
 from ..hf import save_hf
@@ -49,6 +60,7 @@ from ..open import describe, open_source
 
 # Elements that are drawn, or summed, at a time.
 _PIECE = 1 << 20
+_PARTS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -58,8 +70,9 @@ def upcycle(
     target: str | Path,
     *,
     experts: int,
+    family: str | None = None,
     interleave: int = 1,
-    top_k: int = 1,
+    top_k: int | None = None,
     noise: float = 0.0,
     seed: int = 0,
     **options: Unpack[WriteOptions],
@@ -73,8 +86,12 @@ def upcycle(
         source: a dense LLaMA of any format that `open_checkpoint` reads.
         target: the folder to write.
         experts: number of routed experts of each mixture layer, at least 1.
-        interleave: distance between mixture layers, counted as in Llama 4: 1 means all, 2 layers 1, 3, 5 and so on.
-        top_k: number of experts that a token is sent to, from 1 to `experts`.
+        family: "llama4" adds routed experts to a shared one, which has the dense weights; "mixtral" makes experts that
+            are copies of the dense feed-forward, and keeps windows. None means mixtral for a source with a window,
+            else llama4.
+        interleave: distance between mixture layers, counted as in Llama 4: 1 means all, 2 layers 1, 3, 5 and so on. In
+            Mixtral all layers are mixtures.
+        top_k: number of experts that a token is sent to, from 1 to `experts`; None means 1 in Llama 4, 2 in Mixtral.
         noise: standard deviation of the noise on the experts' weights, as a fraction of the dense weights' standard
             deviation; 0 keeps the function.
         seed: random seed of routers and noise, at least 0. Each tensor depends on the seed and its own name alone.
@@ -87,22 +104,27 @@ def upcycle(
         ValueError: a source that is not a dense LLaMA, or options that describe no mixture.
         CheckpointError: a missing or damaged file (also a ValueError).
     """
-    check_at_least(1, experts=experts, interleave=interleave, top_k=top_k)
+    check_at_least(1, experts=experts, interleave=interleave, top_k=1 if top_k is None else top_k)
     check_at_least(0, seed=seed)
-    if top_k > experts:
-        raise ValueError(f"upcycle: top_k = {top_k} is more than experts = {experts}; choose 1 to {experts}.")
+    if family not in (None, "llama4", "mixtral"):
+        raise ValueError(f"upcycle: family = {family!r}: valid are 'llama4' and 'mixtral', or none.")
     if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
         raise ValueError(f"upcycle: noise = {noise!r}; give a number of at least 0, such as 0.01.")
     dense = open_source(source, target, options["resume"])
     if not isinstance(dense.config, LlamoeDenseConfig):
         raise ValueError(
-            f"upcycle: {source} is {describe(dense.config)}; give a dense LLaMA (llama, llamoe_dense)."
+            f"upcycle: {source} is {describe(dense.config)}; give a dense LLaMA (llama, mistral, llamoe_dense)."
         )
-    if (stock_type := dense.config.stock_type()) != "llama":
+    has_window = dense.config.stock_type() != "llama"
+    family = family or ("mixtral" if has_window else "llama4")
+    if has_window and family == "llama4":
         raise ValueError(
-            f"upcycle: {source} is a {stock_type} with sliding_window = {dense.config.sliding_window}, and the layers "
-            "of a llamoe_text mixture have no window; give a dense LLaMA."
+            f"upcycle: {source} has sliding_window = {dense.config.sliding_window}, and layers of Llama 4's family "
+            "have no window; choose the family mixtral."
         )
+    top_k = top_k or (1 if family == "llama4" else 2)
+    if top_k > experts:
+        raise ValueError(f"upcycle: top_k = {top_k} is more than experts = {experts}; choose 1 to {experts}.")
     layers = dense.config.num_hidden_layers
     if interleave > layers:
         raise ValueError(
@@ -110,18 +132,24 @@ def upcycle(
             f"choose 1 to {layers}."
         )
     mixture = Mixture(experts, interleave, top_k, float(noise), seed)
-    result = as_text_model(dense, mixture)
+    result = (as_text_model if family == "llama4" else as_mixtral)(dense, mixture)
     before, after = count_parameters(dense.config), count_parameters(result.config)
-    report = save_hf(result, target, identity={"upcycle": asdict(mixture)}, **options)
+    identity = {"upcycle": {"family": family, **asdict(mixture)}}
+    report = save_hf(result, target, identity=identity, **options)
     std, routers = dense.config.initializer_range, len(result.config.moe_layers)
+    copies = "copies of the dense feed-forward" if family == "mixtral" else "zero by their down_proj"
     report.notes += [
         f"{experts} experts, {top_k} a token, in {routers} of {layers} layers: {before.total:,} parameters became "
         f"{after.total:,}, {after.active:,} active",
         f"{routers} routers are fresh: normal, deviation {std:g}, seed {seed}",
         f"experts have noise of {noise:g} times the dense weights' deviation: the function is not quite the source's"
         if noise
-        else "the experts' down_proj is zero: the function is the source's until they are trained",
+        else f"the experts are {copies}: the function is the source's until they are trained",
     ]
+    if family == "mixtral" and top_k == 1:
+        report.notes.append(
+            "one expert a token: its score is always 1, so that routers learn of the balancing loss alone"
+        )
     return report
 
 
@@ -136,42 +164,54 @@ class Mixture:
     seed: int
 
     def tensors(
-        self, name: str, gate: LazyTensor, up: LazyTensor, down: LazyTensor, std: float, slot: Slot
+        self,
+        name: str,
+        dense: Mapping[str, LazyTensor],
+        config: MixtureConfig,
+        slot: Slot,
     ) -> dict[str, LazyTensor]:
         """Router and experts of the mixture layer called `name`. E experts, H hidden size, I inner size.
 
         Args:
             name: such as "model.layers.3.feed_forward".
-            gate, up: those projections of the dense feed-forward, `[I, H]`.
-            down: its down projection, `[H, I]`.
-            std: standard deviation of the router's weights.
+            dense: the dense feed-forward's gate_proj and up_proj, `[I, H]`, and down_proj, `[H, I]`.
+            config: the mixture's; a shared expert says that the routed ones begin as zero.
             slot: memory for an expert that is written several times.
 
         Returns:
-            stock's three tensors by key: `[E, H]`, `[E, H, 2 I]` and `[E, I, H]`.
+            the model's three tensors by key: `[E, H]`, `[E, H, 2 I]` and `[E, I, H]`; the experts with their last two
+            axes swapped if they are output-first.
         """
+        gate, up, down = (dense[part] for part in _PARTS)
+
+        def joined(gate: LazyTensor, up: LazyTensor, down: LazyTensor) -> list[LazyTensor]:
+            if config.experts_are_output_first:
+                return [join([gate, up], 0), down]
+            return [join([gate.transpose(), up.transpose()], 1), down.transpose()]
+
         if self.noise:
-            parts = {
-                "gate_proj": _Noisy(gate),
-                "up_proj": _Noisy(up),
-                "down_proj": _Noisy(down, onto_zero=True),
-            }
-            gate_ups, downs = [], []
-            for expert in range(self.experts):
-                made = {
-                    part: dense.view(self.noise, self.seed, f"{name}.experts.{expert}.{part}").transpose()
-                    for part, dense in parts.items()
-                }
-                gate_ups.append(join([made["gate_proj"], made["up_proj"]], 1))
-                downs.append(made["down_proj"])
+            is_zero = config.use_shared_expert
+            noisy = {part: _Noisy(dense[part], is_zero and part == "down_proj") for part in _PARTS}
+            experts = [
+                joined(
+                    *(
+                        matrix.view(self.noise, self.seed, f"{name}.experts.{expert}.{part}")
+                        for part, matrix in noisy.items()
+                    )
+                )
+                for expert in range(self.experts)
+            ]
         else:
-            gate_ups = [join([gate.transpose(), up.transpose()], 1).remember(slot)] * self.experts
-            downs = [zeros(down.shape[::-1], down.dtype, f"{name}.experts.down_proj (zero)")] * self.experts
-        router = f"{name}.router.weight"
+            if config.use_shared_expert:
+                down = zeros(down.shape, down.dtype, f"{name}.experts.down_proj (zero)")
+            experts = [[tensor.remember(slot) for tensor in joined(gate, up, down)]] * self.experts
+        gate_ups, downs = zip(*experts, strict=True)
+        router = f"{name}.{config.router_name}.weight"
+        shape = (self.experts, config.hidden_size)
         return {
             f"{name}.experts.gate_up_proj": stack(gate_ups),
             f"{name}.experts.down_proj": stack(downs),
-            router: fresh((self.experts, gate.shape[1]), gate.dtype, std, self.seed, router),
+            router: fresh(shape, gate.dtype, config.initializer_range, self.seed, router),
         }
 
 
@@ -180,19 +220,13 @@ def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoi
 
     In the result every layer rotates; none is chunked, none norms or scales queries.
     """
-    config = dense.config
-    assert isinstance(config, LlamoeDenseConfig)
-    known = {field.name for field in fields(LlamoeTextConfig)}
-    kept = {field.name: getattr(config, field.name) for field in fields(config) if field.name in known}
-    if getattr(config, "quantization_config", None):
-        raise ValueError(f"{dense.path} is quantized; give the weights that it was made of.")
+    kept = _fields_of(dense, LlamoeTextConfig)
     kept.update(
         architectures=["LlamoeForCausalLM"],
-        rope_parameters=copy.deepcopy(config.rope_parameters),
         rope_interleave=True,
-        intermediate_size_mlp=config.intermediate_size,
+        intermediate_size_mlp=dense.config.intermediate_size,
         moe_layers=[],
-        no_rope_layers=[1] * config.num_hidden_layers,
+        no_rope_layers=[1] * dense.config.num_hidden_layers,
         no_rope_layer_interval=None,
         attention_chunk_size=None,
         use_qk_norm=False,
@@ -208,39 +242,81 @@ def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoi
             num_local_experts=mixture.experts,
             num_experts_per_tok=mixture.top_k,
         )
-    text = LlamoeTextConfig(**kept)
+    return _under(LlamoeTextConfig(**kept), dense, mixture)
+
+
+def as_mixtral(dense: Checkpoint, mixture: Mixture) -> Checkpoint:
+    """A dense LLaMA, with or without a window, as a decoder of Mixtral's family that computes the same function."""
+    config = dense.config
+    if mixture.interleave != 1:
+        raise ValueError(
+            f"upcycle: interleave = {mixture.interleave}, but every layer of Mixtral's family is a mixture; "
+            "choose 1, or the family llama4."
+        )
+    if biases := [name for name in ("attention_bias", "mlp_bias") if getattr(config, name)]:
+        advice = "the family llama4" if config.stock_type() == "llama" else "a source without"
+        raise ValueError(
+            f"upcycle: {dense.path} has {' and '.join(biases)}, and layers of Mixtral's family have no biases; choose "
+            f"{advice}."
+        )
+    kept = _fields_of(dense, LlamoeMixtralConfig)
+    kept.update(
+        architectures=["LlamoeMixtralForCausalLM"],
+        rope_interleave=False,
+        num_local_experts=mixture.experts,
+        num_experts_per_tok=mixture.top_k,
+    )
+    return _under(LlamoeMixtralConfig(**kept), dense, mixture)
+
+
+def _fields_of(dense: Checkpoint, config_class: type[MixtureConfig]) -> dict[str, Any]:
+    """The fields of a dense configuration that another class has, too."""
+    config = dense.config
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"{dense.path} is quantized; give the weights that it was made of.")
+    known = {field.name for field in fields(config_class)}
+    return {
+        field.name: copy.deepcopy(getattr(config, field.name))
+        for field in fields(config)
+        if field.name in known
+    }
+
+
+def _under(config: MixtureConfig, dense: Checkpoint, mixture: Mixture | None) -> Checkpoint:
+    """The dense tensors under the keys and in the order of another configuration, with its mixture layers."""
     tensors = {}
     for key, tensor in dense.tensors.items():
         match = _LAYER.fullmatch(key)
         if match:
-            is_moe = int(match[1]) in text.moe_layers
-            key = f"model.layers.{match[1]}.{_rename(match[2], is_moe)}"
-            if not config.rope_interleave:
-                tensor = _interleave(match[2], tensor, config)
+            is_moe = int(match[1]) in config.moe_layers
+            # Without a shared expert, the routed ones alone hold the dense feed-forward.
+            if is_moe and not config.use_shared_expert and match[2].startswith("mlp."):
+                continue
+            key = f"model.layers.{match[1]}.{_rename(match[2], is_moe, config)}"
+            if dense.config.rope_interleave != config.rope_interleave:
+                tensor = _reorder(match[2], tensor, config)
         tensors[key] = tensor
     slot = Slot()
-    for index in text.moe_layers or ():
+    for index in config.moe_layers:
         assert mixture is not None
-        dense_name, name = f"model.layers.{index}.mlp", f"model.layers.{index}.feed_forward"
-        gate, up, down = (
-            dense.tensors[f"{dense_name}.{part}.weight"] for part in ("gate_proj", "up_proj", "down_proj")
-        )
-        tensors.update(mixture.tensors(name, gate, up, down, config.initializer_range, slot))
-    return replace(dense, config=text, tensors=tensors)
+        matrices = {part: dense.tensors[f"model.layers.{index}.mlp.{part}.weight"] for part in _PARTS}
+        name = f"model.layers.{index}.{config.feed_forward_name}"
+        tensors.update(mixture.tensors(name, matrices, config, slot))
+    return replace(dense, config=config, tensors=tensors)
 
 
-def _rename(rest: str, is_moe: bool) -> str:
-    place = "feed_forward.shared_expert." if is_moe else "feed_forward."
+def _rename(rest: str, is_moe: bool, config: MixtureConfig) -> str:
+    place = f"{config.feed_forward_name}.{'shared_expert.' if is_moe else ''}"
     return place + rest.removeprefix("mlp.") if rest.startswith("mlp.") else rest
 
 
-def _interleave(rest: str, tensor: LazyTensor, config: LlamoeDenseConfig) -> LazyTensor:
-    """Reorder rows of q and k, weights and biases, from pairs half a head apart to neighbouring pairs."""
+def _reorder(rest: str, tensor: LazyTensor, config: MixtureConfig) -> LazyTensor:
+    """Reorder rows of q and k, weights and biases, to the order of pairs that a configuration asks for."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     place, _, name = rest.rpartition(".")[0].rpartition(".")
     if place != "self_attn" or name not in heads:
         return tensor
-    return permute_pairs(tensor, heads[name], to_halves=False)
+    return permute_pairs(tensor, heads[name], to_halves=not config.rope_interleave)
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int, name: str) -> LazyTensor:

@@ -3,14 +3,17 @@
 Reading order: expert_layout (experts stacked or one by one), folder.
 """
 
-from .expert_layout import split_experts
+from .expert_layout import fuse_experts, name_of_one_expert, split_experts, stack_rows
 from .folder import open_hf, open_shards, read_companions, read_config, save_hf
 
 __all__ = [
+    "fuse_experts",
+    "name_of_one_expert",
     "open_hf",
     "open_shards",
     "read_companions",
     "read_config",
     "save_hf",
     "split_experts",
+    "stack_rows",
 ]

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 import torch
 
-from ...configuration import LlamoeConfig, from_stock, to_stock
+from ...configuration import LlamoeConfig, LlamoeMixtralConfig, from_stock, to_stock
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import written_by
@@ -47,7 +47,7 @@ from .expert_layout import fuse_experts, split_experts
 
 # Files besides config.json and the weights that belong to a checkpoint.
 _COMPANIONS = re.compile(
-    r"tokenizer\.(json|model)|(tokenizer|generation|processor|preprocessor|video_preprocessor)_config\.json"
+    r"tokenizer\.(json|model(\.v\d+)?)|tekken\.json|(tokenizer|generation|processor|preprocessor|video_preprocessor)_config\.json"
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
     r"|(LICENSE|NOTICE|USE_POLICY)(\.\w+)?"
 )
@@ -57,7 +57,7 @@ _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_embedding\.freqs_ci)")
 
 @remember_looks
 def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
-    """Open a Hugging Face folder of LLaMA, Llama 4 or llamoe.
+    """Open a Hugging Face folder of LLaMA, Mistral, Mixtral, Llama 4 or llamoe.
 
     Args:
         folder: it holds config.json and the weights.
@@ -153,7 +153,8 @@ def save_hf(
     Args:
         checkpoint: what to write.
         target: a folder that does not exist or is empty.
-        experts: "fused" stacks the experts as stock does; "split" writes a linear layer for each expert.
+        experts: "fused" stacks the experts of Llama 4 as stock does; "split" writes a linear layer for each expert, as
+            is always done for Mixtral, whose stock files have nothing else.
         identity: what else shaped the checkpoint; a resumed run must have the same.
         **options: see `WriteOptions`.
 
@@ -169,11 +170,11 @@ def save_hf(
     wanted = parse_dtype(options["dtype"])
     check_target(target, options["resume"])
     tensors = check_model(checkpoint.config, checkpoint.tensors, str(checkpoint.path))
+    if experts == "split" or isinstance(checkpoint.config, LlamoeMixtralConfig):
+        tensors = split_experts(tensors)
     if wanted is not None:
         tensors = {name: tensor.cast(wanted) for name, tensor in tensors.items()}
     described, layout = _config_files(checkpoint.config, tensors, options["layout"])
-    if experts == "split":
-        tensors = split_experts(tensors)
     groups, index = split_shards(tensors, parse_size(options["shard_size"]))
     companions = processor_of_layout(checkpoint.companions, layout)
     plan = Plan(

@@ -11,12 +11,13 @@ from ...configuration import (
     PRESETS,
     LlamoeConfig,
     LlamoeDenseConfig,
+    LlamoeMixtralConfig,
     LlamoeTextConfig,
     LlamoeVisionConfig,
     preset,
 )
 from ...configuration.base import LlamoeBaseConfig
-from ...modeling.checkpoints import expert_of
+from ..hf import name_of_one_expert
 from ..io import LazyTensor
 from ..verify import compare_configs
 from .footprint import layers_of, split_shapes
@@ -26,6 +27,7 @@ OF_CLIP = re.compile(r"(^|\.)visual\.|vision_model\.encoder\.")
 _FAMILIES = (
     ("CLIP", OF_CLIP),
     ("Llama 4 multimodal, or its tower", re.compile(r"^vision_(model|embeddings)\.")),
+    ("Mixtral", re.compile(r"\.block_sparse_moe\.|\.feed_forward\.(gate|experts\.\d+\.w\d)\.")),
     ("Llama 4 text", re.compile(r"\.feed_forward\.(experts|router)")),
     ("LLaMA (dense decoder)", re.compile(r"\.mlp\.gate_proj\.|\.attention\.w[qkv]\.")),
 )
@@ -34,7 +36,9 @@ _FAMILIES = (
 def family_of(config: LlamoeBaseConfig) -> str:
     """The sort of model that a configuration describes."""
     if isinstance(config, LlamoeDenseConfig):
-        return "LLaMA 1, 2, 3 (dense decoder)"
+        return "LLaMA 1, 2, 3 or Mistral (dense decoder)"
+    if isinstance(config, LlamoeMixtralConfig):
+        return "Mixtral (mixture of experts)"
     if isinstance(config, LlamoeTextConfig):
         return "Llama 4 text (mixture of experts)" if config.moe_layers else "Llama 4 text (no experts)"
     if isinstance(config, LlamoeConfig):
@@ -55,6 +59,8 @@ def sizes_of(config: LlamoeBaseConfig) -> dict[str, Any]:
     names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
     names += ["intermediate_size"]
     sizes: dict[str, Any] = {}
+    if isinstance(config, LlamoeMixtralConfig):
+        names += ["num_local_experts", "num_experts_per_tok"]
     if isinstance(config, LlamoeTextConfig):
         names += ["intermediate_size_mlp"]
         if config.moe_layers:
@@ -103,8 +109,8 @@ def presets_like(config: LlamoeBaseConfig) -> list[str]:
 
 def mismatches_of(expected: dict[str, tuple[int, ...]], tensors: Mapping[str, LazyTensor]) -> list[str]:
     """Sentences on tensors that are missing, unknown or of another shape."""
-    tensors = {str(expert_of(key) or key): tensor for key, tensor in tensors.items()}
-    if any(map(expert_of, tensors)):
+    tensors = {name_of_one_expert(key) or key: tensor for key, tensor in tensors.items()}
+    if any(map(name_of_one_expert, tensors)):
         expected = split_shapes(expected)
     lines = [f"{key} {list(shape)} is missing" for key, shape in expected.items() if key not in tensors]
     for key, tensor in tensors.items():

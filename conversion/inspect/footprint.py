@@ -59,8 +59,9 @@ def needs_of(shapes: Mapping[str, tuple[int, ...]], cached: int) -> dict[str, Ne
 
 
 def _is_linear(key: str, shape: tuple[int, ...]) -> bool:
-    others = ("embed_tokens.weight", "lm_head.weight", "router.weight", "patch_embedding.linear.weight")
-    return len(shape) == 2 and key.endswith(".weight") and not key.endswith(others)
+    others = ("embed_tokens", "lm_head", "router", "mlp.gate", "patch_embedding.linear")
+    name, _, kind = key.rpartition(".")
+    return len(shape) == 2 and kind == "weight" and not name.endswith(others)
 
 
 def split_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -210,6 +210,17 @@ class _Join(LazyTensor):
     def _inputs(self):
         return self.parts
 
+    def cut(self, dim, start, stop):
+        """View indices of an axis; if one part has them all, a view of that part, so that no other is read."""
+        if dim % self.ndim == self.dim:
+            begin = 0
+            for part in self.parts:
+                end = begin + part.shape[self.dim]
+                if begin <= start and stop <= end:
+                    return part.cut(self.dim, start - begin, stop - begin)
+                begin = end
+        return super().cut(dim, start, stop)
+
     @property
     def block_rows(self):
         return self.parts[0].block_rows if self.dim else self._usual_block_rows()
@@ -293,6 +304,10 @@ class _View(_Derived):
         super().__init__(tensor, shape)
         # Elements of a row of the result, and of a row of the tensor.
         self.width, self.inner = prod(self.shape[1:]), prod(tensor.shape[1:])
+
+    def view(self, *shape):
+        """View under another shape; the tensor itself if that is its own."""
+        return self.tensor if shape == self.tensor.shape else super().view(*shape)
 
     @property
     def block_rows(self):

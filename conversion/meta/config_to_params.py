@@ -11,7 +11,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, get_origin
 
-from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ...configuration import (
+    LlamoeConfig,
+    LlamoeDenseConfig,
+    LlamoeMixtralConfig,
+    LlamoeTextConfig,
+    LlamoeVisionConfig,
+)
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.checks import fail
 from ...configuration.errors import CheckpointError
@@ -61,7 +67,7 @@ def write_params(config: LlamoeBaseConfig, generation: int) -> tuple[dict[str, A
         params = _write_text(config)
     vocab_size = config.get_text_config().vocab_size
     again = read_config(Params.of(params, "params.json"), Seen(generation, vocab_size))
-    return params, _compare(config, again)
+    return params, compare_fields(config, again)
 
 
 def _write_decoder(config: LlamoeDenseConfig | LlamoeTextConfig) -> dict[str, Any]:
@@ -233,14 +239,17 @@ def _expansions(
     yield from ((middle + step + 0.5) / dim for step in range(-reach, reach))
 
 
-def _compare(config: Any, again: Any) -> dict[str, Any]:
-    """Fields of `config` that `again`, read from its parameters, lacks; those that change the output are refused."""
+def compare_fields(config: Any, again: Any, whose: str = "Meta's") -> dict[str, Any]:
+    """Fields of `config` that `again`, read from its parameters, lacks; those that change the output are refused.
+
+    `whose` says in messages whose params.json it is.
+    """
     kept: dict[str, Any] = {}
     free = _FREE | _without_effect(config)
     for name in _fields(type(config)):
         value, read = getattr(config, name), getattr(again, name)
         if isinstance(value, LlamoeBaseConfig):
-            if part := _compare(value, read):
+            if part := compare_fields(value, read, whose):
                 kept[name] = part
         elif name in free or (name == "attn_temperature_tuning" and bool(value) == bool(read)):
             if value != read or name in _ALWAYS_KEPT:
@@ -249,22 +258,26 @@ def _compare(config: Any, again: Any) -> dict[str, Any]:
             mine, its = _rope_content(value), _rope_content(read)
             for key in ("rope_type", *sorted(mine | its)):
                 if mine.get(key) != its.get(key):
-                    problem = "Meta's code cannot compute it"
+                    problem = f"{whose} code cannot compute it"
                     fail(config, f"{name}[{key!r}]", mine.get(key), problem, repr(its.get(key)))
         elif value != read:
-            problem = "Meta's params.json cannot express it, its code would compute with another"
+            problem = f"{whose} params.json cannot express it, its code would compute with another"
             fail(config, name, value, problem, repr(read))
     return kept
 
 
 def _fields(config_class: type) -> list[str]:
-    own = inspect.get_annotations(config_class).items()
-    names = [name for name, kind in own if ClassVar not in (kind, get_origin(kind))]
+    own = [part for part in reversed(config_class.__mro__) if LlamoeBaseConfig in part.__mro__[1:]]
+    kinds = {name: kind for part in own for name, kind in inspect.get_annotations(part).items()}
+    names = [name for name, kind in kinds.items() if ClassVar not in (kind, get_origin(kind))]
     return names + [name for name in getattr(config_class, "sub_configs", {}) if name not in names]
 
 
 def _without_effect(config: Any) -> set[str]:
-    """Fields of a Llama 4 decoder that none of its layers uses."""
+    """Fields of a decoder that none of its layers uses."""
+    if isinstance(config, (LlamoeDenseConfig, LlamoeMixtralConfig)):
+        has_window = "sliding_attention" in (config.layer_types or ())
+        return set() if has_window else {"sliding_window", "layer_types"}
     if not isinstance(config, LlamoeTextConfig):
         return set()
     plans = [config.layer_plan(idx) for idx in range(config.num_hidden_layers)]

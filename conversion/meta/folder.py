@@ -15,7 +15,7 @@ from typing import Unpack
 
 import torch
 
-from ...configuration import LlamoeDenseConfig, LlamoeVisionConfig, count_parameters
+from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig, count_parameters
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
@@ -99,7 +99,7 @@ def open_meta(
     dropped |= check_entries(params, generation == 4)
     params, seen, axis = measure(params, files, generation)
     # A name that does not show it may still belong to a tuned model.
-    tuned = instruct if instruct is not None else _is_tuned(folder) or None
+    tuned = instruct if instruct is not None else is_tuned(folder) or None
     seen = replace(seen, instruct=bool(tuned))
     try:
         config = read_config(params, seen)
@@ -125,7 +125,8 @@ def open_meta(
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
 
 
-def _is_tuned(folder: Path) -> bool:
+def is_tuned(folder: Path) -> bool:
+    """Whether a folder's name says that its model was tuned for conversations."""
     folder = folder.absolute()
     name = folder.parent.name if folder.name == "original" else folder.name
     return _TUNED.search(name) is not None
@@ -174,6 +175,10 @@ def save_meta(
         raise ValueError(f"style = {style!r}: valid are {', '.join(map(repr, STYLES))}.")
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError(f"{checkpoint.path}: is a vision tower alone, for which Meta has no format.")
+    if isinstance(config, LlamoeMixtralConfig):
+        raise ValueError(
+            f"{checkpoint.path}: is a Mixtral, which Meta's code does not compute; give to = 'mistral'."
+        )
     wanted = parse_dtype(options["dtype"])
     check_target(target, options["resume"])
     tokenizer, notes = _write_tokenizer(checkpoint.companions, config)

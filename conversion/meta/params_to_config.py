@@ -228,8 +228,8 @@ def _common(seen: Seen, architecture: str) -> dict[str, Any]:
     return {"architectures": [architecture], "tie_word_embeddings": False, **_dtype(seen)}
 
 
-def _read_decoder(params: Params, seen: Seen) -> dict[str, Any]:
-    """Fields that both families have."""
+def read_decoder(params: Params, seen: Seen) -> dict[str, Any]:
+    """Fields that all families have."""
     dim, heads = params.integer("dim"), params.integer("n_heads")
     if "head_dim" not in params and dim % heads:
         params.reject("n_heads", f"a divisor of dim = {dim}")
@@ -267,7 +267,7 @@ def _read_rope(params: Params, generation: int) -> dict[str, Any]:
 
 
 def _read_dense(params: Params, seen: Seen) -> LlamoeDenseConfig:
-    fields = _read_decoder(params, seen)
+    fields = read_decoder(params, seen)
     rope = _read_rope(params, seen.generation)
     length = {1: 2048, 2: 4096, 3: 8192}[seen.generation]
     if rope["rope_type"] == "llama3":
@@ -308,7 +308,7 @@ def _special_ids(seen: Seen) -> dict[str, Any]:
 
 
 def _read_text(params: Params, seen: Seen) -> dict[str, Any]:
-    fields = _read_decoder(params, seen)
+    fields = read_decoder(params, seen)
     dim, layers = fields["hidden_size"], fields["num_hidden_layers"]
     ids = _special_ids(seen)
     fields |= {f"{name}_token_id": ids.get(name) for name in ("bos", "eos", "pad")}

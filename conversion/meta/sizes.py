@@ -14,39 +14,39 @@ from ..io import LazyTensor
 from ..tokenizers import looks_like_table
 from .params_to_config import LARGEST_SENTENCEPIECE, LLAMA3_THETA, Params, Seen, says_llama4
 
-_FILE = re.compile(r"consolidated(?:\.(\d+))?\.pth")
 _SCALES = re.compile(r"(fp8|int4)_scales.*")
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files, sorted by number."""
+def weight_files(folder: Path, ending: str = "pth") -> list[Path]:
+    """The weight files, sorted by number: consolidated.00.pth and so on, or one consolidated.pth."""
+    pattern = re.compile(rf"consolidated(?:\.(\d+))?\.{ending}")
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if "params.json" not in names:
-        raise CheckpointError(f"{folder}: holds no params.json, which a folder of Meta's weights has.")
+        raise CheckpointError(f"{folder}: holds no params.json, which belongs to consolidated weights.")
     for name in names:
         if match := _SCALES.fullmatch(name):
             raise CheckpointError(
                 f"{folder / name}: belongs to a release quantized to {match[1]}, which is not converted. Get the "
                 "bfloat16 weights."
             )
-    numbers = [(int(match[1]), name) for name in names if (match := _FILE.fullmatch(name)) and match[1]]
+    numbers = [(int(match[1]), name) for name in names if (match := pattern.fullmatch(name)) and match[1]]
     numbered = dict(numbers)
-    if "consolidated.pth" in names:
+    if f"consolidated.{ending}" in names:
         if numbered:
             raise CheckpointError(
-                f"{folder}: holds consolidated.pth and {numbered[min(numbered)]}. Remove what is not the model."
+                f"{folder}: holds consolidated.{ending} and {numbered[min(numbered)]}. Remove what is not the model."
             )
-        return [folder / "consolidated.pth"]
+        return [folder / f"consolidated.{ending}"]
     if not numbered:
-        raise CheckpointError(f"{folder}: holds params.json, but no consolidated.00.pth.")
-    width = len(next(iter(numbered.values()))) - len("consolidated..pth")
+        raise CheckpointError(f"{folder}: holds params.json, but no consolidated.00.{ending}.")
+    width = len(next(iter(numbered.values()))) - len(f"consolidated..{ending}")
     gaps = (n for n in range(max(numbered)) if n not in numbered)
-    missing = [f"consolidated.{n:0{width}d}.pth" for n in islice(gaps, 3)]
+    missing = [f"consolidated.{n:0{width}d}.{ending}" for n in islice(gaps, 3)]
     if missing:
         raise CheckpointError(f"{folder}: {', '.join(missing)} missing; there is {numbered[max(numbered)]}.")
     if len(numbered) != len(numbers):
         raise CheckpointError(
-            f"{folder}: a file of weights is there twice: {', '.join(filter(_FILE.fullmatch, names))}."
+            f"{folder}: a file of weights is there twice: {', '.join(filter(pattern.fullmatch, names))}."
         )
     return [folder / name for _, name in sorted(numbers)]
 

@@ -1,10 +1,15 @@
 """Tokenizer, chat template and processor files of a folder.
 
-Reading order: chat_templates, processors, merges, sentencepiece_models, tiktoken_tables, meta_tokenizer,
+Reading order: chat_templates, processors, merges, sentencepiece_models, tiktoken_tables, tekken, meta_tokenizer,
 tokenizer_json, folder_files.
 """
 
-from .folder_files import hf_files_from_meta, meta_tokenizer_model, multimodal_chat_template
+from .folder_files import (
+    hf_files_from_meta,
+    meta_tokenizer_model,
+    mistral_tokenizer_file,
+    multimodal_chat_template,
+)
 from .meta_tokenizer import check_tokenizer
 from .processors import processor_files, processor_of_layout
 from .tiktoken_tables import looks_like_table
@@ -26,6 +31,7 @@ __all__ = [
     "hf_files_from_meta",
     "looks_like_table",
     "meta_tokenizer_model",
+    "mistral_tokenizer_file",
     "multimodal_chat_template",
     "processor_files",
     "processor_of_layout",

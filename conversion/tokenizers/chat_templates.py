@@ -1,8 +1,14 @@
-"""Chat templates in Jinja for `apply_chat_template`: what Meta's code writes around messages.
+"""Chat templates in Jinja for `apply_chat_template`: what Meta's and Mistral AI's code writes around messages.
 
 Llama 2: each question and answer is bos + `[INST] question [/INST] answer ` + eos, both stripped; a system message is
 first merged into the first question. Llama 3 and 4: bos once, then for each message a header with its role, an empty
-line, the content, and an end token. Sources: Meta's `llama`, `llama3` and `llama-models` repositories.
+line, the content, and an end token.
+
+Mistral: bos once, then each question as `[INST]question[/INST]` and each answer with eos. In version 1 `[INST]` is
+text, with spaces around question and answer; later it is a token, and SentencePiece's prefix makes the space. A system
+message is put before the first question, in versions 2 and 3 before the last one, and since 7 has tokens of its own.
+
+Sources: Meta's `llama`, `llama3` and `llama-models` repositories; `instruct.py` of mistralai/mistral-common.
 
 Meta's code encodes header, content and calls separately; a template is encoded at once. So Llama 4 content that begins
 with a line break may get other tokens, since the break merges with the header's.
@@ -19,8 +25,9 @@ the system message.') -}}
 {%- endif -%}
 """
 
-_LLAMA_2 = (
-    """{#- Llama 2 chat. -#}
+# Questions and answers in turn.
+_TURNS = (
+    """{#- TITLE -#}
 {%- macro text_of(message) -%}
     {%- if message['content'] is string -%}
         {{- message['content'] -}}
@@ -40,11 +47,11 @@ part['type'] + '.') -}}
 {%- if messages | length == first -%}
     {{- raise_exception('A system message is part of the first question: a message of the user must follow.') -}}
 {%- endif -%}
-{%- for message in messages -%}
+BEGIN{%- for message in messages -%}
     {%- set content = text_of(message) -%}
-    {%- for tag in ['[INST]', '[/INST]', '<<SYS>>', '<</SYS>>'] -%}
+    {%- for tag in TAGS -%}
         {%- if tag in content -%}
-            {{- raise_exception('A message holds ' + tag + ', which Llama 2 reads as the border of a message.') -}}
+            {{- raise_exception('A message holds ' + tag + ', which MODEL reads as the border of a message.') -}}
         {%- endif -%}
     {%- endfor -%}
     {%- if loop.index0 >= first -%}
@@ -54,13 +61,13 @@ part['type'] + '.') -}}
 message ' + loop.index | string + ' has the role ' + message['role'] + '.') -}}
         {%- endif -%}
         {%- if expected == 'user' -%}
-            {%- if first and loop.index0 == 1 -%}
-                {%- set content = '<<SYS>>\\n' + text_of(messages[0]) + '\\n<</SYS>>\\n\\n' + content -%}
+            {%- if first and MERGES -%}
+                {%- set content = MERGED -%}
             {%- endif -%}
-            {{- bos_token + '[INST] ' + content | trim + ' [/INST]' -}}
+            {{- QUESTION -}}
         {%- else -%}
             {%- generation -%}
-                {{- ' ' + content | trim + ' ' + eos_token -}}
+                {{- ANSWER -}}
             {%- endgeneration -%}
         {%- endif -%}
     {%- endif -%}
@@ -136,7 +143,44 @@ _IMAGE = """{%- elif part['type'] == 'image' -%}
 
 def llama_2() -> str:
     """The chat template of Llama 2; like Meta's code it refuses tags in messages and roles out of turn."""
-    return _LLAMA_2
+    words = {
+        "TITLE": "Llama 2 chat.",
+        "BEGIN": "",
+        "TAGS": "['[INST]', '[/INST]', '<<SYS>>', '<</SYS>>']",
+        "MODEL": "Llama 2",
+        "MERGES": "loop.index0 == 1",
+        "MERGED": "'<<SYS>>\\n' + text_of(messages[0]) + '\\n<</SYS>>\\n\\n' + content",
+        "QUESTION": "bos_token + '[INST] ' + content | trim + ' [/INST]'",
+        "ANSWER": "' ' + content | trim + ' ' + eos_token",
+    }
+    return _filled(words, _TURNS)
+
+
+LAST_OF_MISTRAL = 13
+"""The last version that `mistral` writes; the next one has settings in front of a conversation."""
+
+
+def mistral(version: int) -> str:
+    """The chat template of Mistral AI's format of conversations, by its version."""
+    begin, here, tags = "{{- bos_token -}}\n", "false", ["[INST]", "[/INST]"]
+    if version >= 7:
+        tags += ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
+        system = "'[SYSTEM_PROMPT]' + text_of(messages[0]) + '[/SYSTEM_PROMPT]'"
+        begin += f"{{%- if first -%}}\n    {{{{- {system} -}}}}\n{{%- endif -%}}\n"
+    else:
+        here = "loop.index0 == 1" if version == 1 else "loop.index0 + 2 >= loop.length"
+    words = {
+        "TITLE": f"Mistral instruct, version {version}.",
+        "BEGIN": begin,
+        "TAGS": str(tags),
+        "MODEL": "Mistral",
+        "MERGES": here,
+        "MERGED": "text_of(messages[0]) + '\\n\\n' + content",
+        # In version 1 the borders are text.
+        "QUESTION": f"'[INST]{' ' * (version == 1)}' + content + '{' ' * (version == 1)}[/INST]'",
+        "ANSWER": "' ' + content + eos_token" if version == 1 else "content.rstrip(' ') + eos_token",
+    }
+    return _filled(words, _TURNS)
 
 
 def llama_3() -> str:
@@ -159,8 +203,7 @@ def llama_4(*, images: bool) -> str:
     return _filled({"TITLE": "Llama 4 chat.", **borders, "TRIM": "", "IMAGE": _IMAGE if images else ""})
 
 
-def _filled(words: Mapping[str, str]) -> str:
-    template = _HEADERS
+def _filled(words: Mapping[str, str], template: str = _HEADERS) -> str:
     for word, value in words.items():
         template = template.replace(word, value)
     return template

@@ -1,6 +1,6 @@
-"""Meta's tokenizer.model to the files of a Hugging Face folder (tokenizer, chat, generation, processor), and back.
+"""Meta's or Mistral AI's tokenizer to the files of a Hugging Face folder (tokenizer, chat, generation), and back.
 
-Functions map file names to bytes and write nothing to disk. The original tokenizer.model stays in the folder, so that
+Functions map file names to bytes and write nothing to disk. The original file stays in the folder, so that
 the way back gives the same bytes.
 
 The files name transformers' general tokenizer class, which uses tokenizer.json as it is. `LlamaTokenizer` rebuilds the
@@ -18,7 +18,7 @@ from ...configuration.json_files import to_json
 from . import chat_templates, sentencepiece_models, tiktoken_tables
 from .meta_tokenizer import MetaTokenizer, check_tokenizer, kind_of
 from .processors import processor_files
-from .tokenizer_json import read_part
+from .tokenizer_json import read_part, token_ids
 
 
 def hf_files_from_meta(
@@ -29,7 +29,7 @@ def hf_files_from_meta(
     family: str | None = None,
     origin: str | None = None,
 ) -> dict[str, bytes]:
-    """All files besides weights and config.json that a Hugging Face folder needs, from Meta's tokenizer.model.
+    """All files but weights and config.json that a Hugging Face folder needs, from Meta's or Mistral AI's tokenizer.
 
     Ids are those of Meta's `encode(text, bos=True, eos=False)`, with one difference where a chat template exists: text
     that spells a special token (`</s>`, `<|eot|>`) becomes that token, since templates write them as text. Pass
@@ -37,15 +37,15 @@ def hf_files_from_meta(
     Llama 2 with `instruct=False`) that is the default.
 
     Args:
-        tokenizer_model: the file, or its content: a SentencePiece model or a tiktoken table.
-        config: `LlamoeDenseConfig`, `LlamoeTextConfig` or `LlamoeConfig`; the last one also gets a processor.
+        tokenizer_model: the file, or its content: a SentencePiece model, a tiktoken table or a tekken.json.
+        config: any but a tower's; a `LlamoeConfig` also gets a processor.
         instruct: whether the model was trained to chat. True writes the chat template, the tokens that end an answer,
             and the sampling settings of Meta's examples (temperature 0.6, top_p 0.9). None, unknown, omits the sampling
-            settings. False, a base model, stops only at the end of text and, for Llama 2, has no template.
+            settings. False, a base model, stops only at the end of text and, for Llama 2 and Mistral, has no template.
         family, origin: as in `check_tokenizer`.
 
     Returns:
-        file name to content: the original tokenizer.model, tokenizer.json, tokenizer_config.json,
+        file name to content: the original tokenizer.model or tekken.json, tokenizer.json, tokenizer_config.json,
         generation_config.json, and where the model has them chat_template.jinja and processor_config.json.
 
     Raises:
@@ -53,12 +53,12 @@ def hf_files_from_meta(
     """
     meta = check_tokenizer(tokenizer_model, config, family=family, origin=origin)
     text = getattr(config, "text_config", config)
-    template = _template(meta.family, instruct, images=isinstance(config, LlamoeConfig))
+    template = _template(meta, instruct, images=isinstance(config, LlamoeConfig))
     settings = {**meta.settings(), "model_max_length": text.max_position_embeddings}
-    if template is None and meta.kind == "sentencepiece":
+    if template is None and meta.kind != "tiktoken":
         settings["split_special_tokens"] = True
     files = {
-        "tokenizer.model": meta.content,
+        "tekken.json" if meta.kind == "tekken" else "tokenizer.model": meta.content,
         "tokenizer.json": meta.to_json(),
         "tokenizer_config.json": to_json(settings),
         "generation_config.json": _generation_config(meta, instruct),
@@ -117,12 +117,42 @@ def meta_tokenizer_model(companions: Mapping[str, bytes], *, vocab_size: int | N
     return sentencepiece_models.from_json(content, names, origin)
 
 
-def _template(family: str, instruct: bool | None, *, images: bool) -> str | None:
-    if family == "llama-4":
+def mistral_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:
+    """Mistral AI's tokenizer file, by name, for the tokenizer of a Hugging Face folder; empty where it has none.
+
+    Raises:
+        CheckpointError: no such file can say what tokenizer.json says, or it is another model's.
+    """
+    if "tekken.json" in companions:
+        size = check_tokenizer(companions["tekken.json"], config, family="mistral", origin="tekken.json").size
+        if "tokenizer.json" in companions and len(token_ids(companions)) != size:
+            raise CheckpointError(
+                f"tekken.json: has {size} tokens, and the tokenizer.json beside it {len(token_ids(companions))}."
+            )
+        return {"tekken.json": companions["tekken.json"]}
+    content = meta_tokenizer_model(companions, vocab_size=config.vocab_size)
+    if content is None:
+        return {}
+    if check_tokenizer(content, config).kind != "sentencepiece":
+        raise CheckpointError(
+            "tokenizer.model: is a tiktoken table of ranks, which Mistral AI's code does not read."
+        )
+    # Its version is part of the name.
+    versions = (name for name, other in companions.items() if other == content and ".model.v" in name)
+    return {next(versions, "tokenizer.model"): content}
+
+
+def _template(meta: MetaTokenizer, instruct: bool | None, *, images: bool) -> str | None:
+    if meta.family == "llama-4":
         return chat_templates.llama_4(images=images)
-    if family == "llama-3":
+    if meta.family == "llama-3":
         return chat_templates.llama_3()
-    return chat_templates.llama_2() if family == "llama-2" and instruct is not False else None
+    if instruct is False or meta.family == "llama-1":
+        return None
+    if meta.family == "llama-2":
+        return chat_templates.llama_2()
+    version = meta.mistral_version()
+    return chat_templates.mistral(version) if version <= chat_templates.LAST_OF_MISTRAL else None
 
 
 def _generation_config(meta: MetaTokenizer, instruct: bool | None) -> bytes:
@@ -136,7 +166,7 @@ def _generation_config(meta: MetaTokenizer, instruct: bool | None) -> bytes:
         "eos_token_id": eos,
         "pad_token_id": ids[roles["pad_token"]],
     }
-    if instruct is True and meta.family != "llama-1":
+    if instruct is True and meta.family not in ("llama-1", "mistral"):
         content.update(do_sample=True, temperature=0.6, top_p=0.9)
     return to_json(content)
 

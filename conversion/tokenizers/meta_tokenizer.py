@@ -1,4 +1,4 @@
-"""Meta's tokenizer.model of either kind, parsed and compared with the model that it should belong to."""
+"""Meta's or Mistral AI's tokenizer of any kind, parsed and compared with the model that it should belong to."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,22 +6,22 @@ from typing import Any
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import reading
-from . import sentencepiece_models, tiktoken_tables
+from . import sentencepiece_models, tekken, tiktoken_tables
 
-FAMILIES = ("llama-1", "llama-2", "llama-3", "llama-4")
+FAMILIES = ("llama-1", "llama-2", "llama-3", "llama-4", "mistral")
 # The context of LLaMA 1, which alone tells it from Llama 2. LLaMA 1 has no chat models.
 _LLAMA_1_CONTEXT = 2048
 
 
 @dataclass(frozen=True)
 class MetaTokenizer:
-    """A parsed tokenizer.model.
+    """A parsed tokenizer.model or tekken.json.
 
     Attributes:
-        kind: "sentencepiece" or "tiktoken".
+        kind: "sentencepiece", "tiktoken" or "tekken".
         family: one of `FAMILIES`.
         size: number of tokens, special ones included.
-        parsed: SentencePiece's `ModelProto`, or the tokens in order of their ranks.
+        parsed: SentencePiece's `ModelProto`, the tokens in order of their ranks, or a `Tekken`.
         origin: file named in messages.
         content: the file's content.
     """
@@ -35,22 +35,38 @@ class MetaTokenizer:
 
     def token_ids(self) -> dict[str, int]:
         """Special token to id."""
+        if self.kind == "tekken":
+            return tekken.special_token_ids(self.parsed)
         if self.kind == "tiktoken":
             return tiktoken_tables.special_token_ids(self.family, len(self.parsed))
         kinds = (sentencepiece_models.CONTROL, sentencepiece_models.UNKNOWN)
         return {piece.piece: index for index, piece in enumerate(self.parsed.pieces) if piece.type in kinds}
 
     def roles(self) -> dict[str, str]:
-        """Tokens by transformers' roles: bos_token, eos_token, pad_token, for SentencePiece also unk_token."""
+        """Tokens by transformers' roles: bos_token, eos_token, pad_token, and unk_token if it is not tiktoken's."""
+        if self.kind == "tekken":
+            return tekken.ROLES
         if self.kind == "tiktoken":
             return tiktoken_tables.ROLES[self.family]
         return sentencepiece_models.special_tokens(self.parsed)
 
     def to_json(self) -> bytes:
         """The content of tokenizer.json."""
+        if self.kind == "tekken":
+            return tekken.to_json(self.parsed)
         if self.kind == "tiktoken":
             return tiktoken_tables.to_json(self.parsed, self.family)
         return sentencepiece_models.to_json(self.parsed, self.origin)
+
+    def mistral_version(self) -> int:
+        """The version of Mistral AI's format of conversations, which tekken.json says and control pieces show.
+
+        Versions 2 and 3 differ in tools alone, and are 3 here.
+        """
+        if self.kind == "tekken":
+            return self.parsed.version
+        pieces = self.token_ids()
+        return 7 if "[SYSTEM_PROMPT]" in pieces else 3 if "[INST]" in pieces else 1
 
     def settings(self) -> dict[str, Any]:
         """The entries of tokenizer_config.json that every such tokenizer has."""
@@ -67,7 +83,7 @@ class MetaTokenizer:
 def check_tokenizer(
     tokenizer_model: Path | bytes, config: Any = None, *, family: str | None = None, origin: str | None = None
 ) -> MetaTokenizer:
-    """Read Meta's tokenizer.model of either kind, and refuse one that is damaged or another model's.
+    """Read a tokenizer.model of either kind or a tekken.json, and refuse one that is damaged or another model's.
 
     Args:
         tokenizer_model: the file, or its content.
@@ -87,6 +103,8 @@ def check_tokenizer(
     else:
         content, origin = _read(tokenizer_model), origin or str(tokenizer_model)
     text = getattr(config, "text_config", config)
+    if kind_of(content, origin) == "tekken":
+        return _check_tekken(content, text, origin)
     if kind_of(content, origin) == "tiktoken":
         tokens = tiktoken_tables.read(content, origin)
         family = _family_of_table(tokens, text, family, origin)
@@ -97,7 +115,7 @@ def check_tokenizer(
     if family in ("llama-3", "llama-4"):
         raise CheckpointError(f"{origin}: a SentencePiece model; {family} has a tiktoken table of ranks.")
     if text is not None and size != text.vocab_size:
-        wanted = "" if text.model_type == "llamoe_dense" else " (Llama 4 has a tiktoken table of ranks)"
+        wanted = " (Llama 4 has a tiktoken table of ranks)" if text.model_type == "llamoe_text" else ""
         raise CheckpointError(
             f"{origin}: a SentencePiece model of {size} pieces, and {type(text).__name__}.vocab_size is "
             f"{text.vocab_size}. Take the tokenizer.model of this model's release{wanted}."
@@ -106,6 +124,17 @@ def check_tokenizer(
         context = getattr(text, "max_position_embeddings", None)
         family = "llama-1" if context is not None and context <= _LLAMA_1_CONTEXT else "llama-2"
     return MetaTokenizer("sentencepiece", family, size, proto, origin, content)
+
+
+def _check_tekken(content: bytes, text: Any, origin: str) -> MetaTokenizer:
+    parsed = tekken.read(content, origin)
+    size = len(parsed.special) + len(parsed.tokens)
+    if text is not None and size != text.vocab_size:
+        raise CheckpointError(
+            f"{origin}: has {len(parsed.special)} special tokens and {len(parsed.tokens)} others, and "
+            f"{type(text).__name__}.vocab_size is {text.vocab_size}. Take the tekken.json of this model's release."
+        )
+    return MetaTokenizer("tekken", "mistral", size, parsed, origin, content)
 
 
 def _read(path: Path) -> bytes:
@@ -118,20 +147,22 @@ def _read(path: Path) -> bytes:
 
 
 def kind_of(content: bytes, origin: str) -> str:
-    """The kind of a tokenizer.model by its first bytes: "sentencepiece" or "tiktoken"."""
+    """The kind of a tokenizer by its first bytes: "sentencepiece", "tiktoken" or "tekken"."""
     if content.startswith(b"version https://git-lfs"):
         raise CheckpointError(
             f"{origin}: a pointer of git-lfs, not the file. Run git lfs pull, or download it."
         )
     if tiktoken_tables.looks_like_table(content):
         return "tiktoken"
+    if content.startswith(b"{") and b'"token_bytes"' in content:
+        return "tekken"
     # The first byte of a ModelProto: the tag of its first piece.
     if content[:1] == b"\x0a":
         return "sentencepiece"
     what = "is empty" if not content else f"begins with {content[:20]!r}"
     raise CheckpointError(
-        f"{origin}: {what}, which is neither a SentencePiece model (LLaMA 1 and 2) nor a tiktoken table of ranks "
-        "(Llama 3 and 4). Take the tokenizer.model of this model's release."
+        f"{origin}: {what}, which is neither a SentencePiece model (LLaMA 1 and 2, Mistral) nor a tiktoken table of "
+        "ranks (Llama 3 and 4) nor a tekken.json (Mistral). Take the file of this model's release."
     )
 
 

@@ -135,11 +135,29 @@ def read(content: bytes, origin: str) -> list[bytes]:
 
 def to_json(tokens: list[bytes], family: str) -> bytes:
     """Build tokenizer.json; ids equal tiktoken's for texts without special tokens, `<|begin_of_text|>` in front."""
+    ids = special_token_ids(family, len(tokens))
+    return build_json(tokens, PATTERNS[family], ids, ROLES[family]["bos_token"])
+
+
+def build_json(
+    tokens: list[bytes], pattern: str, special: Mapping[str, int], bos: str, first: int = 0
+) -> bytes:
+    """Build tokenizer.json of a table of ranks.
+
+    Args:
+        tokens: in order of their ranks.
+        pattern: regular expression of a word.
+        special: special token to id, before or behind all tokens.
+        bos: the special token in front of a text.
+        first: id of the first token.
+    """
     symbols = bytes_to_unicode()
     names = ["".join(symbols[byte] for byte in token) for token in tokens]
+    vocab = {name: first + rank for rank, name in enumerate(names)}
     tokenizer = Tokenizer(
         BPE(
-            vocab={name: rank for rank, name in enumerate(names)},
+            # New special tokens get ids behind all others.
+            vocab={**special, **vocab} if first else vocab,
             merges=merges_of(names),
             # A word that is a token stays whole; merging its parts might not lead there.
             ignore_merges=True,
@@ -147,17 +165,15 @@ def to_json(tokens: list[bytes], family: str) -> bytes:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PATTERNS[family]), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    ids = special_token_ids(family, len(tokens))
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ids])
-    assert all(tokenizer.token_to_id(token) == number for token, number in ids.items())
-    bos = ROLES[family]["bos_token"]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    assert all(tokenizer.token_to_id(token) == number for token, number in special.items())
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ids[bos])]
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, special[bos])]
     )
     return tokenizer.to_str(pretty=True).encode()
 

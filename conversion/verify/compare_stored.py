@@ -153,6 +153,7 @@ def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
     plans = [config.layer_plan(layer_idx) for layer_idx in range(config.num_hidden_layers)]
     longest = config.max_position_embeddings
     chunk = getattr(config, "attention_chunk_size", None) or longest
+    window = getattr(config, "sliding_window", None) or longest
     floor = getattr(config, "floor_scale", longest + 1)
     tuning = (floor, config.attn_scale) if floor <= longest else None
     by_layer = {
@@ -160,6 +161,10 @@ def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
         "use_qk_norm": [plan.use_qk_norm for plan in plans],
         "attention_chunk_size": [
             chunk if plan.attention_type == "chunked_attention" and chunk < longest else None
+            for plan in plans
+        ],
+        "sliding_window": [
+            window if plan.attention_type == "sliding_attention" and window < longest else None
             for plan in plans
         ],
         "attn_temperature_tuning": [tuning if plan.use_temperature_tuning else None for plan in plans],

@@ -20,7 +20,7 @@ import torch
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.checks import listed
-from ...modeling.moe import Experts
+from ...modeling.moe import MixtureOfExperts
 from .report import Verification
 from .run_streamed import ExpertsOnDemand, Weights
 
@@ -137,13 +137,15 @@ class _Layer:
                 continue
             config = side.config.get_text_config()
             with torch.device("meta"):
-                self.modules.append(ExpertsOnDemand(Experts(config), name, side))
+                experts = MixtureOfExperts(config).experts
+                self.modules.append(ExpertsOnDemand(experts, name, side))
             # Scaled by the norm's weight, which may instead have been multiplied into the matrices after the norm.
-            scale = side.read(name.replace("feed_forward.experts", "post_attention_layernorm.weight"))
+            feed_forward = name.removesuffix(".experts")
+            scale = side.read(f"{feed_forward.rpartition('.')[0]}.post_attention_layernorm.weight")
             generator = torch.Generator().manual_seed(seed)
             rows = torch.randn(_ROWS, config.hidden_size, generator=generator)
             self.inputs.append(rows.to(side.device) * scale)
-            self.routers.append(side.read(name.replace(".experts", ".router.weight")) * scale)
+            self.routers.append(side.read(f"{feed_forward}.{config.router_name}.weight") * scale)
 
     def compare(
         self, differing: Mapping[str, set[int]], tolerance: float, is_one_basis: bool

@@ -101,7 +101,7 @@ class ExpertsOnDemand(nn.Module):
         one = copy.copy(experts.config)
         one.num_local_experts = 1
         with torch.device("meta"):
-            self.one = Experts(one)
+            self.one = type(experts)(one)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -93,6 +93,7 @@ def build_on_meta(config):
 
     model_class = {
         "llamoe_dense": "LlamoeDenseForCausalLM",
+        "llamoe_mixtral": "LlamoeMixtralForCausalLM",
         "llamoe_text": "LlamoeForCausalLM",
         "llamoe": "LlamoeForConditionalGeneration",
         "llamoe_vision": "LlamoeVisionModel",
@@ -114,6 +115,7 @@ def test_counts_equal_the_model_on_the_meta_device(name):
         ("llama-7b", {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2}),
         ("llama-3-8b", {"tie_word_embeddings": True, "num_hidden_layers": 2}),
         ("llama-2-7b", {"head_dim": 64, "num_key_value_heads": 1, "num_hidden_layers": 2}),
+        ("mixtral-8x7b", {"use_shared_expert": True, "num_hidden_layers": 2}),
         ("llama-4-maverick", {"text_config": {"num_hidden_layers": 4, "attention_bias": True}}),
         ("llama-4-maverick", {"text_config": {"num_hidden_layers": 3, "moe_layers": []}}),
         ("llama-4-scout", {"text_config": {"num_hidden_layers": 2, "moe_layers": [0], "mlp_bias": True}}),
@@ -131,13 +133,14 @@ def test_counts_of_variations(name, overrides):
 @pytest.mark.parametrize("name", LLAMAS)
 def test_stock_models_of_the_same_configuration_are_as_large(name):
     import torch
-    from transformers import AutoConfig, Llama4ForConditionalGeneration, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Llama4ForConditionalGeneration
 
     config = preset(name)
     stock = AutoConfig.for_model(**to_stock(config))
-    model_class = Llama4ForConditionalGeneration if isinstance(config, LlamoeConfig) else LlamaForCausalLM
+    is_multimodal = isinstance(config, LlamoeConfig)
+    build = Llama4ForConditionalGeneration if is_multimodal else AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        model = model_class(stock)
+        model = build(stock)
     assert sum(parameter.numel() for parameter in model.parameters()) == TOTALS[name]
 
 

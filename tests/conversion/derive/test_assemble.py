@@ -18,6 +18,8 @@ from support.models import (
 )
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
@@ -361,6 +363,17 @@ def test_a_decoder_without_tokenizer_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"has no tokenizer.*put the decoder's tokenizer\.json or tokenizer\.model"
     ):
+        assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["mistral", "ministral", "mixtral"])
+def test_windows_and_mixtrals_experts_are_refused(tmp_path, kind):
+    config = stock_dense_config(num_hidden_layers=2).to_dict() | {"model_type": kind, "sliding_window": 9}
+    config |= {"layer_types": ["sliding_attention", "full_attention"]} if kind == "ministral" else {}
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config)).save_pretrained(tmp_path / "decoder")
+    save_tower(tmp_path / "tower")
+    with pytest.raises(ValueError, match=f"is a {kind}, whose windows or experts .* without a window"):
         assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

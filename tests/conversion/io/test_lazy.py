@@ -34,6 +34,11 @@ VIEWS = {
     "remembered": (cube.remember(Slot()).cut(2, 2, 5).transpose(), CUBE[..., 2:5].transpose(1, 2)),
     "cut of a cut": (cube.cut(2, 2, 7).cut(2, 1, 4), CUBE[..., 3:6]),
     "cut of a cut of rows": (cube.cut(0, 1, 5).cut(0, 1, 3).cut(1, 2, 4), CUBE[2:4, 2:4]),
+    "cut of one part of a join": (join(parts, 0).cut(0, 2, 3), CUBE[2:3]),
+    "cut across parts of a join": (join(parts, 0).cut(0, 1, 4), CUBE[1:4]),
+    "cut of another axis of a join": (join(parts, 0).cut(1, 2, 5), CUBE[:, 2:5]),
+    "cut of joined columns": (join([cube, cube], -1).cut(-1, 10, 13), CUBE[..., 2:5]),
+    "row of a stack": (stack([matrix, matrix.map(torch.neg)]).row(1), -MATRIX),
     "cut of a view of a join": (join(parts, 0).view(30, 8).cut(0, 7, 23), CUBE.view(30, 8)[7:23]),
 }
 
@@ -53,6 +58,12 @@ def test_view_gives_what_torch_gives(name):
                 expected[start:stop].flatten(),
             )
     assert torch.equal(torch.cat([given.read(*span) for span in blocks(given)]), expected)
+
+
+def test_a_part_of_a_join_and_a_view_back_are_the_tensors_themselves():
+    assert stack([matrix, matrix.map(torch.neg)]).row(0) is matrix
+    assert join([matrix, matrix.transpose().transpose()], 0).cut(0, 0, 6) is matrix
+    assert matrix.view(2, 3, 10).view(6, 10) is matrix
 
 
 def test_tensor_without_axes_is_one_block():

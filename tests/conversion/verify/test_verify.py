@@ -14,6 +14,7 @@ from support.models import (
     MODELS,
     dense_config,
     draw,
+    mixtral_config,
     multimodal_config,
     text_config,
     vision_config,
@@ -33,6 +34,7 @@ from llamoe.conversion.verify.command import verify
 CLASSES = {
     "dense": ("LlamoeDenseForCausalLM", dense_config),
     "text": ("LlamoeForCausalLM", text_config),
+    "mixtral": ("LlamoeMixtralForCausalLM", mixtral_config),
     "tower": ("LlamoeVisionModel", vision_config),
     "multimodal": ("LlamoeForConditionalGeneration", multimodal_config),
 }
@@ -145,7 +147,7 @@ def test_a_checkpoint_is_the_same_as_itself(family, by_layer, saved):
     assert [title for title, _ in result.sections()] == ["verdict", "tensors", "outputs"]
 
 
-@pytest.mark.parametrize("family", ["text", "multimodal"])
+@pytest.mark.parametrize("family", ["text", "mixtral", "multimodal"])
 def test_formats_of_the_same_weights_are_the_same(family, saved, tmp_path):
     split = tmp_path / "split"
     save_hf(open_hf(saved(family)), split, experts="split", shard_size="200KB")

@@ -1,0 +1,8 @@
+"""Checkpoint folders in Mistral AI's own format: params.json beside consolidated weights, of Mistral and Mixtral.
+
+Reading order: name_tables, params, folder.
+"""
+
+from .folder import is_mistral, open_mistral, save_mistral
+
+__all__ = ["is_mistral", "open_mistral", "save_mistral"]

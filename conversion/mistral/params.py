@@ -1,0 +1,186 @@
+"""Mistral AI's `params.json` as our configurations, and back.
+
+`params.json` has the keys of mistral-inference's `TransformerArgs`. The first release of Mixtral has some of Hugging
+Face's names instead, and its experts' counts inside or outside of `moe`. A key that is not known here may change what
+the model computes, so it is refused unless it is off.
+
+Without `rope_theta`, a model with a window has the base 10000, others 1000000. This was mistral-inference's rule in
+December 2023, when the key was new: Mistral 7B v0.1, which has a window and no such key, was trained with 10000.
+Later versions of its code take 1000000 for all, and its later folders have the key.
+
+Source: `args.py`, `cache.py`, `moe.py` and `transformer.py` of mistralai/mistral-inference.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ..meta import Params, Seen, compare_fields, read_decoder
+
+_CONTEXT = 32768
+_THETA, _THETA_WITH_WINDOW = 1000000.0, 10000.0
+_EXPERTS = ("num_experts", "num_experts_per_tok")
+# Names of the first release, and what they are called since.
+_RENAMED = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "intermediate_size": "hidden_dim",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "rms_norm_eps": "norm_eps",
+    "max_position_embeddings": "max_seq_len",
+    "num_local_experts": "num_experts",
+    "_sliding_window": "sliding_window",
+}
+_KNOWN = frozenset(
+    "dim n_layers head_dim hidden_dim n_heads n_kv_heads norm_eps vocab_size rope_theta sliding_window moe max_seq_len "
+    "tied_embeddings".split()
+)
+# Keys without effect on what the model computes, whatever they say.
+_NO_EFFECT = ("max_batch_size", "model_type")
+_REFUSED = {
+    "vision_encoder": "a vision encoder",
+    "multimodal": "other inputs than text",
+    "lora": "LoRA adapters",
+    "quantization": "quantized weights",
+    "quantization_config": "quantized weights",
+}
+# Keys that only Mistral AI's files have, and those that only Meta's have.
+_OF_MISTRAL = frozenset(
+    "hidden_dim hidden_size sliding_window _sliding_window moe model_type vision_encoder lora".split()
+)
+_OF_META = frozenset(
+    "multiple_of ffn_dim_multiplier ffn_exp use_scaled_rope moe_args vision_args quantization_args lora_args".split()
+)
+
+
+def whose_params(content: Mapping[str, Any]) -> str | None:
+    """Whose params.json this is: "meta", "mistral", or None where its keys do not show it."""
+    keys = Params.of(content, "").entries.keys()
+    if keys & _OF_META:
+        return "meta"
+    return "mistral" if keys & _OF_MISTRAL else None
+
+
+def read_params(content: Mapping[str, Any], origin: str) -> tuple[Params, dict[str, str]]:
+    """The content of params.json under mistral-inference's names, and its keys without effect, with the reason.
+
+    Raises:
+        CheckpointError: it is of a kind of model that is not converted, or has a key that is not known here.
+    """
+    given = Params.of(content, origin)
+    for name, what in _REFUSED.items():
+        if given.entries.get(name):
+            raise CheckpointError(
+                f"{origin}: has {name}, {what}; of Mistral AI's folders only decoders of text in plain weights are "
+                "converted. Get such a release."
+            )
+    if given.entries.get("model_type", "transformer") != "transformer":
+        given.reject("model_type", "'transformer', as Mistral and Mixtral have; no other kind is converted")
+    entries: dict[str, Any] = {}
+    for name, value in given.entries.items():
+        if (known := _RENAMED.get(name, name)) in entries:
+            given.reject(name, f"one of {name} and {known} only")
+        entries[known] = value
+    counts = {name: entries.pop(name) for name in _EXPERTS if name in entries}
+    mixture = Params(entries, origin).part("moe")
+    if mixture is not None or counts:
+        inside = {} if mixture is None else mixture.entries
+        entries["moe"] = counts | {_RENAMED.get(name, name): value for name, value in inside.items()}
+    named = [(name, name in _KNOWN or name in _NO_EFFECT, value) for name, value in entries.items()]
+    named += [(f"moe.{name}", name in _EXPERTS, value) for name, value in entries.get("moe", {}).items()]
+    for name, is_known, value in named:
+        if value and not is_known:
+            raise CheckpointError(
+                f"{origin}: {name} = {str(value)[:60]} is not known here and may change what the model computes. If it "
+                "does not, remove it from the file."
+            )
+    reason = "has no effect on what the model computes"
+    return (
+        Params({name: value for name, value in entries.items() if name in _KNOWN}, origin),
+        {f"params.json: {name}": reason for name in _NO_EFFECT if name in entries and name != "model_type"},
+    )
+
+
+def read_config(params: Params, seen: Seen) -> LlamoeDenseConfig | LlamoeMixtralConfig:
+    """The configuration of a folder, from the result of `read_params` and what the tensors show.
+
+    Raises:
+        CheckpointError: an entry is missing or impossible, or contradicts the tensors.
+    """
+    fields = read_decoder(params, seen) | _read_window(params)
+    theta = _THETA_WITH_WINDOW if "sliding_window" in fields else _THETA
+    fields |= {
+        "intermediate_size": params.integer("hidden_dim"),
+        "max_position_embeddings": params.integer("max_seq_len", _CONTEXT),
+        "rope_parameters": {"rope_type": "default", "rope_theta": params.number("rope_theta", theta)},
+        "tie_word_embeddings": params.flag("tied_embeddings"),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    if seen.dtype is not None:
+        fields["dtype"] = seen.dtype
+    mixture = params.part("moe")
+    if mixture is None:
+        return LlamoeDenseConfig(**fields, architectures=["LlamoeDenseForCausalLM"])
+    # Mixtures have no biases to say anything about.
+    del fields["attention_bias"], fields["mlp_bias"]
+    experts, chosen = (mixture.integer(name) for name in _EXPERTS)
+    return LlamoeMixtralConfig(
+        **fields,
+        num_local_experts=experts,
+        num_experts_per_tok=chosen,
+        architectures=["LlamoeMixtralForCausalLM"],
+    )
+
+
+def _read_window(params: Params) -> dict[str, Any]:
+    """The window, and which layers have it: a number, as text in the first release, or a list that repeats."""
+    given, layers = params.entries.get("sliding_window"), params.integer("n_layers")
+    windows = [
+        int(window) if isinstance(window, str) and window.isdecimal() else window
+        for window in (given if isinstance(given, list) else [given])
+    ]
+    sizes = {window for window in windows if window is not None}
+    if not sizes and windows == [None]:
+        return {}
+    if len(sizes) != 1 or layers % len(windows) or not all(type(size) is int and size > 0 for size in sizes):
+        params.reject(
+            "sliding_window", f"a number, or a list of one number and nulls that repeats to {layers} layers"
+        )
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return {"sliding_window": sizes.pop(), "layer_types": kinds * (layers // len(windows))}
+
+
+def write_params(config: LlamoeBaseConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of `params.json` and of `llamoe.json` for a configuration; see `config_to_params` of Meta's folders.
+
+    Raises:
+        ValueError: mistral-inference cannot compute the model; the message names the field.
+    """
+    assert isinstance(config, (LlamoeDenseConfig, LlamoeMixtralConfig))
+    params: dict[str, Any] = {
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "head_dim": config.head_dim,
+        "hidden_dim": config.intermediate_size,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "rope_theta": (config.rope_parameters or {}).get("rope_theta"),
+    }
+    kinds = config.layer_types or []
+    if "sliding_attention" in kinds:
+        windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        params["sliding_window"] = windows if None in windows else config.sliding_window
+    if isinstance(config, LlamoeMixtralConfig):
+        params["moe"] = {
+            "num_experts": config.num_local_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+        }
+    again = read_config(Params.of(params, "params.json"), Seen(2, config.vocab_size))
+    return params, compare_fields(config, again, "Mistral AI's")

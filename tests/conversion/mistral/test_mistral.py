@@ -1,0 +1,247 @@
+"""Mistral AI's folders to Hugging Face's and back: the same function by mistral-inference's maths, the same bits."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support.conversions import META_LLAMA_1, META_LLAMA_3, META_MAVERICK, META_SCOUT, sums
+from support.mistral_folders import (
+    CASES,
+    DENSE,
+    FIRST_MIXTRAL,
+    MIXTRAL,
+    WINDOW,
+    WINDOW_IN_SOME,
+    MistralCase,
+)
+from support.models import deviation_in_range, load_whole, max_abs
+
+import llamoe
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion import convert, inspect, open_checkpoint, verify
+from llamoe.conversion.hf import fuse_experts, split_experts
+from llamoe.conversion.io import open_safetensors
+
+# Against float64, in logits of deviation 1: 1e-6 was measured.
+TOLERANCE = 1e-5
+
+
+@torch.no_grad()
+def logits(model_class, folder, ids):
+    model = load_whole(model_class, folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    return model(ids).logits.double()
+
+
+def classes_of(case):
+    """Stock's class and ours; without a window, stock's Mistral is stock's LLaMA."""
+    if case.is_mixture:
+        return transformers.MixtralForCausalLM, llamoe.LlamoeMixtralForCausalLM
+    name = {0: "Llama", 1: "Ministral", 2: "Mistral"}[sum(window is not None for window in case.windows)]
+    return getattr(transformers, f"{name}ForCausalLM"), llamoe.LlamoeDenseForCausalLM
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_converted_folders_compute_what_mistral_inference_does_and_convert_back_to_the_same_bits(
+    case, tmp_path, record_parity
+):
+    weights, ids = case.weights(), case.ids()
+    source = case.write(tmp_path / "mistral", weights)
+    before = sums(source)
+    convert(source, tmp_path / "hf", shard_size="40KB")
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
+
+    expected = case.logits(weights)
+    assert deviation_in_range(expected)
+    # A wrong base or window would show.
+    assert max_abs(case.logits(weights, theta=7 * case.theta), expected) > 100 * TOLERANCE
+    windows = (
+        tuple(window and window + 1 for window in case.windows[::-1]) if any(case.windows) else (5, None)
+    )
+    assert max_abs(case.logits(weights, windows=windows), expected) > 100 * TOLERANCE
+    for model_class in classes_of(case):
+        difference = max_abs(logits(model_class, tmp_path / "hf", ids), expected)
+        record_parity(
+            f"{case.name} through convert, {model_class.__name__}",
+            "mistral-inference's maths in float64",
+            "float32",
+            difference,
+        )
+        assert difference < TOLERANCE
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")) is classes_of(case)[0]
+
+    convert(tmp_path / "hf", tmp_path / "back", to="mistral")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {
+        "consolidated.safetensors",
+        "llamoe.json",
+        "params.json",
+    }
+    back = load_file(tmp_path / "back" / "consolidated.safetensors")
+    assert back.keys() == weights.keys()
+    assert [name for name in weights if not torch.equal(back[name], weights[name])] == []
+    convert(tmp_path / "back", tmp_path / "again", shard_size="40KB")
+    assert sums(tmp_path / "again") == sums(tmp_path / "hf")
+    assert sums(source) == before
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (DENSE, {"rope_theta": 1e6}),
+        (WINDOW, {"rope_theta": 1e4, "sliding_window": 5}),
+        (WINDOW_IN_SOME, {"rope_theta": 1e5, "sliding_window": [None, 5]}),
+        (MIXTRAL, {"rope_theta": 1e6, "moe": {"num_experts": 3, "num_experts_per_tok": 2}}),
+    ],
+    ids=lambda value: value.name.replace(" ", "-") if isinstance(value, MistralCase) else None,
+)
+def test_params_json_comes_back_with_every_key_that_mistral_inference_reads(case, expected, tmp_path):
+    convert(case.write(tmp_path / "mistral"), tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "back", to="mistral")
+    told = {name: value for name, value in case.sizes.items() if name != "max_seq_len"}
+    assert json.loads((tmp_path / "back" / "params.json").read_text()) == {**told, **expected}
+    length = case.params.get("max_seq_len", 32768)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["max_position_embeddings"] == length
+    assert open_checkpoint(tmp_path / "back").config.max_position_embeddings == length
+
+
+def test_a_base_that_params_json_does_not_name_is_told(tmp_path):
+    report = convert(WINDOW.write(tmp_path / "window"), tmp_path / "one")
+    assert any("no rope_theta: 10000, since it has sliding_window" in note for note in report.notes)
+    report = convert(DENSE.write(tmp_path / "dense"), tmp_path / "two")
+    assert any("no rope_theta: 1e+06, since it has no sliding_window" in note for note in report.notes)
+    report = convert(FIRST_MIXTRAL.write(tmp_path / "first"), tmp_path / "three")
+    assert not any("rope_theta" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("stores_head", [True, False])
+def test_a_head_that_is_the_embedding_need_not_be_stored(stores_head, tmp_path):
+    case = MistralCase("tied", {"tied_embeddings": True})
+    weights = case.weights()
+    weights["output.weight"] = weights["tok_embeddings.weight"].clone()
+    stored = {name: tensor for name, tensor in weights.items() if stores_head or name != "output.weight"}
+    convert(case.write(tmp_path / "mistral", stored), tmp_path / "hf")
+    assert "lm_head.weight" not in load_file(tmp_path / "hf" / "model.safetensors")
+    given = logits(llamoe.LlamoeDenseForCausalLM, tmp_path / "hf", case.ids())
+    # The embedding is not scaled down as heads are.
+    assert max_abs(given, case.logits(weights)) < 10 * TOLERANCE
+    report = convert(tmp_path / "hf", tmp_path / "back", to="mistral")
+    assert any("output.weight is a copy" in note for note in report.notes)
+    back = load_file(tmp_path / "back" / "consolidated.safetensors")
+    assert torch.equal(back["output.weight"], weights["tok_embeddings.weight"])
+    assert open_checkpoint(tmp_path / "back").config.tie_word_embeddings
+
+
+def test_another_dtype_is_a_cast_of_each_number(tmp_path):
+    weights = MIXTRAL.weights()
+    source = MIXTRAL.write(tmp_path / "mistral", weights)
+    convert(source, tmp_path / "hf", dtype="bfloat16")
+    convert(source, tmp_path / "other", dtype="bfloat16", to="mistral")
+    convert(tmp_path / "hf", tmp_path / "back", to="mistral")
+    for folder in ("other", "back"):
+        back = load_file(tmp_path / folder / "consolidated.safetensors")
+        assert back.keys() == weights.keys()
+        assert all(torch.equal(back[name], weights[name].bfloat16()) for name in weights)
+
+
+def test_experts_go_from_file_to_file_without_a_stack_in_between(tmp_path):
+    convert(MIXTRAL.write(tmp_path / "mistral"), tmp_path / "hf")
+    stored = open_safetensors(tmp_path / "hf" / "model.safetensors")
+    stacked = fuse_experts(stored)
+    assert stacked["model.layers.1.mlp.experts.gate_up_proj"].shape == (3, 80, 24)
+    assert stacked["model.layers.1.mlp.experts.down_proj"].shape == (3, 24, 40)
+    again = split_experts(stacked)
+    assert again.keys() == stored.keys()
+    assert all(again[name] is stored[name] for name in stored)
+
+
+@pytest.mark.parametrize(
+    "case", [DENSE, MIXTRAL, FIRST_MIXTRAL], ids=lambda case: case.name.replace(" ", "-")
+)
+def test_inspect_and_verify_read_such_folders(case, tmp_path):
+    weights = case.weights()
+    source = case.write(tmp_path / "mistral", weights)
+    found = inspect(source)
+    assert (found.kind, found.problems, found.mismatches) == ("mistral", [], [])
+    assert ("Mixtral" in found.family) == case.is_mixture
+    assert found.stored == found.parameters["total"] == sum(tensor.numel() for tensor in weights.values())
+    assert found.sizes["hidden_size"] == 24
+    if case.is_mixture:
+        assert (found.sizes["num_local_experts"], found.sizes["num_experts_per_tok"]) == (3, 2)
+        assert found.parts["routers"][0] == 2 * 3 * 24
+        assert found.parts["experts"][0] == 2 * 3 * 3 * 40 * 24
+
+    convert(source, tmp_path / "hf")
+    result = verify(source, tmp_path / "hf")
+    assert result.same_weights
+    assert result.same_function
+    assert verify(source, tmp_path / "hf", by_layer=False).same_function
+    name = next(name for name in weights if name.endswith("w3.weight"))
+    changed = {**weights, name: weights[name] * 1.01}
+    result = verify(case.write(tmp_path / "other", changed), tmp_path / "hf")
+    assert not result.same_weights
+    assert result.same_function is False
+    assert result.first_layer == "layers.0"
+
+
+def test_verify_sees_another_window_and_an_expert_that_no_token_reaches(tmp_path):
+    windows = [
+        MistralCase("a", {"sliding_window": size, "rope_theta": 1e4}).write(tmp_path / str(size))
+        for size in (100, 200)
+    ]
+    result = verify(*windows, tokens=8)
+    assert result.function == {"sliding_window": (100, 200)}
+    assert result.same_function is False
+
+    case = MistralCase("one expert a token", {"moe": {"num_experts": 3, "num_experts_per_tok": 1}})
+    weights = case.weights()
+    for layer in range(2):
+        # Of two opposite logits one is above that of the last expert, which is zero.
+        gate = weights[f"layers.{layer}.feed_forward.gate.weight"]
+        gate[1], gate[2] = -gate[0], 0
+    changed = {**weights, "layers.1.feed_forward.experts.2.w2.weight": torch.rand(24, 40)}
+    result = verify(case.write(tmp_path / "one", weights), case.write(tmp_path / "two", changed))
+    assert result.outputs[0].max_abs == 0
+    assert result.same_function is False
+    assert any("layers.1.mlp: expert 2, to which no token was sent" in reason for reason in result.reasons)
+
+
+# Which folder is whose
+
+
+@pytest.mark.parametrize(
+    "case", [META_LLAMA_1, META_LLAMA_3, META_SCOUT, META_MAVERICK], ids=lambda case: case.name
+)
+def test_metas_folders_stay_metas(case, tmp_path):
+    source = case.write(tmp_path / "meta", case.weights(), 1)
+    assert open_checkpoint(source, companions=False).kind.startswith("meta-llama")
+    # Whatever else lies there.
+    (source / "consolidated.safetensors").write_bytes(b"")
+    assert open_checkpoint(source, companions=False).kind.startswith("meta-llama")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_mistral_ais_folders_are_recognised(case, tmp_path):
+    assert open_checkpoint(case.write(tmp_path / "mistral")).kind == "mistral"
+
+
+def test_a_params_json_with_no_key_of_either_goes_by_the_weights(tmp_path):
+    """Meta's LLaMA 1 and 2 need neither multiple_of nor a multiplier where tensors show the size."""
+    case = META_LLAMA_1
+    source = case.write(tmp_path / "meta", case.weights(), 1)
+    params = {name: case.params[name] for name in ("dim", "n_layers", "n_heads", "norm_eps")}
+    (source / "params.json").write_text(json.dumps(params))
+    assert open_checkpoint(source, companions=False).kind == "meta-llama"
+    (source / "consolidated.00.pth").rename(source / "consolidated.00.pt")
+    with pytest.raises(CheckpointError, match="hidden_dim is missing"):
+        open_checkpoint(source, companions=False)
+
+
+def test_of_a_repository_in_both_formats_hugging_faces_files_are_read(tmp_path):
+    source = MIXTRAL.write(tmp_path / "mistral")
+    convert(source, tmp_path / "hf")
+    for path in source.iterdir():
+        path.rename(tmp_path / "hf" / path.name)
+    assert open_checkpoint(tmp_path / "hf").kind == "hf"
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    assert open_checkpoint(tmp_path / "hf").kind == "mistral"

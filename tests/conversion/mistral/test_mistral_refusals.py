@@ -1,0 +1,301 @@
+"""What is wrong with a folder of Mistral AI's, or cannot become one, is named before anything is written."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.conversions import META_MAVERICK
+from support.mistral_folders import DENSE, FIRST_MIXTRAL, MIXTRAL, SLICES, MistralCase, first_release
+
+import llamoe
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion import convert, inspect, open_checkpoint
+
+EXPERT = "layers.1.feed_forward.experts.2.{}.weight"
+
+
+def refused(source, target, error=CheckpointError, **options):
+    """The message of a refused conversion, of which no file is left."""
+    with pytest.raises(error) as caught:
+        convert(source, target, **options)
+    assert not target.exists()
+    return str(caught.value)
+
+
+def drop(name):
+    return lambda weights: weights.pop(name)
+
+
+def put(name, *shape):
+    return lambda weights: weights.update({name: torch.ones(shape)})
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        (DENSE, drop("layers.1.attention.wo.weight"), ["layers.1.attention.wo.weight missing"]),
+        (DENSE, drop("output.weight"), ["consolidated.safetensors: output.weight missing"]),
+        (DENSE, put("layers.1.attention.wx.weight", 24, 24), ["unknown tensor layers.1.attention.wx.weight"]),
+        (
+            DENSE,
+            put("layers.1.feed_forward.w1.weight", 41, 24),
+            ["layers.1.feed_forward.w1", "[41, 24]", "[40, 24]"],
+        ),
+        (DENSE, put("layers.0.attention.wq.weight", 40, 24), ["wq.weight has 40 rows", "need 48"]),
+        (DENSE, put("layers.0.attention.wk.weight", 24, 24), ["wk.weight has 24 rows", "need 16"]),
+        (DENSE, put("layers.2.ffn_norm.weight", 24), ["3 layers", "n_layers = 2"]),
+        (DENSE, put("norm.weight", 25), ["norm.weight has 25 elements", "dim = 24"]),
+        (DENSE, put("tok_embeddings.weight", 55, 24), ["output.weight has 53 rows", "55 tokens"]),
+        (
+            DENSE,
+            put("layers.0.feed_forward.gate.weight", 3, 24),
+            ["layers.0.feed_forward.gate.weight", "has no moe"],
+        ),
+        (MIXTRAL, drop(EXPERT.format("w3")), [EXPERT.format("w3"), "missing", "moe.num_experts = 3"]),
+        (
+            MIXTRAL,
+            lambda weights: [weights.pop(EXPERT.format(part)) for part in ("w1", "w2", "w3")],
+            [EXPERT.format("w1"), "missing", "moe.num_experts = 3"],
+        ),
+        (MIXTRAL, drop("layers.0.feed_forward.gate.weight"), ["layers.0.feed_forward.gate.weight missing"]),
+        (
+            MIXTRAL,
+            put("layers.0.feed_forward.experts.3.w1.weight", 40, 24),
+            ["layers.0.feed_forward.experts.3.w1.weight is there", "moe.num_experts = 3"],
+        ),
+        (
+            MIXTRAL,
+            put(EXPERT.format("w2"), 24, 41),
+            [EXPERT.format("w2"), "[24, 41]", "[24, 40]"],
+        ),
+        (MIXTRAL, put("layers.0.feed_forward.w1.weight", 40, 24), ["no model.layers.0.mlp.gate_proj.weight"]),
+        (
+            FIRST_MIXTRAL,
+            put("layers.1.block_sparse_moe.w1", 121, 24),
+            ["layers.1.block_sparse_moe.w1", "[121, 24]", "3 experts"],
+        ),
+        (
+            FIRST_MIXTRAL,
+            put("layers.1.block_sparse_moe.w2", 117, 24),
+            ["layers.1.block_sparse_moe.w2", "[117, 24]", "[120, 24]"],
+        ),
+        (FIRST_MIXTRAL, drop("layers.1.block_sparse_moe.w2"), ["layers.1.block_sparse_moe.w2 missing"]),
+    ],
+    ids=lambda value: value.name.replace(" ", "-") if isinstance(value, MistralCase) else None,
+)
+def test_tensors_that_do_not_fit_params_json_are_named(case, change, words, tmp_path):
+    weights = case.weights()
+    if case is FIRST_MIXTRAL:
+        weights = first_release(weights, 3)
+        change(weights)
+        source = replace(case, layout="pth").write(tmp_path / "mistral", weights)
+    else:
+        change(weights)
+        source = case.write(tmp_path / "mistral", weights)
+    message = refused(source, tmp_path / "hf")
+    for word in words:
+        assert word in message
+    assert str(tmp_path / "mistral") in message
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"model_type": "mamba"}, ["model_type = 'mamba'", "no other kind"]),
+        ({"vision_encoder": {"image_size": 1024}}, ["vision_encoder", "decoders of text"]),
+        ({"lora": {"rank": 64, "scaling": 2.0}}, ["lora", "LoRA adapters"]),
+        ({"quantization": {"qformat_weight": "fp8_e4m3"}}, ["quantization", "quantized weights"]),
+        ({"yarn": {"beta": 32}}, ["yarn = {'beta': 32}", "remove it"]),
+        (
+            {"moe": {"num_experts": 3, "num_experts_per_tok": 2, "num_shared_experts": 1}},
+            ["moe.num_shared_experts"],
+        ),
+        ({"moe": 3}, ["moe = 3", "an object"]),
+        ({"moe": {"num_experts": 3}}, ["moe"]),
+        ({"hidden_dim": None}, ["hidden_dim is missing"]),
+        ({"dim": 25}, ["dim = 25"]),
+        ({"n_heads": "6"}, ["n_heads = '6'", "whole number"]),
+        ({"vocab_size": 54}, ["vocab_size = 54", "53 rows"]),
+        ({"norm_eps": -1}, ["norm_eps = -1"]),
+        ({"rope_theta": "1e6"}, ["rope_theta = '1e6'"]),
+        ({"sliding_window": 0}, ["sliding_window = 0"]),
+        ({"sliding_window": [4, 5]}, ["sliding_window = [4, 5]", "one number"]),
+        ({"sliding_window": [4, None, 4]}, ["sliding_window = [4, None, 4]", "2 layers"]),
+        ({"sliding_window": "many"}, ["sliding_window = 'many'"]),
+        ({"hidden_size": 24}, ["hidden_size = 24", "one of hidden_size and dim"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_another_models_or_a_damaged_params_json_is_refused(entries, words, tmp_path):
+    source = replace(DENSE, params=entries).write(tmp_path / "mistral", DENSE.weights())
+    # `hidden_dim` alone shows whose it is.
+    (source / "params.json").write_text(
+        json.dumps({"sliding_window": None, **json.loads((source / "params.json").read_text())})
+    )
+    message = refused(source, tmp_path / "hf")
+    for word in [*words, "params.json"]:
+        assert word in message
+
+
+def test_keys_that_are_off_change_nothing(tmp_path):
+    entries = {
+        "lora": None,
+        "quantization": {},
+        "use_biases": False,
+        "max_batch_size": 8,
+        "model_type": "transformer",
+    }
+    source = replace(DENSE, params=entries).write(tmp_path / "mistral", DENSE.weights())
+    report = convert(source, tmp_path / "hf")
+    assert set(report.dropped) == {"params.json: max_batch_size"}
+
+
+def test_two_sets_of_weights_are_refused(tmp_path):
+    source = DENSE.write(tmp_path / "mistral")
+    torch.save(DENSE.weights(), source / "consolidated.00.pth")
+    message = refused(source, tmp_path / "hf")
+    assert "holds consolidated.safetensors and consolidated.00.pth" in message
+
+
+@pytest.mark.parametrize(
+    ("remove", "words"),
+    [
+        ("params.json", "holds no params.json"),
+        ("consolidated.safetensors", "neither consolidated.safetensors nor consolidated.00.pth"),
+    ],
+)
+def test_a_missing_file_is_named(remove, words, tmp_path):
+    source = DENSE.write(tmp_path / "mistral")
+    (source / remove).unlink()
+    assert words in refused(source, tmp_path / "hf")
+
+
+def test_a_lost_file_of_a_first_release_is_seen(tmp_path):
+    source = FIRST_MIXTRAL.write(tmp_path / "gap")
+    (source / "consolidated.01.pt").unlink()
+    assert "consolidated.01.pt missing" in refused(source, tmp_path / "hf")
+    source = FIRST_MIXTRAL.write(tmp_path / "last")
+    (source / "consolidated.02.pt").unlink()
+    (source / "consolidated.03.pt").unlink()
+    assert "missing" in refused(source, tmp_path / "hf")
+
+
+def test_copies_of_a_tensor_in_a_first_release_must_be_equal(tmp_path):
+    source = FIRST_MIXTRAL.write(tmp_path / "mistral")
+    last = torch.load(source / "consolidated.03.pt")
+    torch.save({**last, "norm.weight": last["norm.weight"] + 1}, source / "consolidated.03.pt")
+    assert "norm.weight: differs" in refused(source, tmp_path / "hf")
+
+
+def test_slices_that_do_not_belong_together_are_refused(tmp_path):
+    source = SLICES.write(tmp_path / "lacks")
+    part = torch.load(source / "consolidated.01.pth")
+    missing = {name: tensor for name, tensor in part.items() if "0.attention.wv" not in name}
+    torch.save(missing, source / "consolidated.01.pth")
+    assert "consolidated.01.pth: layers.0.attention.wv.weight is missing" in refused(source, tmp_path / "hf")
+
+    source = SLICES.write(tmp_path / "lost")
+    (source / "consolidated.01.pth").unlink()
+    assert "A file is missing" in refused(source, tmp_path / "hf")
+
+
+def test_a_mixture_in_slices_is_refused(tmp_path):
+    case = MistralCase(
+        "sliced", {"moe": {"num_experts": 3, "num_experts_per_tok": 2}, "vocab_size": 54}, layout="slices"
+    )
+    message = refused(case.write(tmp_path / "mistral"), tmp_path / "hf")
+    assert "each of the 2 files holds" in message
+    assert "as if sliced" in message
+
+
+def test_weights_that_are_not_finite_leave_nothing_behind(tmp_path):
+    weights = MIXTRAL.weights()
+    weights[EXPERT.format("w2")][3, 5] = torch.nan
+    source = MIXTRAL.write(tmp_path / "mistral", weights)
+    assert EXPERT.format("w2") in refused(source, tmp_path / "hf")
+    assert EXPERT.format("w2") in refused(source, tmp_path / "other", to="mistral")
+
+
+def test_a_damaged_folder_is_inspected_as_far_as_possible(tmp_path):
+    weights = MIXTRAL.weights()
+    del weights[EXPERT.format("w1")]
+    found = inspect(MIXTRAL.write(tmp_path / "mistral", weights))
+    assert found.kind == "partial"
+    assert found.family == "looks like Mixtral"
+    assert any(EXPERT.format("w1") in problem for problem in found.problems)
+
+
+def test_a_damaged_hugging_face_folder_of_mixtral_names_its_own_tensors(tmp_path):
+    convert(MIXTRAL.write(tmp_path / "mistral"), tmp_path / "hf")
+    from safetensors.torch import load_file
+
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.1.w3.weight"
+    missing = {key: tensor for key, tensor in tensors.items() if key != name}
+    save_file(missing, tmp_path / "hf" / "model.safetensors")
+    assert refused(tmp_path / "hf", tmp_path / "again").startswith(f"{name} missing")
+    assert inspect(tmp_path / "hf").mismatches == [f"{name} [40, 24] is missing"]
+
+
+# Writing
+
+
+def dense(**fields):
+    sizes = dict(
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=53,
+    )
+    return llamoe.LlamoeDenseConfig(**{**sizes, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_interleave": True}, "rope_interleave"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_parameters['rope_type']",
+        ),
+    ],
+)
+def test_what_mistral_inference_cannot_compute_is_refused(fields, words, tmp_path):
+    llamoe.LlamoeDenseForCausalLM(dense(**fields)).save_pretrained(tmp_path / "hf")
+    message = refused(tmp_path / "hf", tmp_path / "to", ValueError, to="mistral")
+    assert words in message
+    assert "Mistral AI's" in message
+
+
+def test_an_unused_window_is_no_obstacle(tmp_path):
+    config = dense(sliding_window=7, layer_types=["full_attention"] * 2)
+    llamoe.LlamoeDenseForCausalLM(config).save_pretrained(tmp_path / "hf", layout="llamoe")
+    convert(tmp_path / "hf", tmp_path / "to", to="mistral")
+    assert "sliding_window" not in json.loads((tmp_path / "to" / "params.json").read_text())
+    again = open_checkpoint(tmp_path / "to").config
+    assert (again.sliding_window, again.layer_types) == (7, ["full_attention"] * 2)
+
+
+def test_models_and_options_of_other_formats_are_refused(tmp_path):
+    source = META_MAVERICK.write(tmp_path / "meta", META_MAVERICK.weights(), 1)
+    assert "llamoe_text" in refused(source, tmp_path / "to", ValueError, to="mistral")
+    source = MIXTRAL.write(tmp_path / "mistral")
+    assert "Meta's code does not compute" in refused(source, tmp_path / "to", ValueError, to="meta")
+    for name, value in (
+        ("shards", 2),
+        ("style", "unfused"),
+        ("experts", "split"),
+        ("shard_size", 1),
+        ("layout", "stock"),
+    ):
+        message = refused(source, tmp_path / "to", ValueError, to="mistral", **{name: value})
+        assert re.match(rf"{name} = .*has no meaning for to = 'mistral'", message)
+    assert "'hf', 'meta' and 'mistral'" in refused(source, tmp_path / "to", ValueError, to="gguf")

@@ -1,0 +1,258 @@
+"""Mistral AI's tokenizers through AutoTokenizer: texts and conversations piece by piece, as in mistral-common.
+
+The conversations were also compared with mistral-common 1.13 on its own tokenizer files: v1, v2, v3, v7 and tekken
+(v3, v7, v11, v13) gave the same ids.
+"""
+
+import base64
+import io
+import json
+import random
+
+import pytest
+from support.mistral_folders import MIXTRAL, MistralCase
+from transformers import AutoTokenizer
+
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion import convert
+
+spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
+tiktoken = pytest.importorskip("tiktoken", reason="is compared with")
+
+SIZE = 613
+CONTROLS = {
+    1: [],
+    3: ["[INST]", "[/INST]", "[TOOL_CALLS]"],
+    7: ["[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"],
+}
+TEXTS = ["hello", " hello", "  two  spaces ", "", "\n\n x", "Grüße, 世界! 🙂", "12345 67", "a\tb", "tail "]
+CONVERSATIONS = [
+    [("user", "hello there")],
+    [("system", "be brief"), ("user", "hello")],
+    [("system", "be\nbrief "), ("user", " the first "), ("assistant", " an answer  "), ("user", "next\n")],
+    [("user", "the first"), ("assistant", "answer"), ("user", "next"), ("assistant", "end")],
+]
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def sentencepiece_model(version):
+    """A small model of Mistral AI's kind; versions differ in their control pieces."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdehilnorstuw", k=generator.randint(1, 9))) for _ in range(400)]
+    lines = [" ".join(generator.choices(words, k=12)) for _ in range(900)] + TEXTS[:1] * 9
+    written = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=written,
+        vocab_size=SIZE,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        control_symbols=CONTROLS[version],
+        num_threads=1,
+        minloglevel=2,
+    )
+    return written.getvalue()
+
+
+def tekken(version="v3", **changes):
+    """A small tekken.json: two more ranks than the model has, and special tokens that the file does not name."""
+    words = [b"th", b"he", b" t", b"the", b" the", b"in", b"an", b"\xc3\xbc", b"  ", b"unused", b"too"]
+    tokens = [bytes([byte]) for byte in range(256)] + words
+    content = {
+        "config": {
+            "pattern": PATTERN,
+            "num_vocab_tokens": len(tokens),
+            "default_vocab_size": len(tokens) - 2 + 30,
+            "default_num_special_tokens": 30,
+            "version": version,
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for rank, token in enumerate(tokens)
+        ],
+    }
+    return {**content, **changes}
+
+
+def converted(tmp_path, files, size, name="mistral-instruct"):
+    """A folder of Mistral AI's with these files, as a Hugging Face folder."""
+    case = MistralCase(name, {"vocab_size": size})
+    source = case.write(tmp_path / name)
+    for file, content in files.items():
+        (source / file).write_bytes(content)
+    convert(source, tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def expected_ids(encode, ids, version, conversation):
+    """mistral-common's ids: each piece is encoded alone, borders and ends are tokens, or text in version 1."""
+    system = next((text for role, text in conversation if role == "system"), None)
+    turns = [(role, text) for role, text in conversation if role != "system"]
+    users = [place for place, (role, _) in enumerate(turns) if role == "user"]
+    result = [ids["<s>"]]
+    if system is not None and version >= 7:
+        result += [ids["[SYSTEM_PROMPT]"], *encode(system), ids["[/SYSTEM_PROMPT]"]]
+    for place, (role, text) in enumerate(turns):
+        if role == "assistant":
+            result += [*encode(text if version == 1 else text.rstrip(" ")), ids["</s>"]]
+            continue
+        if system is not None and version < 7 and place == users[0 if version == 1 else -1]:
+            text = f"{system}\n\n{text}"
+        if version == 1:
+            result += encode(f"[INST] {text} [/INST]")
+        else:
+            result += [ids["[INST]"], *encode(text), ids["[/INST]"]]
+    return result
+
+
+def check_conversations(loaded, encode, version):
+    ids = loaded.get_vocab()
+    for conversation in CONVERSATIONS:
+        messages = [{"role": role, "content": text} for role, text in conversation]
+        given = loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert list(given) == expected_ids(encode, ids, version, conversation), conversation
+        for message in messages:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        assert list(loaded.apply_chat_template(messages, return_dict=False)) == list(given)
+
+
+@pytest.mark.parametrize("version", CONTROLS)
+def test_sentencepiece_models_give_the_same_ids_and_conversations(version, tmp_path):
+    model = sentencepiece_model(version)
+    name = f"tokenizer.model.v{version}"
+    folder = converted(tmp_path, {name: model}, SIZE)
+    loaded, reference = AutoTokenizer.from_pretrained(folder), spm.SentencePieceProcessor(model_proto=model)
+    for text in TEXTS:
+        assert loaded(text)["input_ids"] == [1, *reference.encode(text)], text
+    check_conversations(loaded, reference.encode, version)
+    assert (loaded.bos_token_id, loaded.eos_token_id, len(loaded)) == (1, 2, SIZE)
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert "temperature" not in json.loads((folder / "generation_config.json").read_text())
+    assert (folder / "tokenizer.model").read_bytes() == (folder / name).read_bytes() == model
+    # The version is in the name alone, so it comes back.
+    convert(folder, tmp_path / "back", to="mistral")
+    assert {path.name for path in (tmp_path / "back").glob("*tok*")} == {name}
+    assert (tmp_path / "back" / name).read_bytes() == model
+
+
+@pytest.mark.parametrize("version", ["v3", "v7", "v13"])
+def test_tekken_gives_tiktokens_ids_behind_the_special_tokens(version, tmp_path):
+    content = tekken(version)
+    size = content["config"]["default_vocab_size"]
+    folder = converted(tmp_path, {"tekken.json": json.dumps(content).encode()}, size)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    ranks = {base64.b64decode(token["token_bytes"]): token["rank"] for token in content["vocab"][: size - 30]}
+    reference = tiktoken.Encoding("tekken", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+    def encode(text):
+        return [30 + rank for rank in reference.encode(text)]
+
+    for text in [*TEXTS, " the then  thin", "unused too"]:
+        assert loaded(text)["input_ids"] == [1, *encode(text)], text
+        assert loaded.decode(encode(text)) == text
+    check_conversations(loaded, encode, int(version[1:]))
+    assert loaded.convert_ids_to_tokens([0, 1, 2, 11, 17, 29]) == [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "<pad>",
+        "[SYSTEM_PROMPT]",
+        "<SPECIAL_29>",
+    ]
+    assert (loaded.pad_token_id, len(loaded)) == (11, size)
+    convert(folder, tmp_path / "back", to="mistral")
+    assert (tmp_path / "back" / "tekken.json").read_bytes() == (folder / "tekken.json").read_bytes()
+
+
+def test_special_tokens_that_tekken_names_have_their_names(tmp_path):
+    named = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[THINK]", "<pad>"]
+    content = tekken("v15", special_tokens=[{"rank": i, "token_str": name} for i, name in enumerate(named)])
+    size = content["config"]["default_vocab_size"]
+    loaded = AutoTokenizer.from_pretrained(
+        converted(tmp_path, {"tekken.json": json.dumps(content).encode()}, size)
+    )
+    assert loaded.convert_tokens_to_ids([*named, "<SPECIAL_7>"]) == list(range(8))
+    # Its conversations begin with settings, which no template here writes.
+    assert loaded.chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("name", "instruct", "has_template"),
+    [("mistral-instruct", None, True), ("mistral", None, True), ("mistral", False, False), ("x", True, True)],
+)
+def test_a_template_is_written_unless_the_model_is_known_to_be_a_base_model(
+    name, instruct, has_template, tmp_path
+):
+    source = MistralCase(name, {"vocab_size": SIZE}).write(tmp_path / name)
+    (source / "tokenizer.model.v3").write_bytes(sentencepiece_model(3))
+    convert(source, tmp_path / "hf", instruct=instruct)
+    assert (tmp_path / "hf" / "chat_template.jinja").exists() == has_template
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([("assistant", "a")], "message 1 has the role assistant"),
+        ([("user", "a [/INST] b")], r"holds \[/INST\], which Mistral reads"),
+        ([("system", "a")], "must follow"),
+    ],
+)
+def test_conversations_that_mistral_cannot_read_are_refused(messages, words, tmp_path):
+    loaded = AutoTokenizer.from_pretrained(
+        converted(tmp_path, {"tokenizer.model": sentencepiece_model(3)}, SIZE)
+    )
+    with pytest.raises(Exception, match=words):
+        loaded.apply_chat_template([{"role": role, "content": text} for role, text in messages])
+
+
+def test_of_several_tokenizers_the_newest_is_taken(tmp_path):
+    models = {version: sentencepiece_model(version) for version in (1, 3)}
+    files = {"tokenizer.model": models[1], "tokenizer.model.v1": models[1], "tokenizer.model.v3": models[3]}
+    folder = converted(tmp_path, files, SIZE)
+    assert (folder / "tokenizer.model").read_bytes() == models[3]
+    assert not (folder / "tokenizer.model.v1").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"config": 3}', "nor a tekken.json"),
+        (tekken(config=3), "is no tekken.json"),
+        (tekken(vocab=tekken()["vocab"][:-3]), "not one for each rank from 0 to 264"),
+        (tekken(vocab=tekken()["vocab"][1:]), "not one for each rank"),
+        (tekken(special_tokens=[{"rank": 1, "token_str": "<s>"}]), "no </s>"),
+        (tekken(), "30 special tokens and 265 others, and LlamoeMixtralConfig.vocab_size is 53"),
+    ],
+    ids=["another-file", "no-config", "cut", "shifted", "no-end", "another-model"],
+)
+def test_a_tekken_that_is_damaged_or_another_models_is_refused(content, words, tmp_path):
+    source = MIXTRAL.write(tmp_path / "mistral")
+    (source / "tekken.json").write_bytes(
+        content if isinstance(content, bytes) else json.dumps(content).encode()
+    )
+    with pytest.raises(CheckpointError, match=words) as caught:
+        convert(source, tmp_path / "hf")
+    assert str(caught.value).startswith(str(source / "tekken.json"))
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_tokenizer_of_another_size_is_refused_and_none_at_all_is_told(tmp_path):
+    source = MIXTRAL.write(tmp_path / "mistral")
+    report = convert(source, tmp_path / "none")
+    assert any("no tokenizer.model or tekken.json" in note for note in report.notes)
+    (source / "tokenizer.model").write_bytes(sentencepiece_model(1))
+    with pytest.raises(CheckpointError, match="613 pieces, and LlamoeMixtralConfig.vocab_size is 53"):
+        convert(source, tmp_path / "hf")
+
+
+def test_a_tokenizer_that_mistral_ais_code_does_not_read_is_left_out_with_a_note(tmp_path):
+    source = MIXTRAL.write(tmp_path / "mistral")
+    convert(source, tmp_path / "hf")
+    content = tekken()
+    content["config"]["default_vocab_size"] = 60
+    (tmp_path / "hf" / "tekken.json").write_bytes(json.dumps(content).encode())
+    report = convert(tmp_path / "hf", tmp_path / "to", to="mistral")
+    assert any(note.startswith("no tokenizer is written: tekken.json") for note in report.notes)
+    assert not (tmp_path / "to" / "tekken.json").exists()
