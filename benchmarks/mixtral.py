@@ -4,6 +4,7 @@ Contestants: transformers' `MixtralSparseMoeBlock` with the experts implementati
 and with its gathered weights; and our block with its defaults.
 """
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 import llamoe
 
 from . import OURS, REFERENCE
+from .block import IN_TURN
 from .harness import Case, Cases, Contestant, tolerance_of, tolerance_of_gradients
 from .shapes import Setting, Shape
 from .shared_weights import draw_weights, made_in
@@ -24,6 +26,7 @@ IMPLEMENTATIONS = {
     f"{REFERENCE}, eager": "eager",
     f"{REFERENCE}, batched_mm": "batched_mm",
 }
+COPIES = 4
 MOST_GATHERED = 128
 """Up to this many tokens `batched_mm` is measured: it copies an expert's weights for each choice."""
 
@@ -60,17 +63,22 @@ def blocks(setting: Setting, shape: Shape) -> dict[str, nn.Module]:
 
 
 def inference(setting: Setting, shape: Shape, tokens: tuple[int, ...]) -> Cases:
-    """Forward passes without gradients: so many tokens of a row."""
-    modules = blocks(setting, shape)
+    """Forward passes without gradients: so many tokens of a row.
+
+    Few tokens go through equal blocks in turn, as they do in a model of many layers, whose weights are in no cache.
+    """
+    copies = [blocks(setting, shape) for _ in range(COPIES)]
+    modules = copies[0]
     for count in tokens:
         x = setting.randn(1, count, shape.hidden, offset=count + 1)
 
-        def run(module: nn.Module, x: torch.Tensor = x) -> Callable[[], torch.Tensor]:
-            return torch.no_grad()(lambda: module(x))
+        def run(name: str, x: torch.Tensor = x, count: int = count) -> Callable[[], torch.Tensor]:
+            turn = itertools.cycle([copy[name] for copy in (copies if count <= IN_TURN else copies[:1])])
+            return torch.no_grad()(lambda: next(turn)(x))
 
         yield Case(
             name=f"T = {count}",
-            contestants={name: Contestant(run(module)) for name, module in modules.items()},
+            contestants={name: Contestant(run(name)) for name in modules},
             work=None,
             tolerance=tolerance_of(setting.dtype),
             facts={"phase": "forward", "tokens": count, "experts": shape.experts},

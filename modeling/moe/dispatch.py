@@ -8,7 +8,8 @@ Three paths have the same result as the loop that defines it (`stores`):
 * `kernel`: few rows on a GPU, without gradients. A kernel finds the hit experts on the device and reads each once:
   nothing waits for the host, and a step fits into a CUDA graph. A trial before its first use checks its results on this
   device, and up to how many rows it is faster (`kernels.trust`).
-* `grouped`: many rows on a GPU, and all other training. Sort once, then torch's grouped product.
+* `grouped`: many rows on a GPU, output-first experts of 16 bits on the CPU, and all other training. Sort once, then
+  torch's grouped product.
 
 Only the number of rows, sizes, dtype, device and need for gradients decide: the choice is the same for every routing,
 and a compiler makes it once. `llamoe_loop`, `llamoe_kernel` and `llamoe_grouped` force a path. The names stand in
@@ -193,7 +194,9 @@ def choose_path(
         is_adapted: whether adapters add to the products.
     """
     if _is_on_host(experts.down_proj) and not is_transformed():
-        if not needs_gradient or _has_few_rows_each(experts, num_rows, dtype):
+        if not needs_gradient and not _groups_are_faster(experts, num_rows, dtype):
+            return "loop"
+        if needs_gradient and _has_few_rows_each(experts, num_rows, dtype):
             return "loop"
     if not is_adapted and num_rows <= _rows_of_kernel(experts, dtype, needs_gradient, is_traced):
         return "kernel"
@@ -250,6 +253,16 @@ def try_kernels(model: torch.nn.Module) -> None:
 
 def _chosen_by_rows(experts: Any) -> bool:
     return experts.config._experts_implementation in (None, IMPLEMENTATION)
+
+
+def _groups_are_faster(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped product beats the host's loop: in 16 bits the steps of Python between products count."""
+    return (
+        not experts.is_transposed
+        and dtype.itemsize == 2
+        and num_rows > CPU_UNSORTED_MAX_ROWS
+        and experts.fits_grouped_mm(dtype=dtype)
+    )
 
 
 def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:

@@ -139,6 +139,7 @@ def test_rows_and_gradients_decide_on_a_gpu(
         down_proj=weight,
         hidden_act="silu",
         input_first=lambda name: weight,
+        is_transposed=True,
         fits_grouped_mm=lambda dtype: grouped_fits,
     )
     assert choose_path(experts, rows, torch.bfloat16, needs_gradient) == expected
