@@ -222,9 +222,11 @@ def check(
         x = decoder.embed(batch.ids[row, columns]) if batch.embeds is None else batch.embeds[row, columns]
         positions, reach = batch.positions[row, columns], int(fed.reach[row, columns[0]])
 
-        def run(choices=None, blur=None, x=x, positions=positions, reach=reach, visible=visible):
+        def run(
+            choices=None, blur=None, x=x, positions=positions, reach=reach, visible=visible, columns=columns
+        ):
             options = {} if blur is None else {"blur": blur}
-            return decoder(x, positions, reach, visible, choices, **options)
+            return decoder(x, positions, reach, visible, choices, places=columns, **options)
 
         choices = [chosen[row, columns] for chosen in fed.choices] if fed.choices is not None else None
         where = f"{what}, {batch.kind}, row {row}"

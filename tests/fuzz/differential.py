@@ -33,7 +33,7 @@ DOCUMENTED = [
     r'experts_implementation="llamoe_grouped": torch\'s grouped product does not take experts of',
     r"past_key_values has forgotten tokens that are still needed",
     r"position_ids do not tell where the cached tokens of row",
-    r"'s llama demands a multiple of num_attention_heads",
+    r"transformers' llama demands a multiple of num_attention_heads",
 ]
 
 

@@ -90,17 +90,71 @@ def _common(rng: random.Random, heads: dict[str, int], by_length: bool) -> dict[
     return fields
 
 
-def draw_dense(rng: random.Random, by_length: bool = False, for_stock: bool = False) -> dict[str, Any]:
-    """Fields of transformers' `LlamaConfig` as a dictionary; `for_stock` keeps to values that stock accepts."""
+def draw_dense(
+    rng: random.Random, by_length: bool = False, for_stock: bool = False, model_type: str = "llama"
+) -> dict[str, Any]:
+    """Fields of a dense decoder's stock configuration; `for_stock` keeps to values that stock accepts.
+
+    `model_type` is "llama", "mistral" (a window in all layers) or "ministral" (in some).
+    """
     heads = draw_heads(rng)
-    fields = {"model_type": "llama", **_common(rng, heads, by_length)}
+    fields = {"model_type": model_type, **_common(rng, heads, by_length)}
     fields["intermediate_size"] = rng.choice([1, 7, 16, 30, 92])
     fields["mlp_bias"] = chance(rng, 0.3)
-    # Stock requires a multiple even where the head size is given.
-    if for_stock or chance(rng, 0.7):
+    # Stock's llama requires a multiple even where the head size is given.
+    if (for_stock and model_type == "llama") or chance(rng, 0.7):
         fields["hidden_size"] = heads["num_attention_heads"] * rng.choice([2, 4, 7, 8])
+    if model_type != "llama":
+        fields["sliding_window"] = draw_window(rng) if model_type == "ministral" or chance(rng, 0.9) else None
+        if for_stock:
+            fields |= {"attention_bias": False, "mlp_bias": False}
+    if model_type == "ministral":
+        fields["layer_types"] = draw_layer_types(rng, fields["num_hidden_layers"])
     if not for_stock and chance(rng, 0.15):
         fields["rope_interleave"] = True
+    return fields
+
+
+def draw_window(rng: random.Random) -> int:
+    return rng.choice([1, 2, 2, 3, 4, 5, 7, 8, 15, 16, 17, 18, 33, 4096])
+
+
+def draw_layer_types(rng: random.Random, count: int, local: str = "sliding_attention") -> list[str]:
+    return [rng.choice(["full_attention", local]) for _ in range(count)]
+
+
+def draw_rule(rng: random.Random) -> dict[str, Any]:
+    """Fields of a rule of routing, which stock does not have."""
+    function = rng.choice(["softmax", "softmax", "sigmoid"])
+    return {
+        "router_score_function": function,
+        "router_pre_softmax": function == "softmax" and chance(rng, 0.5),
+        "norm_topk_prob": chance(rng, 0.5),
+        "apply_router_weight_on_input": chance(rng, 0.5),
+        "use_shared_expert": chance(rng, 0.5),
+    }
+
+
+def draw_mixtral(rng: random.Random, by_length: bool = False, for_stock: bool = False) -> dict[str, Any]:
+    """Fields of transformers' `MixtralConfig` as a dictionary; `for_stock` keeps to values that stock accepts."""
+    fields = {"model_type": "mixtral", **_common(rng, draw_heads(rng), by_length)}
+    del fields["attention_bias"]
+    experts = rng.choice([1, 2, 3, 4, 5, 7, 8, 16])
+    fields |= dict(
+        intermediate_size=rng.choice([1, 5, 8, 16, 24, 52]),
+        num_local_experts=experts,
+        num_experts_per_tok=rng.choice(
+            [1, min(2, experts), min(2, experts), rng.randint(1, experts), experts]
+        ),
+        sliding_window=draw_window(rng) if chance(rng, 0.5) else None,
+    )
+    if not for_stock:
+        if fields["sliding_window"] is not None and chance(rng, 0.3):
+            fields["layer_types"] = draw_layer_types(rng, fields["num_hidden_layers"])
+        if chance(rng, 0.4):
+            fields |= draw_rule(rng)
+        if chance(rng, 0.15):
+            fields["rope_interleave"] = True
     return fields
 
 
@@ -133,7 +187,7 @@ def draw_text(rng: random.Random, by_length: bool = False, for_stock: bool = Fal
     elif chance(rng, 0.35):
         fields["no_rope_layers"] = [rng.choice([0, 1, 1]) for _ in range(count)]
     if chance(rng, 0.3):
-        fields["layer_types"] = [rng.choice(["full_attention", "chunked_attention"]) for _ in range(count)]
+        fields["layer_types"] = draw_layer_types(rng, count, "chunked_attention")
     if not for_stock:
         if chance(rng, 0.1):
             fields["attention_chunk_size"] = None
@@ -143,6 +197,8 @@ def draw_text(rng: random.Random, by_length: bool = False, for_stock: bool = Fal
             fields["rope_interleave"] = False
         if chance(rng, 0.15):
             fields["mlp_bias"] = True
+        if chance(rng, 0.3):
+            fields |= draw_rule(rng)
     return fields
 
 

@@ -205,4 +205,5 @@ class Judge:
             x = self.decoder.embed(fed.batch.ids[row, columns])
             visible = None if fed.batch.visible is None else fed.batch.visible[row][columns][:, columns]
             positions = fed.batch.positions[row, columns]
-            self.check_no_tie(self.decoder(x, positions, int(fed.reach[row, columns[0]]), visible))
+            reach = int(fed.reach[row, columns[0]])
+            self.check_no_tie(self.decoder(x, positions, reach, visible, places=columns))

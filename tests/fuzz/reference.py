@@ -16,6 +16,24 @@ import torch
 from torch.nn import functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+DENSE = ("llama", "mistral", "ministral")
+# The rules of routing of stock's mixtures, in llamoe's fields.
+RULES: dict[str, dict[str, Any]] = {
+    "llama4_text": dict(
+        router_score_function="sigmoid",
+        router_pre_softmax=False,
+        norm_topk_prob=False,
+        apply_router_weight_on_input=True,
+        use_shared_expert=True,
+    ),
+    "mixtral": dict(
+        router_score_function="softmax",
+        router_pre_softmax=True,
+        norm_topk_prob=True,
+        apply_router_weight_on_input=False,
+        use_shared_expert=False,
+    ),
+}
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -53,10 +71,13 @@ def no_blur(x: torch.Tensor, epsilon: float | None = None) -> torch.Tensor:
     return x
 
 
-def layer_kinds(config: Mapping[str, Any], idx: int) -> tuple[bool, bool, bool]:
-    """Whether layer `idx` of stock's fields rotates, is chunked, is a mixture."""
-    if config["model_type"] == "llama":
-        return True, False, False
+def layer_kinds(config: Mapping[str, Any], idx: int) -> tuple[bool, str | None, bool]:
+    """Whether layer `idx` of stock's fields rotates, has a "chunk" or a "window" or neither, is a mixture."""
+    if config["model_type"] != "llama4_text":
+        types = config.get("layer_types")
+        windowed = config.get("sliding_window") is not None
+        windowed = windowed and (types is None or types[idx] == "sliding_attention")
+        return True, "window" if windowed else None, config["model_type"] not in DENSE
     if config.get("no_rope_layers"):
         rotates = bool(config["no_rope_layers"][idx])
     else:
@@ -70,7 +91,7 @@ def layer_kinds(config: Mapping[str, Any], idx: int) -> tuple[bool, bool, bool]:
         is_moe = idx in config["moe_layers"]
     else:
         is_moe = (idx + 1) % config["interleave_moe_layer_step"] == 0
-    return rotates, chunked and bool(config["attention_chunk_size"]), is_moe
+    return rotates, "chunk" if chunked and config["attention_chunk_size"] else None, is_moe
 
 
 def frequencies(
@@ -111,9 +132,12 @@ class Decoder:
 
     def __init__(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], stock_config: Any):
         self.weights, self.config, self.stock_config = weights, config, stock_config
-        self.is_llama4 = config["model_type"] != "llama"
-        self.interleaved = config.get("rope_interleave", self.is_llama4)
-        self.feed_forward_name = "feed_forward" if self.is_llama4 else "mlp"
+        is_llama4 = config["model_type"] == "llama4_text"
+        self.interleaved = config.get("rope_interleave", is_llama4)
+        self.feed_forward_name = "feed_forward" if is_llama4 else "mlp"
+        self.router_name = "router" if is_llama4 else "gate"
+        self.experts_are_output_first = not is_llama4
+        self.rule = RULES.get(config["model_type"], {}) | config
         self.act = ACTIVATIONS[config["hidden_act"]]
 
     def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -141,6 +165,7 @@ class Decoder:
         visible: torch.Tensor | None = None,
         choices: list[torch.Tensor] | None = None,
         blur: Callable = no_blur,
+        places: torch.Tensor | None = None,
     ) -> Result:
         """Run a sequence.
 
@@ -148,19 +173,23 @@ class Decoder:
             x: embeddings `[n, H]`.
             positions: `[n]`.
             reach: as in `frequencies`.
-            visible: `[n, n]` bool, instead of causal and chunked attention.
+            visible: `[n, n]` bool, instead of causal, chunked and windowed attention.
             choices: for each mixture layer the experts `[n, k]` of the tokens; None for the best.
             blur: applied wherever a model rounds.
+            places: `[n]`, where the tokens are in their row, which windows count; None: side by side.
         """
         config, result = self.config, Result(x)
         causal = torch.ones(len(x), len(x), dtype=torch.bool).tril()
         for idx in range(config["num_hidden_layers"]):
-            rotates, chunked, is_moe = layer_kinds(config, idx)
+            rotates, local, is_moe = layer_kinds(config, idx)
             result.hidden_states.append(x)
             sees = causal if visible is None else visible
-            if chunked and visible is None:
+            if local == "chunk" and visible is None:
                 chunks = positions // config["attention_chunk_size"]
                 sees = causal & (chunks[:, None] == chunks)
+            if local == "window" and visible is None:
+                index = torch.arange(len(x)) if places is None else places
+                sees = causal & (index[:, None] - index < config["sliding_window"])
             name = f"model.layers.{idx}"
             states = blur(self.norm(f"{name}.input_layernorm", x))
             x = blur(x + self._attend(f"{name}.self_attn", states, positions, reach, rotates, sees, blur))
@@ -205,14 +234,33 @@ class Decoder:
         return blur(self.linear(f"{name}.down_proj", blur(blur(self.act(gate)) * up)))
 
     def _mix(self, name, x, choices, blur) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = blur(x @ self.weights[f"{name}.router.weight"].T)
+        rule = self.rule
+        logits = blur(x @ self.weights[f"{name}.{self.router_name}.weight"].T)
         if choices is None:
             choices = logits.topk(self.config["num_experts_per_tok"]).indices
-        result = self._feed_forward(f"{name}.shared_expert", x, blur)
+        scores = self._scores(logits, choices)
+        result = torch.zeros_like(x)
+        if rule["use_shared_expert"]:
+            result = self._feed_forward(f"{name}.shared_expert", x, blur)
+        gate_ups, downs = (self.weights[f"{name}.experts.{stack}_proj"] for stack in ("gate_up", "down"))
+        if self.experts_are_output_first:
+            gate_ups, downs = gate_ups.mT, downs.mT
         for expert in choices.unique().tolist():
-            rows = (choices == expert).any(-1).nonzero()[:, 0]
-            scaled = blur(x[rows] * torch.sigmoid(logits[rows, expert])[:, None])
-            gate, up = blur(scaled @ self.weights[f"{name}.experts.gate_up_proj"][expert]).chunk(2, -1)
-            added = blur(blur(blur(self.act(gate)) * up) @ self.weights[f"{name}.experts.down_proj"][expert])
+            rows, ranks = (choices == expert).nonzero(as_tuple=True)
+            scale = scores[rows, ranks][:, None]
+            given = blur(x[rows] * scale) if rule["apply_router_weight_on_input"] else x[rows]
+            gate, up = blur(given @ gate_ups[expert]).chunk(2, -1)
+            added = blur(blur(blur(self.act(gate)) * up) @ downs[expert])
+            added = added if rule["apply_router_weight_on_input"] else blur(added * scale)
             result = result.index_add(0, rows, added)
         return result, logits
+
+    def _scores(self, logits: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+        rule, chosen = self.rule, logits.gather(1, choices)
+        if rule["router_score_function"] == "sigmoid":
+            scores = torch.sigmoid(chosen)
+        elif rule["router_pre_softmax"]:
+            scores = logits.softmax(-1).gather(1, choices)
+        else:
+            scores = chosen.softmax(-1)
+        return scores / scores.sum(-1, keepdim=True) if rule["norm_topk_prob"] else scores

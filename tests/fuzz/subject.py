@@ -11,19 +11,30 @@ from transformers import Llama4TextConfig
 
 import llamoe
 
-from .draw import DTYPES, chance, draw_dense, draw_text, draw_weights
+from .draw import DTYPES, chance, draw_dense, draw_mixtral, draw_text, draw_weights
 from .judge import Judge
-from .reference import Decoder, layer_kinds
+from .reference import DENSE, Decoder, layer_kinds
 
+OURS_DENSE = (llamoe.LlamoeDenseConfig, llamoe.LlamoeDenseForCausalLM)
+OURS_MIXTRAL = (llamoe.LlamoeMixtralConfig, llamoe.LlamoeMixtralForCausalLM)
+OURS_TEXT = (llamoe.LlamoeTextConfig, llamoe.LlamoeForCausalLM)
 CLASSES = {
-    "llama": (llamoe.LlamoeDenseConfig, llamoe.LlamoeDenseForCausalLM, "LlamaConfig", "LlamaForCausalLM"),
-    "llama4_text": (
-        llamoe.LlamoeTextConfig,
-        llamoe.LlamoeForCausalLM,
-        "Llama4TextConfig",
-        "Llama4ForCausalLM",
-    ),
+    "llama": (*OURS_DENSE, "LlamaConfig", "LlamaForCausalLM"),
+    "mistral": (*OURS_DENSE, "MistralConfig", "MistralForCausalLM"),
+    "ministral": (*OURS_DENSE, "MinistralConfig", "MinistralForCausalLM"),
+    "mixtral": (*OURS_MIXTRAL, "MixtralConfig", "MixtralForCausalLM"),
+    "llama4_text": (*OURS_TEXT, "Llama4TextConfig", "Llama4ForCausalLM"),
 }
+FAMILIES = [
+    "llama",
+    "mistral",
+    "ministral",
+    "mixtral",
+    "mixtral",
+    "llama4_text",
+    "llama4_text",
+    "llama4_text",
+]
 ATTENTION = ["sdpa", "sdpa", "sdpa", "eager"]
 EXPERTS = [None, None, None, "llamoe", "llamoe_loop", "llamoe_grouped", "eager", "grouped_mm", "batched_mm"]
 OURS_ONLY = ("rope_interleave",)
@@ -64,7 +75,7 @@ class Subject:
 
     @property
     def is_dense(self) -> bool:
-        return self.fields["model_type"] == "llama"
+        return self.fields["model_type"] in DENSE
 
     @property
     def has_mixture(self) -> bool:
@@ -73,7 +84,13 @@ class Subject:
         )
 
     @property
-    def has_chunks(self) -> bool:
+    def has_linear_feed_forward(self) -> bool:
+        """Whether there are feed-forwards of linear layers, dense or shared."""
+        return not self.has_mixture or self.judge.decoder.rule["use_shared_expert"]
+
+    @property
+    def forgets(self) -> bool:
+        """Whether layers have chunks or windows, so that their caches forget tokens."""
         return any(layer_kinds(self.fields, idx)[1] for idx in range(self.fields["num_hidden_layers"]))
 
     @property
@@ -92,6 +109,9 @@ class Subject:
         fields = {name: value for name, value in self.fields.items() if name != "model_type"}
         config = getattr(transformers, config_name)(**fields)
         config._attn_implementation = self.config._attn_implementation
+        if self.fields["model_type"] == "mixtral":
+            # torch's grouped product does not take all sizes.
+            config._experts_implementation = "eager"
         with torch.device("meta"):
             stock = getattr(transformers, model_name)._from_config(config, dtype=self.dtype)
         stock = stock.to_empty(device="cpu")
@@ -109,6 +129,13 @@ class Subject:
         return True
 
 
+def draw_fields(rng: random.Random, family: str, by_length: bool, for_stock: bool) -> dict[str, Any]:
+    """Fields of a family's stock configuration."""
+    if family in DENSE:
+        return draw_dense(rng, by_length, for_stock, family)
+    return (draw_mixtral if family == "mixtral" else draw_text)(rng, by_length, for_stock)
+
+
 def draw_subject(
     rng: random.Random,
     seed: int,
@@ -123,16 +150,16 @@ def draw_subject(
     """Draw a model.
 
     Args:
-        family: "llama" or "llama4_text".
+        family: a key of `CLASSES`.
         by_length: also draw rotary embeddings that depend on the length of the pass.
         dtypes: some of `DTYPES`.
         for_stock: keep to what stock accepts.
         attention, experts: implementations to choose from.
         **overrides: fields.
     """
-    family = family or rng.choice(["llama", "llama4_text", "llama4_text"])
+    family = family or rng.choice(FAMILIES)
     for_stock = chance(rng, 0.6) if for_stock is None else for_stock
-    fields = (draw_dense if family == "llama" else draw_text)(rng, by_length, for_stock) | overrides
+    fields = draw_fields(rng, family, by_length, for_stock) | overrides
     dtype = DTYPES[rng.choice(dtypes or ["float32"] * 5 + ["float64", "bfloat16", "bfloat16", "float16"])]
     config_class, model_class, *_ = CLASSES[family]
     given = dict(fields)
@@ -141,12 +168,12 @@ def draw_subject(
     config = config_class(**given)
     config._attn_implementation = rng.choice(attention)
     implementation = rng.choice(experts)
-    if family != "llama":
+    if family not in DENSE:
         config._experts_implementation = implementation
     model = draw_weights(model_class._from_config(config), seed).to(dtype)
-    if implementation is not None and family != "llama":
+    if implementation is not None and family not in DENSE:
         model.set_experts_implementation(implementation)
     model.set_attn_implementation(config._attn_implementation)
     judge = Judge(Decoder(exact_weights(model), fields, rope_config(fields)), dtype, seed)
-    notes = {"attention": config._attn_implementation, "experts": implementation}
+    notes = {"family": family, "attention": config._attn_implementation, "experts": implementation}
     return Subject(fields, model, judge, dtype, for_stock, notes)

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from support import triton_interpreter  # noqa: F401
-from support.models import make_asymmetric, stock_text_config
+from support.models import make_asymmetric, stock_mixtral_config, stock_text_config
 from transformers.integrations.moe import batched_mm_experts_forward
 
 import llamoe
@@ -21,7 +21,7 @@ from llamoe.modeling.kernels.few_rows import (
     few_rows_fits,
     run_kernels,
 )
-from llamoe.modeling.moe.stores import Experts
+from llamoe.modeling.moe.stores import Experts, OutputFirstExperts
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 
@@ -189,13 +189,19 @@ def test_rounding_is_where_separate_operations_round():
     assert torch.equal(few_rows_experts(x, gate_up, down, ids), plain)
 
 
-def test_kernels_equal_batched_mm_of_transformers():
-    config = llamoe.from_stock(stock_text_config())
-    experts = make_asymmetric(Experts(config))
+@pytest.mark.parametrize(
+    ("experts_class", "stock_config"),
+    [(Experts, stock_text_config), (OutputFirstExperts, stock_mixtral_config)],
+    ids=["input-first", "output-first"],
+)
+def test_kernels_equal_batched_mm_of_transformers(experts_class, stock_config):
+    config = llamoe.from_stock(stock_config())
+    experts = make_asymmetric(experts_class(config))
     x, ids = torch.randn(13, config.hidden_size), torch.randint(config.num_local_experts, (13,))
     with torch.no_grad():
         expected = batched_mm_experts_forward(experts, x, ids[:, None], torch.ones(13, 1))
-        given = few_rows_experts(x, experts.gate_up_proj, experts.down_proj, ids)
+        stacks = (experts.input_first(name) for name in ("gate_up_proj", "down_proj"))
+        given = few_rows_experts(x, *stacks, ids)
     assert expected.std() > 0.3
     torch.testing.assert_close(given, expected, rtol=0, atol=3e-6)
 

@@ -111,7 +111,7 @@ def change(rng, whole: Batch, fed: Fed, cache: Any, kind: str, subject: Subject)
     """Crop a cache or reorder its rows, and do the same with the known rows."""
     rows, length = fed.batch.shape
     ways = ["reorder"] if kind == "static" else ["reorder", "repeat", "select"]
-    if kind == "dynamic" or not subject.has_chunks:
+    if kind == "dynamic" or not subject.forgets:
         ways += [] if kind == "static" else ["crop"]
     way = rng.choice(ways)
     index = torch.arange(rows)

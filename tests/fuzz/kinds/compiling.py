@@ -10,9 +10,9 @@ from torch.export import Dim
 from transformers import StaticCache
 
 from ..batch import Batch, Fed, check, draw_batch, forward
-from ..draw import chance
+from ..draw import chance, draw_layer_types
 from ..judge import Refused
-from ..subject import Subject, draw_subject
+from ..subject import FAMILIES, Subject, draw_subject
 from .training import check_gradients, draw_labels
 
 WAYS = ["compile"] * 5 + ["train", "train", "steps", "steps", "export", "export", "export", "trace"]
@@ -20,9 +20,11 @@ BACKENDS = ["eager"] * 5 + ["aot_eager"] * 4 + ["inductor"]
 
 
 def draw_small(rng: random.Random, seed: int) -> Subject:
-    family = rng.choice(["llama", "llama4_text", "llama4_text"])
+    family = rng.choice(FAMILIES)
     overrides: dict[str, Any] = {"num_hidden_layers": 2}
-    if family != "llama":
+    if family in ("ministral", "mixtral"):
+        overrides["layer_types"] = draw_layer_types(rng, 2) if family == "ministral" else None
+    if family == "llama4_text":
         overrides |= {"head_dim": 2 * rng.choice([1, 3, 5]), "moe_layers": None, "layer_types": None}
         overrides["no_rope_layers"] = rng.choice([[1, 0], [1, 0], [1, 1], [0, 1]])
     experts = [None, None, None, "llamoe_loop", "eager", "grouped_mm", "batched_mm"]

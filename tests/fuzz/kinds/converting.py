@@ -11,16 +11,21 @@ import llamoe
 from llamoe.conversion import convert, inspect, merge_kv_heads, upcycle, verify
 
 from ..batch import Fed, check, draw_batch, forward
-from ..draw import DTYPES
+from ..draw import DTYPES, chance
 from ..judge import Judge, Refused, Wrong
-from ..reference import Decoder
-from ..subject import Subject, draw_subject, exact_weights, rope_config
+from ..reference import DENSE, Decoder
+from ..subject import FAMILIES, Subject, draw_subject, exact_weights, rope_config
 from .saving import load, same_weights
 
 
 def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     way = rng.choice(["split", "split", "cast", "meta", "upcycle", "heads", "verify"])
-    family = {"split": "llama4_text", "upcycle": "llama"}.get(way)
+    families = {
+        "split": ["llama4_text", "mixtral"],
+        "upcycle": list(DENSE),
+        "meta": ["llama", "llama4_text", "llama4_text"],
+    }
+    family = rng.choice(families.get(way, FAMILIES))
     overrides: dict[str, Any] = {}
     # Mostly values that Meta's params.json can express.
     if way == "meta":
@@ -37,7 +42,6 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     notes |= {
         **subject.notes,
         "way": way,
-        "family": subject.fields["model_type"],
         "dtype": str(subject.dtype),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -106,11 +110,19 @@ def _upcycle(rng: random.Random, seed: int, subject: Subject, place: Path) -> No
     options = {
         "experts": experts,
         "top_k": rng.randint(1, experts),
-        "interleave": rng.randint(1, subject.fields["num_hidden_layers"]),
     }
-    upcycle(place / "source", place / "moe", **options)
+    # Llama 4 has no windows, and Mixtral no biases.
+    has_bias = subject.fields["attention_bias"] or subject.fields["mlp_bias"]
+    family = "mixtral" if subject.forgets else "llama4" if has_bias else rng.choice(["llama4", "mixtral"])
+    if family == "llama4":
+        options["interleave"] = rng.randint(1, subject.fields["num_hidden_layers"])
+    # What is said where nothing is.
+    is_usual = family == ("mixtral" if subject.forgets else "llama4")
+    upcycle(
+        place / "source", place / "moe", family=None if is_usual and chance(rng, 0.5) else family, **options
+    )
     model = load(
-        llamoe.LlamoeForCausalLM,
+        llamoe.LlamoeMixtralForCausalLM if family == "mixtral" else llamoe.LlamoeForCausalLM,
         place / "moe",
         dtype=subject.dtype,
         attn_implementation=subject.notes["attention"],
@@ -119,7 +131,7 @@ def _upcycle(rng: random.Random, seed: int, subject: Subject, place: Path) -> No
     batch = draw_batch(rng, generator, subject.fields["vocab_size"], ["plain", "left", "packed"], 30)
     with torch.no_grad():
         _, fed = forward(model.eval(), batch)
-    # The experts add nothing, so the dense reference is the judge, and the choices do not matter.
+    # The experts add nothing or are the dense feed-forward, whose reference is the judge; choices do not matter.
     fed = Fed(batch, fed.logits, [], fed.reach)
     check(fed, subject.judge, "upcycled")
 

@@ -12,10 +12,7 @@ from ..draw import chance
 from ..judge import LOG, Wrong
 from ..subject import Subject, draw_subject
 
-HEADS = {
-    "llama": ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"],
-    "llama4_text": ["ForSequenceClassification"],
-}
+HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
 
 
 @torch.no_grad()
@@ -31,7 +28,8 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
         notes["way"] = "resized"
         resized(rng, subject, batch)
     else:
-        kind = rng.choice(HEADS[subject.fields["model_type"]])
+        # Llama 4 has no other.
+        kind = rng.choice(HEADS[:1] if subject.fields["model_type"] == "llama4_text" else HEADS)
         notes["way"] = kind
         classify(rng, seed, subject, batch, kind)
 
@@ -60,7 +58,7 @@ def resized(rng: random.Random, subject: Subject, batch: Batch) -> None:
 
 
 def classify(rng: random.Random, seed: int, subject: Subject, batch: Batch, kind: str) -> None:
-    family = "LlamoeDense" if subject.is_dense else "Llamoe"
+    family = type(subject.model).__name__.removesuffix("ForCausalLM")
     config = subject.model.config
     config.num_labels = labels = 2 if "Answer" in kind else rng.choice([1, 2, 5])
     model = getattr(llamoe, family + kind)._from_config(config).to(subject.dtype).eval()

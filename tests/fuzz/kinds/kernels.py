@@ -47,7 +47,12 @@ def interpreted(seed: int) -> str:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtypes = ["float32", "float32", "bfloat16", "float16"]
     subject = draw_subject(
-        rng, seed, "llama4_text", dtypes=dtypes, experts=["llamoe_kernel"], hidden_act="silu"
+        rng,
+        seed,
+        rng.choice(["llama4_text", "mixtral"]),
+        dtypes=dtypes,
+        experts=["llamoe_kernel"],
+        hidden_act="silu",
     )
     batch = draw_batch(rng, generator, subject.fields["vocab_size"], ["plain", "left", "packed"], 16)
     try:

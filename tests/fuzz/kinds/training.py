@@ -38,7 +38,7 @@ def exact_loss(
         x = decoder.embed(batch.ids[row, columns]) if batch.embeds is None else batch.embeds[row, columns]
         visible = None if batch.visible is None else batch.visible[row][columns][:, columns]
         choices = [layer[row, columns] for layer in fed.choices]
-        more = {} if blur is None else {"blur": blur}
+        more = {"places": columns} | ({} if blur is None else {"blur": blur})
         result = decoder(x, batch.positions[row, columns], int(fed.reach[0, 0]), visible, choices, **more)
         rows = rows.index_put((torch.tensor(row), columns), result.logits)
         for layer, logits in enumerate(result.router_logits):
@@ -51,11 +51,16 @@ def exact_loss(
     items = options.get("num_items_in_batch", count)
     loss, share = total / items, count / items if "num_items_in_batch" in options else 1.0
     if options["aux"]:
-        terms = []
+        used, shares = [], []
         for logits, picks in zip(map(torch.cat, routers), map(torch.cat, chosen), strict=True):
-            used = F.one_hot(picks, logits.shape[1]).sum(1).double().mean(0)
-            terms.append(logits.shape[1] * (used * logits.softmax(-1).mean(0)).sum())
-        loss = loss + share * options["aux"] * torch.stack(terms).mean()
+            used.append(F.one_hot(picks, logits.shape[1]).sum(1).double().mean(0))
+            shares.append(logits.softmax(-1).mean(0))
+        used_LE, shares_LE = torch.stack(used), torch.stack(shares)
+        # Stock's Mixtral takes the tokens of all layers together.
+        if decoder.config["model_type"] == "mixtral":
+            used_LE, shares_LE = used_LE.mean(0), shares_LE.mean(0)
+        term = used_LE.shape[-1] * (used_LE * shares_LE).sum(-1).mean()
+        loss = loss + share * options["aux"] * term
     if options["z"]:
         terms = [torch.cat(layer).logsumexp(-1).square().mean() for layer in routers]
         loss = loss + share * options["z"] * torch.stack(terms).mean()
@@ -92,7 +97,7 @@ def check_gradients(
         def run(choices=None, blur=None, row=row, columns=columns):
             x = judge.decoder.embed(fed.batch.ids[row, columns])
             visible = None if fed.batch.visible is None else fed.batch.visible[row][columns][:, columns]
-            more = {} if blur is None else {"blur": blur}
+            more = {"places": columns} | ({} if blur is None else {"blur": blur})
             with torch.no_grad():
                 return judge.decoder(
                     x, fed.batch.positions[row, columns], int(fed.reach[0, 0]), visible, choices, **more
