@@ -33,6 +33,8 @@ class CheckedGeneration(GenerationMixin):
     `GenerationMixin` among a head's bases; transformers requires that one as a direct base too.
     """
 
+    config: Any
+
     def generate(self, inputs=None, *args, **kwargs):
         """Generate tokens; the arguments are those of `GenerationMixin.generate`.
 
@@ -67,8 +69,6 @@ class CheckedGeneration(GenerationMixin):
 
 class ChunkedGeneration(CheckedGeneration):
     """Continuous batching for decoders with chunked layers."""
-
-    config: Any
 
     def generate(self, inputs=None, *args, **kwargs):
         """Generate tokens; arguments as in `GenerationMixin.generate`."""

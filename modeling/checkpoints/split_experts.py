@@ -151,7 +151,7 @@ def _tensors(state_dict: Mapping[str, torch.Tensor] | None, files: Iterable[str]
 
 
 def find_split_experts(
-    model: nn.Module,
+    model: PreTrainedModel,
     state_dict: Mapping[str, torch.Tensor] | None,
     files: Iterable[str] | None,
     load_config: Any,

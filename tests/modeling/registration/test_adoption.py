@@ -514,3 +514,28 @@ def test_stock_head_that_is_named_itself_stays_stock(folders, tmp_path):
     assert type(again.model) is transformers.LlamaModel and type(again.config) is LlamaConfig
     with torch.no_grad():
         assert torch.equal(again(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [("mistral", {"sliding_window": 5}), ("mixtral", {"num_local_experts": 3, "sliding_window": 5})],
+    ids=["mistral", "mixtral"],
+)
+def test_mistrals_folders_give_our_classes_and_stocks_numbers(model_type, fields, tmp_path):
+    config = AutoConfig.for_model(
+        model_type, vocab_size=53, hidden_size=24, intermediate_size=20, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=8, **fields,
+    )  # fmt: skip
+    ids = torch.randint(0, 53, (2, 13), generator=torch.Generator().manual_seed(0))
+    for auto_name in ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"):
+        auto_class = getattr(transformers, f"AutoModelFor{auto_name}")
+        stock = make_asymmetric(auto_class.from_config(config))
+        stock.config.pad_token_id = 0
+        stock.save_pretrained(tmp_path / auto_name)
+        with llamoe.adopt(model_type):
+            ours = auto_class.from_pretrained(tmp_path / auto_name)
+        assert isinstance(ours, LlamoePreTrainedModel)
+        assert type(auto_class.from_pretrained(tmp_path / auto_name)) is type(stock)
+        with torch.no_grad():
+            for mine, its in zip(ours(ids).to_tuple()[:1], stock(ids).to_tuple()[:1], strict=True):
+                assert max_abs(mine, its) < 1e-5
