@@ -242,12 +242,21 @@ def replace_all_linear(replacement: Callable) -> None:
 def read_adapters_as(model_type: str, stock_type: str) -> None:
     """Have peft treat adapters of a model type as those of a stock one, whose layers transformers 5 has renamed.
 
-    peft then takes "all-linear" and the names of single experts' layers for the stacks that hold them.
+    peft then takes "all-linear" and the names of single experts' layers for the stacks that hold them. Where a config
+    names no layers, peft would make that an empty set, and forget its default.
     """
-    from peft.utils import transformers_weight_conversion
+    from peft.utils import transformers_weight_conversion as conversion
 
-    patterns = transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN
+    patterns = conversion._MODEL_TO_CONVERSION_PATTERN
     patterns[model_type] = patterns[stock_type]
+    original = conversion._convert_peft_config_moe
+
+    @functools.wraps(original)
+    def convert(peft_config, model):
+        if peft_config.target_modules is not None or model.config.model_type != model_type:
+            original(peft_config, model)
+
+    conversion._convert_peft_config_moe = convert
 
 
 def replace_weighted_sum(replacement: Callable) -> None:

@@ -116,14 +116,16 @@ def check_inputs(
             )
     if position_ids is None:
         return
-    wanted = f"shape [{batch_size} or 1, {num_tokens}]"
+    # Only where it is shown: a text of sizes makes them constants of a compiled graph.
+    wanted = "shape [{} or 1, {}]".format
     if not isinstance(position_ids, torch.Tensor):
         raise ValueError(
-            f"position_ids is a {type(position_ids).__name__}; expected: integers in a tensor of {wanted}."
+            f"position_ids is a {type(position_ids).__name__}; expected: integers in a tensor of "
+            f"{wanted(batch_size, num_tokens)}."
         )
     shapes = ((1, num_tokens), (batch_size, num_tokens))
     if position_ids.dtype not in _INTEGERS or tuple(position_ids.shape) not in shapes:
-        _fail("position_ids", position_ids, f"int64 or int32 of {wanted}")
+        _fail("position_ids", position_ids, f"int64 or int32 of {wanted(batch_size, num_tokens)}")
     if position_ids.numel() and is_readable(position_ids) and int(position_ids.min()) < 0:
         _check_negative_positions(attention_mask, position_ids, past_key_values)
 

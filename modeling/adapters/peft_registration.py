@@ -137,7 +137,7 @@ def _register(peft: ModuleType) -> None:
     before_hotswap(_orient_before_hotswap)
     replace_all_linear(_expand_all_linear)
     watch_adapter_files(_check_before_adding, remember_file)
-    turn_update_of_one_expert(lambda module: isinstance(module, Experts))
+    turn_update_of_one_expert(lambda module: isinstance(module, Experts) and module.is_transposed)
     replace_weighted_sum(_add_weighted_adapter)
     before_saving_adapters(_tell_of_dropout)
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
@@ -99,8 +98,12 @@ def packed_groups(segments: torch.Tensor, position_ids: torch.Tensor, chunk_size
     """`[B or 1, T]`: groups of packed rows, which are segments or the chunks of segments, numbered along the row."""
     if chunk_size is None:
         return segments
-    begins = (segments.diff(dim=1) != 0) | (chunk_of(position_ids, chunk_size).diff(dim=1) != 0)
-    return nn.functional.pad(begins.cumsum(1), (1, 0))
+    # T columns throughout: an exporter takes T - 1 of them for never one.
+    chunks = chunk_of(position_ids, chunk_size)
+    begins = (segments.diff(dim=1, prepend=segments[:, :1]) != 0) | (
+        chunks.diff(dim=1, prepend=chunks[:, :1]) != 0
+    )
+    return begins.cumsum(1)
 
 
 class EqualRows(NamedTuple):

@@ -73,7 +73,8 @@ def test_attention_implementation_is_taken(case, when, calls, tmp_path):
 @pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("when", ["load", "set", "from_config"])
 def test_experts_implementation_is_taken(case, name, when, calls, tmp_path):
-    model, inputs = case.make(moe_layers=[0, 1]), case.inputs()
+    all_layers = {"moe_layers": [0, 1]} if case.is_llama4 else {}
+    model, inputs = case.make(**all_layers), case.inputs()
     model.set_experts_implementation("eager")
     expected = run(model, **inputs)
     if when == "set":
@@ -83,7 +84,10 @@ def test_experts_implementation_is_taken(case, name, when, calls, tmp_path):
         model = case.model_class.from_pretrained(tmp_path, experts_implementation=name)
     else:
         weights = model.state_dict()
-        model = case.auto_class.from_config(case.make_config(moe_layers=[0, 1]), experts_implementation=name)
+        model = case.auto_class.from_config(
+            case.make_config(**all_layers),
+            experts_implementation=name,
+        )
         model.load_state_dict(weights)
         model.eval()
     calls.clear()

@@ -49,17 +49,17 @@ def test_continuous_batching_equals_each_prompt_alone(case, attention):
     """More prompts than fit at once, up to the last token of a chunk; dense models know no such limit."""
     model = case.make_small()
     model.set_attn_implementation(attention)
-    lengths, count = ((11, 1, 4, 9, 7), 5) if case.has_experts else ((40, 1, 4, 9, 25), 7)
+    lengths, count = ((11, 1, 4, 9, 7), 5) if case.is_llama4 else ((40, 1, 4, 9, 25), 7)
     inputs = prompts(*lengths)
     expected = each_alone(model, inputs, count)
     assert batch(model, inputs, count) == expected
     assert model.config._attn_implementation == attention
-    if case.has_experts:
+    if case.is_llama4:
         assert model.config.get_text_config().layer_types.count("chunked_attention") == 1
     assert each_alone(model, inputs[:1], count) == expected[:1]
 
 
-@for_models("is_head", "has_experts")
+@for_models("is_head", "is_llama4")
 def test_continuous_batching_refuses_more_than_a_chunk(case):
     """Behind the border it would be wrong without a word: stock's paged masks know nothing of chunks."""
     model = case.make_small()
@@ -86,7 +86,8 @@ def test_continuous_batching_refuses_more_than_a_chunk(case):
 
 
 def test_without_chunks_continuous_batching_knows_no_limit():
-    model = MODELS[3].make_small(attention_chunk_size=None, layer_types=None)
+    case = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
+    model = case.make_small(attention_chunk_size=None, layer_types=None)
     inputs = prompts(12, 30)
     assert batch(model, inputs, 6) == each_alone(model, inputs, 6)
 

@@ -199,3 +199,53 @@ def test_broken_folders_say_what_is_wrong(fault, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(llamoe.CheckpointError, match=message):
         LlamoeMixtralForCausalLM.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_a_layer_on_disk(tmp_path):
+    """transformers stacks its experts there anew, hence the folder."""
+    stock, _ = pair(tmp_path / "stock")
+    places = {"": "cpu", "model.layers.1": "disk"}
+    placed = LlamoeMixtralForCausalLM.from_pretrained(
+        tmp_path / "stock", device_map=places, offload_folder=tmp_path / "offload"
+    )
+    assert placed.model.layers[1].mlp.experts.down_proj.device.type == "meta"
+    assert max_abs(placed(ids()).logits, stock(ids()).logits) <= 1e-4
+
+
+def test_lora_on_a_single_square_expert_merges_as_it_adapts(tmp_path):
+    """peft takes a stack of one expert for a linear layer's weight, which output-first it is."""
+    from peft import LoraConfig, get_peft_model
+
+    _, ours = pair(tmp_path, num_local_experts=1, num_experts_per_tok=1, intermediate_size=72)
+    config = LoraConfig(
+        target_modules=["q_proj"], target_parameters=["experts.down_proj"], init_lora_weights=False
+    )
+    adapted = get_peft_model(ours, config).eval()
+    for implementation in ("llamoe", "eager"):
+        adapted.get_base_model().set_experts_implementation(implementation)
+        with torch.no_grad():
+            if implementation == "llamoe":
+                expected = adapted(ids()).logits
+            assert max_abs(adapted(ids()).logits, expected) <= 1e-4
+    with torch.no_grad():
+        assert max_abs(adapted.merge_and_unload()(ids()).logits, expected) <= 1e-4
+
+
+def test_positions_leave_a_compiled_graph_open_to_all_lengths(tmp_path):
+    _, ours = pair(tmp_path)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for length in (7, 9, 12, 20):
+            positions = torch.arange(length)[None]
+            compiled(ids(length), position_ids=positions, use_cache=False)
+    torch._dynamo.reset()
+    # One for all of them, and one more where a window first ends within the row.
+    assert len(graphs) <= 2

@@ -274,10 +274,11 @@ def test_router_losses_do_not_grow_with_the_number_of_pieces(case, tmp_path):
 
 
 def test_a_classifiers_losses_do_not_grow_with_the_number_of_pieces(tmp_path):
-    examples = [dict(rows(MIXTURES[0], count=1)[0], labels=torch.tensor(2))] * 4
+    case = next(case for case in MIXTURES if case.name == "LlamoeForCausalLM")
+    examples = [dict(rows(case, count=1)[0], labels=torch.tensor(2))] * 4
     losses = []
     for size, steps in ((4, 1), (1, 4)):
-        config = MIXTURES[0].make_config(num_labels=5, output_router_logits=True, router_aux_loss_coef=0.7)
+        config = case.make_config(num_labels=5, output_router_logits=True, router_aux_loss_coef=0.7)
         model = draw(llamoe.LlamoeForSequenceClassification, config)
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
         losses += losses_of(trainer_of(model, tmp_path, examples, **options))

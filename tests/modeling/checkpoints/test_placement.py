@@ -98,7 +98,7 @@ WAYS = {
 }
 
 
-@for_models(models=SHALLOW_MODELS)
+@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
 @pytest.mark.parametrize("way", WAYS)
 def test_device_maps_change_no_bit(case, way, saved, tmp_path):
     model, folder, inputs, expected = saved(case)
@@ -118,7 +118,7 @@ def test_device_maps_change_no_bit(case, way, saved, tmp_path):
     assert_equal(case, placed, inputs, expected)
 
 
-@for_models(models=SHALLOW_MODELS)
+@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
 def test_auto_classes_take_device_maps(case, saved):
     model, folder, inputs, expected = saved(case)
     placed = case.auto_class.from_pretrained(folder / "shards", device_map=in_turns(model))
@@ -148,7 +148,7 @@ def test_tower_and_text_apart(place, saved):
     )
 
 
-@for_models("is_head", models=SHALLOW_MODELS)
+@for_models("is_head", "is_stored_as_it_is", models=SHALLOW_MODELS)
 @pytest.mark.parametrize("cache", ["static", "none"])
 def test_ways_to_generate_on_placed_models(case, cache, saved):
     model, folder, inputs, _ = saved(case)
@@ -157,7 +157,7 @@ def test_ways_to_generate_on_placed_models(case, cache, saved):
     assert torch.equal(generate(placed, inputs, **options), generate(model, inputs, **options))
 
 
-@for_models(models=SHALLOW_MODELS)
+@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
 def test_everything_that_is_returned_is_equal(case, saved):
     model, folder, inputs, _ = saved(case)
     placed = case.model_class.from_pretrained(folder / "one", device_map={"": "disk"})
@@ -183,7 +183,7 @@ def test_everything_that_is_returned_is_equal(case, saved):
             assert all(torch.equal(mine, its) for mine, its in pairs), name
 
 
-@for_models(models=SHALLOW_MODELS)
+@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
 def test_weights_on_disk_are_cast(case, saved):
     model, folder, inputs, _ = saved(case)
     plain, placed = (
@@ -205,7 +205,7 @@ def test_backend_of_experts_on_disk_is_the_one_that_runs(dtype, tmp_path, caplog
     assert ("experts eager (grouped_mm does not" in caplog.text) == (dtype == torch.float16), caplog.text
 
 
-@for_models(models=SHALLOW_MODELS)
+@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
 @pytest.mark.parametrize("layout", ["llamoe", "stock"])
 def test_a_placed_model_saves_whole(case, layout, saved, tmp_path):
     model, folder, inputs, expected = saved(case)
@@ -248,7 +248,7 @@ def test_stock_folders_and_their_parts(stock_class, make_config, names, tmp_path
             assert_equal(case, placed, inputs, expected)
 
 
-@for_models("is_head", models=SHALLOW_MODELS)
+@for_models("is_head", "is_stored_as_it_is", models=SHALLOW_MODELS)
 def test_files_that_are_no_safetensors_are_written_to_the_offload_folder(case, saved, tmp_path):
     model, _, inputs, expected = saved(case)
     model.config.save_pretrained(tmp_path)
@@ -261,7 +261,7 @@ def test_files_that_are_no_safetensors_are_written_to_the_offload_folder(case, s
     assert_equal(case, placed, inputs, expected)
 
 
-@for_models("is_head", models=SHALLOW_MODELS)
+@for_models("is_head", "is_stored_as_it_is", models=SHALLOW_MODELS)
 @pytest.mark.parametrize(
     "device_map", [{"": "disk"}, "embeddings", "auto"], ids=["disk", "embeddings", "auto"]
 )
@@ -304,7 +304,7 @@ OFFLOADS = {
 }
 
 
-@for_models(models=SHALLOW_MODELS)
+@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
 @pytest.mark.parametrize("how", OFFLOADS)
 def test_offload_of_a_model_in_memory(case, how, saved, tmp_path):
     """Stock Llama 4 fails in all of these: it asks its embedding, which is not in memory, for a device."""
@@ -314,7 +314,7 @@ def test_offload_of_a_model_in_memory(case, how, saved, tmp_path):
     assert_equal(case, placed, inputs, expected)
 
 
-@for_models(models=SHALLOW_MODELS)
+@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
 def test_load_checkpoint_and_dispatch(case, saved, tmp_path):
     model, folder, inputs, expected = saved(case)
     with accelerate.init_empty_weights():
@@ -331,7 +331,7 @@ def test_load_checkpoint_and_dispatch(case, saved, tmp_path):
     assert_equal(case, placed, inputs, expected)
 
 
-@for_models(models=SHALLOW_MODELS)
+@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
 def test_no_layer_is_split(case):
     """At thirty capacities; a layer's parts would otherwise send the residual stream back and forth."""
     with torch.device("meta"):
@@ -391,7 +391,7 @@ def test_loaders_leave_no_frequency_wrong(name, rope, tmp_path):
 
 
 @pytest.mark.gpu
-@for_models(models=SHALLOW_MODELS)
+@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
 @pytest.mark.parametrize("rest", ["cuda:0", "cpu", "disk"])
 def test_gpu_with_layers_elsewhere(case, rest, saved):
     model, folder, inputs, expected = saved(case)

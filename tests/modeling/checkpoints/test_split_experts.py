@@ -94,7 +94,7 @@ def text(saved_text):
 
 
 @for_spellings
-@for_models("has_experts")
+@for_models("has_experts", "is_stored_as_it_is")
 def test_every_class_reads_its_own_folder(case, spelling, tmp_path):
     # With twelve experts an order of names would put 10 and 11 before 2.
     model = case.make(num_local_experts=12)
@@ -221,7 +221,7 @@ def test_adoption_reads_them_for_stock_types(text, tmp_path):
 
 
 @pytest.mark.parametrize("original_format", [None, False, True])
-@for_models("has_experts")
+@for_models("has_experts", "is_stored_as_it_is")
 def test_what_is_saved_is_stacked(case, original_format, tmp_path):
     model = case.make()
     write(tmp_path / "split", model, split(model.state_dict()))
