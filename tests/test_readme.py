@@ -125,10 +125,20 @@ def test_every_command_has_a_row():
     assert set(re.findall(r"^\| `llamoe (\w+)`", read("docs/checkpoints.md"), re.MULTILINE)) == names
 
 
-def test_the_small_models_page_shows_what_its_training_measured():
-    log = read("examples/llamoe-tiny/training.log").splitlines()
-    table = [line for line in log if line.startswith("|")]
-    assert len(table) > 20 and "\n".join(table) in read("docs/small_model.md")
+def test_the_small_models_page_is_near_what_its_training_measured():
+    """The page asks four times as many questions as the training does at its end."""
+    by_page, by_training = (
+        {
+            name: [float(cell) for cell in cells.replace("%", "").split("|")]
+            for name, cells in re.findall(r"^\| ([a-z_ ]+) \| ([\d.%| ]+) \|$", read(page), re.MULTILINE)
+        }
+        for page in ("docs/small_model.md", "examples/llamoe-tiny/training.log")
+    )
+    assert by_page.keys() == by_training.keys() and len(by_page) > 20
+    for given, expected in zip(by_page["all"], by_training["all"], strict=True):
+        # Of 960 questions 96 % are right within 1.3 points in 19 of 20 samples.
+        assert abs(given - expected) < 1.3
+    assert min(map(min, by_page.values())) >= 85
 
 
 def test_figures_of_speed_are_those_of_the_results(monkeypatch, capsys):
