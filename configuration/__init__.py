@@ -1,7 +1,7 @@
 """What a model is: pure data, no tensors; and the errors that all packages raise.
 
-Reading order: errors, json_files, checks, hub, servers, base, parallel, decoder, mixture, vision, multimodal, stock,
-presets, parameter_count, scaling, recipe, memory. A file imports only files that stand before it.
+Reading order: errors, json_files, checks, hub, servers, base, parallel, decoder, mixture, vision, multimodal,
+quantization, stock, presets, parameter_count, scaling, recipe, memory. A file imports only files that stand before it.
 """
 
 from .decoder import LayerPlan, LlamoeDenseConfig
@@ -11,6 +11,7 @@ from .mixture import LlamoeMixtralConfig, LlamoeTextConfig
 from .multimodal import LlamoeConfig
 from .parameter_count import ParameterCount, count_parameters
 from .presets import PRESETS, preset
+from .quantization import QuantizationConfig
 from .recipe import llama_recipe
 from .scaling import ComputeOptimal, compute_optimal
 from .stock import from_stock, to_stock
@@ -28,6 +29,7 @@ __all__ = [
     "LlamoeTextConfig",
     "LlamoeVisionConfig",
     "ParameterCount",
+    "QuantizationConfig",
     "cache_bytes",
     "cache_tokens",
     "compute_optimal",

@@ -15,6 +15,7 @@ from .checks import enumerate_words, fail
 from .decoder import LlamoeDenseConfig
 from .mixture import LlamoeMixtralConfig, LlamoeTextConfig
 from .multimodal import LlamoeConfig
+from .quantization import METHOD
 from .vision import STOCK_CONSTANTS, LlamoeVisionConfig
 
 CONFIG_CLASSES = {
@@ -102,7 +103,8 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
     """The stock equivalent of a configuration of ours, as the content of a `config.json`.
 
     Fields that change only training or reporting are dropped; attributes that are no field, such as
-    `quantization_config`, are kept. Model type and architectures are stock's throughout.
+    `quantization_config`, are kept, but not of llamoe's own formats: weights in stock's layout are plain. Model type
+    and architectures are stock's throughout.
     """
     config.validate()
     config_class = next(known for known in CONFIG_CLASSES.values() if isinstance(config, known))
@@ -119,6 +121,8 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
         if name not in dropped
         and (name == "transformers_version" or name not in unchanged or value != unchanged[name])
     }
+    if (data.get("quantization_config") or {}).get("quant_method") == METHOD:
+        del data["quantization_config"]
     data["model_type"] = config.stock_type()
     if data.get("architectures"):
         data["architectures"] = [_STOCK_ARCHITECTURES.get(name, name) for name in data["architectures"]]

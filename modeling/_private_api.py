@@ -128,12 +128,14 @@ def mask_implementations() -> Mapping[str, Callable]:
     return ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
 
 
-def forget_conversions(model: Any, rules: Collection[Any]) -> None:
-    """Remove rules by which a model's weights were converted while they were loaded.
+def forget_conversions(model: Any, rules: Collection[Any] | None = None) -> None:
+    """Remove rules by which a model's weights were converted while they were loaded; None: all of them.
 
-    transformers keeps the rules with the model, and saving would run them in reverse.
+    transformers keeps the rules with the model, and saving would run them in reverse. Where it keeps none, it runs
+    those that are registered for the model type.
     """
-    model._weight_conversions = [rule for rule in model._weight_conversions if rule not in rules]
+    kept = None if rules is None else [rule for rule in model._weight_conversions if rule not in rules]
+    model._weight_conversions = kept
 
 
 def register_model(auto_class: type, config_class: type, model_class: type) -> None:

@@ -22,12 +22,20 @@ from .adapters import LoadsAdapters
 from .attention import MaskInputs, attention_masks
 from .moe import IMPLEMENTATION, Experts, Router
 from .parallel import Distributed
+from .quantization import (
+    LlamoeQuantizer,
+    QuantizedLinear,
+    QuantizeExperts,
+    keep_dtypes,
+    saving_dequantized,
+    shapes_in_files,
+)
 
 logger = logging.getLogger("llamoe")
 
 # Quantization methods whose transformers quantizers leave the stacked experts unchanged. The others expect another
 # layout of experts, or replace stock's class by its name. transformers itself reports that hqq is not supported yet.
-_QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "quanto", "torchao")
+_QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "llamoe", "quanto", "torchao")
 
 
 class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
@@ -152,8 +160,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
 
     @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
+        if isinstance(module, QuantizedLinear):
+            return
         super()._init_weights(module)
-        if isinstance(module, Experts):
+        if isinstance(module, Experts) and not module.is_packed:
             std = self.config.get_text_config().initializer_range
             init.normal_(module.gate_up_proj, mean=0.0, std=std)
             init.normal_(module.down_proj, mean=0.0, std=std)
@@ -209,7 +219,11 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
         model = result[0] if isinstance(result, tuple) else result
         model._log_backends()
         if getattr(model, "is_quantized", False):
-            stacks = [module.gate_up_proj for module in model.modules() if isinstance(module, Experts)]
+            stacks = [
+                module.gate_up_proj
+                for module in model.modules()
+                if isinstance(module, Experts) and not module.is_packed
+            ]
             checkpoints.tell_of_experts(model, stacks, _name(model.quantization_method))
         return result
 
@@ -227,11 +241,17 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
         files = checkpoint_files if state_dict is None else None
         if files:
             checkpoints.check_files(files, load_config.pretrained_model_name_or_path)
-        # Under DeepSpeed's ZeRO-3 the empty model is in parts already.
-        expected = {
-            name: getattr(p, "ds_shape", p.shape)
-            for name, p in model.named_parameters(remove_duplicate=False)
-        }
+        quantizer = load_config.hf_quantizer
+        is_ours = isinstance(quantizer, LlamoeQuantizer)
+        if is_ours:
+            expected = shapes_in_files(model, quantizer.pre_quantized)
+            load_config = keep_dtypes(load_config, files, model)
+        else:
+            # Under DeepSpeed's ZeRO-3 the empty model is in parts already.
+            expected = {
+                name: getattr(p, "ds_shape", p.shape)
+                for name, p in model.named_parameters(remove_duplicate=False)
+            }
         stacks = {}
         if is_whole and model._has_experts:
             stacks = checkpoints.find_split_experts(model, state_dict, files, load_config, expected)
@@ -244,14 +264,16 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
             # The caller dispatches by the same dict, so it is changed in place.
             device_map.clear()
             device_map.update(settled)
-        if files and not load_config.ignore_mismatched_sizes and load_config.hf_quantizer is None:
-            checkpoints.check_fit(files, expected, model._checkpoint_prefixes)
+        if files and not load_config.ignore_mismatched_sizes and (quantizer is None or is_ours):
+            packed = quantizer.dtypes_of_codes(model) if is_ours else {}
+            checkpoints.check_fit(files, expected, model._checkpoint_prefixes, packed)
         # Set on this model alone, and only now: transformers reads it for keys that fit nowhere.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
         load = PreTrainedModel._load_pretrained_model
         if stacks:
-            load = partial(checkpoints.fuse_while_loading, stacks)
+            operation = QuantizeExperts() if is_ours else None
+            load = partial(checkpoints.fuse_while_loading, stacks, operation=operation)
         loading_info, offload_index = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         if device_map is not None and is_whole:
             checkpoints.check_on_disk(device_map, loading_info.missing_keys, offload_index)
@@ -346,7 +368,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
                 )
             # Raises before anything is written.
             to_stock(self.config)
-        with written_by(to_stock if layout == "stock" else None):
+        if layout != "stock" and any(getattr(module, "is_packed", False) for module in self.modules()):
+            # Packed experts are stored as they are; transformers' rules would take them apart.
+            kwargs["save_original_format"] = False
+        with written_by(to_stock if layout == "stock" else None), saving_dequantized(layout == "stock"):
             super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod

@@ -1,8 +1,8 @@
 """Checkpoint folders: what is checked before they are read, how they are read, and how they are written.
 
 Reading order: safetensors_files, pickles, torch_files (headers, without the numbers), checkpoint_files (does a folder
-hold this model), split_experts (experts stored one by one), device_map (on which device a module goes), quantization,
-saving (a folder is written whole or not at all).
+hold this model), mapped_memory (pages that are given back), split_experts (experts stored one by one), device_map (on
+which device a module goes), quantization, saving (a folder is written whole or not at all).
 """
 
 from .checkpoint_files import (
@@ -22,6 +22,7 @@ from .checkpoint_files import (
     read_header,
 )
 from .device_map import check_devices, check_offload, check_on_disk, settle_device_map
+from .mapped_memory import forget_pages
 from .pickles import Named
 from .quantization import in_units, part_of, tell_of_experts
 from .safetensors_files import TensorHeader
@@ -51,6 +52,7 @@ __all__ = [
     "expert_of",
     "find_split_experts",
     "find_weights",
+    "forget_pages",
     "fuse_while_loading",
     "in_units",
     "loading",

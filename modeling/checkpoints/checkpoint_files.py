@@ -293,12 +293,15 @@ def check_folder(
 
 
 def check_fit(
-    files: Iterable[str], expected: Mapping[str, tuple[int, ...]], prefixes: Mapping[str, str]
+    files: Iterable[str],
+    expected: Mapping[str, tuple[int, ...]],
+    prefixes: Mapping[str, str],
+    packed: Mapping[str, str] | None = None,
 ) -> None:
-    """Compare the shapes in the headers with the model's; a quantized checkpoint's are its quantizer's business.
+    """Compare the shapes in the headers with the model's; other quantizers' checkpoints are their business.
 
     `expected` has the model's keys and shapes; `prefixes` has patterns of the beginning of keys in the files, and
-    their replacement in the model.
+    their replacement in the model; `packed` has the keys of packed weights, and the dtype of their codes.
 
     Raises:
         CheckpointError: a tensor has another shape than the model, or a dtype that no weight has.
@@ -315,7 +318,13 @@ def check_fit(
                     f"{path}: {name} has shape {list(header.shape)}, but the model that config.json describes has "
                     f"{list(expected[key])}. Weights and config.json do not belong together."
                 )
-            if header.dtype not in WEIGHT_DTYPES:
+            if key in (packed or ()):
+                if header.dtype != packed[key]:
+                    raise CheckpointError(
+                        f"{path}: {name} has dtype {header.dtype}, but codes of the quantization_config in config.json "
+                        f"have {packed[key]}. Weights and config.json do not belong together."
+                    )
+            elif header.dtype not in WEIGHT_DTYPES:
                 raise CheckpointError(
                     f"{path}: {name} has dtype {header.dtype}, which is no dtype of plain weights "
                     f"({', '.join(sorted(WEIGHT_DTYPES))}), and config.json has no quantization_config for it."

@@ -115,12 +115,13 @@ class StackExperts(MergeModulelist):
         return {target_patterns[0]: stack}
 
 
-def _rules() -> list[WeightConverter]:
+def _rules(operation: MergeModulelist | None = None) -> list[WeightConverter]:
+    operation = operation or StackExperts()
     return [
         WeightConverter(
             [rf"{re.escape(_EXPERTS)}\.{spelling.format(part)}\.weight$" for part in parts],
             f"{_EXPERTS}.{stack}",
-            [StackExperts()],
+            [operation],
         )
         for spelling in _SPELLINGS
         for stack, parts in _PARTS.items()
@@ -279,10 +280,12 @@ def fuse_while_loading(
     state_dict: Mapping[str, torch.Tensor] | None,
     files: Iterable[str] | None,
     load_config: Any,
+    operation: MergeModulelist | None = None,
 ) -> tuple[Any, Any]:
     """`PreTrainedModel._load_pretrained_model`, which also fuses the experts that `find_split_experts` found.
 
     The rules are removed afterwards: saving would run them in reverse. `stacks` is what `find_split_experts` returned.
+    An `operation` takes the experts as they are stored, `[out, in]`, in place of `StackExperts`.
 
     Raises:
         CheckpointError: a stack could not be made.
@@ -291,9 +294,9 @@ def fuse_while_loading(
         state_dict = {}
         for file in files or ():
             state_dict |= load_state_dict(file, disable_mmap=load_config.disable_mmap)
-    experts = set().union(*stacks.values())
+    experts = set() if operation else set().union(*stacks.values())
     turned = {name: tensor.T if name in experts else tensor for name, tensor in state_dict.items()}
-    rules = _rules()
+    rules = _rules(operation)
     mapping = [*(load_config.weight_mapping or []), *rules]
     # Threads that read ahead are faster where a tensor is used as it is. Where many tensors are fused into one, they
     # hold the checkpoint in memory twice: all layers are read while the first is being fused.

@@ -8,20 +8,24 @@ losses (router losses and the load of experts), balancing (routers watched in tr
 
 from .balancing import RouterWatch, watch_routers
 from .dispatch import try_kernels
+from .grouped_product import Group, groups_between
 from .layer import MixtureOfExperts, Router
 from .losses import TrainsRouters, expert_load
 from .low_rank import LowRank, Updates
-from .stores import IMPLEMENTATION, Experts
+from .stores import IMPLEMENTATION, Experts, OutputFirstExperts
 
 __all__ = [
     "Experts",
+    "Group",
     "IMPLEMENTATION",
     "LowRank",
     "MixtureOfExperts",
+    "OutputFirstExperts",
     "Router",
     "TrainsRouters",
     "Updates",
     "expert_load",
+    "groups_between",
     "RouterWatch",
     "try_kernels",
     "watch_routers",

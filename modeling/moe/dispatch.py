@@ -88,7 +88,7 @@ def compute_experts(
     updates = experts.updates or {} if updates is None else updates
     is_adapted = len(updates) > 0  # torch 2.11's compiler knows a dict's length, and not its truth.
     stacks = experts.gate_up_proj, experts.down_proj
-    dtype = compute_dtype(experts.down_proj)
+    dtype = compute_dtype(experts)
     num_rows = top_k_index.numel()
     needs_gradient = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (hidden_states, *stacks, top_k_weights, *factors(updates))
@@ -248,7 +248,7 @@ def try_kernels(model: torch.nn.Module) -> None:
             weight: Any = module.down_proj
             # Sharded or offloaded parameters are tried in the first pass, when their data is here.
             if type(weight) is torch.nn.Parameter and not _is_on_host(weight):
-                _rows_of_kernel(module, compute_dtype(weight), needs_gradient=False, is_traced=False)
+                _rows_of_kernel(module, compute_dtype(module), needs_gradient=False, is_traced=False)
 
 
 def _chosen_by_rows(experts: Any) -> bool:
@@ -267,7 +267,7 @@ def _groups_are_faster(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
 
 def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
     """Whether experts are large and see so few rows that mapping memory and reading weights dominate the cost."""
-    num_experts, *sizes = experts.down_proj.shape
+    num_experts, *sizes = experts.stack_shape("down_proj")
     is_large = num_experts * math.prod(sizes) * dtype.itemsize >= LARGE_GRADIENT_BYTES
     return is_large and not is_exported() and num_rows <= CPU_LOOP_MAX_ROWS_PER_EXPERT * num_experts
 
@@ -282,7 +282,9 @@ def why_not(
 ) -> str | None:
     """Reason why a path cannot be taken; None if it can. Arguments as in `choose_path`."""
     weight = experts.down_proj
-    _, intermediate_size, hidden_size = experts.input_first("down_proj").shape
+    hidden_size, intermediate_size = experts.hidden_and_intermediate_size
+    if path != "loop" and experts.is_packed:
+        return f"experts of {experts.format.key} are multiplied one by one."
     if path == "kernel":
         if needs_gradient or is_adapted:
             return f"the kernel {'has no gradient' if needs_gradient else 'knows no adapter'}."
@@ -304,13 +306,14 @@ def why_not(
     return None
 
 
-def compute_dtype(weight: torch.Tensor) -> torch.dtype:
-    """Dtype in which experts with this weight are computed: autocast's, or the weight's own."""
-    device_type = weight.device.type
-    # Autocast leaves float64 alone.
-    if device_type != "meta" and weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return weight.dtype
+def compute_dtype(experts: Any) -> torch.dtype:
+    """Dtype in which experts are computed: autocast's, or the weights' own."""
+    device_type, dtype = experts.down_proj.device.type, experts.dtype
+    # Autocast leaves float64 alone. Packed weights have one dtype for their products.
+    is_cast = device_type != "meta" and dtype != torch.float64 and not experts.is_packed
+    return (
+        torch.get_autocast_dtype(device_type) if is_cast and torch.is_autocast_enabled(device_type) else dtype
+    )
 
 
 def _name(path: Path | None) -> str:
@@ -330,7 +333,7 @@ def _grouped_or_eager(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The `grouped_mm` of transformers where it supports these sizes and dtypes, else `eager`."""
-    dtype = compute_dtype(experts.down_proj)
+    dtype = compute_dtype(experts)
     seen = experts if dtype == experts.down_proj.dtype else _ExpertsInDtype(experts, dtype)
     if Experts.fits_grouped_mm(seen):
         return grouped_mm_experts_forward(seen, hidden_states, top_k_index, top_k_weights)

@@ -2,7 +2,7 @@
 
 A store answers one thing: the products of these rows with these experts, and what adapters add to them
 (`Experts.products`). It has no part in the choice of rows and experts, nor in how rows are sorted and multiplied
-(`dispatch`). The only store so far is the resident stack: expert e is slice e of two parameters.
+(`dispatch`). Here is the resident stack: expert e is slice e of two parameters. `quantization` has packed ones.
 
 `loop_over_experts` is the definition: the formula of an expert for each expert in turn. Every other way to compute
 experts is compared with it.
@@ -10,7 +10,7 @@ experts is compared with it.
 Shapes: T tokens, k experts a token, N rows, E experts, H hidden_size, I intermediate_size, F = 2 * I.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class Experts(nn.Module):
     takes_llamoe_paths = True
     # What adapters add, where a call cannot carry it: processes that share experts pass on rows alone.
     updates: Updates | None = None
+    # Whether the stacks hold codes of few bits, which nothing here can multiply.
+    is_packed = False
     is_transposed: bool
 
     def __init__(self, config: PreTrainedConfig):
@@ -70,6 +72,25 @@ class Experts(nn.Module):
         """A stack as `[E, in, out]`: itself, or a view."""
         stack = getattr(self, name)
         return stack if self.is_transposed else stack.transpose(1, 2)
+
+    def matrices(self, name: str) -> Sequence[torch.Tensor]:
+        """The experts' matrices of a stack, each `[in, out]`."""
+        return self.input_first(name).unbind(0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.down_proj.dtype
+
+    def stack_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a stack in the family's own order."""
+        return tuple(getattr(self, name).shape)
+
+    @property
+    def hidden_and_intermediate_size(self) -> tuple[int, int]:
+        """H and I."""
+        sizes = self.stack_shape("down_proj")[1:]
+        return sizes[::-1] if self.is_transposed else sizes
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -92,7 +113,7 @@ class Experts(nn.Module):
         """The definition: each chosen expert in turn computes the tokens that chose it."""
         result = torch.zeros_like(hidden_states)
         # `unbind` once: indexing the stack per expert would write a full-size gradient for each of them.
-        gate_up, down = (self.input_first(name).unbind(0) for name in ("gate_up_proj", "down_proj"))
+        gate_up, down = (self.matrices(name) for name in ("gate_up_proj", "down_proj"))
         chosen = [expert for expert in top_k_index.unique().tolist() if expert < self.num_experts]
         # Where no expert is chosen, one multiplies no rows, which keeps the weights in the autograd graph.
         for expert in chosen or [0]:
@@ -102,6 +123,10 @@ class Experts(nn.Module):
             weighted = output * top_k_weights[tokens, choices, None]
             result.index_add_(0, tokens, weighted.to(result.dtype))
         return result
+
+    def multiply_stack(self, x_NI: torch.Tensor, name: str, groups: Any, multiply: Callable) -> torch.Tensor:
+        """`[N, O]`: the products of rows with their experts' matrices of one stack; arguments as in `products`."""
+        return multiply(x_NI, self.input_first(name), groups)
 
     def products(
         self,
@@ -120,7 +145,7 @@ class Experts(nn.Module):
         """
 
         def product(x: torch.Tensor, name: str) -> torch.Tensor:
-            y = multiply(x, self.input_first(name), groups)
+            y = self.multiply_stack(x, name, groups, multiply)
             for update in updates.get(name, ()):
                 y = update.add(y, x, groups, multiply)
             return y
@@ -158,7 +183,7 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""
-        _, intermediate_size, hidden_size = self.input_first("down_proj").shape
+        hidden_size, intermediate_size = self.hidden_and_intermediate_size
         return f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}"
 
 

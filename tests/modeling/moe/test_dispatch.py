@@ -139,6 +139,9 @@ def test_rows_and_gradients_decide_on_a_gpu(
         down_proj=weight,
         hidden_act="silu",
         input_first=lambda name: weight,
+        hidden_and_intermediate_size=(64, 48),
+        stack_shape=lambda name: weight.shape,
+        is_packed=False,
         is_transposed=True,
         fits_grouped_mm=lambda dtype: grouped_fits,
     )

@@ -1,0 +1,92 @@
+"""Which weights are stored in few bits, and how: llamoe's own formats, made for the CPU's kernels."""
+
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .errors import ConfigurationError
+
+METHOD = "llamoe"
+"""The `quant_method` in a folder's config.json."""
+FORMAT_VERSION = 1
+"""Version of the layout of packed tensors in files. A newer one is refused."""
+WEIGHTS = ("int4", "int8")
+GROUP_SIZES = (32, 64, 128, 256)
+"""Sizes of a group that torch's 4-bit kernel knows."""
+
+
+class QuantizationConfig(QuantizationConfigMixin):
+    """Routed experts and linear layers of the decoder in 4 or 8 bits, for `from_pretrained(quantization_config=…)`.
+
+    Embeddings, output head, norms, routers, vision tower and projector stay in 16 bit. Products are computed in
+    bfloat16: a model of another dtype is cast, which a warning says.
+
+    Attributes:
+        weights: "int4" (a scale and a zero point for each group of inputs) or "int8" (a scale for each output).
+        group_size: for int4: inputs that share a scale; 32, 64, 128 or 256. None for int8.
+        experts: whether routed experts are quantized.
+        linears: whether linear layers are quantized.
+        search: whether scales are chosen that minimise the squared error; without, they span the largest weights. Only
+            quantizing knows it, not a stored folder.
+        modules_to_not_convert: names of more modules that stay in 16 bit, or the ends of their names, or None.
+        format_version: version of the layout in files.
+    """
+
+    def __init__(
+        self,
+        weights: str = "int4",
+        group_size: int | None = None,
+        experts: bool = True,
+        linears: bool = True,
+        search: bool = True,
+        modules_to_not_convert: list[str] | None = None,
+        format_version: int = FORMAT_VERSION,
+        **kwargs: Any,
+    ):
+        self.quant_method = METHOD
+        self.weights = weights
+        self.group_size = 32 if group_size is None and weights == "int4" else group_size
+        self.experts = experts
+        self.linears = linears
+        self.search = search
+        self.modules_to_not_convert = modules_to_not_convert
+        self.format_version = format_version
+        # `quant_method` is what transformers writes beside our fields.
+        if kwargs.pop("quant_method", METHOD) != METHOD:
+            raise ConfigurationError(f"QuantizationConfig is for quant_method={METHOD!r} alone.")
+        self._check(kwargs)
+
+    def _check(self, unknown: dict[str, Any]) -> None:
+        version = self.format_version
+        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+            raise ConfigurationError(
+                f"quantization_config has format_version={version!r}, but this llamoe reads up to {FORMAT_VERSION}: "
+                "update llamoe, or load the unquantized checkpoint."
+            )
+        if unknown:
+            raise ConfigurationError(
+                f"QuantizationConfig has no {', '.join(sorted(unknown))}: it knows weights, group_size, experts, "
+                "linears, search and modules_to_not_convert."
+            )
+        if self.weights not in WEIGHTS:
+            raise ConfigurationError(f"weights={self.weights!r}: choose {' or '.join(map(repr, WEIGHTS))}.")
+        if self.weights == "int4" and self.group_size not in GROUP_SIZES:
+            raise ConfigurationError(
+                f"group_size={self.group_size!r}: int4 has a kernel for {', '.join(map(str, GROUP_SIZES))}."
+            )
+        if self.weights == "int8" and self.group_size is not None:
+            raise ConfigurationError(
+                f"group_size={self.group_size!r}: int8 has one scale an output, and no groups; leave it out."
+            )
+        for name in ("experts", "linears", "search"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose True or False.")
+        if not (self.experts or self.linears):
+            raise ConfigurationError(
+                "experts=False and linears=False quantize nothing: leave the config out."
+            )
+        names = self.modules_to_not_convert
+        if names is not None and not (
+            isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)
+        ):
+            raise ConfigurationError(f"modules_to_not_convert={names!r}: give a list of modules' names.")

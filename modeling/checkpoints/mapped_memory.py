@@ -1,0 +1,44 @@
+"""Pages of mapped files: memory that the system gives back when it is asked to."""
+
+import ctypes
+import mmap
+import sys
+
+import torch
+
+_MADV_DONTNEED = 4
+
+
+def forget_pages(tensor: torch.Tensor) -> None:
+    """Drop the pages of a tensor that was read from a mapped safetensors file; the file keeps its numbers.
+
+    Loading a checkpoint otherwise leaves all of it in this process' resident memory until the system needs the memory.
+    Does nothing for other tensors, and on other systems than Linux.
+    """
+    if (
+        sys.platform != "linux"
+        or not tensor.is_cpu
+        or not tensor.nbytes
+        or type(tensor).__name__ == "DTensor"
+    ):
+        return
+    storage = tensor.untyped_storage()
+    first = tensor.data_ptr()
+    last = (
+        first
+        + (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
+    )
+    assert storage.data_ptr() <= first <= last <= storage.data_ptr() + storage.nbytes()
+    start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+    # Memory that is not backed by a file would lose its content.
+    if start < end and _is_in_mapped_file(start, end):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+
+
+def _is_in_mapped_file(start: int, end: int) -> bool:
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            low, high = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
+            if low <= start and end <= high:
+                return line.rstrip().endswith(".safetensors")
+    return False

@@ -1,0 +1,139 @@
+"""Routed experts whose matrices are stored in few bits: a store beside the resident stack (`moe.stores`)."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoints import forget_pages
+from ..moe import Experts, OutputFirstExperts
+from .formats import Format
+from .products import multiply_groups, quantized_product
+
+STACKS = ("gate_up_proj", "down_proj")
+
+
+class QuantizedExperts(Experts):
+    """Routed experts with packed stacks, which have no gradient.
+
+    `gate_up_proj` and `down_proj` hold the codes, output-first in every family; buffers beside them hold the other
+    parts. Each has an axis for experts in front.
+    """
+
+    is_packed = True
+
+    def __init__(self, experts: Experts, form: Format):
+        nn.Module.__init__(self)
+        # Sizes, config, and what transformers' decorator and peft ask for.
+        self.__dict__.update({k: v for k, v in experts.__dict__.items() if k not in nn.Module().__dict__})
+        self.act_fn = experts.act_fn
+        self.format = form
+        self.sizes = {name: tuple(experts.input_first(name).shape[:0:-1]) for name in STACKS}
+        """For each stack O and I."""
+        for name, sizes in self.sizes.items():
+            for suffix, (shape, dtype) in zip(form.suffixes, form.parts(sizes), strict=True):
+                part = torch.empty(self.num_experts, *shape, dtype=dtype)
+                if suffix:
+                    self.register_buffer(name + suffix, part)
+                else:
+                    self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the products."""
+        return self.format.compute_dtype
+
+    def parts(self, name: str) -> list[torch.Tensor]:
+        """The parts of a stack."""
+        return [getattr(self, name + suffix) for suffix in self.format.suffixes]
+
+    def stack_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the stack that the parts mean, in the family's own order."""
+        num_out, num_in = self.sizes[name]
+        return (self.num_experts, *((num_in, num_out) if self.is_transposed else (num_out, num_in)))
+
+    def unpacked_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the stacks that the parts mean, by their names."""
+        return {name: self.stack_shape(name) for name in STACKS}
+
+    def input_first(self, name: str) -> torch.Tensor:
+        """Refused: there is no such tensor.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f'experts_implementation="{self.config._experts_implementation}" needs stacks of 16 or 32 bits, but these '
+            f'experts are stored as {self.format.key}: choose "llamoe", or model.dequantize().'
+        )
+
+    def matrices(self, name: str) -> list[torch.Tensor]:
+        """The matrices `[in, out]` that the parts mean."""
+        return [self._matrix(name, expert, self.dtype).T for expert in range(self.num_experts)]
+
+    def _matrix(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        parts = [part[expert] for part in self.parts(name)]
+        return self.format.matrix(parts, self.sizes[name], dtype)
+
+    def multiply_stack(self, x_NI: torch.Tensor, name: str, groups: Any, multiply: Callable) -> torch.Tensor:
+        """The products of rows with their experts' matrices; arguments as in `Experts`."""
+        x = x_NI.to(self.dtype)
+        if isinstance(groups, list):
+            return multiply_groups(self.format, x, self.parts(name), self.sizes[name], groups)
+        return quantized_product(
+            x, self.parts(name), self.format.key, list(self.sizes[name]), groups, transposed=False
+        )
+
+    def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
+        """No: torch's grouped product takes no packed weights."""
+        return False
+
+    def quantize(self, name: str, stack: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parts of a stack in the family's own order, by name."""
+        return self.quantize_each(
+            name, ((matrix.T if self.is_transposed else matrix,) for matrix in stack.unbind(0))
+        )
+
+    @torch.no_grad()
+    def quantize_each(self, name: str, experts: Iterable[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The parts of a stack, by name; one expert after the other.
+
+        Args:
+            name: of the stack.
+            experts: of each expert the matrices `[out, in]` that together are its one, gate before up.
+        """
+        found: list[torch.Tensor] = []
+        for expert, matrices in enumerate(experts):
+            parts = self.format.quantize(matrices[0] if len(matrices) == 1 else torch.cat(list(matrices)))
+            if not found:
+                found = [part.new_empty(self.num_experts, *part.shape) for part in parts]
+            for whole, part in zip(found, parts, strict=True):
+                whole[expert] = part
+            for matrix in matrices:
+                forget_pages(matrix)
+        return {name + suffix: part for suffix, part in zip(self.format.suffixes, found, strict=True)}
+
+    @torch.no_grad()
+    def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The stack that the parts mean, in the family's own order."""
+        stack = torch.empty(self.stack_shape(name), dtype=dtype, device=getattr(self, name).device)
+        for expert, matrix in enumerate(stack.unbind(0)):
+            found = self._matrix(name, expert, dtype)
+            matrix.copy_(found.T if self.is_transposed else found)
+        return stack
+
+    def dequantized(self, dtype: torch.dtype) -> Experts:
+        """Ordinary experts with the stacks that these ones mean."""
+        with torch.device("meta"):
+            experts = (Experts if self.is_transposed else OutputFirstExperts)(self.config)
+        for name in STACKS:
+            setattr(experts, name, nn.Parameter(self.dequantized_weight(name, dtype)))
+        return experts.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Show the sizes and the format in `print(model)`."""
+        hidden_size, intermediate_size = self.sizes["down_proj"]
+        return (
+            f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}, format={self.format.key}"
+        )

@@ -1,0 +1,88 @@
+"""Scales and codes of weights: the range of the largest ones, or what minimises the squared error.
+
+A weight w becomes `code * scale + offset`. For given codes the best scale and offset follow from a linear regression of
+the weights on their codes, whose error is known without forming it. `search` tries several ranges, each a part of the
+full one: a narrower range cuts off the largest weights, and resolves the others better.
+
+Shapes: N groups, G weights of a group.
+"""
+
+import torch
+
+# Parts of the full range that are tried, for 4 and for 8 bits. With 4 bits some 0.9 is mostly best.
+_RANGES_OF_4_BITS = (1.0, 0.93, 0.86, 0.79)
+_RANGES_OF_8_BITS = (1.0, 0.97, 0.94)
+
+
+def asymmetric(
+    weights_NG: torch.Tensor, search: bool, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes from 0 to 15, `[N, G]` uint8, and scales and offsets, `[N, 1]` in `dtype`.
+
+    A weight is about `(code - 8) * scale + offset`; the codes are the best for the rounded scales and offsets.
+
+    Args:
+        weights_NG: float32.
+        search: whether several ranges are tried.
+    """
+    low, high = weights_NG.aminmax(dim=1, keepdim=True)
+    scale = (high - low).div_(15)
+    offset = torch.add(low, scale, alpha=8)
+    if search:
+        scale, offset = _best_line(weights_NG, scale, offset)
+    # Groups whose weights are all equal.
+    scale = torch.where(scale > 0, scale, 1.0).to(dtype)
+    offset = offset.to(dtype)
+    codes = torch.sub(weights_NG, offset.float()).mul_(scale.float().reciprocal_())
+    codes = codes.add_(8).round_().clamp_(0, 15).to(torch.uint8)
+    return codes, scale, offset
+
+
+def _best_line(
+    weights_NG: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and offset of the range with the least squared error, by regression of the weights on their codes."""
+    mean = weights_NG.mean(1, keepdim=True)
+    size = weights_NG.shape[1]
+    codes = torch.empty_like(weights_NG)
+    best = torch.full_like(scale, -1.0)
+    best_scale, best_offset = scale, offset
+    # The middle of the range stays; a narrower range is around it.
+    middle = torch.sub(offset, scale, alpha=0.5)
+    for part in _RANGES_OF_4_BITS:
+        step = scale * part
+        # Codes from -8 to 7.
+        torch.sub(weights_NG, middle, out=codes).div_(step).sub_(0.5).round_().clamp_(-8, 7)
+        sum_c = codes.sum(1, keepdim=True)
+        spread = torch.linalg.vecdot(codes, codes)[:, None] - sum_c * sum_c / size
+        product = torch.linalg.vecdot(codes, weights_NG)[:, None] - sum_c * mean
+        # What the regression explains of the weights' variance.
+        explained = (product * product).div_(spread)
+        is_better = explained > best
+        best = torch.where(is_better, explained, best)
+        slope = product / spread
+        best_scale = torch.where(is_better, slope, best_scale)
+        best_offset = torch.where(is_better, mean - slope * sum_c / size, best_offset)
+    return best_scale, best_offset
+
+
+def symmetric(
+    weights_NG: torch.Tensor, search: bool, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes from -127 to 127, `[N, G]` int8, and scales, `[N, 1]` in `dtype`; arguments as in `asymmetric`."""
+    largest = weights_NG.abs().amax(1, keepdim=True)
+    scale = largest / 127
+    if search:
+        best, found = torch.full_like(scale, -1.0), scale
+        for part in _RANGES_OF_8_BITS:
+            codes = torch.div(weights_NG, scale * part).round_().clamp_(-127, 127)
+            product = torch.linalg.vecdot(codes, weights_NG)[:, None]
+            spread = torch.linalg.vecdot(codes, codes)[:, None]
+            explained = product * product / spread
+            is_better = explained > best
+            best = torch.where(is_better, explained, best)
+            found = torch.where(is_better, product / spread, found)
+        scale = found
+    scale = torch.where(scale > 0, scale, 1.0).to(dtype)
+    codes = torch.mul(weights_NG, scale.float().reciprocal_())
+    return codes.round_().clamp_(-127, 127).to(torch.int8), scale
