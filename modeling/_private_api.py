@@ -138,6 +138,16 @@ def forget_conversions(model: Any, rules: Collection[Any] | None = None) -> None
     model._weight_conversions = kept
 
 
+def replace_quantizer(name: str, quantizer_class: type) -> None:
+    """Let transformers use a quantizer of ours in the place of its own of that name.
+
+    `register_quantizer` refuses names that exist, and a configuration names no other.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    AUTO_QUANTIZER_MAPPING[name] = quantizer_class
+
+
 def register_model(auto_class: type, config_class: type, model_class: type) -> None:
     """Make `auto_class` return `model_class` for a config of ours.
 
@@ -234,11 +244,7 @@ def replace_all_linear(replacement: Callable) -> None:
     def expand(peft_config, model):
         return replacement(original, peft_config, model)
 
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("peft.") and (
-            vars(module).get("_maybe_include_all_linear_layers") is original
-        ):
-            vars(module)["_maybe_include_all_linear_layers"] = expand
+    replace_in_peft("_maybe_include_all_linear_layers", original, expand)
 
 
 def read_adapters_as(model_type: str, stock_type: str) -> None:
@@ -354,6 +360,63 @@ def before_saving_adapters(tell: Callable) -> None:
     peft_model.save_pretrained = save_pretrained
 
 
+def before_merging(check: Callable[[torch.nn.Module], None]) -> None:
+    """Call `check(module)` before peft merges adapters: with all that a tuner has wrapped, then with each layer.
+
+    A tuner is asked before it changes its first layer. Some do not ask, and a layer can be merged by itself.
+    """
+    tuners_utils = importlib.import_module("peft.tuners.tuners_utils")
+    allow = tuners_utils.BaseTuner._check_merge_allowed
+    original = tuners_utils.check_adapters_to_merge
+
+    @functools.wraps(allow)
+    def check_tuner(self):
+        check(self.model)
+        return allow(self)
+
+    @functools.wraps(original)
+    def check_layer(module, *args, **kwargs):
+        names = original(module, *args, **kwargs)
+        if names:
+            check(module)
+        return names
+
+    tuners_utils.BaseTuner._check_merge_allowed = check_tuner
+    replace_in_peft("check_adapters_to_merge", original, check_layer)
+
+
+def prepare_for_training(has_few_bits: Callable[[torch.nn.Module], bool]) -> None:
+    """Let peft's `prepare_model_for_kbit_training` see that a model has weights in few bits.
+
+    It knows bitsandbytes by a flag, and other libraries by their names. For a model that it does not know, it leaves
+    out in silence the gradient checkpointing that it is asked for by default. The flag is taken back: who reads it
+    elsewhere asks for bitsandbytes.
+    """
+    original = importlib.import_module("peft.utils.other").prepare_model_for_kbit_training
+
+    @functools.wraps(original)
+    def prepare(model, *args, **kwargs):
+        if not has_few_bits(model):
+            return original(model, *args, **kwargs)
+        model.is_loaded_in_4bit = True
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            del model.is_loaded_in_4bit
+
+    # Where it is imported before llamoe, the importer has the original.
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(original.__name__) is original:
+            setattr(module, original.__name__, prepare)
+
+
+def replace_in_peft(name: str, original: Callable, replacement: Callable) -> None:
+    """Replace a function in all modules of peft that have imported it by name."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("peft.") and vars(module).get(name) is original:
+            vars(module)[name] = replacement
+
+
 def before_hotswap(prepare: Callable) -> None:
     """Let `prepare(model, tensors, adapter_name, config)` return the tensors that peft swaps into a `PeftModel`."""
     hotswap = importlib.import_module("peft.utils.hotswap")
@@ -387,3 +450,10 @@ def turn_update_of_one_expert(is_input_first: Callable[[torch.nn.Module], bool])
         return update.T[None] if update.ndim == 2 and is_input_first(self.get_base_layer()) else update
 
     wrapper.get_delta_weight = get_delta_weight
+
+
+def compile_cpp(source: str) -> Any:
+    """A loaded library of `extern "C"` functions: compiled by the C++ backend of `torch.compile`, and kept on disk."""
+    from torch._inductor.codecache import CppCodeCache
+
+    return CppCodeCache.load(source)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels import apply_linear
+from ..kernels import apply_linear, apply_linears
 from ..layers import L2Norm, rotary_tables, rotate
 from .forms import attend_in_form, fail_split_rows
 
@@ -104,9 +104,9 @@ class Attention(nn.Module):
         """
         input_shape = hidden_states.shape[:-1]
         heads_shape = (*input_shape, -1, self.head_dim)
-        query = apply_linear(self.q_proj, hidden_states).view(heads_shape)  # [B, T, H, D]
-        key = apply_linear(self.k_proj, hidden_states).view(heads_shape)
-        value = apply_linear(self.v_proj, hidden_states).view(heads_shape).transpose(1, 2)
+        projected = apply_linears((self.q_proj, self.k_proj, self.v_proj), hidden_states)
+        query, key, value = (each.view(heads_shape) for each in projected)  # [B, T, H, D]
+        value = value.transpose(1, 2)
 
         if self.use_rope or self.qk_norm is not None:
             # Rotate and normalize queries and keys together: half as many calls.

@@ -20,6 +20,7 @@ D head_dim.
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,12 +28,16 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from .._private_api import is_observed
+from .few_bits import Matrix, few_bits_feed_forward, few_bits_products, is_loaded
 
 SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
 """Whether shortcuts may be used at all."""
 
 LINEAR_MAX_ROWS = 3
 """Up to this many rows a linear layer uses the batched product; above, it gains little."""
+
+FEW_BITS_MAX_ROWS = 16
+"""Up to this many rows layers of few bits share a call; above, calls are short beside products."""
 
 # Smaller weights gain less than the extra calls cost.
 _LINEAR_MIN_WEIGHTS = 1 << 15
@@ -80,7 +85,63 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
         and _is_plain(linear, x.dtype)
     ):
         return _multiply_in_parts(x, linear.weight, linear.bias)
-    return linear(x)
+    few_bits = _apply_few_bits((linear,), x)
+    return linear(x) if few_bits is None else few_bits[0]
+
+
+def apply_linears(linears: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """`[linear(x) for linear in linears]`, for up to three layers; those of few bits by one call."""
+    together = _apply_few_bits(linears, x)
+    return [apply_linear(linear, x) for linear in linears] if together is None else together
+
+
+def _apply_few_bits(linears: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor] | None:
+    """The results of layers of few bits for few rows; None for others."""
+    if not (is_loaded() and can_use_shortcut(x) and x.numel() <= FEW_BITS_MAX_ROWS * x.shape[-1]):
+        return None
+    matrices = _few_bits_matrices(linears, x)
+    if matrices is None or (y := few_bits_products(x.flatten(0, -2), matrices)) is None:
+        return None
+    return y.view(*x.shape[:-1], y.shape[1]).split([matrix.codes.shape[0] for matrix in matrices], -1)
+
+
+def apply_feed_forward(
+    gate: nn.Module, up: nn.Module, down: nn.Module, act_fn: nn.Module, x: torch.Tensor
+) -> torch.Tensor:
+    """`down(act_fn(gate(x)) * up(x))`; layers of few bits by one call."""
+    if (
+        is_loaded()
+        and type(act_fn) is _SILU
+        and not act_fn._forward_hooks
+        and can_use_shortcut(x)
+        and x.numel() <= FEW_BITS_MAX_ROWS * x.shape[-1]
+    ):
+        matrices = _few_bits_matrices((gate, up, down), x)
+        if matrices and (y := few_bits_feed_forward(x.flatten(0, -2), *matrices)) is not None:
+            return y.view(x.shape)
+    return apply_linear(down, apply_gate(act_fn, apply_linear(gate, x), apply_linear(up, x)))
+
+
+def _few_bits_matrices(linears: Sequence[nn.Module], x: torch.Tensor) -> list[Matrix] | None:
+    """The matrices of layers of few bits, all of one format; None if one is another layer, or something watches it."""
+    if x.dtype != torch.bfloat16:
+        return None
+    matrices = []
+    for linear in linears:
+        # Adapters' and other libraries' layers have no such attribute.
+        matrix = linear.for_kernel() if "format" in linear.__dict__ else None
+        if (
+            matrix is None
+            or linear._forward_hooks
+            or linear._forward_pre_hooks
+            or "forward" in linear.__dict__
+        ):
+            return None
+        matrices.append(matrix)
+    first = matrices[0]
+    if any(each.bits != first.bits or each.group_size != first.group_size for each in matrices):
+        return None
+    return matrices if first.inputs == x.shape[-1] else None
 
 
 def multiply_rows(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..kernels import apply_gate, apply_linear
+from ..kernels import apply_feed_forward
 
 
 def activation(name: str) -> nn.Module:
@@ -30,6 +30,4 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., hidden_size]` to the same shape."""
-        gate = apply_linear(self.gate_proj, hidden_states)
-        up = apply_linear(self.up_proj, hidden_states)
-        return apply_linear(self.down_proj, apply_gate(self.act_fn, gate, up))
+        return apply_feed_forward(self.gate_proj, self.up_proj, self.down_proj, self.act_fn, hidden_states)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..kernels import can_use_shortcut, few_bits_norm, is_loaded
+
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide by the root mean square over the last axis.
@@ -42,6 +44,10 @@ class RMSNorm(nn.Module):
         """Normalize `[..., D]`; the dtype is kept unless the weight's is wider."""
         if hidden_states.dtype == self.weight.dtype == torch.float32:
             return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        if is_loaded() and can_use_shortcut(hidden_states):
+            normalized = few_bits_norm(hidden_states, self.weight, self.eps)
+            if normalized is not None:
+                return normalized
         return rms_normalize(hidden_states, self.eps) * self.weight
 
     def extra_repr(self) -> str:
@@ -58,6 +64,10 @@ class L2Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept."""
+        if is_loaded() and can_use_shortcut(x):
+            normalized = few_bits_norm(x, None, self.eps)
+            if normalized is not None:
+                return normalized
         return rms_normalize(x, self.eps)
 
     def extra_repr(self) -> str:

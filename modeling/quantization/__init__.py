@@ -2,20 +2,33 @@
 
 Reading order: int4_layout (where a code stands in memory and files), scales (codes and scales of weights), formats (a
 packed matrix: how it is made, multiplied and unpacked), products (calls and the operator for autograd and compilers),
-experts and linear (the modules), loading (quantizing while a checkpoint is read), quantizer (what transformers calls).
+packed (what the modules have in common), experts and linear (the modules), loading (quantizing while a checkpoint is
+read), quantizer (what transformers calls). bitsandbytes' formats have files of the same order: bnb_formats,
+bnb_experts, bnb_files (what folders hold), bnb_loading, bnb_quantizers.
 """
 
+from .bnb_loading import ExpertsOfCheckpoint, packed_experts
+from .bnb_quantizers import QuantizesExperts, naming_plain_layers, register_bitsandbytes
 from .experts import QuantizedExperts
+from .formats import Format
 from .linear import QuantizedLinear
-from .loading import QuantizeExperts, keep_dtypes, shapes_in_files
+from .loading import QuantizeExperts, check_found, keep_dtypes, refusing_at_once, shapes_in_files
 from .quantizer import LlamoeQuantizer, register_quantizers, saving_dequantized
 
 __all__ = [
+    "ExpertsOfCheckpoint",
+    "Format",
     "LlamoeQuantizer",
     "QuantizeExperts",
     "QuantizedExperts",
     "QuantizedLinear",
+    "QuantizesExperts",
+    "check_found",
     "keep_dtypes",
+    "naming_plain_layers",
+    "packed_experts",
+    "refusing_at_once",
+    "register_bitsandbytes",
     "register_quantizers",
     "saving_dequantized",
     "shapes_in_files",

@@ -7,37 +7,65 @@ import torch
 from torch import nn
 
 from ..checkpoints import forget_pages
-from ..moe import Experts, OutputFirstExperts
+from ..kernels import few_bits_feed_forward
+from ..moe import Experts, Group, OutputFirstExperts, Updates
 from .formats import Format
+from .packed import Packed
 from .products import multiply_groups, quantized_product
 
 STACKS = ("gate_up_proj", "down_proj")
+# The experts implementations that ask for one expert's matrix at a time. None is the default, `llamoe`.
+_IMPLEMENTATIONS = (None, "llamoe", "llamoe_loop", "eager")
 
 
-class QuantizedExperts(Experts):
+class QuantizedExperts(Packed, Experts):
     """Routed experts with packed stacks, which have no gradient.
 
     `gate_up_proj` and `down_proj` hold the codes, output-first in every family; buffers beside them hold the other
     parts. Each has an axis for experts in front.
     """
 
-    is_packed = True
+    def __init__(self, experts: Experts, form: Format, gate_up_form: Format | None = None):
+        """Make empty parts in the place of the stacks.
 
-    def __init__(self, experts: Experts, form: Format):
+        Args:
+            experts: with 16 or 32 bits, or none on the meta device.
+            form: of a matrix.
+            gate_up_form: of an expert's gate and up together, if they are not stored as one matrix.
+        """
         nn.Module.__init__(self)
         # Sizes, config, and what transformers' decorator and peft ask for.
         self.__dict__.update({k: v for k, v in experts.__dict__.items() if k not in nn.Module().__dict__})
         self.act_fn = experts.act_fn
         self.format = form
+        self.formats = {"gate_up_proj": gate_up_form or form, "down_proj": form}
         self.sizes = {name: tuple(experts.input_first(name).shape[:0:-1]) for name in STACKS}
         """For each stack O and I."""
         for name, sizes in self.sizes.items():
-            for suffix, (shape, dtype) in zip(form.suffixes, form.parts(sizes), strict=True):
+            for suffix, (shape, dtype) in zip(form.suffixes, self.formats[name].parts(sizes), strict=True):
                 part = torch.empty(self.num_experts, *shape, dtype=dtype)
                 if suffix:
                     self.register_buffer(name + suffix, part)
                 else:
                     self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+        self.check_implementation(self.config._experts_implementation)
+
+    def check_implementation(self, name: str | None) -> None:
+        """Refuse an experts implementation that would take the codes for weights.
+
+        Raises:
+            ValueError: one that multiplies whole stacks.
+        """
+        if name not in _IMPLEMENTATIONS:
+            raise ValueError(
+                f'experts_implementation="{name}" needs stacks of 16 or 32 bits, but these experts are stored as '
+                f'{self.format.key}: choose "llamoe", or model.dequantize().'
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `Experts.forward`, in the implementations that know packed stacks."""
+        self.check_implementation(self.config._experts_implementation)
+        return super().forward(*args, **kwargs)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,10 +91,7 @@ class QuantizedExperts(Experts):
         Raises:
             ValueError: always.
         """
-        raise ValueError(
-            f'experts_implementation="{self.config._experts_implementation}" needs stacks of 16 or 32 bits, but these '
-            f'experts are stored as {self.format.key}: choose "llamoe", or model.dequantize().'
-        )
+        raise ValueError(f"{name} is stored as {self.format.key}, and is no stack of numbers to multiply by.")
 
     def matrices(self, name: str) -> list[torch.Tensor]:
         """The matrices `[in, out]` that the parts mean."""
@@ -74,15 +99,41 @@ class QuantizedExperts(Experts):
 
     def _matrix(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
         parts = [part[expert] for part in self.parts(name)]
-        return self.format.matrix(parts, self.sizes[name], dtype)
+        return self.formats[name].matrix(parts, self.sizes[name], dtype)
+
+    def products(self, x_NH: torch.Tensor, groups: Any, multiply: Callable, updates: Updates) -> torch.Tensor:
+        """The outputs of these rows' experts, as `Experts.products`; few rows of an expert by one call."""
+        if isinstance(groups, list) and not updates and self.hidden_act in ("silu", "swish") and x_NH.is_cpu:
+            y_NH = self._products_by_kernel(x_NH, groups)
+            if y_NH is not None:
+                return y_NH
+        return super().products(x_NH, groups, multiply, updates)
+
+    def _products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
+        stacks = [self.parts(name) for name in STACKS]
+        out_NH = None
+        for expert, start, end in groups:
+            if expert >= self.num_experts:
+                return None
+            matrices = [self.format.for_kernel([part[expert] for part in parts]) for parts in stacks]
+            if matrices[0] is None or matrices[1] is None:
+                return None
+            y = few_bits_feed_forward(x_NH[start:end], matrices[0], None, matrices[1])
+            if y is None:
+                return None
+            if len(groups) == 1:
+                return y
+            out_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
+            out_NH[start:end] = y
+        return out_NH
 
     def multiply_stack(self, x_NI: torch.Tensor, name: str, groups: Any, multiply: Callable) -> torch.Tensor:
         """The products of rows with their experts' matrices; arguments as in `Experts`."""
         x = x_NI.to(self.dtype)
         if isinstance(groups, list):
-            return multiply_groups(self.format, x, self.parts(name), self.sizes[name], groups)
+            return multiply_groups(self.formats[name], x, self.parts(name), self.sizes[name], groups)
         return quantized_product(
-            x, self.parts(name), self.format.key, list(self.sizes[name]), groups, transposed=False
+            x, self.parts(name), self.formats[name].key, list(self.sizes[name]), groups, transposed=False
         )
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
@@ -105,7 +156,9 @@ class QuantizedExperts(Experts):
         """
         found: list[torch.Tensor] = []
         for expert, matrices in enumerate(experts):
-            parts = self.format.quantize(matrices[0] if len(matrices) == 1 else torch.cat(list(matrices)))
+            parts = self.formats[name].quantize(
+                matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
+            )
             if not found:
                 found = [part.new_empty(self.num_experts, *part.shape) for part in parts]
             for whole, part in zip(found, parts, strict=True):

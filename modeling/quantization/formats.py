@@ -7,7 +7,7 @@ Shapes: O outputs, I inputs, P inputs with padding, N rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch.nn import functional as F
 
+from ..kernels import Matrix, few_bits_products
 from .int4_layout import BLOCK, ROWS_MULTIPLE, byte_rows, from_byte_order, pack, to_byte_order
 from .scales import asymmetric, symmetric
 
@@ -62,6 +63,10 @@ class Format(ABC):
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         """The rows times the transpose of the matrix, `[N, O]`, both in `compute_dtype`."""
 
+    def for_kernel(self, parts: Parts) -> Matrix | None:
+        """The matrix for `kernels.few_bits`; None if they do not know this format, or it is not on the CPU."""
+        return None
+
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         """The rows times the matrix, `[N, I]`: the gradient of `multiply`."""
         return x_NO @ self.matrix(parts, sizes, x_NO.dtype)
@@ -69,7 +74,7 @@ class Format(ABC):
 
 @dataclass(frozen=True)
 class Int4(Format):
-    """A scale and an offset for each output and group of inputs; products by torch's kernel on a CPU with AVX-512.
+    """A scale and an offset for each output and group of inputs; products by a kernel on a CPU with AVX-512.
 
     Parts: the codes in the kernel's layout, and `[P / group_size, O, 2]` bfloat16, scale and offset. A last group that
     is not full is padded.
@@ -83,8 +88,9 @@ class Int4(Format):
     search: bool = True
     suffixes = ("", "_scale")
     compute_dtype = torch.bfloat16
-    # Up to this many rows the kernel, which unpacks for each row, is faster than unpacking once.
-    kernel_max_rows = 80
+    # Up to this many rows a kernel, which unpacks for each few rows, is faster than unpacking once: ours, and torch's.
+    kernel_max_rows = 1024
+    torch_max_rows = 80
 
     @property
     def key(self) -> str:
@@ -153,12 +159,20 @@ class Int4(Format):
             torch.addcmul(offset_G1O[some], codes_GgO, scale_G1O[some], out=out_GgO)
         return out_PO
 
+    def for_kernel(self, parts: Parts) -> Matrix | None:
+        """See `Format`."""
+        return Matrix(4, self.group_size, *parts) if parts[0].is_cpu else None
+
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         """See `Format`."""
         packed, scales = parts
         if padding := packed.shape[1] * 2 - x_NI.shape[1]:
             x_NI = F.pad(x_NI, (0, padding))
-        if len(x_NI) <= self.kernel_max_rows and packed.is_cpu and reads_int4_layout():
+        if packed.is_cpu and len(x_NI) <= self.kernel_max_rows:
+            y_NO = few_bits_products(x_NI, [self.for_kernel(parts)])
+            if y_NO is not None:
+                return y_NO
+        if packed.is_cpu and len(x_NI) <= self.torch_max_rows and reads_int4_layout():
             return torch.ops.aten._weight_int4pack_mm_for_cpu(
                 x_NI.contiguous(), packed, self.group_size, scales
             )
@@ -171,7 +185,7 @@ class Int4(Format):
 
 @dataclass(frozen=True)
 class Int8(Format):
-    """A scale for each output; products by torch's kernel on a CPU.
+    """A scale for each output; products by a kernel on a CPU.
 
     Parts: codes `[O, I]` int8, and scales `[O]` bfloat16.
 
@@ -182,7 +196,7 @@ class Int8(Format):
     search: bool = True
     suffixes = ("", "_scale")
     compute_dtype = torch.bfloat16
-    kernel_max_rows = 20
+    kernel_max_rows = 24
     # Rows and codes begin at multiples of it: torch's kernel does not check that, and ends the process elsewhere.
     alignment = 32
 
@@ -219,9 +233,17 @@ class Int8(Format):
         codes, scales = parts
         return codes.to(dtype).mul_(scales.to(dtype)[:, None])
 
+    def for_kernel(self, parts: Parts) -> Matrix | None:
+        """See `Format`."""
+        return Matrix(8, 0, *parts) if parts[0].is_cpu else None
+
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         """See `Format`."""
         codes, scales = parts
+        if len(x_NI) <= self.kernel_max_rows and codes.is_cpu:
+            y_NO = few_bits_products(x_NI, [self.for_kernel(parts)])
+            if y_NO is not None:
+                return y_NO
         if len(x_NI) <= self.kernel_max_rows and codes.is_cpu and codes.data_ptr() % self.alignment == 0:
             x_NI = x_NI.contiguous()
             if x_NI.data_ptr() % self.alignment:
@@ -249,8 +271,12 @@ def _values_of_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return values.view(torch.int32 if dtype.itemsize == 2 else torch.int64).flatten()
 
 
+MAKERS: dict[str, Callable[..., Format]] = {"int4": lambda size: Int4(int(size)), "int8": Int8}
+"""What makes a format of its key's fields, by the key's first word."""
+
+
 @lru_cache
 def format_of(key: str) -> Format:
     """The format of this key."""
-    name, *numbers = key.split(":")
-    return {"int4": Int4, "int8": Int8}[name](*map(int, numbers))
+    name, *fields = key.split(":")
+    return MAKERS[name](*fields)

@@ -3,11 +3,13 @@
 import torch
 from torch import nn
 
+from ..kernels import Matrix
 from .formats import Format
+from .packed import Packed
 from .products import multiply
 
 
-class QuantizedLinear(nn.Linear):
+class QuantizedLinear(Packed, nn.Linear):
     """A linear layer with a packed weight, which has no gradient.
 
     An `nn.Linear`, so that peft adapts it. `weight` holds the codes; buffers beside it hold the other parts.
@@ -31,6 +33,10 @@ class QuantizedLinear(nn.Linear):
         """The parts of the weight."""
         # Twice as fast as by attribute, for each layer of each token.
         return [self._parameters["weight"], *(self._buffers[name] for name in self._names[1:])]
+
+    def for_kernel(self) -> Matrix | None:
+        """The matrix for `kernels.few_bits`, which knows no bias; None if they do not know this layer."""
+        return None if self.bias is not None else self.format.for_kernel(self.parts())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]` in the dtype of `x`."""

@@ -2,19 +2,37 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
 
+from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ..checkpoints import forget_pages, read_header
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class _Refusal(BaseException):
+    """An error in a weight: transformers collects exceptions until all is read, and words an error of its own."""
+
+    def __init__(self, error: CheckpointError):
+        self.error = error
+
+
+@contextmanager
+def refusing_at_once() -> Iterator[None]:
+    """Context in which transformers reads weights, and a damaged one ends that as a `CheckpointError`."""
+    try:
+        yield
+    except _Refusal as refusal:
+        raise refusal.error from None
 
 
 class Quantize(ConversionOps):
@@ -33,7 +51,7 @@ class Quantize(ConversionOps):
                 found[key] = weight
                 continue
             parts = module.quantize(name, weight)
-            check_finite(path, module, parts)
+            _check_made(path, parts)
             found |= {f"{path}.{own_name}": part for own_name, part in parts.items()}
             forget_pages(weight)
         return found
@@ -59,7 +77,7 @@ class QuantizeExperts(MergeModulelist):
         path, _, name = full_layer_name.rpartition(".")
         experts: QuantizedExperts = model.get_submodule(path)
         parts = experts.quantize_each(name, zip(*(input_dict.pop(p) for p in source_patterns), strict=True))
-        check_finite(path, experts, parts)
+        _check_made(path, parts)
         return {f"{path}.{own_name}": part for own_name, part in parts.items()}
 
 
@@ -118,7 +136,14 @@ def shapes_in_files(model: nn.Module, is_packed_there: bool) -> dict[str, tuple[
     return shapes
 
 
-def check_finite(path: str, module: nn.Module, parts: dict[str, torch.Tensor]) -> None:
+def _check_made(path: str, parts: dict[str, torch.Tensor]) -> None:
+    try:
+        check_finite(path, parts)
+    except CheckpointError as error:
+        raise _Refusal(error) from None
+
+
+def check_finite(path: str, parts: dict[str, torch.Tensor]) -> None:
     """Check the scales of a module's weight.
 
     Raises:
@@ -139,7 +164,30 @@ def check_scales(model: nn.Module) -> None:
         if isinstance(module, QuantizedExperts | QuantizedLinear):
             scales = {name: part for name, part in module._buffers.items() if part is not None}
             if not any(part.is_meta for part in scales.values()):
-                check_finite(path, module, scales)
+                check_finite(path, scales)
+
+
+def check_found(model: nn.Module, loading_info: Any, place: Any) -> None:
+    """Check that a checkpoint had all parts of the packed weights, which nothing else could fill.
+
+    Args:
+        model: with packed modules.
+        loading_info: transformers' record of what was missing, and of what had another shape.
+        place: of the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: a part was missing.
+    """
+    absent = {*loading_info.missing_keys, *(key for key, *_ in loading_info.mismatched_keys)}
+    lost = []
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedExperts | QuantizedLinear):
+            lost += [key for name in module.state_dict() if (key := f"{path}.{name}") in absent]
+    if lost:
+        raise CheckpointError(
+            f"{place}: {listed(lost, 5)} cannot be filled from the checkpoint, and packed weights do not begin anew. "
+            "Download or copy it again, or load it with the configuration that it was saved with."
+        )
 
 
 def align_codes(model: nn.Module) -> None:

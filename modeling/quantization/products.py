@@ -119,7 +119,8 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, grad):
     ends_E, *parts = ctx.saved_tensors
     grad_x = quantized_product(grad.contiguous(), parts, ctx.key, ctx.sizes, ends_E, not ctx.transposed)
-    return grad_x, None, None, None, None, None
+    # A list of inputs has a list of gradients.
+    return grad_x, [None] * len(parts), None, None, None, None
 
 
 quantized_product.register_autograd(_differentiate, setup_context=_save)

@@ -4,6 +4,7 @@
 """
 
 import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
+from ...configuration import LlamoeVisionConfig
 from ...configuration.errors import ConfigurationError
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
@@ -24,9 +26,6 @@ from .linear import QuantizedLinear
 from .loading import Quantize, align_codes, check_scales, in_place_of_fusing
 
 logger = logging.getLogger("llamoe")
-
-# What stays in 16 bit beside embeddings, output head and routers, which are no linear layers or stand last.
-_PARTS_IN_16_BIT = ["vision_model", "multi_modal_projector"]
 
 # Whether weights are being saved as what they mean.
 _saves_dequantized: ContextVar[bool] = ContextVar("llamoe_saves_dequantized", default=False)
@@ -70,13 +69,19 @@ class LlamoeQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         config, form = self.quantization_config, format_for(self.quantization_config)
-        named = config.modules_to_not_convert
         kept = self.get_modules_to_not_convert(
-            model, [*_PARTS_IN_16_BIT, *(named or ())], add_default_skips=True
+            model, list(config.modules_to_not_convert or ()), add_default_skips=True
         )
+        packed = []
+        # Heads are outside of the decoder, and so are tower and projector. A tower takes itself for a decoder.
+        has_decoder = not isinstance(model.config, LlamoeVisionConfig)
+        inside = {id(module) for module in model.get_decoder().modules()} if has_decoder else ()
         for name, module in list(model.named_modules()):
             is_experts, is_linear = isinstance(module, Experts), type(module) is nn.Linear
-            if not (is_experts and config.experts or is_linear and config.linears):
+            if (
+                not (is_experts and config.experts or is_linear and config.linears)
+                or id(module) not in inside
+            ):
                 continue
             if not should_convert_module(name, kept):
                 continue
@@ -87,12 +92,22 @@ class LlamoeQuantizer(HfQuantizer):
             )
             for weight, each in sizes.items():
                 if refusal := form.refusal(each):
+                    remedy = f"Choose another format or group_size, or name {name!r} in modules_to_not_convert."
+                    if self.pre_quantized:
+                        remedy = "So quantization_config in config.json is not that of these weights."
                     raise ConfigurationError(
-                        f"{weight} cannot be stored as {form.key}: {refusal}. Choose another format or group_size, or "
-                        f"name {name!r} in modules_to_not_convert."
+                        f"{weight} cannot be stored as {form.key}: {refusal}. {remedy}"
                     )
             with torch.device("meta"):
-                model.set_submodule(name, _packed(module, form))
+                packed.append((name, _packed(module, form)))
+        # The tower of a packed folder is not packed.
+        if not packed and not self.pre_quantized:
+            raise ConfigurationError(
+                f"quantization_config finds nothing in this {type(model).__name__} that it could store in few bits: "
+                "leave it out."
+            )
+        for name, module in packed:
+            model.set_submodule(name, module)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if self.pre_quantized:
@@ -132,20 +147,24 @@ class LlamoeQuantizer(HfQuantizer):
         if not _saves_dequantized.get():
             return None, {}
         weights = dict(model.state_dict())
-        for path, module in model.named_modules():
-            names = STACKS if isinstance(module, QuantizedExperts) else ("weight",)
-            if isinstance(module, QuantizedExperts | QuantizedLinear):
-                for name in names:
-                    for suffix in module.format.suffixes:
-                        del weights[f"{path}.{name}{suffix}"]
-                    weights[f"{path}.{name}"] = module.dequantized_weight(name, torch.bfloat16)
+        for path, module in _packed_modules(model, 'save_pretrained(layout="stock")'):
+            for name in STACKS if isinstance(module, QuantizedExperts) else ("weight",):
+                for suffix in module.format.suffixes:
+                    del weights[f"{path}.{name}{suffix}"]
+                weights[f"{path}.{name}"] = module.dequantized_weight(name, torch.bfloat16)
         return weights, {}
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        dtype = torch.bfloat16 if dtype is None else dtype
-        for name, module in list(model.named_modules()):
-            if isinstance(module, QuantizedExperts | QuantizedLinear):
-                model.set_submodule(name, module.dequantized(dtype))
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+        # A save leaves the dtype's name in the config.
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
+        packed = dict(_packed_modules(model, "dequantize"))
+        for name, module in packed.items():
+            model.set_submodule(name, module.dequantized(dtype))
+        # Layers multiply in one dtype; adapters have their own.
+        for module in _without_adapters(model):
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
         return model
 
     def is_serializable(self) -> bool:
@@ -168,6 +187,27 @@ def _packed(module: Any, form: Format) -> nn.Module:
         return QuantizedExperts(module, form)
     dtype = torch.bfloat16
     return QuantizedLinear(module.in_features, module.out_features, module.bias is not None, form, dtype)
+
+
+def _packed_modules(model: PreTrainedModel, asked: str) -> list[tuple[str, Any]]:
+    packed = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedExperts | QuantizedLinear)
+    ]
+    for name, module in packed:
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise ValueError(
+                f"{asked}: {name} is offloaded, and has no numbers in memory: load the model without device_map."
+            )
+    return packed
+
+
+def _without_adapters(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all modules in it but those that peft has added."""
+    yield module
+    for child in [module.base_layer] if hasattr(module, "base_layer") else module.children():
+        yield from _without_adapters(child)
 
 
 @contextmanager

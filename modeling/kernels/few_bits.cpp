@@ -1,0 +1,317 @@
+// Products of bfloat16 rows with 4- and 8-bit matrices, on a CPU with AVX-512 for bfloat16 (Zen 4, Sapphire Rapids).
+//
+// A decode step reads every weight once, so these kernels are made to read memory at its full speed: a code becomes a
+// bfloat16 number by one lookup, and `vdpbf16ps` multiplies 32 of them. Codes are small integers, so they and their
+// products with the rows are exact, and sums are float32; scales are applied to sums.
+//
+// few_bits.py compiles this file when it is first needed, and says what the arguments are.
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512bf16,fma")))
+
+namespace {
+
+// Outputs whose 4-bit codes lie together.
+constexpr int64_t kBlock = 64;
+// Outputs of an 8-bit matrix that are computed together.
+constexpr int64_t kOutputs = 4;
+
+// Four bits select one of 16 numbers, whatever the fifth bit is, by which a lookup in 32 numbers is also selected.
+AVX512 inline __m512i table_of(const float (&values)[16]) {
+  alignas(64) uint16_t table[32];
+  for (int i = 0; i < 32; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, &values[i % 16], 4);
+    table[i] = (uint16_t)(bits >> 16);
+  }
+  return _mm512_load_si512(table);
+}
+
+AVX512 inline __m512bh look_up(__m512i words, __m512i table) {
+  return (__m512bh)_mm512_permutexvar_epi16(words, table);
+}
+
+// R rows times 64 outputs of 4 bits. `codes` has 32 bytes for each input: outputs 0 to 31 in the low four bits, 32 to 63
+// in the high ones. `scales` has for each group of inputs and output a scale and an offset, `sums` of each row the sum
+// of each group.
+template <int R>
+AVX512 void int4_block(const uint16_t* x, const float* sums, const uint8_t* codes, const uint32_t* scales,
+                       int64_t scale_stride, uint16_t* y, int64_t y_stride, int64_t inputs, int64_t group) {
+  alignas(64) uint8_t place[2][64];
+  for (int i = 0; i < 64; i++)
+    // Word i / 2 gets an output's byte, even words from the first of two inputs and odd ones from the second. Its upper
+    // byte is never looked at.
+    for (int half = 0; half < 2; half++) place[half][i] = (uint8_t)(16 * half + i / 4 + 32 * (i / 2 % 2));
+  const __m512i first = _mm512_load_si512(place[0]), second = _mm512_load_si512(place[1]);
+  const __m512i table = table_of({-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7});
+  const __m512i upper_half = _mm512_set1_epi32((int)0xffff0000);
+  const int64_t groups = inputs / group;
+  __m512 total[R][4];
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < 4; j++) total[r][j] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < groups; g++) {
+    __m512 sum[R][4];
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < 4; j++) sum[r][j] = _mm512_setzero_ps();
+    for (int64_t k = g * group; k < (g + 1) * group; k += 2) {
+      const __m512i bytes = _mm512_loadu_si512(codes + k * (kBlock / 2));
+      const __m512i words[2] = {_mm512_permutexvar_epi8(first, bytes), _mm512_permutexvar_epi8(second, bytes)};
+      const __m512bh weights[4] = {look_up(words[0], table), look_up(words[1], table),
+                                   look_up(_mm512_srli_epi16(words[0], 4), table),
+                                   look_up(_mm512_srli_epi16(words[1], 4), table)};
+      for (int r = 0; r < R; r++) {
+        int32_t pair;
+        std::memcpy(&pair, x + r * inputs + k, 4);
+        const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
+        for (int j = 0; j < 4; j++) sum[r][j] = _mm512_dpbf16_ps(sum[r][j], weights[j], row);
+      }
+    }
+    for (int j = 0; j < 4; j++) {
+      const __m512i both = _mm512_loadu_si512(scales + g * scale_stride + 16 * j);
+      const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+      const __m512 offset = _mm512_castsi512_ps(_mm512_and_si512(both, upper_half));
+      for (int r = 0; r < R; r++) {
+        total[r][j] = _mm512_fmadd_ps(scale, sum[r][j], total[r][j]);
+        total[r][j] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sums[r * groups + g]), total[r][j]);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < 4; j++)
+      _mm256_storeu_si256((__m256i*)(y + r * y_stride + 16 * j), (__m256i)_mm512_cvtneps_pbh(total[r][j]));
+}
+
+// The sum of each group of a row's inputs.
+AVX512 void sum_groups(const uint16_t* x, float* sums, int64_t inputs, int64_t group) {
+  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+  for (int64_t g = 0; g < inputs / group; g++) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t k = g * group; k < (g + 1) * group; k += 32)
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(x + k), ones);
+    sums[g] = _mm512_reduce_add_ps(sum);
+  }
+}
+
+// R rows times C outputs of 8 bits. Of each 64 inputs, rows have the even ones first. A code is the sum of its low four
+// bits and 16 times its high ones, each of which is looked up.
+template <int R, int C>
+AVX512 void int8_outputs(const uint16_t* x, int64_t padded, const int8_t* codes, const uint16_t* scales, uint16_t* y,
+                         int64_t y_stride, int64_t inputs) {
+  const __m512i low = table_of({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15});
+  const __m512i high = table_of({0, 16, 32, 48, 64, 80, 96, 112, -128, -112, -96, -80, -64, -48, -32, -16});
+  __m512 sum[R][C];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) sum[r][c] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < inputs; k += 64) {
+    const __mmask64 mask = inputs - k >= 64 ? ~0ull : (1ull << (inputs - k)) - 1;
+    __m512bh even[R], odd[R];
+    for (int r = 0; r < R; r++) {
+      even[r] = (__m512bh)_mm512_loadu_si512(x + r * padded + k);
+      odd[r] = (__m512bh)_mm512_loadu_si512(x + r * padded + k + 32);
+    }
+    for (int c = 0; c < C; c++) {
+      // Several short streams are too many for the processor to foresee.
+      _mm_prefetch((const char*)(codes + (c + C) * inputs + k), _MM_HINT_T0);
+      const __m512i bytes = _mm512_maskz_loadu_epi8(mask, codes + c * inputs + k);
+      const __m512bh weights[4] = {look_up(bytes, low), look_up(_mm512_srli_epi16(bytes, 4), high),
+                                   look_up(_mm512_srli_epi16(bytes, 8), low),
+                                   look_up(_mm512_srli_epi16(bytes, 12), high)};
+      for (int r = 0; r < R; r++) {
+        sum[r][c] = _mm512_dpbf16_ps(sum[r][c], weights[0], even[r]);
+        sum[r][c] = _mm512_dpbf16_ps(sum[r][c], weights[1], even[r]);
+        sum[r][c] = _mm512_dpbf16_ps(sum[r][c], weights[2], odd[r]);
+        sum[r][c] = _mm512_dpbf16_ps(sum[r][c], weights[3], odd[r]);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) {
+      const uint32_t bits = (uint32_t)scales[c] << 16;
+      float scale;
+      std::memcpy(&scale, &bits, 4);
+      const __m128bh rounded = _mm_cvtneps_pbh(_mm_set_ss(_mm512_reduce_add_ps(sum[r][c]) * scale));
+      std::memcpy(y + r * y_stride + c, &rounded, 2);
+    }
+}
+
+// Calls one of the functions for 4, 2 or 1 of the remaining rows.
+#define FOR_ROWS(rows, r, CALL)  \
+  for (int64_t r = 0; r < rows;) \
+    if (rows - r >= 4) {         \
+      CALL(4);                   \
+      r += 4;                    \
+    } else if (rows - r >= 2) {  \
+      CALL(2);                   \
+      r += 2;                    \
+    } else {                     \
+      CALL(1);                   \
+      r += 1;                    \
+    }
+
+// One matrix: 4 bits with groups of inputs, or 8 bits. `scale_stride` is the distance between groups' scales, in outputs.
+struct Matrix {
+  int64_t bits;
+  const char* codes;
+  const char* scales;
+  int64_t inputs, outputs, group, scale_stride;
+};
+
+// What the rows of x are needed as: sums of groups, or split rows.
+struct Prepared {
+  std::vector<float> sums;
+  std::vector<uint16_t> split;
+};
+
+AVX512 void prepare(const uint16_t* x, int64_t rows, const Matrix& matrix, Prepared& prepared) {
+  const int64_t inputs = matrix.inputs;
+  if (matrix.bits == 4) {
+    const int64_t groups = inputs / matrix.group;
+    prepared.sums.resize(rows * groups);
+    for (int64_t r = 0; r < rows; r++) sum_groups(x + r * inputs, &prepared.sums[r * groups], inputs, matrix.group);
+    return;
+  }
+  const int64_t padded = (inputs + 63) / 64 * 64;
+  prepared.split.assign(rows * padded, 0);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t k = 0; k < inputs; k++)
+      prepared.split[r * padded + k / 64 * 64 + k % 64 / 2 + 32 * (k % 2)] = x[r * inputs + k];
+}
+
+// The rows times the outputs from `start` that are computed together.
+AVX512 void multiply_some(const uint16_t* x, const Prepared& prepared, int64_t rows, const Matrix& matrix, int64_t start,
+                          uint16_t* y, int64_t y_stride) {
+  const int64_t inputs = matrix.inputs;
+  if (matrix.bits == 4) {
+    const int64_t groups = inputs / matrix.group;
+    const uint8_t* codes = (const uint8_t*)matrix.codes + start * inputs / 2;
+    const uint32_t* scales = (const uint32_t*)matrix.scales + start;
+#define CALL(R)                                                                                             \
+  int4_block<R>(x + r * inputs, &prepared.sums[r * groups], codes, scales, matrix.scale_stride,             \
+                y + r * y_stride + start, y_stride, inputs, matrix.group)
+    FOR_ROWS(rows, r, CALL)
+#undef CALL
+    return;
+  }
+  const int64_t padded = (inputs + 63) / 64 * 64;
+  const int8_t* codes = (const int8_t*)matrix.codes + start * inputs;
+  const uint16_t* scales = (const uint16_t*)matrix.scales + start;
+#define CALL(R)                                                                                              \
+  if (matrix.outputs - start >= kOutputs)                                                                    \
+    int8_outputs<R, kOutputs>(&prepared.split[r * padded], padded, codes, scales, y + r * y_stride + start,  \
+                              y_stride, inputs);                                                             \
+  else                                                                                                       \
+    for (int64_t c = 0; c < matrix.outputs - start; c++)                                                     \
+      int8_outputs<R, 1>(&prepared.split[r * padded], padded, codes + c * inputs, scales + c,                \
+                         y + r * y_stride + start + c, y_stride, inputs)
+  FOR_ROWS(rows, r, CALL)
+#undef CALL
+}
+
+// Rows times several matrices of the same bits and inputs; their outputs stand side by side in y.
+AVX512 void multiply(const uint16_t* x, int64_t rows, const Matrix* matrices, int64_t count, uint16_t* y, int threads) {
+  Prepared prepared;
+  prepare(x, rows, matrices[0], prepared);
+  const int64_t step = matrices[0].bits == 4 ? kBlock : kOutputs;
+  int64_t y_stride = 0, steps = 0;
+  for (int64_t m = 0; m < count; m++) {
+    y_stride += matrices[m].outputs;
+    steps += (matrices[m].outputs + step - 1) / step;
+  }
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < steps; i++) {
+    int64_t m = 0, first = 0, rest = i;
+    for (int64_t own; rest >= (own = (matrices[m].outputs + step - 1) / step); m++) {
+      first += matrices[m].outputs;
+      rest -= own;
+    }
+    multiply_some(x, prepared, rows, matrices[m], rest * step, y + first, y_stride);
+  }
+}
+
+AVX512 inline __m512 widen(__m256i halves) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)); }
+
+AVX512 inline __m256i narrow(__m512 values) { return (__m256i)_mm512_cvtneps_pbh(values); }
+
+// e to the x: two to the power of the integer part, times a polynomial of the rest (Cephes, single precision).
+AVX512 inline __m512 exponential(__m512 x) {
+  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.f)), _mm512_set1_ps(88.f));
+  const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
+  rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);
+  __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+  for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(term));
+  y = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(rest, rest), y, rest), _mm512_set1_ps(1.f));
+  return _mm512_scalef_ps(y, whole);
+}
+
+// silu(gate) * up, each rounded to bfloat16 as separate operations are; sizes are multiples of 16.
+AVX512 void apply_gate(const uint16_t* gate, const uint16_t* up, uint16_t* hidden, int64_t size) {
+  for (int64_t i = 0; i < size; i += 16) {
+    const __m512 g = widen(_mm256_loadu_si256((const __m256i*)(gate + i)));
+    const __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), g);
+    const __m512 activated = _mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.f), exponential(minus)));
+    const __m512 u = widen(_mm256_loadu_si256((const __m256i*)(up + i)));
+    _mm256_storeu_si256((__m256i*)(hidden + i), narrow(_mm512_mul_ps(widen(narrow(activated)), u)));
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int is_supported() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+}
+
+// Rows times up to three matrices.
+AVX512 void products(const uint16_t* x, uint16_t* y, int64_t rows, int64_t bits, int64_t inputs, int64_t group,
+                     int threads, int64_t count, const char* codes0, const char* scales0, int64_t outputs0,
+                     const char* codes1, const char* scales1, int64_t outputs1, const char* codes2, const char* scales2,
+                     int64_t outputs2) {
+  const Matrix matrices[3] = {{bits, codes0, scales0, inputs, outputs0, group, outputs0},
+                              {bits, codes1, scales1, inputs, outputs1, group, outputs1},
+                              {bits, codes2, scales2, inputs, outputs2, group, outputs2}};
+  multiply(x, rows, matrices, count, y, threads);
+}
+
+// down(silu(gate(x)) * up(x)). The down matrix has `padded` inputs, of which those from `inner` on are zero. Scales of
+// gate and up are `scale_stride` outputs from group to group.
+AVX512 void feed_forward(const uint16_t* x, uint16_t* y, int64_t rows, int64_t bits, int64_t inputs, int64_t inner,
+                         int64_t padded, int64_t outputs, int64_t group, int threads, const char* gate,
+                         const char* gate_scales, const char* up, const char* up_scales, int64_t scale_stride,
+                         const char* down, const char* down_scales) {
+  const Matrix matrices[2] = {{bits, gate, gate_scales, inputs, inner, group, scale_stride},
+                              {bits, up, up_scales, inputs, inner, group, scale_stride}};
+  std::vector<uint16_t> both(rows * 2 * inner), hidden(rows * padded);
+  multiply(x, rows, matrices, 2, both.data(), threads);
+  for (int64_t r = 0; r < rows; r++)
+    apply_gate(&both[r * 2 * inner], &both[r * 2 * inner + inner], &hidden[r * padded], inner);
+  const Matrix last = {bits, down, down_scales, padded, outputs, group, outputs};
+  multiply(hidden.data(), rows, &last, 1, y, threads);
+}
+
+// x / sqrt(mean(x ** 2) + eps), rounded to bfloat16, times a weight, if there is one; sizes are multiples of 16.
+AVX512 void rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* y, int64_t rows, int64_t size, float eps) {
+  for (int64_t r = 0; r < rows; r++, x += size, y += size) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += 16) {
+      const __m512 part = widen(_mm256_loadu_si256((const __m256i*)(x + i)));
+      sum = _mm512_fmadd_ps(part, part, sum);
+    }
+    const __m512 factor = _mm512_set1_ps(1.f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / (float)size + eps));
+    for (int64_t i = 0; i < size; i += 16) {
+      __m256i part = narrow(_mm512_mul_ps(widen(_mm256_loadu_si256((const __m256i*)(x + i))), factor));
+      if (weight)
+        part = narrow(_mm512_mul_ps(widen(part), widen(_mm256_loadu_si256((const __m256i*)(weight + i)))));
+      _mm256_storeu_si256((__m256i*)(y + i), part);
+    }
+  }
+}
+}

@@ -1,0 +1,80 @@
+"""Routed experts in bitsandbytes' formats, and the linear layers that they are in files.
+
+An expert N is stored un-fused: `experts.N.gate_proj`, `up_proj` and `down_proj`, or Mixtral's `w1`, `w3` and `w2`.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from ..moe import Experts
+from .bnb_formats import BitsAndBytesFormat, Bnb4Bit
+from .experts import STACKS, QuantizedExperts
+
+# Of a stack, as files name its matrices: for input-first experts, and for output-first ones.
+_LAYERS = {
+    True: {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    False: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+}
+
+
+class BitsAndBytesExperts(QuantizedExperts):
+    """Routed experts of which each matrix is what a linear layer of bitsandbytes would hold.
+
+    Attributes:
+        weight_dtype: of the weights that were quantized, which files record.
+    """
+
+    formats: dict[str, BitsAndBytesFormat]
+
+    def __init__(self, experts: Experts, form: BitsAndBytesFormat, weight_dtype: torch.dtype):
+        # Of two matrices, each by itself.
+        super().__init__(experts, form, replace(form, matrices=2))
+        self.weight_dtype = weight_dtype
+
+    def name_of_layer(self, path: str, stack: str, number: int, place: int) -> str:
+        """Name of the linear layer that a matrix is un-fused.
+
+        Args:
+            path: of these experts.
+            stack: that has the matrix.
+            number: of the expert.
+            place: of the matrix in the expert's part of the stack.
+        """
+        return f"{path}.{number}.{_LAYERS[self.is_transposed][stack][place]}"
+
+    def unfused(self, path: str, storage: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of all linear layers that these experts are un-fused, with their names; in the same memory.
+
+        Beside a weight of 4 bits stand `weight.absmax`, `weight.quant_map`, with double quantization
+        `weight.nested_absmax` and `weight.nested_quant_map`, and the rest as JSON in bytes, in
+        `weight.quant_state.bitsandbytes__nf4`; beside one of 8 bits `SCB` and `weight_format`.
+
+        Args:
+            path: of these experts.
+            storage: dtype in which files hold the bytes of 4-bit codes.
+        """
+        for number, stack in itertools.product(range(self.num_experts), STACKS):
+            form = self.formats[stack]
+            for place in range(form.matrices):
+                name = self.name_of_layer(path, stack, number, place)
+                parts = [_of_its_own(part[number, place]) for part in self.parts(stack)]
+                if isinstance(form, Bnb4Bit):
+                    yield f"{name}.weight", parts[0].view(storage).view(-1, 1)
+                    state = form.state(parts, form.of_one(self.sizes[stack]), self.weight_dtype)
+                    # Files hold no tensor twice.
+                    state.code = state.code.clone()
+                    for kind, tensor in state.as_dict(packed=True).items():
+                        yield f"{name}.weight.{kind}", tensor
+                else:
+                    yield f"{name}.weight", parts[0]
+                    yield f"{name}.SCB", parts[1]
+                    # Row by row, the only one that is left of several formats.
+                    yield f"{name}.weight_format", torch.tensor(0, dtype=torch.uint8)
+
+
+def _of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own: tensors that share one are saved into one file."""
+    return torch.from_dlpack(tensor)

@@ -1,0 +1,244 @@
+"""Files in which bitsandbytes has quantized the experts: the names of an expert's tensors, and what they must be.
+
+The tensors are those of `BitsAndBytesExperts.unfused`.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from transformers.modeling_utils import load_state_dict
+
+from ...configuration.errors import CheckpointError
+from ..checkpoints import expert_of, read_header
+from .bnb_formats import BLOCKSIZES, NESTED_BLOCKSIZE, BitsAndBytesFormat, Bnb4Bit, code_of
+from .formats import Parts, Sizes
+
+# Stack of a matrix, and its place there, by the words of `expert_of`.
+PLACES = {
+    "gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", 0),
+    "w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0),
+}  # fmt: skip
+_DAMAGED = "The checkpoint is damaged: download it again, or quantize the original one."
+_QUANTIZE = "Quantize the original checkpoint again."
+STATE = "quant_state.bitsandbytes__"
+# What follows an expert's weight, or stands in the place of "weight".
+_BESIDE = re.compile(r"(.*\.experts\..*\.)(?:weight\.(.+)|(SCB|weight_format))")
+# The router's weight in files of releases that took it for a linear layer; and what is beside it.
+_ROUTER = re.compile(r"(.*\.(?:feed_forward\.router|mlp\.gate)\.)(?:weight(?:\.(.+))?|(SCB|weight_format))")
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.\w+\.experts\b")
+
+
+class Stored(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Attributes:
+        tensor: mostly mapped from a file.
+        name: in the file.
+        origin: the file.
+    """
+
+    tensor: torch.Tensor
+    name: str
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.name}"
+
+
+def parse(name: str) -> tuple[str, int, str, str] | None:
+    """Path of the experts, number, word of `PLACES` and kind ("weight", "absmax", "SCB", ...) of an expert's tensor."""
+    beside = _BESIDE.fullmatch(name)
+    expert = expert_of(f"{beside[1]}weight" if beside else name)
+    return expert and (expert.experts, expert.number, expert.part, beside[2] or beside[3] if beside else "weight")
+
+
+def parse_router(name: str) -> tuple[str, str] | None:
+    """Name of a router's weight, and kind of the tensor, as in `parse`."""
+    match = _ROUTER.fullmatch(name)
+    return match and (f"{match[1]}weight", match[2] or match[3] or "weight")
+
+
+def layer_of(path: str) -> str | None:
+    """The layer's number in the name of experts, or of a tensor of theirs."""
+    match = _LAYER.match(path)
+    return match and match[1]
+
+
+def packed_layers(files: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The layers whose experts are packed in these files: kinds of tensors there, and a file that has each.
+
+    Both keys and kinds are those of `layer_of` and `parse`.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for file in files:
+        for name, header in read_header(file).items():
+            parsed = parse(name.replace(".block_sparse_moe.", ".mlp."))
+            if parsed and (parsed[3] != "weight" or header.dtype in ("U8", "I8")):
+                found.setdefault(layer_of(name) or "", {}).setdefault(parsed[3], str(file))
+    return found
+
+
+def first_state(files: Iterable[str]) -> dict[str, Any] | None:
+    """Content of the first `quant_state` of an expert in these files; None if they have none."""
+    for file in files:
+        for name in read_header(file):
+            if f".weight.{STATE}" in name and parse(name.replace(".block_sparse_moe.", ".mlp.")):
+                if not file.endswith(".safetensors"):
+                    return facts_of(Stored(load_state_dict(file)[name], name, file))
+                with safe_open(file, framework="pt") as content:
+                    return facts_of(Stored(content.get_tensor(name), name, file))
+    return None
+
+
+def facts_of(stored: Stored) -> dict[str, Any]:
+    """The content of a `quant_state`.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        content = json.loads(bytes(stored.tensor.flatten().tolist()))
+        # Each is read below.
+        content["quant_type"], tuple(content["shape"])
+        content["dtype"] = getattr(torch, content["dtype"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{stored} cannot be read as the state of a weight in 4 bits ({type(error).__name__}: {error}). {_DAMAGED}"
+        ) from None
+    if content.get("blocksize") not in BLOCKSIZES:
+        raise CheckpointError(
+            f"{stored} says blocksize {content.get('blocksize')}; bitsandbytes has {BLOCKSIZES[0]} to {BLOCKSIZES[-1]}. "
+            + _DAMAGED
+        )
+    return content
+
+
+def read_matrix(form: BitsAndBytesFormat, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
+    """The checked parts of one matrix.
+
+    Args:
+        form: that the model asks for.
+        found: the matrix's tensors in the checkpoint, by kind; there is a weight.
+        sizes: of the matrix.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape or dtype, or scales that are no numbers; or the weight
+            is stored in another format.
+    """
+    read = _read_4_bits if isinstance(form, Bnb4Bit) else _read_8_bits
+    return read(form, found, sizes)
+
+
+def _read_8_bits(form: BitsAndBytesFormat, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
+    weight, scb = found["weight"], _need(found, "SCB")
+    _check_shape(weight, sizes, torch.int8)
+    _check_shape(scb, sizes[:1])
+    layout = found.get("weight_format")
+    if layout is not None and layout.tensor.any():
+        raise CheckpointError(
+            f"{layout} is {layout.tensor.flatten()[0].item()}, a layout of old GPUs: only rows (0) are read. {_QUANTIZE}"
+        )
+    return [weight.tensor, scb.tensor.float()]
+
+
+def _read_4_bits(form: Any, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
+    weight = found["weight"]
+    states = {kind.removeprefix(STATE): each for kind, each in found.items() if kind.startswith(STATE)}
+    for quant_type, state in states.items():
+        if quant_type != form.quant_type:
+            raise CheckpointError(
+                f"{state} is there, but bnb_4bit_quant_type in config.json is {form.quant_type!r}. Weights and "
+                "config.json do not belong together."
+            )
+    state = _need(found, STATE + form.quant_type)
+    facts = facts_of(state)
+    if facts["blocksize"] != form.blocksize:
+        raise CheckpointError(
+            f"{state} says blocksize {facts['blocksize']}, but other experts have {form.blocksize}. {_QUANTIZE}"
+        )
+    if tuple(facts["shape"]) != tuple(sizes):
+        raise CheckpointError(
+            f"{state} says shape {list(facts['shape'])}, but the model that config.json describes has {list(sizes)}. "
+            "Weights and config.json do not belong together."
+        )
+    if not form.is_nested and (other := found.get("nested_absmax")):
+        raise CheckpointError(f"{other} means double quantization, which other experts do not have. {_QUANTIZE}")
+    shapes = [shape for shape, _ in form.parts_of_one(*sizes)]
+    codes = weight.tensor.contiguous().view(torch.uint8).flatten()
+    if codes.shape != shapes[0]:
+        raise CheckpointError(
+            f"{weight} holds {codes.numel()} bytes, where {list(sizes)} weights in 4 bits take {shapes[0][0]}. {_DAMAGED}"
+        )
+    absmax = _need(found, "absmax")
+    _check_codes(_need(found, "quant_map"), form.quant_type)
+    if not form.is_nested:
+        _check_shape(absmax, shapes[1])
+        return [codes, absmax.tensor.float()]
+    _check_shape(absmax, shapes[1], torch.uint8)
+    nested = _need(found, "nested_absmax")
+    _check_shape(nested, shapes[2])
+    _check_codes(_need(found, "nested_quant_map"), "dynamic")
+    offset = facts.get("nested_offset")
+    if facts.get("nested_blocksize") != NESTED_BLOCKSIZE or not isinstance(offset, int | float):
+        raise CheckpointError(
+            f"{state} says nested_blocksize {facts.get('nested_blocksize')} and nested_offset {offset}, where "
+            f"{NESTED_BLOCKSIZE} and a number were expected. {_QUANTIZE}"
+        )
+    if not math.isfinite(offset):
+        raise CheckpointError(f"{state} says nested_offset {offset}. {_DAMAGED}")
+    return [codes, absmax.tensor, nested.tensor.float(), torch.tensor(offset, dtype=torch.float32)]
+
+
+def _need(found: Mapping[str, Stored], kind: str) -> Stored:
+    if kind not in found:
+        weight = found["weight"]
+        name = (
+            f"{weight.name.removesuffix('weight')}{kind}" if kind == "SCB" else f"{weight.name}.{kind}"
+        )
+        raise CheckpointError(
+            f"{weight.origin}: {name} is missing, without which the codes in {weight.name} mean nothing. {_DAMAGED}"
+        )
+    return found[kind]
+
+
+def _check_shape(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    """Check a tensor's shape and dtype, which is that of scales if None; scales must be finite."""
+    tensor = stored.tensor
+    is_known = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
+    if tuple(tensor.shape) != tuple(shape) or not is_known:
+        found, wanted = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype or torch.float32))
+        reason = "Weights and config.json do not belong together."
+        if dtype is None and tensor.ndim > len(shape):
+            reason = (
+                "bitsandbytes leaves such scales if a weight is saved after a pass on a CPU; their order is lost. "
+                + _QUANTIZE
+            )
+        raise CheckpointError(
+            f"{stored} has shape {list(tensor.shape)} and dtype {found}, where {list(shape)} and {wanted} were "
+            f"expected. {reason}"
+        )
+    if dtype is None:
+        check_scales(tensor, str(stored))
+
+
+def check_scales(scales: torch.Tensor, name: str) -> None:
+    """Raise a `CheckpointError` for scales that are NaN or infinite."""
+    if bad := int((~scales.isfinite()).sum()):
+        raise CheckpointError(
+            f"{name}: {bad} of {scales.numel()} scales are NaN or infinite. The checkpoint is damaged, or its weights "
+            "overflowed: quantize the original one."
+        )
+
+
+def _check_codes(stored: Stored, name: str) -> None:
+    known = code_of(name, torch.device("cpu"))
+    found = stored.tensor
+    # bitsandbytes' own tolerance; NaN is not within it.
+    if found.shape != known.shape or not ((found - known).abs() <= 1e-6).all():
+        raise CheckpointError(f"{stored} has other numbers than bitsandbytes' codes have. {_DAMAGED}")
+

@@ -1,0 +1,193 @@
+"""transformers' quantizers of bitsandbytes, which here quantize llamoe's routed experts too.
+
+They stand in the place of transformers' own, and add to them: linear layers, other models and everything that is not
+said here are transformers'. A name in `llm_int8_skip_modules` that means the experts, or the layer of a single expert as
+files name it, leaves the experts of that mixture in 16 bit.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from .._private_api import forget_conversions, replace_quantizer
+from ..checkpoints import SavesWhole
+from ..moe import Experts, Router
+from .bnb_experts import BitsAndBytesExperts
+from .bnb_files import first_state, layer_of, packed_layers
+from .bnb_formats import BitsAndBytesFormat, Bnb4Bit, Bnb4BitNested, Bnb8Bit
+from .bnb_loading import packed_experts
+from .experts import STACKS
+
+if TYPE_CHECKING:
+    _Base = Bnb4BitHfQuantizer
+else:
+    _Base = object
+
+
+class QuantizesExperts(_Base):
+    """What is added to both quantizers: a base class to name before transformers'."""
+
+    def _format(
+        self, dtype: torch.dtype, kinds: Iterable[str] | None, files: Iterable[str]
+    ) -> tuple[BitsAndBytesFormat, torch.dtype]:
+        """The format of a matrix, and the dtype of the weights that are quantized.
+
+        Args:
+            dtype: of the model.
+            kinds: of tensors that packed experts have in the files; None if they are packed now.
+            files: of the checkpoint.
+        """
+        raise NotImplementedError
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: Any = None, **kwargs: Any
+    ) -> None:
+        super()._process_model_before_weight_loading(
+            model, device_map=device_map, checkpoint_files=checkpoint_files, **kwargs
+        )
+        if not isinstance(model, SavesWhole):
+            return
+        files = [str(file) for file in checkpoint_files or ()]
+        # Some folders hold the experts of some layers in 16 bit beside quantized ones.
+        stored = packed_layers(files) if self.pre_quantized and files else None
+        for name, module in list(model.named_modules()):
+            if not isinstance(module, Experts) or module.is_packed:
+                continue
+            kinds = None if stored is None else stored.get(layer_of(name) or "")
+            if kinds is None and stored is not None:
+                continue
+            with torch.device("meta"):
+                packed = BitsAndBytesExperts(module, *self._format(module.dtype, kinds, files))
+            if stored is not None or self._takes(name, packed):
+                model.set_submodule(name, packed)
+
+    def _takes(self, path: str, experts: BitsAndBytesExperts) -> bool:
+        """Whether no name in `llm_int8_skip_modules` means these experts or a part of them."""
+        if self.quantization_config.load_in_8bit and self.quantization_config.llm_int8_has_fp16_weight:
+            # Then linear layers keep their weights, too, and round them in each pass.
+            return False
+        names = [
+            experts.name_of_layer(path, stack, number, place)
+            for stack in STACKS
+            for number in range(experts.num_experts)
+            for place in range(experts.formats[stack].matrices)
+        ]
+        return all(should_convert_module(each, self.modules_to_not_convert) for each in [path, *names])
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        model = super()._process_model_after_weight_loading(model, **kwargs)
+        if isinstance(model, SavesWhole):
+            _keep_codes_in_order(model)
+            if self.pre_quantized or packed_experts(model):
+                # transformers cannot run its rules for packed weights in reverse, and saving would try.
+                forget_conversions(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
+        """The weights with packed experts un-fused, as files have them; None if there are no such experts."""
+        packed = packed_experts(model)
+        # Of a model with an adapter in it, the adapter alone is saved.
+        if not packed or getattr(model, "_hf_peft_config_loaded", False):
+            return super().get_state_dict_and_metadata(model)
+        storage = getattr(self.quantization_config, "bnb_4bit_quant_storage", torch.uint8)
+        weights: dict[str, Any] = {}
+        for name, tensor in model.state_dict().items():
+            path = name.rpartition(".")[0]
+            if path not in packed:
+                weights[name] = tensor
+            elif f"{path}.{STACKS[0]}" == name:
+                if tensor.is_meta:
+                    raise ValueError(
+                        f"{path} is offloaded, and has no numbers in memory: load the model without device_map to save it."
+                    )
+                weights.update(packed[path].unfused(path, storage))
+        return weights, {}
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        # Saving leaves a text in the configuration.
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        for name, experts in packed_experts(model).items():
+            model.set_submodule(name, experts.dequantized(dtype or experts.weight_dtype))
+        return super()._dequantize(model, dtype=dtype)
+
+
+class BitsAndBytes4BitQuantizer(QuantizesExperts, Bnb4BitHfQuantizer):
+    """`load_in_4bit=True`."""
+
+    def _format(
+        self, dtype: torch.dtype, kinds: Iterable[str] | None, files: Iterable[str]
+    ) -> tuple[BitsAndBytesFormat, torch.dtype]:
+        config = self.quantization_config
+        state = first_state(files) if kinds is not None else None
+        is_nested = config.bnb_4bit_use_double_quant if kinds is None else "nested_absmax" in kinds
+        form = (Bnb4BitNested if is_nested else Bnb4Bit)(
+            config.bnb_4bit_compute_dtype,
+            quant_type=config.bnb_4bit_quant_type,
+            blocksize=64 if state is None else state["blocksize"],
+        )
+        return form, dtype if state is None else state["dtype"]
+
+
+class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
+    """`load_in_8bit=True`."""
+
+    def _format(
+        self, dtype: torch.dtype, kinds: Iterable[str] | None, files: Iterable[str]
+    ) -> tuple[BitsAndBytesFormat, torch.dtype]:
+        return Bnb8Bit(dtype), dtype
+
+
+def _keep_codes_in_order(model: nn.Module) -> None:
+    """Have layers of 4 bits leave their weights as they are.
+
+    On a CPU with bfloat16 instructions, bitsandbytes changes a weight in its first pass without gradients: it orders
+    the codes for a kernel and rounds the scales. If the model is saved then, the scales of weights without double
+    quantization come out in another order, and stay so; backward passes end in an error; and layers whose outputs are
+    no multiple of 32 do not run. Passes take longer without that kernel.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+@contextmanager
+def naming_plain_layers(model: PreTrainedModel, is_wanted: bool) -> Iterator[None]:
+    """Context in which a model's configuration names all layers that bitsandbytes has not quantized, if that is wanted.
+
+    Other programs do not know which layers of ours are left out. Without a list they leave out heads alone, with one
+    nothing else, so that it would quantize the new head of a classifier: llamoe's own folders have none.
+    """
+    config = getattr(model.config, "quantization_config", None)
+    if not is_wanted or not isinstance(getattr(model, "hf_quantizer", None), QuantizesExperts) or config is None:
+        yield
+        return
+    plain = {
+        # transformers 4 takes routers for linear layers, and has this name for Mixtral's mixture.
+        name.replace(".mlp.gate", ".block_sparse_moe.gate")
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        or isinstance(module, Router)
+        or isinstance(module, Experts)
+        and not module.is_packed
+    }
+    named = copy.deepcopy(config)
+    named.llm_int8_skip_modules = sorted(plain | set(config.llm_int8_skip_modules or ()))
+    model.config.quantization_config = named
+    try:
+        yield
+    finally:
+        model.config.quantization_config = config
+
+
+def register_bitsandbytes() -> None:
+    """Put these quantizers in the place of transformers'; called once, at the import."""
+    replace_quantizer("bitsandbytes_4bit", BitsAndBytes4BitQuantizer)
+    replace_quantizer("bitsandbytes_8bit", BitsAndBytes8BitQuantizer)

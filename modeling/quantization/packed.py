@@ -1,0 +1,44 @@
+"""What linear layers and experts with packed weights have in common: their tensors keep the dtypes of their format.
+
+The mark `is_packed` tells them from others; `moe` and `parallel` stand before this folder and ask for no class.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Packed(nn.Module):
+    """A base class to name before the layer's own: codes are parameters, and what belongs to them buffers."""
+
+    is_packed = True
+
+    def _packed_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
+            if tensor is not None and name != "bias":
+                yield name, tensor
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        # `model.to(dtype)` and its kin: kernels read the scales in one dtype, and rounding them would change weights.
+        kept = {id(tensor) for _, tensor in self._packed_tensors()}
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if id(tensor) in kept and moved.dtype != tensor.dtype else moved
+
+        return super()._apply(move, recurse)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *lists: list[str]
+    ) -> None:
+        # torch would cast: the codes of a 16-bit weight would be its numbers without their fractions.
+        wrong = [
+            f"{prefix}{name} is {given.dtype}, where this packed weight has {tensor.dtype}."
+            for name, tensor in self._packed_tensors()
+            if (given := state_dict.get(prefix + name)) is not None and given.dtype != tensor.dtype
+        ]
+        lists[-1].extend(wrong)
+        if not wrong:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)

@@ -1,0 +1,138 @@
+"""The compiled kernels for weights of 4 and 8 bits, against the numbers that the packed weights mean."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from llamoe.modeling import kernels
+from llamoe.modeling.kernels import few_bits
+from llamoe.modeling.quantization.formats import Int4, Int8
+
+pytestmark = pytest.mark.skipif(
+    few_bits.library() is None, reason="needs a C++ compiler, and a CPU with AVX-512 for bfloat16"
+)
+FORMATS = [Int4(32), Int4(64, search=False), Int4(128), Int8(), Int8(search=False)]
+# Of the largest number: a product is rounded to bfloat16 once, its sum in float32 is nearly exact.
+ROUNDED_ONCE = 2**-8
+
+
+def packed(form, num_out, num_in, scale=1.0):
+    weight = torch.randn(num_out, num_in) * scale + 0.1 * torch.randn(num_out, 1) * scale
+    parts = form.quantize(weight)
+    return form.for_kernel(parts), form.matrix(parts, (num_out, num_in), torch.float32)
+
+
+def error(found, expected):
+    return ((found.float() - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 9])
+def test_products_side_by_side(form, num_rows):
+    torch.manual_seed(num_rows)
+    num_in = 384 if isinstance(form, Int4) else 336
+    sizes = (192, 64, 128) if isinstance(form, Int4) else (203, 64, 1)
+    matrices, weights = zip(*(packed(form, size, num_in) for size in sizes), strict=True)
+    x = torch.randn(num_rows, num_in).bfloat16()
+    expected = torch.cat([x.float() @ weight.T for weight in weights], 1)
+    found = kernels.few_bits_products(x, matrices)
+    assert found.shape == expected.shape
+    assert not num_rows or error(found, expected) < ROUNDED_ONCE
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_threads_change_nothing(form):
+    torch.manual_seed(3)
+    matrix, _ = packed(form, 320, 256)
+    x = torch.randn(5, 256).bfloat16()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = kernels.few_bits_products(x, [matrix])
+        torch.set_num_threads(2)
+        assert torch.equal(kernels.few_bits_products(x, [matrix]), one)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_feed_forward(form, is_joined):
+    """Rounded where separate operations round: after gate, up, the activation and their product."""
+    torch.manual_seed(5)
+    # 192 hidden channels are padded where a group has 128.
+    hidden, inner = 256, 192
+    gate, gate_weight = packed(form, inner, hidden, 0.1)
+    up, up_weight = packed(form, inner, hidden, 0.1)
+    down, down_weight = packed(form, hidden, inner, 0.1)
+    if is_joined:
+        both = torch.cat([gate_weight, up_weight])
+        gate, both = packed_like(form, both)
+        gate_weight, up_weight = both.chunk(2)
+    x = torch.randn(3, hidden).bfloat16()
+
+    def rounded(y):
+        return y.bfloat16().float()
+
+    activated = rounded(F.silu(rounded(x.float() @ gate_weight.T)))
+    expected = rounded(activated * rounded(x.float() @ up_weight.T)) @ down_weight.T
+    found = kernels.few_bits_feed_forward(x, gate, None if is_joined else up, down)
+    # A number on the border between two rounds to either of them.
+    assert error(found, expected) < 2 * ROUNDED_ONCE
+
+
+def packed_like(form, weight):
+    parts = form.quantize(weight)
+    return form.for_kernel(parts), form.matrix(parts, weight.shape, torch.float32)
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_norm_is_the_formula(has_weight):
+    torch.manual_seed(7)
+    x = (3 * torch.randn(2, 5, 4, 80)).bfloat16()[:, 1:, ::2]
+    weight = torch.randn(80).bfloat16() if has_weight else None
+    expected = F.rms_norm(x, (80,), None, 1e-5)
+    expected = expected * weight if has_weight else expected
+    found = kernels.few_bits_norm(x, weight, 1e-5)
+    assert found.shape == x.shape
+    # Sums in another order; a quotient on the border between two numbers rounds to either of them.
+    assert (found != expected).float().mean() < 0.01
+    assert error(found, expected.float()) < ROUNDED_ONCE
+
+
+def test_what_is_no_number_stays_so():
+    matrix, _ = packed(Int4(32), 64, 64)
+    x = torch.zeros(2, 64).bfloat16()
+    x[1, 5] = float("nan")
+    found = kernels.few_bits_products(x, [matrix])
+    assert (found[0] == 0).all()
+    assert found[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"), [({"LLAMOE_CPP_KERNELS": "0"}, ""), ({"CXX": "/bin/false"}, "were not compiled")]
+)
+def test_without_kernels_torch_computes(environment, said, tmp_path):
+    """Turned off, or without a compiler: said once, and the numbers are the same."""
+    code = """
+import torch, llamoe
+from llamoe.modeling.kernels import few_bits
+from llamoe.modeling.quantization.formats import Int4
+torch.manual_seed(0)
+parts = Int4(32).quantize(torch.randn(128, 64))
+for num_rows in (1, 3, 100):
+    x = torch.randn(num_rows, 64).bfloat16()
+    y = Int4(32).multiply(x, parts, (128, 64)).float()
+    expected = x.float() @ Int4(32).matrix(parts, (128, 64), torch.float32).T
+    assert (y - expected).abs().max() < 0.01 * expected.abs().max()
+print(few_bits.library())
+"""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "None"
+    assert done.stderr.count("were not compiled") == (1 if said else 0)
