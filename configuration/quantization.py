@@ -70,7 +70,8 @@ class QuantizationConfig(QuantizationConfigMixin):
             )
         if self.weights not in WEIGHTS:
             raise ConfigurationError(f"weights={self.weights!r}: choose {' or '.join(map(repr, WEIGHTS))}.")
-        if self.weights == "int4" and self.group_size not in GROUP_SIZES:
+        size = self.group_size
+        if self.weights == "int4" and not (type(size) is int and size in GROUP_SIZES):
             raise ConfigurationError(
                 f"group_size={self.group_size!r}: int4 has a kernel for {', '.join(map(str, GROUP_SIZES))}."
             )

@@ -15,6 +15,7 @@ import math
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,7 +77,7 @@ from llamoe.configuration import cache_bytes, cache_tokens
 
 GB = 10**9
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Bytes of a linear layer as bitsandbytes stores it, from its rows and its number of weights.
+# Bytes of a linear layer, or of an expert's matrix, as bitsandbytes stores it, from its rows and its number of weights.
 QUANTIZED = {
     # A float32 scale for each row.
     "int8": lambda rows, numbers: numbers + 4 * rows,
@@ -84,8 +85,8 @@ QUANTIZED = {
     "int4": lambda rows, numbers: -(-numbers // 2) + 4 * -(-numbers // 64),
 }
 NOTE = (
-    "{0}: linear layers, as bitsandbytes stores them. The experts are stacked tensors, which it leaves in bfloat16, as "
-    "it does embeddings, head, router, norms and the tower's patch embedding."
+    "{0}: linear layers and routed experts, as bitsandbytes stores them. Embeddings, head, routers, norms and the "
+    "tower's patch embedding stay in bfloat16."
 )
 
 
@@ -135,7 +136,17 @@ def build(config, dtype: str) -> nn.Module:
             is_kept = module is model.get_output_embeddings() or "patch_embedding" in name
             if isinstance(module, nn.Linear) and not is_kept:
                 module.weight = meta_bytes(QUANTIZED[dtype](len(module.weight), module.weight.numel()))
+            elif name.endswith(".experts"):
+                pack_experts(module, QUANTIZED[dtype])
     return model
+
+
+def pack_experts(experts: Any, size_of: Callable[[int, int], int]) -> None:
+    """Replace the stacks of routed experts by as many bytes as their matrices take, each by itself."""
+    count, hidden_size, intermediate_size = experts.num_experts, *experts.hidden_and_intermediate_size
+    numbers = hidden_size * intermediate_size
+    experts.gate_up_proj = meta_bytes(2 * count * size_of(intermediate_size, numbers))
+    experts.down_proj = meta_bytes(count * size_of(hidden_size, numbers))
 
 
 def meta_bytes(count: int) -> nn.Parameter:

@@ -385,31 +385,6 @@ def before_merging(check: Callable[[torch.nn.Module], None]) -> None:
     replace_in_peft("check_adapters_to_merge", original, check_layer)
 
 
-def prepare_for_training(has_few_bits: Callable[[torch.nn.Module], bool]) -> None:
-    """Let peft's `prepare_model_for_kbit_training` see that a model has weights in few bits.
-
-    It knows bitsandbytes by a flag, and other libraries by their names. For a model that it does not know, it leaves
-    out in silence the gradient checkpointing that it is asked for by default. The flag is taken back: who reads it
-    elsewhere asks for bitsandbytes.
-    """
-    original = importlib.import_module("peft.utils.other").prepare_model_for_kbit_training
-
-    @functools.wraps(original)
-    def prepare(model, *args, **kwargs):
-        if not has_few_bits(model):
-            return original(model, *args, **kwargs)
-        model.is_loaded_in_4bit = True
-        try:
-            return original(model, *args, **kwargs)
-        finally:
-            del model.is_loaded_in_4bit
-
-    # Where it is imported before llamoe, the importer has the original.
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(original.__name__) is original:
-            setattr(module, original.__name__, prepare)
-
-
 def replace_in_peft(name: str, original: Callable, replacement: Callable) -> None:
     """Replace a function in all modules of peft that have imported it by name."""
     for module_name, module in list(sys.modules.items()):

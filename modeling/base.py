@@ -23,18 +23,26 @@ from .attention import MaskInputs, attention_masks
 from .moe import IMPLEMENTATION, Experts, Router
 from .parallel import Distributed
 from .quantization import (
+    ExpertsOfCheckpoint,
     LlamoeQuantizer,
+    QuantizedExperts,
     QuantizedLinear,
     QuantizeExperts,
+    QuantizesExperts,
+    check_found,
+    check_request,
     keep_dtypes,
+    naming_plain_layers,
+    packed_experts,
+    refusing_at_once,
     saving_dequantized,
     shapes_in_files,
 )
 
 logger = logging.getLogger("llamoe")
 
-# Quantization methods whose transformers quantizers leave the stacked experts unchanged. The others expect another
-# layout of experts, or replace stock's class by its name. transformers itself reports that hqq is not supported yet.
+# Quantization methods whose quantizers take the stacked experts one by one, or leave them unchanged. The others expect
+# another layout of experts, or replace stock's class by its name. transformers reports that hqq is not supported yet.
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "llamoe", "quanto", "torchao")
 
 
@@ -126,10 +134,14 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
         """Name of the experts implementation: the requested one, that in LLAMOE_EXPERTS, or `llamoe`.
 
         Raises:
-            ValueError: transformers' registry has none of that name.
+            ValueError: transformers' registry has none of that name, or packed experts do not know it.
         """
         if requested_experts is not None:
-            return super().get_correct_experts_implementation(requested_experts)
+            name = super().get_correct_experts_implementation(requested_experts)
+            for module in self.modules():
+                if isinstance(module, QuantizedExperts):
+                    module.check_implementation(name)
+            return name
         name = os.environ.get("LLAMOE_EXPERTS") or IMPLEMENTATION
         try:
             return super().get_correct_experts_implementation(name)
@@ -219,12 +231,19 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
         model = result[0] if isinstance(result, tuple) else result
         model._log_backends()
         if getattr(model, "is_quantized", False):
+            quantizer, reason = getattr(model, "hf_quantizer", None), "the checkpoint holds them so"
+            takes_experts = isinstance(quantizer, LlamoeQuantizer | QuantizesExperts)
+            if not takes_experts:
+                reason = f"{_name(model.quantization_method)} quantizes linear layers only"
+            # Nothing is said of experts that somebody has excepted just now.
             stacks = [
                 module.gate_up_proj
                 for module in model.modules()
-                if isinstance(module, Experts) and not module.is_packed
+                if isinstance(module, Experts)
+                and not module.is_packed
+                and not (takes_experts and not quantizer.pre_quantized)
             ]
-            checkpoints.tell_of_experts(model, stacks, _name(model.quantization_method))
+            checkpoints.tell_of_experts(model, stacks, reason)
         return result
 
     @classmethod
@@ -243,9 +262,12 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
             checkpoints.check_files(files, load_config.pretrained_model_name_or_path)
         quantizer = load_config.hf_quantizer
         is_ours = isinstance(quantizer, LlamoeQuantizer)
-        if is_ours:
+        held = None
+        if is_whole and packed_experts(model):
+            held = ExpertsOfCheckpoint(model, state_dict, files, load_config)
+        if is_ours or held is not None:
             expected = shapes_in_files(model, quantizer.pre_quantized)
-            load_config = keep_dtypes(load_config, files, model)
+            load_config = keep_dtypes(load_config, files, model) if is_ours else load_config
         else:
             # Under DeepSpeed's ZeRO-3 the empty model is in parts already.
             expected = {
@@ -254,7 +276,10 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
             }
         stacks = {}
         if is_whole and model._has_experts:
-            stacks = checkpoints.find_split_experts(model, state_dict, files, load_config, expected)
+            passed_over = held.names if held is not None and quantizer.pre_quantized else ()
+            stacks = checkpoints.find_split_experts(
+                model, state_dict, files, load_config, expected, passed_over
+            )
         device_map = load_config.device_map
         if device_map is not None and is_whole:
             settled = checkpoints.settle_device_map(model, device_map)
@@ -271,10 +296,22 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
         load = PreTrainedModel._load_pretrained_model
+        if held is not None:
+            held.check()
+            state_dict = held.others
+            stacks = {key: names for key, names in stacks.items() if key not in held.keys}
         if stacks:
             operation = QuantizeExperts() if is_ours else None
             load = partial(checkpoints.fuse_while_loading, stacks, operation=operation)
-        loading_info, offload_index = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        with refusing_at_once():
+            loading_info, offload_index = load(
+                model, state_dict, checkpoint_files, load_config, *args, **kwargs
+            )
+        if is_ours and is_whole:
+            check_found(model, loading_info, load_config.pretrained_model_name_or_path)
+        if held is not None:
+            held.load(device_map)
+            loading_info.missing_keys -= held.keys
         if device_map is not None and is_whole:
             checkpoints.check_on_disk(device_map, loading_info.missing_keys, offload_index)
         return loading_info, offload_index
@@ -301,9 +338,11 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
 
     @classmethod
     def _check_quantization(cls, config: Any, requested: Any = None) -> None:
-        quantization = requested or getattr(config, "quantization_config", None)
+        stored = getattr(config, "quantization_config", None)
+        quantization = requested or stored
         if not isinstance(config, PreTrainedConfig) or quantization is None:
             return
+        check_request(stored, requested)
         if not getattr(config.get_text_config(), "moe_layers", None):
             return
         if not isinstance(quantization, dict):
@@ -322,7 +361,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
             raise ValueError(
                 f"{cls.__name__} cannot load a mixture quantized with {method!r}: its experts are stored in a "
                 "layout that transformers reads only into its own Llama 4 classes. Supported here: "
-                "bitsandbytes, quanto, torchao (routed experts stay in 16 bit). Load the unquantized checkpoint."
+                "bitsandbytes, and quanto and torchao, which leave routed experts in 16 bit. Load the unquantized "
+                "checkpoint."
             )
 
     def _log_backends(self) -> None:
@@ -368,10 +408,16 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
                 )
             # Raises before anything is written.
             to_stock(self.config)
-        if layout != "stock" and any(getattr(module, "is_packed", False) for module in self.modules()):
+        is_packed = any(getattr(module, "is_packed", False) for module in self.modules())
+        if layout != "stock" and is_packed and not packed_experts(self):
             # Packed experts are stored as they are; transformers' rules would take them apart.
             kwargs["save_original_format"] = False
-        with written_by(to_stock if layout == "stock" else None), saving_dequantized(layout == "stock"):
+        is_stock = layout == "stock"
+        with (
+            naming_plain_layers(self, is_stock),
+            written_by(to_stock if is_stock else None),
+            saving_dequantized(is_stock),
+        ):
             super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod

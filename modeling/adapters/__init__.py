@@ -1,7 +1,7 @@
 """peft's adapters: read, checked, and renamed to a model's keys; and what peft must know of our models.
 
 Reading order: safetensors_headers, expert_layout, fitting, loading, adapted_parts (which LoRA adapts), expert_lora
-(how it adapts experts), when_imported, peft_registration.
+(how it adapts experts), packed_weights (what peft may do beside them), when_imported, peft_registration.
 """
 
 from .adapted_parts import lora_config

@@ -63,6 +63,10 @@ def lora_config(
             raise ValueError(f"lora_config: this {type(model).__name__} has no {part} to adapt.")
     stacks, linear = set(), set()
     for name, module in model.named_modules():
+        # Another adapter may be there already.
+        if ".lora_" in name:
+            continue
+        name = name.replace(".base_layer", "")
         if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
             linear.add(name.rpartition(".")[2])
         # The same in every layer.

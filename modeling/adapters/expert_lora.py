@@ -59,6 +59,15 @@ class ParamWrapper(layer.ParamWrapper):
                 if factor.device.type != "meta":
                     dist.broadcast(factor.data, group=mesh.get_group(), group_src=0)
 
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
+        experts: Any = self.get_base_layer()
+        if not experts.is_packed:
+            return super()._get_in_out_features(module)
+        # peft reads sizes off the parameter, which here has those of the codes.
+        self.num_experts, *sizes = experts.stack_shape(self.parameter_name)
+        self._param_ndim = 3
+        return sizes[0], sizes[1]
+
     def _set_dropout(self, adapter_name: str, config: LoraConfig) -> None:
         self.lora_dropout[adapter_name] = (
             nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
@@ -142,18 +151,15 @@ class ParamWrapper(layer.ParamWrapper):
     def _refuse_what_peft_cannot(self, adapter_names: Sequence[str] | None) -> None:
         experts: Any = self.get_base_layer()
         asked = "several adapters in a batch (adapter_names)" if adapter_names is not None else None
-        if (
-            self.training
-            and not self.disable_adapters
-            and any(
-                getattr(self.lora_dropout[adapter], "p", 0)
-                for adapter in self.active_adapters
-                if adapter in self.lora_dropout
-            )
-        ):
+        active = (
+            () if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
+        )
+        if self.training and any(getattr(self.lora_dropout[name], "p", 0) for name in active):
             asked = "dropout"
         if self._expert_mesh() is not None:
             asked = "experts that several processes share (ep_size)"
+        if experts.is_packed and active:
+            asked = f"experts that are stored as {experts.format.key}"
         if asked:
             raise ValueError(
                 f'experts_implementation="{experts.config._experts_implementation}" adds LoRA to the weights, '

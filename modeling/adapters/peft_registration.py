@@ -13,6 +13,7 @@ from ...configuration import LlamoeMixtralConfig, LlamoeVisionConfig
 from ...configuration.stock import CONFIG_CLASSES
 from .._private_api import (
     before_hotswap,
+    before_merging,
     before_saving_adapters,
     read_adapters_as,
     replace_all_linear,
@@ -25,6 +26,7 @@ from .adapted_parts import refuse_shared_experts, tell_of_frozen_experts
 from .expert_layout import mark, remember_file
 from .fitting import orient_swapped, pad_ranks
 from .loading import LoadsAdapters
+from .packed_weights import prepare_for_training, refuse_for_packed, refuse_merging
 from .safetensors_headers import check_files
 from .when_imported import when_imported
 
@@ -75,6 +77,7 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
     nothing_excluded = excluded in ([], (), set(), "")
     if isinstance(targets, str) and config.target_modules != targets and not nothing_excluded:
         config.target_modules = set(config.target_modules) - tower_layers(model)
+    refuse_for_packed(config, model)
     if _is_lora(config):
         refuse_shared_experts(config, model)
         # Where peft takes "all-linear" for experts, too, it asks here first for the layers alone.
@@ -135,6 +138,8 @@ def _register(peft: ModuleType) -> None:
     _fill_tables(peft)
     read_adapters_as(LlamoeMixtralConfig.model_type, LlamoeMixtralConfig.stock_model_type)
     before_hotswap(_orient_before_hotswap)
+    before_merging(refuse_merging)
+    prepare_for_training()
     replace_all_linear(_expand_all_linear)
     watch_adapter_files(_check_before_adding, remember_file)
     turn_update_of_one_expert(lambda module: isinstance(module, Experts) and module.is_transposed)

@@ -1,7 +1,7 @@
 """Checkpoint folders: what is checked before they are read, how they are read, and how they are written.
 
 Reading order: safetensors_files, pickles, torch_files (headers, without the numbers), checkpoint_files (does a folder
-hold this model), mapped_memory (pages that are given back), split_experts (experts stored one by one), device_map (on
+hold this model), mapped_memory (memory that is given back), split_experts (experts stored one by one), device_map (on
 which device a module goes), quantization, saving (a folder is written whole or not at all).
 """
 
@@ -22,7 +22,7 @@ from .checkpoint_files import (
     read_header,
 )
 from .device_map import check_devices, check_offload, check_on_disk, settle_device_map
-from .mapped_memory import forget_pages
+from .mapped_memory import forget_pages, return_freed_memory
 from .pickles import Named
 from .quantization import in_units, part_of, tell_of_experts
 from .safetensors_files import TensorHeader
@@ -60,6 +60,7 @@ __all__ = [
     "read_header",
     "read_records",
     "read_torch",
+    "return_freed_memory",
     "settle_device_map",
     "tell_of_experts",
 ]

@@ -1,10 +1,11 @@
 """Effect of a quantizer on a model: bytes before and after by part, and parts that it left unquantized.
 
-transformers' quantizers replace linear layers. They skip routed experts, stacks of three axes, in silence, although
-these are most of a mixture's weights.
+transformers' quantizers replace linear layers. Most skip routed experts, stacks of three axes, in silence, although
+these are most of a mixture's weights; llamoe's own and those of bitsandbytes take them.
 """
 
 import logging
+import math
 import re
 from collections.abc import Iterable
 
@@ -67,15 +68,23 @@ def bytes_by_part(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, 
         state = getattr(parameter, "quant_state", None)
         numbers = parameter.numel() if state is None else state.shape.numel()
         before = after if _is_plain(parameter) else numbers * dtype.itemsize
+        path, _, own_name = name.rpartition(".")
+        module = model.get_submodule(path)
+        if getattr(module, "is_packed", False) and own_name in (shapes := module.unpacked_shapes()):
+            before = math.prod(shapes[own_name]) * dtype.itemsize
+            # The scales.
+            after += sum(
+                each.nbytes for key, each in module.named_buffers() if key.startswith(f"{own_name}_")
+            )
         part = part_of(name)
         found[part] = tuple(map(sum, zip(found.get(part, (0, 0)), (before, after), strict=True)))
     return dict(sorted(found.items(), key=lambda entry: -entry[1][0]))
 
 
-def tell_of_experts(model: nn.Module, stacks: Iterable[torch.Tensor], method: str) -> None:
+def tell_of_experts(model: nn.Module, stacks: Iterable[torch.Tensor], reason: str) -> None:
     """Warn, in one sentence with bytes by part, if a quantizer has left routed experts unquantized.
 
-    `stacks` has one stack of experts of each mixture, `method` is the quantizer's name.
+    `stacks` has one stack of experts of each mixture, `reason` is a clause that says why they were left.
 
     Raises:
         CheckpointError: a linear layer that is not quantized was loaded with a quantized one's numbers.
@@ -96,10 +105,10 @@ def tell_of_experts(model: nn.Module, stacks: Iterable[torch.Tensor], method: st
         for part, (before, after) in parts.items()
     )
     logger.warning(
-        "%s: the routed experts stay in %s, since %s quantizes linear layers only (bytes before, after: %s).",
+        "%s: the routed experts stay in %s, since %s (bytes before, after: %s).",
         type(model).__name__,
         str(plain[0].dtype).removeprefix("torch."),
-        method,
+        reason,
         counted,
     )
 

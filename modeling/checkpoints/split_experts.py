@@ -18,7 +18,7 @@ Shapes: E experts, H hidden_size, I intermediate_size.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -157,11 +157,12 @@ def find_split_experts(
     files: Iterable[str] | None,
     load_config: Any,
     expected: Mapping[str, tuple[int, ...]],
+    passed_over: Container[str] = (),
 ) -> dict[str, set[str]]:
     """Find the stacks that a checkpoint stores as one linear layer an expert, and check that all experts exist.
 
     The model is empty yet, and `expected` has its keys and shapes. `state_dict` has the weights if they are in memory,
-    otherwise `files` hold them.
+    otherwise `files` hold them. Tensors of the names `passed_over` are read by others.
 
     Returns:
         the model's keys of these stacks, to the names of their experts in the checkpoint; empty where there are none,
@@ -172,7 +173,7 @@ def find_split_experts(
         ValueError: such experts under DeepSpeed's ZeRO-3.
     """
     renamings = [rule for rule in load_config.weight_mapping or () if isinstance(rule, WeightRenaming)]
-    tensors = list(_tensors(state_dict, files))
+    tensors = [tensor for tensor in _tensors(state_dict, files) if tensor.name not in passed_over]
     numbered = [tensor.name for tensor in tensors if _TWO_NUMBERS.search(tensor.name)]
     if not any(_OF_ONE.search(rename_source_key(name, renamings, [])[0]) for name in numbered):
         return {}

@@ -36,8 +36,10 @@ _BLOCK, _VECTOR = 64, 16
 # Above this many rows torch's own norm, which several threads share, is faster.
 _NORM_MAX_ROWS = 128
 
-# The compiled kernels: False before the first use, None where there are none.
-_library: Any = False
+# The compiled kernels; None before the first use, and where there are none.
+_library: Any = None
+# Beside it, since compilers of graphs cannot ask a library for its truth.
+_was_tried = _is_loaded = False
 
 
 class Matrix(NamedTuple):
@@ -63,15 +65,16 @@ class Matrix(NamedTuple):
 
 def library() -> Any:
     """The compiled kernels; None where there are none. The first call compiles them."""
-    global _library
-    if _library is False:
+    global _library, _was_tried, _is_loaded
+    if not _was_tried:
         _library = _compile()
+        _was_tried, _is_loaded = True, _library is not None
     return _library
 
 
 def is_loaded() -> bool:
     """Whether the kernels are compiled and in use, because a model has needed them."""
-    return bool(_library)
+    return _is_loaded
 
 
 def _compile() -> Any:

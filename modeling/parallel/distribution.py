@@ -46,6 +46,29 @@ def has_part(module: nn.Module, rule: str) -> bool:
     )
 
 
+def refuse_shares_of_packed(model: nn.Module, distributed_config: Any) -> None:
+    """Refuse to share layers of few bits between processes.
+
+    A share would cut through groups of weights, and scales have no plan. transformers' stages of a pipeline exchange
+    activations in the dtype of their first parameter, which may be that of codes.
+
+    Raises:
+        ValueError: any of these ways to share, and a packed layer.
+    """
+    packed = next(
+        (name for name, module in model.named_modules() if getattr(module, "is_packed", False)), None
+    )
+    names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size", "pp_size")
+    sizes = [
+        f"{name} = {size}" for name in names if (size := getattr(distributed_config, name, None) or 1) > 1
+    ]
+    if packed is not None and sizes:
+        raise ValueError(
+            f"{', '.join(sizes)}: {packed} is stored in few bits, and such a model cannot be shared by processes: "
+            "leave distributed_config out, which gives each process the whole model, or load the 16-bit checkpoint."
+        )
+
+
 class Distributed(PreTrainedModel):
     """Tensor, expert, pipeline and FSDP2 parallelism; a base class to name before `PreTrainedModel`."""
 
@@ -65,10 +88,11 @@ class Distributed(PreTrainedModel):
         """Distribute the empty model over the devices; `from_pretrained` calls this before it reads a weight.
 
         Raises:
-            ValueError: the number of devices does not divide the attention heads or the experts, or pipeline stages of
-                a model whose layers are not one sequence.
+            ValueError: the number of devices does not divide the attention heads or the experts; pipeline stages of
+                a model whose layers are not one sequence; shares of weights in few bits.
         """
         if mesh is not None:
+            refuse_shares_of_packed(model, distributed_config)
             stages = getattr(distributed_config, "pp_size", None) or 1
             if stages > 1 and not hasattr(model.base_model, "layers"):
                 raise ValueError(

@@ -13,7 +13,7 @@ from .experts import QuantizedExperts
 from .formats import Format
 from .linear import QuantizedLinear
 from .loading import QuantizeExperts, check_found, keep_dtypes, refusing_at_once, shapes_in_files
-from .quantizer import LlamoeQuantizer, register_quantizers, saving_dequantized
+from .quantizer import LlamoeQuantizer, check_request, register_quantizers, saving_dequantized
 
 __all__ = [
     "ExpertsOfCheckpoint",
@@ -24,6 +24,7 @@ __all__ = [
     "QuantizedLinear",
     "QuantizesExperts",
     "check_found",
+    "check_request",
     "keep_dtypes",
     "naming_plain_layers",
     "packed_experts",

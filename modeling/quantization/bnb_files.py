@@ -54,7 +54,12 @@ def parse(name: str) -> tuple[str, int, str, str] | None:
     """Path of the experts, number, word of `PLACES` and kind ("weight", "absmax", "SCB", ...) of an expert's tensor."""
     beside = _BESIDE.fullmatch(name)
     expert = expert_of(f"{beside[1]}weight" if beside else name)
-    return expert and (expert.experts, expert.number, expert.part, beside[2] or beside[3] if beside else "weight")
+    return expert and (
+        expert.experts,
+        expert.number,
+        expert.part,
+        beside[2] or beside[3] if beside else "weight",
+    )
 
 
 def parse_router(name: str) -> tuple[str, str] | None:
@@ -112,8 +117,8 @@ def facts_of(stored: Stored) -> dict[str, Any]:
         ) from None
     if content.get("blocksize") not in BLOCKSIZES:
         raise CheckpointError(
-            f"{stored} says blocksize {content.get('blocksize')}; bitsandbytes has {BLOCKSIZES[0]} to {BLOCKSIZES[-1]}. "
-            + _DAMAGED
+            f"{stored} says blocksize {content.get('blocksize')}; bitsandbytes has {BLOCKSIZES[0]} to "
+            f"{BLOCKSIZES[-1]}. {_DAMAGED}"
         )
     return content
 
@@ -141,7 +146,8 @@ def _read_8_bits(form: BitsAndBytesFormat, found: Mapping[str, Stored], sizes: S
     layout = found.get("weight_format")
     if layout is not None and layout.tensor.any():
         raise CheckpointError(
-            f"{layout} is {layout.tensor.flatten()[0].item()}, a layout of old GPUs: only rows (0) are read. {_QUANTIZE}"
+            f"{layout} is {layout.tensor.flatten()[0].item()}, a layout of old GPUs: only rows (0) are read. "
+            + _QUANTIZE
         )
     return [weight.tensor, scb.tensor.float()]
 
@@ -167,12 +173,15 @@ def _read_4_bits(form: Any, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
             "Weights and config.json do not belong together."
         )
     if not form.is_nested and (other := found.get("nested_absmax")):
-        raise CheckpointError(f"{other} means double quantization, which other experts do not have. {_QUANTIZE}")
+        raise CheckpointError(
+            f"{other} means double quantization, which other experts do not have. {_QUANTIZE}"
+        )
     shapes = [shape for shape, _ in form.parts_of_one(*sizes)]
     codes = weight.tensor.contiguous().view(torch.uint8).flatten()
     if codes.shape != shapes[0]:
         raise CheckpointError(
-            f"{weight} holds {codes.numel()} bytes, where {list(sizes)} weights in 4 bits take {shapes[0][0]}. {_DAMAGED}"
+            f"{weight} holds {codes.numel()} bytes, where {list(sizes)} weights in 4 bits take {shapes[0][0]}. "
+            + _DAMAGED
         )
     absmax = _need(found, "absmax")
     _check_codes(_need(found, "quant_map"), form.quant_type)
@@ -197,9 +206,7 @@ def _read_4_bits(form: Any, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
 def _need(found: Mapping[str, Stored], kind: str) -> Stored:
     if kind not in found:
         weight = found["weight"]
-        name = (
-            f"{weight.name.removesuffix('weight')}{kind}" if kind == "SCB" else f"{weight.name}.{kind}"
-        )
+        name = f"{weight.name.removesuffix('weight')}{kind}" if kind == "SCB" else f"{weight.name}.{kind}"
         raise CheckpointError(
             f"{weight.origin}: {name} is missing, without which the codes in {weight.name} mean nothing. {_DAMAGED}"
         )
@@ -241,4 +248,3 @@ def _check_codes(stored: Stored, name: str) -> None:
     # bitsandbytes' own tolerance; NaN is not within it.
     if found.shape != known.shape or not ((found - known).abs() <= 1e-6).all():
         raise CheckpointError(f"{stored} has other numbers than bitsandbytes' codes have. {_DAMAGED}")
-

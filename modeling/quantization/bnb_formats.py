@@ -23,6 +23,8 @@ from .formats import MAKERS, Format, Int8, Parts, Sizes
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Blocks that share a scale of their scales.
 NESTED_BLOCKSIZE = 256
+# bitsandbytes' kernel for CPUs takes 24 bytes for each number that it quantizes. Whole blocks of all sizes.
+_NUMBERS_AT_ONCE = 1 << 16
 # Addresses from which CUDA kernels load several codes at once.
 _ALIGNMENT = 16
 _INT8 = Int8()
@@ -52,9 +54,7 @@ class BitsAndBytesFormat(Format):
 
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """See `Format`."""
-        return [
-            ((self.matrices, *shape), dtype) for shape, dtype in self.parts_of_one(*self.of_one(sizes))
-        ]
+        return [((self.matrices, *shape), dtype) for shape, dtype in self.parts_of_one(*self.of_one(sizes))]
 
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
         """See `Format`."""
@@ -63,11 +63,15 @@ class BitsAndBytesFormat(Format):
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         """See `Format`."""
-        return _joined([self.one_matrix(one, self.of_one(sizes), dtype) for one in zip(*parts, strict=True)], 0)
+        return _joined(
+            [self.one_matrix(one, self.of_one(sizes), dtype) for one in zip(*parts, strict=True)], 0
+        )
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         """See `Format`."""
-        return _joined([self.multiply_one(x_NI, one, self.of_one(sizes)) for one in zip(*parts, strict=True)], 1)
+        return _joined(
+            [self.multiply_one(x_NI, one, self.of_one(sizes)) for one in zip(*parts, strict=True)], 1
+        )
 
     @abstractmethod
     def parts_of_one(self, num_out: int, num_in: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -120,13 +124,13 @@ class Bnb4Bit(BitsAndBytesFormat):
         """See `BitsAndBytesFormat`."""
         from bitsandbytes.functional import quantize_4bit
 
-        codes, state = quantize_4bit(
-            weight.contiguous(),
-            blocksize=self.blocksize,
-            compress_statistics=self.is_nested,
-            quant_type=self.quant_type,
-        )
-        return [codes.view(-1), *self._statistics(state)]
+        numbers = weight.reshape(-1)
+        codes, scales = [], []
+        for part in numbers.split(_NUMBERS_AT_ONCE if weight.is_cpu else numbers.numel()):
+            part_codes, state = quantize_4bit(part, blocksize=self.blocksize, quant_type=self.quant_type)
+            codes.append(part_codes.view(-1))
+            scales.append(state.absmax)
+        return [_joined(codes, 0), *self._statistics(_joined(scales, 0))]
 
     def one_matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         """See `BitsAndBytesFormat`."""
@@ -155,9 +159,9 @@ class Bnb4Bit(BitsAndBytesFormat):
             dtype=dtype,
         )
 
-    def _statistics(self, state: Any) -> list[torch.Tensor]:
-        """The parts but the codes, of a `QuantState`."""
-        return [state.absmax]
+    def _statistics(self, absmax: torch.Tensor) -> list[torch.Tensor]:
+        """The parts but the codes, from the scales `[B]`."""
+        return [absmax]
 
 
 @dataclass(frozen=True)
@@ -192,8 +196,12 @@ class Bnb4BitNested(Bnb4Bit):
         state.nested = True
         return state
 
-    def _statistics(self, state: Any) -> list[torch.Tensor]:
-        return [state.absmax, state.state2.absmax, state.offset]
+    def _statistics(self, absmax: torch.Tensor) -> list[torch.Tensor]:
+        from bitsandbytes.functional import quantize_blockwise
+
+        offset = absmax.mean()
+        codes, state = quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
+        return [codes, state.absmax, offset]
 
 
 @dataclass(frozen=True)
@@ -220,8 +228,11 @@ class Bnb8Bit(BitsAndBytesFormat):
         """See `BitsAndBytesFormat`."""
         from bitsandbytes.functional import int8_vectorwise_quant
 
-        codes, scb, _ = int8_vectorwise_quant(weight.contiguous().to(torch.float16))
-        return [codes, scb]
+        at_once = max(_NUMBERS_AT_ONCE // weight.shape[1], 1) if weight.is_cpu else len(weight)
+        found = [
+            int8_vectorwise_quant(rows.contiguous().to(torch.float16))[:2] for rows in weight.split(at_once)
+        ]
+        return [_joined(list(parts), 0) for parts in zip(*found, strict=True)]
 
     def one_matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         """See `BitsAndBytesFormat`."""

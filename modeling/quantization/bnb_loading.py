@@ -16,7 +16,7 @@ from transformers.integrations.accelerate import get_device
 from transformers.modeling_utils import load_state_dict
 
 from ...configuration.errors import CheckpointError
-from ..checkpoints import forget_pages
+from ..checkpoints import forget_pages, return_freed_memory
 from .bnb_experts import BitsAndBytesExperts
 from .bnb_files import PLACES, Stored, check_scales, parse, parse_router, read_matrix
 from .experts import STACKS
@@ -60,8 +60,8 @@ class ExpertsOfCheckpoint:
         """
         if load_config.device_mesh is not None:
             raise ValueError(
-                "Experts that bitsandbytes quantizes cannot be shared by several processes (tp_plan, tp_size, ep_size): "
-                "leave these out, or name the experts in llm_int8_skip_modules."
+                "Experts that bitsandbytes quantizes cannot be shared by several processes (tp_plan, tp_size, "
+                "ep_size): leave these out, or name the experts in llm_int8_skip_modules."
             )
         self._experts = packed_experts(model)
         self._is_packed_there = load_config.hf_quantizer.pre_quantized
@@ -240,6 +240,8 @@ def _fill(
         for number, place, parts in matrices:
             for whole, part in zip(wholes, parts, strict=True):
                 whole[number, place] = part
+            # What quantizing one needed would lie between the parts otherwise.
+            return_freed_memory()
     for suffix, whole in zip(form.suffixes, wholes, strict=True):
         tensor = whole if suffix else nn.Parameter(whole, requires_grad=False)
         # Otherwise transformers begins with fresh numbers.

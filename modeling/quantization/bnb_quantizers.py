@@ -1,8 +1,8 @@
 """transformers' quantizers of bitsandbytes, which here quantize llamoe's routed experts too.
 
 They stand in the place of transformers' own, and add to them: linear layers, other models and everything that is not
-said here are transformers'. A name in `llm_int8_skip_modules` that means the experts, or the layer of a single expert as
-files name it, leaves the experts of that mixture in 16 bit.
+said here are transformers'. A name in `llm_int8_skip_modules` that means the experts, or the layer of a single expert
+as files name it, leaves the experts of that mixture in 16 bit.
 """
 
 import copy
@@ -106,7 +106,8 @@ class QuantizesExperts(_Base):
             elif f"{path}.{STACKS[0]}" == name:
                 if tensor.is_meta:
                     raise ValueError(
-                        f"{path} is offloaded, and has no numbers in memory: load the model without device_map to save it."
+                        f"{path} is offloaded, and has no numbers in memory: load the model without device_map "
+                        "to save it."
                     )
                 weights.update(packed[path].unfused(path, storage))
         return weights, {}
@@ -166,7 +167,11 @@ def naming_plain_layers(model: PreTrainedModel, is_wanted: bool) -> Iterator[Non
     nothing else, so that it would quantize the new head of a classifier: llamoe's own folders have none.
     """
     config = getattr(model.config, "quantization_config", None)
-    if not is_wanted or not isinstance(getattr(model, "hf_quantizer", None), QuantizesExperts) or config is None:
+    if (
+        not is_wanted
+        or not isinstance(getattr(model, "hf_quantizer", None), QuantizesExperts)
+        or config is None
+    ):
         yield
         return
     plain = {

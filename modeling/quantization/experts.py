@@ -41,14 +41,23 @@ class QuantizedExperts(Packed, Experts):
         self.formats = {"gate_up_proj": gate_up_form or form, "down_proj": form}
         self.sizes = {name: tuple(experts.input_first(name).shape[:0:-1]) for name in STACKS}
         """For each stack O and I."""
-        for name, sizes in self.sizes.items():
-            for suffix, (shape, dtype) in zip(form.suffixes, self.formats[name].parts(sizes), strict=True):
-                part = torch.empty(self.num_experts, *shape, dtype=dtype)
-                if suffix:
-                    self.register_buffer(name + suffix, part)
-                else:
-                    self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+        for name, (shape, dtype) in self.part_shapes().items():
+            part = torch.empty(shape, dtype=dtype)
+            if name in STACKS:
+                self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+            else:
+                self.register_buffer(name, part)
         self.check_implementation(self.config._experts_implementation)
+
+    def part_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each part of the stacks, by its name."""
+        return {
+            name + suffix: ((self.num_experts, *shape), dtype)
+            for name, sizes in self.sizes.items()
+            for suffix, (shape, dtype) in zip(
+                self.format.suffixes, self.formats[name].parts(sizes), strict=True
+            )
+        }
 
     def check_implementation(self, name: str | None) -> None:
         """Refuse an experts implementation that would take the codes for weights.

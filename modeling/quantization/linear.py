@@ -19,15 +19,19 @@ class QuantizedLinear(Packed, nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
         self.format = form
-        sizes = out_features, in_features
-        for suffix, (shape, part_dtype) in zip(form.suffixes, form.parts(sizes), strict=True):
+        for name, (shape, part_dtype) in self.part_shapes().items():
             part = torch.empty(shape, dtype=part_dtype)
-            if suffix:
-                self.register_buffer(f"weight{suffix}", part)
+            if name != "weight":
+                self.register_buffer(name, part)
             else:
                 self.weight = nn.Parameter(part, requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
         self._names = tuple(f"weight{suffix}" for suffix in form.suffixes)
+
+    def part_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each part, by its name."""
+        parts = self.format.parts((self.out_features, self.in_features))
+        return {f"weight{suffix}": part for suffix, part in zip(self.format.suffixes, parts, strict=True)}
 
     def parts(self) -> list[torch.Tensor]:
         """The parts of the weight."""
@@ -39,7 +43,15 @@ class QuantizedLinear(Packed, nn.Linear):
         return None if self.bias is not None else self.format.for_kernel(self.parts())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `[..., in_features]` to `[..., out_features]` in the dtype of `x`."""
+        """Map `[..., in_features]` to `[..., out_features]` in the dtype of `x`.
+
+        Raises:
+            ValueError: rows of another size, of which kernels would read what is not theirs, or of integers.
+        """
+        if x.shape[-1] != self.in_features or not x.is_floating_point():
+            raise ValueError(
+                f"A layer of {self.format.key} takes floats [..., {self.in_features}], not {x.dtype} {list(x.shape)}."
+            )
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         y = multiply(self.format, rows, self.parts(), (self.out_features, self.in_features))
         if x.dim() != 2:

@@ -168,7 +168,7 @@ def check_scales(model: nn.Module) -> None:
 
 
 def check_found(model: nn.Module, loading_info: Any, place: Any) -> None:
-    """Check that a checkpoint had all parts of the packed weights, which nothing else could fill.
+    """Check that a checkpoint had all parts of the packed weights, in their shapes; nothing else could fill them.
 
     Args:
         model: with packed modules.
@@ -176,13 +176,18 @@ def check_found(model: nn.Module, loading_info: Any, place: Any) -> None:
         place: of the checkpoint, for the message.
 
     Raises:
-        CheckpointError: a part was missing.
+        CheckpointError: a part was missing, or has another shape or dtype.
     """
     absent = {*loading_info.missing_keys, *(key for key, *_ in loading_info.mismatched_keys)}
     lost = []
     for path, module in model.named_modules():
         if isinstance(module, QuantizedExperts | QuantizedLinear):
-            lost += [key for name in module.state_dict() if (key := f"{path}.{name}") in absent]
+            wanted = module.part_shapes()
+            for name, tensor in module.state_dict().items():
+                # transformers compares no shapes of what a quantizer makes.
+                found = tuple(tensor.shape), tensor.dtype
+                if f"{path}.{name}" in absent or found != wanted.get(name, found):
+                    lost.append(f"{path}.{name}")
     if lost:
         raise CheckpointError(
             f"{place}: {listed(lost, 5)} cannot be filled from the checkpoint, and packed weights do not begin anew. "

@@ -36,6 +36,32 @@ def format_for(config: QuantizationConfig) -> Format:
     return Int4(config.group_size, config.search) if config.weights == "int4" else Int8(config.search)
 
 
+def check_request(stored: Any, requested: Any) -> None:
+    """Compare the config that a user asks for with that of a folder whose weights are packed already.
+
+    transformers takes the folder's, and warns of that.
+
+    Args:
+        stored: a config or its dict, or None.
+        requested: likewise.
+
+    Raises:
+        ConfigurationError: both are of llamoe's formats, and they differ in what is stored.
+    """
+    both = [
+        each if isinstance(each, dict) or each is None else each.to_dict() for each in (stored, requested)
+    ]
+    if any(each is None or each.get("quant_method") != METHOD for each in both):
+        return
+    holds, asked = (QuantizationConfig(**each) for each in both)
+    for field in ("weights", "group_size"):
+        if getattr(holds, field) != getattr(asked, field):
+            raise ConfigurationError(
+                f"quantization_config asks for {field}={getattr(asked, field)!r}, but this folder is stored with "
+                f"{field}={getattr(holds, field)!r}: leave it out, or quantize the 16-bit checkpoint."
+            )
+
+
 class LlamoeQuantizer(HfQuantizer):
     """Loads, saves and dequantizes models in llamoe's formats."""
 
@@ -92,12 +118,12 @@ class LlamoeQuantizer(HfQuantizer):
             )
             for weight, each in sizes.items():
                 if refusal := form.refusal(each):
-                    remedy = f"Choose another format or group_size, or name {name!r} in modules_to_not_convert."
+                    remedy = (
+                        f"Choose another format or group_size, or name {name!r} in modules_to_not_convert."
+                    )
                     if self.pre_quantized:
                         remedy = "So quantization_config in config.json is not that of these weights."
-                    raise ConfigurationError(
-                        f"{weight} cannot be stored as {form.key}: {refusal}. {remedy}"
-                    )
+                    raise ConfigurationError(f"{weight} cannot be stored as {form.key}: {refusal}. {remedy}")
             with torch.device("meta"):
                 packed.append((name, _packed(module, form)))
         # The tower of a packed folder is not packed.

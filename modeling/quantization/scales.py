@@ -33,9 +33,10 @@ def asymmetric(
     # Groups whose weights are all equal.
     scale = torch.where(scale > 0, scale, 1.0).to(dtype)
     offset = offset.to(dtype)
-    codes = torch.sub(weights_NG, offset.float()).mul_(scale.float().reciprocal_())
-    codes = codes.add_(8).round_().clamp_(0, 15).to(torch.uint8)
-    return codes, scale, offset
+    per_scale = scale.float().reciprocal_()
+    # (weight - offset) / scale + 8 in one pass.
+    codes = torch.addcmul(torch.sub(8, offset.float() * per_scale), weights_NG, per_scale)
+    return codes.round_().clamp_(0, 15).to(torch.uint8), scale, offset
 
 
 def _best_line(

@@ -17,7 +17,7 @@ from ...configuration.stock import CONFIG_CLASSES
 from .._private_api import choose_processor, name_causal_model, publish, register_model
 from ..adapters import register_with_peft
 from ..processing import LlamoeProcessor
-from ..quantization import register_quantizers
+from ..quantization import register_bitsandbytes, register_quantizers
 
 CONFIGS = {config_class.model_type: config_class for config_class in CONFIG_CLASSES.values()}
 # Name to model class; `register` fills it.
@@ -48,6 +48,7 @@ def register(classes: Mapping[str, Any]) -> None:
     choose_processor(Llama4Processor, _processor_of)
     register_with_peft()
     register_quantizers()
+    register_bitsandbytes()
     publish(MODELS.values())
     for name, model_class in MODELS.items():
         if model_class._checkpoint_prefixes and model_class._registers_prefixes:

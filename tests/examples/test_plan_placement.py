@@ -151,7 +151,7 @@ def test_large_models_take_seconds_and_little_memory():
 
 @for_models("is_head")
 def test_quantized_sizes(case, planner, monkeypatch):
-    """What is quantized is what transformers' bitsandbytes integration replaces: linear layers, with few exceptions."""
+    """What is quantized is what transformers' bitsandbytes integration replaces, and experts, matrix by matrix."""
     config = case.make_config()
     model = case.make()
     kept = [*get_keys_to_not_convert(model), *model._keep_in_fp32_modules]
@@ -166,18 +166,24 @@ def test_quantized_sizes(case, planner, monkeypatch):
         ("int4", lambda weight: (weight.numel() + 1) // 2 + 4 * ((weight.numel() + 63) // 64)),
     ):
         result = planner.plan(config, {0: GB}, dtype, 20)
-        expected = sum(
-            size(weight) if name in linear else 2 * weight.numel()
-            for name, weight in model.named_parameters()
-        )
+        expected = 0
+        for name, weight in model.named_parameters():
+            if ".experts." in name:
+                is_output_first = config.get_text_config().experts_are_output_first
+                for matrix in weight if is_output_first else weight.mT:
+                    expected += sum(map(size, matrix.chunk(2 if "gate_up" in name else 1)))
+            else:
+                expected += size(weight) if name in linear else 2 * weight.numel()
         assert result.device_map == {"": 0} and result.weights == {0: expected}
 
 
 def test_quantized_mixtures_are_told_the_truth(command):
     output = command("llama-4-scout", "--dtype", "int4")
-    assert re.search(r"feed_forward\.experts +96,636,764,160 x 2 +bytes", output)
-    assert "experts are stacked tensors, which it leaves in bfloat16" in output
-    assert "and bitsandbytes refuses that" in output
+    # Half a byte, and a float32 scale for 64 weights.
+    assert re.search(r"feed_forward\.experts +96,636,764,160 x 0\.5625 bytes", output)
+    assert "linear layers and routed experts, as bitsandbytes stores them" in output
+    assert "and bitsandbytes refuses that" not in output
+    assert "and bitsandbytes refuses that" in command("llama-4-maverick", "--dtype", "int4")
 
 
 @pytest.mark.parametrize(

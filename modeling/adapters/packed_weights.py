@@ -1,0 +1,145 @@
+"""What peft may do beside weights in few bits: add to their products, and train what it adds.
+
+Their codes are integers, which peft takes for numbers: some of its methods compute from them without an error. So what
+reads or changes a weight is refused before anything changes; `model.dequantize()` makes weights that allow it.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ...configuration.quantization import METHOD
+from ..quantization import QuantizedExperts, QuantizedLinear
+
+# peft's methods that compute from a layer's inputs and outputs alone.
+_ADDING_METHODS = (
+    "ADALORA",
+    "BEFT",
+    "BOFT",
+    "C3A",
+    "FOURIERFT",
+    "GRALORA",
+    "IA3",
+    "LILY",
+    "LORA",
+    "MISS",
+    "OFT",
+    "PVERA",
+    "RANDLORA",
+    "ROAD",
+    "VBLORA",
+    "VERA",
+    "WAVEFT",
+)
+_INITIALISATIONS = (None, True, False, "gaussian", "eva")
+# Fields of a LoraConfig that ask for a variant with the weight's numbers.
+_VARIANTS = ("use_dora", "kasa_config", "velora_config")
+
+
+def refuse_for_packed(config: Any, model: nn.Module) -> None:
+    """Refuse an adapter that reads or changes packed weights.
+
+    Args:
+        config: of any of peft's methods; its targets are expanded.
+        model: the model that it will be injected into.
+
+    Raises:
+        ValueError: a method, an initialisation or a variant that needs a weight's numbers; copies of packed modules.
+    """
+    packed = dict(_packed(model))
+    for saved in getattr(config, "modules_to_save", None) or ():
+        for name, module in packed.items():
+            parts = name.split(".")
+            if any(".".join(parts[:end]).endswith(saved) for end in range(1, len(parts) + 1)):
+                raise ValueError(
+                    f"modules_to_save names {saved!r}, but {name} is stored as {module.format.key}, which does not "
+                    "train: adapt it with LoRA, or call model.dequantize() first."
+                )
+    for name, module in packed.items():
+        if not _is_target(config, name, module):
+            continue
+        if asked := _what_needs_numbers(config, name, module):
+            raise ValueError(
+                f"{asked} needs the numbers of {name}, which is stored as {module.format.key}: choose LoRA with "
+                'init_lora_weights=True, "gaussian" or "eva", or call model.dequantize() first.'
+            )
+
+
+def _packed(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Each packed module, by its name without those of adapters around it."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedExperts | QuantizedLinear):
+            yield name.replace(".base_layer", ""), module
+
+
+def _is_target(config: Any, name: str, module: Any) -> bool:
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    parameters = tuple(getattr(config, "target_parameters", None) or ())
+    if any(
+        f".{name}.{weight}".endswith(f".{each}") for each in parameters for weight in module.unpacked_shapes()
+    ):
+        return True
+    return bool(getattr(config, "target_modules", None) and check_target_module_exists(config, name))
+
+
+def _what_needs_numbers(config: Any, name: str, module: Any) -> str | None:
+    method = str(getattr(config.peft_type, "value", config.peft_type))
+    if method not in _ADDING_METHODS:
+        return method
+    parameters = tuple(getattr(config, "target_parameters", None) or ())
+    if isinstance(module, QuantizedLinear) and f"{name}.weight".endswith(parameters):
+        return f"target_parameters, unlike target_modules={[name.rpartition('.')[2]]},"
+    if (begin := getattr(config, "init_lora_weights", None)) not in _INITIALISATIONS:
+        return f"init_lora_weights={begin!r}"
+    # Of MiSS the one form that multiplies the weight.
+    if getattr(config, "init_weights", None) == "bat":
+        return 'init_weights="bat"'
+    variant = next((field for field in _VARIANTS if getattr(config, field, None)), None)
+    return None if variant is None else f"{variant}={getattr(config, variant)!r}"
+
+
+def refuse_merging(module: nn.Module) -> None:
+    """Refuse to merge adapters into packed weights.
+
+    Args:
+        module: a model, or one of peft's layers.
+
+    Raises:
+        ValueError: it has an adapter over a packed weight.
+    """
+    for name, layer in module.named_modules():
+        base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
+        if isinstance(base, QuantizedExperts | QuantizedLinear):
+            raise ValueError(
+                f"{name or type(base).__name__} is stored as {base.format.key}, into which no adapter can be merged: "
+                "call get_base_model().dequantize() first, or merge into the 16-bit model."
+            )
+
+
+def prepare_for_training() -> None:
+    """Let peft's `prepare_model_for_kbit_training` see that a model of ours has weights in few bits.
+
+    It knows bitsandbytes by a flag, and other libraries by their names. For a model that it does not know, it leaves
+    out in silence the gradient checkpointing that it is asked for by default.
+    """
+    from peft import prepare_model_for_kbit_training as original
+
+    @functools.wraps(original)
+    def prepare(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(model, "quantization_method", None) != METHOD:
+            return original(model, *args, **kwargs)
+        model.is_loaded_in_4bit = True
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            # Who reads it elsewhere asks for bitsandbytes.
+            del model.is_loaded_in_4bit
+
+    # Whoever has imported it before llamoe has the original.
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(original.__name__) is original:
+            setattr(module, original.__name__, prepare)

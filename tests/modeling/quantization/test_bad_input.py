@@ -1,0 +1,505 @@
+"""What is wrong with configs, folders, weights and inputs of few bits is told by name; what is odd is computed."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import programs
+from support.few_bits import CLOSE, WEIGHTS, distance, folder, load, logits, make, packed, save, token_ids
+from transformers import AutoModelForCausalLM
+
+import llamoe
+from llamoe.configuration import CheckpointError, ConfigurationError
+from llamoe.modeling.kernels import few_bits
+from llamoe.modeling.quantization import QuantizedLinear
+from llamoe.modeling.quantization.formats import Int4, Int8
+from llamoe.modeling.quantization.products import multiply
+
+LINEAR = "model.layers.1.self_attn.k_proj.weight"
+STACK = "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.fixture(params=WEIGHTS)
+def weights(request):
+    return request.param
+
+
+# Configs
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(weights="int3"), "weights='int3': choose 'int4' or 'int8'"),
+        (dict(weights=4), "weights=4: choose"),
+        (dict(weights=None), "weights=None: choose"),
+        (dict(group_size=48), "group_size=48: int4 has a kernel for 32, 64, 128, 256"),
+        (dict(group_size=64.0), r"group_size=64\.0: int4 has a kernel for"),
+        (dict(group_size="64"), "group_size='64': int4 has a kernel for"),
+        (dict(weights="int8", group_size=32), "group_size=32: int8 has one scale an output"),
+        (dict(experts="yes"), "experts='yes': choose True or False"),
+        (dict(search=1), "search=1: choose True or False"),
+        (dict(experts=False, linears=False), "experts=False and linears=False quantize nothing"),
+        (dict(modules_to_not_convert="q_proj"), "modules_to_not_convert='q_proj': give a list"),
+        (dict(modules_to_not_convert=[""]), r"modules_to_not_convert=\[''\]: give a list"),
+        (dict(bits=4), "QuantizationConfig has no bits: it knows weights, group_size"),
+        (dict(quant_method="gptq"), "is for quant_method='llamoe' alone"),
+        (dict(format_version=2), "format_version=2, but this llamoe reads up to 1: update llamoe"),
+        (dict(format_version=True), "format_version=True, but this llamoe reads up to 1"),
+    ],
+)
+def test_configs(fields, message):
+    with pytest.raises(ConfigurationError, match=message):
+        llamoe.QuantizationConfig(**fields)
+
+
+def test_a_config_is_a_dict_as_well(weights):
+    given = {"quant_method": "llamoe", "weights": weights}
+    model = AutoModelForCausalLM.from_pretrained(folder("mixtral"), quantization_config=given)
+    assert torch.equal(logits(model), logits(packed("mixtral", weights)))
+    with pytest.raises(ConfigurationError, match="weights='int2': choose"):
+        AutoModelForCausalLM.from_pretrained(
+            folder("mixtral"), quantization_config={**given, "weights": "int2"}
+        )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fields", "message"),
+    [
+        (
+            dict(head_dim=12),
+            dict(weights="int4"),
+            "k_proj.weight .* int4:32: it has 24 outputs, .* multiple of 16",
+        ),
+        (
+            dict(),
+            dict(weights="int4", group_size=128),
+            "o_proj.weight .* its 192 inputs are no .* padding would add 33%",
+        ),
+        (dict(hidden_size=136), dict(weights="int8"), "136 inputs are no multiple of 16"),
+    ],
+)
+@pytest.mark.parametrize("family", ["dense", "mixtral"])
+def test_sizes_that_no_kernel_takes(family, sizes, fields, message):
+    model = make(family, **sizes)
+    with pytest.raises(ConfigurationError, match=message) as told:
+        load(save(model), **fields)
+    name = str(told.value).rpartition("name '")[2].partition("'")[0]
+    assert str(told.value).endswith(f"or name {name!r} in modules_to_not_convert.")
+    config = llamoe.QuantizationConfig(**fields, modules_to_not_convert=[name.rpartition(".")[2]])
+    kept = ("o_proj", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "experts")
+    config.modules_to_not_convert += kept
+    if family == "mixtral":
+        message = "finds nothing in this LlamoeMixtralForCausalLM that it could store"
+        with pytest.raises(ConfigurationError, match=message):
+            AutoModelForCausalLM.from_pretrained(save(model), quantization_config=config)
+
+
+# Folders
+
+
+def spoilt(folder, config=None, tensors=None):
+    """A packed folder whose config.json and tensors these functions have changed in place."""
+    if config is not None:
+        path = folder / "config.json"
+        content = json.loads(path.read_text())
+        config(content)
+        path.write_text(json.dumps(content))
+    if tensors is not None:
+        path = folder / "model.safetensors"
+        content = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        tensors(content)
+        save_file({name: t.contiguous() for name, t in content.items()}, path, {"format": "pt"})
+    return folder
+
+
+def changed(**fields):
+    return lambda content: content["quantization_config"].update(fields)
+
+
+BELONG = "Weights and config.json do not belong together"
+
+
+@pytest.mark.parametrize(
+    ("weights", "change", "message"),
+    [
+        (
+            "int4",
+            changed(group_size=64),
+            r"down_proj\S*_scale has shape \[.*, 128, 2\], but the model .* " + BELONG,
+        ),
+        ("int4", changed(group_size=256), r"cannot be stored as int4:256: .* not that of these weights"),
+        ("int4", changed(weights="int8", group_size=None), BELONG),
+        ("int8", changed(weights="int4"), BELONG),
+        ("int4", lambda content: content["quantization_config"].pop("quant_method"), "has no .?quant_method"),
+        ("int4", changed(format_version=2), "format_version=2, but this llamoe reads up to 1: update llamoe"),
+        ("int4", changed(zero_points=True), "QuantizationConfig has no zero_points"),
+        ("int4", changed(linears=False), BELONG),
+        ("int8", changed(linears=False), "has dtype I8, which is no dtype of plain weights"),
+        ("int4", changed(modules_to_not_convert=["o_proj"]), BELONG),
+        ("int8", changed(modules_to_not_convert=["o_proj"]), "o_proj.weight has dtype I8"),
+        ("int4", lambda content: content.pop("quantization_config"), BELONG),
+        (
+            "int8",
+            lambda content: content.pop("quantization_config"),
+            "has dtype I8, .* no quantization_config for it",
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["dense", "mixtral"])
+def test_packed_folders_with_another_config(family, weights, change, message):
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(spoilt(save(packed(family, weights)), config=change))
+
+
+@pytest.mark.parametrize("family", ["dense", "mixtral"])
+def test_plain_folders_with_the_config_of_packed_ones(family, weights):
+    def name(content):
+        content["quantization_config"] = llamoe.QuantizationConfig(weights).to_dict()
+
+    with pytest.raises(CheckpointError, match=BELONG):
+        AutoModelForCausalLM.from_pretrained(spoilt(save(make(family).bfloat16()), config=name))
+
+
+@pytest.mark.parametrize(
+    ("weights", "asked", "message"),
+    [
+        (
+            "int4",
+            dict(weights="int8"),
+            "asks for weights='int8', but this folder is stored with weights='int4'",
+        ),
+        ("int8", dict(), "asks for weights='int4', but this folder is stored with weights='int8'"),
+        ("int4", dict(group_size=64), "asks for group_size=64, but this folder is stored with group_size=32"),
+    ],
+)
+def test_packed_folders_are_not_packed_again(weights, asked, message):
+    path = save(packed("dense", weights))
+    with pytest.raises(ConfigurationError, match=message):
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=llamoe.QuantizationConfig(**asked))
+    same = llamoe.QuantizationConfig(weights, search=False)
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=same)
+    assert torch.equal(logits(model), logits(packed("dense", weights)))
+
+
+def at(key, function):
+    def change(tensors):
+        tensors[key] = function(tensors[key])
+
+    return change
+
+
+def put(value):
+    return lambda tensor: tensor.view(-1).index_fill(0, torch.tensor([7]), value).view(tensor.shape)
+
+
+@pytest.mark.parametrize("key", [LINEAR, STACK])
+@pytest.mark.parametrize(
+    ("part", "function", "message"),
+    [
+        ("_scale", put(float("nan")), "1 of .* scales are NaN or infinite"),
+        ("_scale", put(float("-inf")), "1 of .* scales are NaN or infinite"),
+        ("_scale", lambda scale: scale[..., :-1], "has shape .* " + BELONG),
+        (
+            "_scale",
+            lambda scale: scale.view(torch.int16),
+            "has dtype I16, which is no dtype of plain weights",
+        ),
+        ("", lambda codes: codes[..., :-1], "has shape .* " + BELONG),
+        ("", lambda codes: codes.bfloat16(), "has dtype BF16, but codes .* " + BELONG),
+        ("", lambda codes: codes.int(), "has dtype I32, but codes .* " + BELONG),
+        (
+            "",
+            lambda codes: codes.view(torch.int8 if codes.dtype == torch.uint8 else torch.uint8),
+            "has dtype .*, but codes of .* " + BELONG,
+        ),
+    ],
+)
+def test_damaged_parts(weights, key, part, function, message):
+    path = spoilt(save(packed("mixtral", weights)), tensors=at(key + part, function))
+    with pytest.raises(CheckpointError, match=f"{key}{part}.*{message}"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("key", [LINEAR, STACK, LINEAR + "_scale", STACK + "_scale"])
+@pytest.mark.parametrize(
+    "loaded", [llamoe.LlamoeMixtralForCausalLM, llamoe.LlamoeMixtralForTokenClassification]
+)
+def test_missing_parts(weights, key, loaded):
+    """Also for a class that begins with a head of its own."""
+    path = spoilt(save(packed("mixtral", weights)), tensors=lambda tensors: tensors.pop(key))
+    with pytest.raises(
+        CheckpointError, match=rf"{key} cannot be filled from the checkpoint, and packed weights"
+    ):
+        loaded.from_pretrained(path)
+
+
+def test_missing_weights_are_not_quantized(weights):
+    path = spoilt(save(make("dense").bfloat16()), tensors=lambda tensors: tensors.pop(LINEAR))
+    with pytest.raises(
+        CheckpointError, match=rf"{LINEAR} and 1 more cannot|{LINEAR}, .*_scale cannot be filled"
+    ):
+        llamoe.LlamoeDenseForTokenClassification.from_pretrained(
+            path, quantization_config=llamoe.QuantizationConfig(weights)
+        )
+
+
+@pytest.mark.parametrize("key", [LINEAR, STACK + "_scale"])
+def test_shapes_that_do_not_fit_are_not_passed_over(key):
+    path = spoilt(save(packed("mixtral", "int8")), tensors=at(key, lambda tensor: tensor[..., :-2]))
+    with pytest.raises(CheckpointError, match=f"{key} cannot be filled from the checkpoint"):
+        AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=True)
+
+
+# Weights
+
+
+def loaded_with(key, change, weights, dtype=torch.float32):
+    """The weight that a model means whose weight was changed in place, and the changed one."""
+    model = make("mixtral" if key == STACK else "dense")
+    weight = model.get_parameter(key)
+    with torch.no_grad():
+        change(weight)
+    found = load(save(model.to(dtype)), weights)
+    path, _, name = key.rpartition(".")
+    return found, found.get_submodule(path).dequantized_weight(name, torch.float32), weight.detach().float()
+
+
+def rows(weight):
+    return weight.view(-1, weight.shape[-1])
+
+
+@pytest.mark.parametrize("key", [LINEAR, STACK])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_no_numbers(weights, key, dtype, value):
+    message = rf"^{key}_scale: [12] of \d+ scales are NaN or infinite. The checkpoint is damaged, or its weights over"
+    with pytest.raises(CheckpointError, match=message):
+        loaded_with(key, lambda weight: rows(weight)[3, 5].fill_(value), weights, dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda weight: rows(weight)[3].fill_(0.37), 0.01),
+        (lambda weight: rows(weight)[3].fill_(-1234.5), 0.01),
+        (lambda weight: rows(weight)[3].zero_(), 0.0),
+        (lambda weight: weight.add_(100), 0.01),
+        (lambda weight: rows(weight)[3].mul_(1e30), 0.15),
+        (lambda weight: weight.mul_(1e-30), 0.15),
+        (lambda weight: rows(weight)[3].mul_(1e-41), 0.15),
+    ],
+    ids=["equal", "equal and large", "zeros", "offset", "huge", "tiny", "denormal"],
+)
+@pytest.mark.parametrize("key", [LINEAR, STACK])
+def test_odd_weights(weights, key, change, error):
+    """`error` is that of one row: levels are sixteen at least, and scales have bfloat16's 8 bits."""
+    model, found, expected = loaded_with(key, change, weights)
+    sizes = rows(expected.double()).norm(dim=1)
+    errors = rows((found - expected).double()).norm(dim=1)
+    # Of numbers below 1e-38 bfloat16 has fewer bits.
+    assert errors[3] <= error * sizes[3] + 1e-36
+    assert (errors <= 0.15 * sizes + 1e-36).all()
+    assert not logits(model).isnan().any()
+
+
+def test_weights_of_zeros(weights):
+    for key in (LINEAR, STACK):
+        model, found, _ = loaded_with(key, lambda weight: weight.zero_(), weights)
+        assert not found.any()
+        assert logits(model).isfinite().all()
+
+
+# Inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (0, 4), (2, 9)])
+def test_rows_of_each_dtype_and_number(weights, dtype, shape):
+    layer = packed("dense", weights).model.layers[0].mlp.down_proj
+    x = torch.randn(*shape, 320).to(dtype)
+    y = layer(x)
+    assert y.dtype == dtype and y.shape == (*shape, 128)
+    expected = x.float() @ layer.dequantized_weight("weight", torch.float32).T
+    assert x.numel() == 0 or distance(y, expected) < 0.01  # one product in bfloat16
+    x = x.clone().requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad.shape == x.shape and x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("x", [torch.ones(3, 64), torch.ones(2, 4, 64), torch.ones(3, 320, dtype=torch.long)])
+def test_rows_of_another_size_or_of_integers(weights, x):
+    layer = packed("dense", weights).model.layers[0].mlp.down_proj
+    with pytest.raises(ValueError, match=r"takes floats \[\.\.\., 320\], not torch\.\w+ \["):
+        layer(x)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5)])
+@pytest.mark.parametrize("family", ["dense", "mixtral"])
+def test_no_tokens(family, weights, shape):
+    with pytest.raises(ValueError, match=r"with one row and one token or more"):
+        packed(family, weights)(torch.zeros(shape, dtype=torch.long))
+
+
+def shifted(tensor, offset):
+    """The same numbers at an address that is `offset` bytes after a multiple of 64."""
+    room = torch.zeros(tensor.nbytes + 128, dtype=torch.uint8)
+    start = -room.data_ptr() % 64 + offset
+    found = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    found.copy_(tensor)
+    assert found.data_ptr() % 64 == offset
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["ours", "torch's"])
+@pytest.mark.parametrize("form", [Int4(32), Int4(128), Int8()], ids=lambda form: form.key)
+@pytest.mark.parametrize("sizes", [(128, 128), (80, 240), (16, 32)])
+def test_addresses_that_kernels_do_not_expect(form, sizes, kernels, monkeypatch):
+    """torch's product for int8 reads whole vectors, and ends the process where one is not aligned."""
+    if kernels == "torch's":
+        monkeypatch.setattr(few_bits, "library", lambda: None)
+    if form.refusal(sizes):
+        pytest.skip("a size that this format does not take")
+    codes, scales = form.quantize(torch.randn(sizes))
+    expected = form.matrix((codes, scales), sizes, torch.float32).T
+    for num_rows in (1, 2, 5, 23, 90):
+        x = torch.randn(num_rows, sizes[1]).bfloat16()
+        for at_codes, at_scales, at_rows in ((0, 0, 0), (1, 0, 0), (16, 2, 0), (33, 6, 10), (0, 2, 2)):
+            parts = shifted(codes, at_codes), shifted(scales, at_scales)
+            y = multiply(form, shifted(x, at_rows), parts, sizes)
+            assert distance(y, x.float() @ expected) < 0.01  # one product in bfloat16
+        for strided in (x.T.contiguous().T, x.repeat_interleave(2, 1)[:, ::2]):
+            assert distance(multiply(form, strided, (codes, scales), sizes), x.float() @ expected) < 0.01
+
+
+def test_codes_of_a_mapped_file_at_odd_addresses(weights, tmp_path):
+    """safetensors aligns nothing but the first tensor of a file."""
+    path = save(packed("mixtral", weights))
+    tensors = {"a": torch.zeros(1, dtype=torch.uint8), **load_file(path / "model.safetensors")}
+    content = {name: {"dtype": _NAMES[t.dtype], "shape": list(t.shape)} for name, t in tensors.items()}
+    end = 0
+    for name, tensor in tensors.items():
+        content[name]["data_offsets"] = [end, end + tensor.nbytes]
+        end += tensor.nbytes
+    header = json.dumps({"__metadata__": {"format": "pt"}, **content}).encode()
+    data = b"".join(
+        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()
+    )
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(logits(model), logits(packed("mixtral", weights)))
+
+
+_NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16"}
+
+
+# Other machines and processes
+
+
+ELSEWHERE = """
+import json, logging, sys, torch, llamoe
+from transformers import AutoModelForCausalLM
+
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("llamoe").addHandler(handler)
+path, ids = sys.argv[1], torch.load(sys.argv[2])
+for name in ("int4", "int8", "int4"):
+    model = AutoModelForCausalLM.from_pretrained(f"{path}/{name}")
+    with torch.no_grad():
+        found = {"logits": model(ids).logits, "row": model(ids[:1, :1]).logits}
+    model.train()(ids, labels=ids).loss
+    torch.save(found, f"{path}/{name}.pt")
+print(json.dumps([torch.backends.cpu.get_cpu_capability(), said]))
+"""
+
+
+def test_a_processor_without_the_kernels(tmp_path):
+    """Numbers are the same, and that it is slower is said once."""
+    for weights in WEIGHTS:
+        packed("text", weights).save_pretrained(tmp_path / weights)
+    torch.save(token_ids(), tmp_path / "ids.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, tmp_path, tmp_path / "ids.pt"],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": "avx2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    capability, said = json.loads(done.stdout.splitlines()[-1])
+    assert capability == "AVX2"
+    assert [sentence for sentence in said if "AVX-512" in sentence] == [
+        "This CPU has no AVX-512, which torch's 4-bit kernel needs for this layout: on the CPU, int4 weights are "
+        "unpacked for each product, which saves memory, and no time."
+    ]
+    for weights in WEIGHTS:
+        found, model = torch.load(tmp_path / f"{weights}.pt"), packed("text", weights)
+        for each, expected in (
+            (found["logits"], logits(model)),
+            (found["row"], logits(model, token_ids()[:1, :1])),
+        ):
+            error = (each - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+            # The median, for tokens that rounding sends to another expert.
+            assert error.median() < CLOSE
+
+
+NEVER_IMPORTED = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+
+assert "llamoe" not in sys.modules
+path = sys.argv[1]
+try:
+    AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
+except ValueError as error:
+    print(error)
+model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+with torch.no_grad():
+    torch.save(model(torch.load(f"{path}/ids.pt")).logits, f"{path}/found.pt")
+"""
+NOT_INSTALLED = """
+import importlib.abc, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "llamoe":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("family", ["dense", "mixtral"])
+def test_programs_that_never_imported_llamoe(family, weights, tmp_path):
+    model = packed(family, weights)
+    model.save_pretrained(tmp_path / "model")
+    torch.save(token_ids(), tmp_path / "model/ids.pt")
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = programs.run(["-c", NEVER_IMPORTED, tmp_path / "model"], env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "contains custom code" in done.stdout and "`trust_remote_code=True`" in done.stdout
+    assert torch.equal(torch.load(tmp_path / "model/found.pt"), logits(model))
+    done = programs.run(["-c", NOT_INSTALLED, tmp_path / "model"], env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == (
+        "This folder holds a llamoe model, and the package llamoe is not installed: pip install llamoe"
+    )
+
+
+def test_a_cast_is_told(caplog):
+    with caplog.at_level(logging.WARNING, logger="llamoe"):
+        model = load(folder("dense"), "int4", dtype=torch.float32)
+    assert "int4 weights are multiplied in bfloat16: the model is cast from float32." in caplog.text
+    assert model.dtype == torch.bfloat16
+    assert isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)

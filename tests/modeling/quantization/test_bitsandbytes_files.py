@@ -1,0 +1,206 @@
+"""Files with experts, for or by bitsandbytes: every way to store them, damage to each tensor, and memory."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support import programs
+from support.bitsandbytes_models import FAMILIES, folder_of, load, logits, matrices, published
+from support.models import draw
+
+import llamoe
+from llamoe.configuration.errors import CheckpointError
+from llamoe.modeling.moe import Experts
+
+for_families = pytest.mark.parametrize("family", FAMILIES)
+
+ONE = "model.layers.1.feed_forward.experts.3.up_proj.weight"
+STATE = f"{ONE}.quant_state.bitsandbytes__nf4"
+
+
+def facts(state, **changes):
+    content = json.loads(bytes(state[STATE].tolist()))
+    state[STATE] = torch.tensor(list(json.dumps({**content, **changes}).encode()), dtype=torch.uint8)
+
+
+def drop(pattern):
+    def damage(state):
+        for name in [name for name in state if re.search(pattern, name)]:
+            del state[name]
+
+    return damage
+
+
+def spoil(key, change):
+    def damage(state):
+        state[key] = change(state[key].clone())
+
+    return damage
+
+
+def with_nan(tensor):
+    tensor[1] = float("nan")
+    return tensor
+
+
+DAMAGES = {
+    "no expert": (drop(".experts.3.up_proj"), r"experts\.3\.up_proj\.weight is missing \(1"),
+    "no experts": (drop(r".experts.\d+.down_proj"), r"experts\.down_proj is missing"),
+    "too many": (
+        lambda s: s.update({ONE.replace(".3.", ".5."): s[ONE].clone()}),
+        r"is of expert 5, but num_local_experts .* is 5",
+    ),
+    "fused, too": (
+        lambda s: s.update({"model.layers.1.feed_forward.experts.gate_up_proj": torch.zeros(5, 72, 104)}),
+        r"is there a second time: .*experts\.gate_up_proj",
+    ),
+    "no scales": (lambda s: s.pop(f"{ONE}.absmax"), r"up_proj\.weight\.absmax is missing, without which"),
+    "no state": (lambda s: s.pop(STATE), r"bitsandbytes__nf4 is missing, without which"),
+    "no nested scales": (lambda s: s.pop(f"{ONE}.nested_absmax"), r"nested_absmax is missing, without which"),
+    "no numbers of the codes": (lambda s: s.pop(f"{ONE}.quant_map"), r"quant_map is missing, without which"),
+    "other codes": (spoil(f"{ONE}.nested_quant_map", lambda t: t + 0.01), r"nested_quant_map has other numbers"),
+    "other blocks": (lambda s: facts(s, blocksize=128), r"nf4 says blocksize 128, but other experts have 64\. Quant"),
+    "no blocks": (lambda s: facts(s, blocksize=0), r"nf4 says blocksize 0; bitsandbytes has 32 to 4096"),
+    "other kind": (
+        lambda s: s.update({STATE.replace("nf4", "fp4"): s.pop(STATE)}),
+        r"fp4 is there, but bnb_4bit_quant_type .* 'nf4'",
+    ),
+    "other shape": (lambda s: facts(s, shape=[72, 52]), r"says shape \[72, 52\], but the model .* has \[52, 72\]"),
+    "other nested blocks": (lambda s: facts(s, nested_blocksize=64), r"says nested_blocksize 64 and nested_offset"),
+    "no offset": (lambda s: facts(s, nested_offset=float("nan")), r"says nested_offset nan\. The checkp"),
+    "no JSON": (spoil(STATE, lambda t: t[:-9]), r"nf4 cannot be read as the state of a weight"),
+    "fewer codes": (spoil(ONE, lambda t: t[:-3].clone()), r"up_proj\.weight holds 1869 bytes, where .* take 1872"),
+    "NaN": (spoil(f"{ONE}.nested_absmax", lambda t: t * float("nan")), r"nested_absmax: 1 of 1 scales are NaN"),
+    "scales of others": (spoil(f"{ONE}.absmax", lambda t: t[:-1].clone()), r"absmax has shape \[58\] .* where \[59\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_folders_are_refused_in_one_sentence(damage, tmp_path):
+    state = published(tmp_path / "folder", folder_of("llama4"), "llama4", "nf4 nested")
+    change, message = DAMAGES[damage]
+    change(state)
+    save_file(state, tmp_path / "folder" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(tmp_path / "folder", "llama4")
+    assert "model.safetensors" in str(caught.value) or damage == "no experts"
+    assert str(caught.value).count("\n") == 0
+
+
+def test_damaged_scales_without_double_quantization(tmp_path):
+    for method, key, change, message in (
+        ("nf4", f"{ONE}.absmax", with_nan, "absmax: 1 of 59 scales are NaN or infinite"),
+        ("nf4", f"{ONE}.absmax", lambda t: t[:52].view(1, 52).bfloat16(), "after a pass on a CPU"),
+        ("8 bit", ONE.replace("weight", "SCB"), with_nan, "up_proj.SCB: 1 of 52 scales are NaN or infinite"),
+        ("8 bit", ONE, lambda t: t.mT.contiguous(), r"up_proj.weight has shape \[72, 52\]"),
+        (
+            "8 bit",
+            ONE.replace("weight", "weight_format"),
+            lambda t: t + 1,
+            "weight_format is 1, a layout of old",
+        ),
+    ):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        state = published(folder, folder_of("llama4"), "llama4", method)
+        state[key] = change(state[key].clone())
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=message):
+            load(folder, "llama4")
+
+
+@for_families
+def test_weights_that_cannot_be_quantized_are_refused(family, tmp_path):
+    model = load(folder_of(family), family)
+    experts = next(module for module in model.modules() if isinstance(module, Experts))
+    with torch.no_grad():
+        experts.down_proj[2, 7, 9] = float("inf")
+    model.save_pretrained(tmp_path / "infinite")
+    for method in ("nf4", "nf4 nested", "8 bit"):
+        with pytest.raises(CheckpointError, match=r"scales are NaN or infinite.*overflowed"):
+            load(tmp_path / "infinite", family, method)
+    config = FAMILIES[family][1]()
+    config.intermediate_size = 56
+    with pytest.raises(CheckpointError, match=r"but the model that config\.json describes has"):
+        load(folder_of(family), family, "nf4", config=config)
+
+
+def test_every_way_to_store_plain_experts_gives_the_same(tmp_path):
+    """Fused, one by one in both spellings, and as a pickle; in float32, cast as linear layers are."""
+    expected = logits(load(folder_of("llama4"), "llama4", "nf4"))
+    model = load(folder_of("llama4"), "llama4").float()
+    state = model.state_dict()
+    others = {name: tensor for name, tensor in state.items() if ".experts." not in name}
+    numbered = {f"{name}.weight": tensor for name, tensor in matrices(state, "llama4").items()}
+    for spelling in ("numbered", "listed", "bin"):
+        found = dict(numbered)
+        if spelling == "listed":
+            found = {}
+            for name, tensor in numbered.items():
+                path, number, word, _ = name.rsplit(".", 3)
+                found[f"{path}.{word}s.{number}.weight"] = tensor
+        folder = tmp_path / spelling
+        model.save_pretrained(folder)
+        if spelling == "bin":
+            (folder / "model.safetensors").unlink()
+            torch.save(state, folder / "pytorch_model.bin")
+        else:
+            save_file(others | found, folder / "model.safetensors", {"format": "pt"})
+        assert torch.equal(logits(load(folder, "llama4", "nf4", dtype=torch.bfloat16)), expected), spelling
+    del numbered["model.layers.1.feed_forward.experts.2.up_proj.weight"]
+    save_file(others | numbered, tmp_path / "numbered" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj\.weight is missing"):
+        load(tmp_path / "numbered", "llama4", "nf4")
+
+
+MEASURE = """
+import ctypes, gc, sys, threading, time
+from pathlib import Path
+import llamoe
+from transformers import BitsAndBytesConfig
+
+def own():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon")))
+
+def load():
+    config = BitsAndBytesConfig(load_in_4bit=True) if sys.argv[2] == "quantize" else None
+    return llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], quantization_config=config)
+
+load()  # what is imported late
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)
+base, peak, done = own(), [0], threading.Event()
+def poll():
+    while not done.is_set():
+        peak[0] = max(peak[0], own())
+        time.sleep(0.0005)
+threading.Thread(target=poll).start()
+try:
+    model = load()
+finally:
+    done.set()
+if sys.argv[2] == "quantize":
+    model.save_pretrained(sys.argv[3])
+print(peak[0] - base, sum(tensor.nbytes for tensor in model.state_dict().values()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory(tmp_path):
+    config = llamoe.LlamoeTextConfig(
+        vocab_size=101, hidden_size=512, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=48, interleave_moe_layer_step=1, pad_token_id=0,
+    )  # fmt: skip
+    model = draw(llamoe.LlamoeForCausalLM, config).bfloat16()
+    model.save_pretrained(tmp_path / "plain")
+    matrix = 512 * 1024
+    for what, folder in (("quantize", "plain"), ("load", "packed")):
+        result = programs.run(["-c", MEASURE, tmp_path / folder, what, tmp_path / "packed"], timeout=120)
+        assert result.returncode == 0, result.stderr
+        peak, final = map(int, result.stdout.split())
+        # One expert in 16 bit, and what loading takes for a model of any size.
+        more = 3e6 + (2 * 3 * matrix if what == "quantize" else 0)
+        assert final > 40e6 and peak < 1.05 * final + more, (what, peak, final)

@@ -1,0 +1,534 @@
+"""Models in few bits together with everything else: each pair works, or is refused by name before a weight is read."""
+
+import copy
+import io
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_model, save_model
+from support.few_bits import (
+    CLOSE,
+    FAMILIES,
+    WEIGHTS,
+    distance,
+    folder,
+    load,
+    logits,
+    make,
+    packed,
+    route_by_position,
+    save,
+    token_ids,
+)
+from support.models import IMAGE_TOKEN, draw, stock_multimodal_config
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+import llamoe
+from llamoe.configuration import from_stock
+from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
+
+MIXTURES = ("text", "mixtral")
+
+
+@pytest.fixture(params=WEIGHTS)
+def weights(request):
+    return request.param
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def model(family, weights):
+    return packed(family, weights)
+
+
+def codes_and_scales(model):
+    """Everything that is packed, by name."""
+    return {
+        f"{path}.{name}": tensor
+        for path, module in model.named_modules()
+        if isinstance(module, QuantizedExperts | QuantizedLinear)
+        for name, tensor in module.state_dict().items()
+        if name != "bias"
+    }
+
+
+# Generation
+
+
+def check_steps(model, generated, prompt, mask=None):
+    """The logits of each step are those of one pass over all that was generated.
+
+    The median of the tokens: one step multiplies few rows by another kernel than a long pass, and rounding may send a
+    token to another expert.
+    """
+    whole = generated.sequences
+    if mask is not None:
+        new = torch.ones_like(whole[:, prompt.shape[1] :])
+        expected = logits(model, whole, attention_mask=torch.cat([mask, new], 1))
+    else:
+        expected = logits(model, whole)
+    expected = expected[:, prompt.shape[1] - 1 : -1].float()
+    found = torch.stack(generated.logits, 1).float()
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.median() < CLOSE
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_batches_with_padding_on_the_left(model, cache):
+    ids = token_ids(3, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :4], mask[2, :1] = 0, 0
+    ids = ids.masked_fill(mask == 0, 0)
+    generated = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=7,
+        min_new_tokens=7,
+        do_sample=False,
+        cache_implementation=cache,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    check_steps(model, generated, ids, mask)
+
+
+def test_beams_have_the_scores_of_their_tokens(model):
+    ids = token_ids(2, 7)
+    found = model.generate(
+        ids,
+        num_beams=3,
+        max_new_tokens=6,
+        min_new_tokens=6,
+        do_sample=False,
+        length_penalty=0.0,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    chosen = found.sequences[:, ids.shape[1] :, None]
+    scores = logits(model, found.sequences)[:, ids.shape[1] - 1 : -1].float()
+    # The first five tokens may not end a sequence.
+    scores[..., model.generation_config.eos_token_id] = -torch.inf
+    scores = scores.log_softmax(-1).gather(2, chosen)[..., 0].sum(1)
+    # Six tokens' logits in bfloat16; one in fifty is what rounding sends to another expert.
+    assert (found.sequences_scores - scores).abs().max() < 0.3
+
+
+# Compilers and tracers
+
+
+def test_compiled_graphs_compute_the_same(model):
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(logits(compiled), logits(model))
+    torch.compiler.reset()
+
+
+def test_compiled_graphs_have_the_gradient_of_the_inputs(model):
+    embedded = model.get_input_embeddings()(token_ids()).detach()
+
+    def gradient(function):
+        x = embedded.clone().requires_grad_()
+        function(inputs_embeds=x).logits.float().square().mean().backward()
+        return x.grad
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(gradient(compiled), gradient(model))
+    torch.compiler.reset()
+
+
+def test_inductor_compiles_a_layer(weights):
+    layer = packed("mixtral", weights).model.layers[0].mlp
+    x = torch.randn(2, 9, 128).bfloat16()
+    compiled = torch.compile(layer, fullgraph=True)
+    with torch.no_grad():
+        assert distance(compiled(x), layer(x)) < CLOSE
+    torch.compiler.reset()
+
+
+def test_export(model):
+    program = torch.export.export(model, (token_ids(),), dict(use_cache=False), strict=False)
+    assert torch.equal(program.module()(token_ids(), use_cache=False).logits, logits(model))
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(model, dtype, monkeypatch):
+    route_by_position(monkeypatch)
+    expected = logits(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = logits(model.to(dtype))
+    assert distance(found, expected) < (CLOSE if dtype == torch.float32 else 1e-9)
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda model: model.to(torch.float16),
+        lambda model: model.to(torch.float32),
+        lambda model: model.to(dtype=torch.float64),
+        lambda model: model.type(torch.float32),
+        lambda model: nn.Module.half(model),
+        lambda model: nn.Module.float(model),
+        lambda model: model.bfloat16(),
+    ],
+    ids=["float16", "float32", "float64", "type", "half", "float", "bfloat16"],
+)
+def test_a_cast_leaves_codes_and_scales(model, cast, monkeypatch):
+    route_by_position(monkeypatch)
+    before = {name: tensor.clone() for name, tensor in codes_and_scales(model).items()}
+    expected = logits(model)
+    model = cast(model)
+    found = logits(model)
+    assert found.dtype == model.dtype
+    assert distance(found, expected) < CLOSE
+    after = codes_and_scales(model)
+    assert after.keys() == before.keys()
+    for name, tensor in after.items():
+        assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name]), name
+
+
+def test_a_cast_within_a_class_is_refused_by_transformers():
+    for cast in (packed("text", "int4").half, packed("text", "int4").float):
+        with pytest.raises(ValueError, match="is not supported for quantized model"):
+            cast()
+
+
+# Copies
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved_by_torch(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_by_torch])
+def test_copies(model, copied):
+    found = copied(model)
+    assert torch.equal(logits(found), logits(model))
+    first = codes_and_scales(found)
+    assert all(
+        tensor.data_ptr() != first[name].data_ptr() for name, tensor in codes_and_scales(model).items()
+    )
+    assert found.is_quantized and found.config.quantization_config.weights in WEIGHTS
+
+
+def emptied(model):
+    model = copy.deepcopy(model)
+    for tensor in (*model.parameters(), *codes_and_scales(model).values()):
+        tensor.data.zero_()
+    return model
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts(model, assign):
+    other, file = emptied(model), io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert not any(other.load_state_dict(state, assign=assign))
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_safetensors(model, tmp_path):
+    save_model(model, tmp_path / "model.safetensors")
+    other = emptied(model)
+    load_model(other, tmp_path / "model.safetensors")
+    assert torch.equal(logits(other), logits(model))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_numbers_are_no_codes(model, family, weights, strict):
+    before = {name: tensor.clone() for name, tensor in codes_and_scales(model).items()}
+    plain = AutoModelForCausalLM.from_pretrained(folder(family))
+    wanted = {"int4": "uint8", "int8": "int8"}[weights]
+    with pytest.raises(
+        RuntimeError, match=rf"q_proj.weight is torch.bfloat16, .* packed weight has torch.{wanted}"
+    ):
+        model.load_state_dict(plain.state_dict(), strict=strict)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in codes_and_scales(model).items())
+
+
+# Experts
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_implementations_that_know_packed_stacks(family, weights):
+    model = packed(family, weights)
+    expected = logits(model)
+    for name in ("eager", "llamoe_loop", "llamoe"):
+        model.set_experts_implementation(name)
+        assert distance(logits(model), expected) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm", "llamoe_grouped", "llamoe_kernel"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_other_experts_implementations_are_refused(family, weights, name, monkeypatch):
+    message = f'^experts_implementation="{name}" needs stacks of 16 or 32 bits, .* stored as {weights}'
+    model = packed(family, weights)
+    with pytest.raises(ValueError, match=message):
+        model.set_experts_implementation(name)
+    assert model.config._experts_implementation == "llamoe"
+    with pytest.raises(ValueError, match=message):
+        load(folder(family), weights, experts_implementation=name)
+    with monkeypatch.context() as patched:
+        patched.setenv("LLAMOE_EXPERTS", name)
+        with pytest.raises(ValueError, match=message):
+            load(folder(family), weights)
+    model.config._experts_implementation = name
+    with pytest.raises(ValueError, match=message):
+        logits(model)
+
+
+# Devices and processes
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(tp_size=2),
+        dict(tp_size=2, ep_size=2),
+        dict(fsdp_size=2),
+        dict(dp_replicate_size=2, fsdp_size=1),
+        dict(pp_size=2),
+    ],
+)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_processes_do_not_share_packed_weights(family, sizes):
+    """`from_pretrained` asks this of the empty model in each process."""
+    model = packed(family, "int4")
+    given = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1)
+    with pytest.raises(
+        ValueError, match=rf"^{given}: model\.layers\.0\.self_attn\.q_proj is stored in few bits"
+    ):
+        type(model).maybe_distribute_model(model, SimpleNamespace(**sizes), mesh=object())
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}, {"": "cpu", "model.layers.1": "cpu"}])
+def test_device_maps(device_map, tmp_path):
+    expected = logits(packed("text", "int8"))
+    model = load(folder("text"), "int8", device_map=device_map)
+    assert torch.equal(logits(model), expected)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+    assert torch.equal(logits(again), expected)
+
+
+@pytest.mark.parametrize(
+    "placed",
+    [
+        dict(device_map="disk"),
+        dict(device_map={"": "cpu", "model.layers.0": "disk"}),
+        dict(device_map="auto", max_memory={"cpu": "100KB"}),
+    ],
+    ids=["disk", "layer", "memory"],
+)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_disks_hold_no_packed_weights(is_packed, placed, tmp_path):
+    path = save(packed("text", "int8")) if is_packed else folder("text")
+    fields = {} if is_packed else dict(quantization_config=llamoe.QuantizationConfig("int8"))
+    with pytest.raises(ValueError, match="puts modules on disk, from where packed weights are not read"):
+        AutoModelForCausalLM.from_pretrained(path, offload_folder=tmp_path, **placed, **fields)
+
+
+def test_offloaded_weights_compute_but_are_not_unpacked(weights, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = packed("mixtral", weights)
+    expected = logits(model)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert torch.equal(logits(model), expected)
+    for unpack in (model.dequantize, lambda: model.save_pretrained(tmp_path / "model", layout="stock")):
+        with pytest.raises(
+            ValueError, match=r"layers\.0\.self_attn\.q_proj is offloaded, and has no numbers"
+        ):
+            unpack()
+    assert not (tmp_path / "model" / "config.json").exists()
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_checkpoints_of_each_dtype(family, weights, dtype, monkeypatch):
+    route_by_position(monkeypatch)
+    plain = AutoModelForCausalLM.from_pretrained(folder(family, dtype), dtype=torch.float32)
+    model = load(folder(family, dtype), weights)
+    assert model.dtype == torch.bfloat16
+    error = distance(logits(model), logits(plain))
+    assert {"int4": 0.05, "int8": 0.005}[weights] < error < {"int4": 0.25, "int8": 0.03}[weights]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_bin_checkpoints(family, weights, is_packed, tmp_path):
+    model = packed(family, weights) if is_packed else AutoModelForCausalLM.from_pretrained(folder(family))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    fields = {} if is_packed else dict(quantization_config=llamoe.QuantizationConfig(weights))
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, **fields)
+    assert torch.equal(logits(found), logits(packed(family, weights)))
+
+
+def test_shards(model, tmp_path):
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_a_saved_model_is_unpacked(model):
+    """A save leaves the dtype's name in the config, by which transformers then asks for it."""
+    expected = logits(model)
+    save(model)
+    unpacked = model.dequantize()
+    assert not unpacked.is_quantized and {p.dtype for p in unpacked.parameters()} == {torch.bfloat16}
+    assert not any(isinstance(module, QuantizedExperts | QuantizedLinear) for module in unpacked.modules())
+    error = (logits(unpacked) - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+    assert error.median() < CLOSE
+    again = AutoModelForCausalLM.from_pretrained(save(unpacked))
+    assert torch.equal(logits(again), logits(unpacked))
+
+
+# Other models
+
+
+def test_tied_embeddings(family, weights):
+    plain = make(family, tie_word_embeddings=True).bfloat16()
+    model = load(save(plain), weights)
+    again = AutoModelForCausalLM.from_pretrained(save(model))
+    for each in (model, again):
+        assert each.lm_head.weight is each.model.embed_tokens.weight
+        assert type(each.lm_head) is nn.Linear
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_resized_embeddings(model):
+    expected = logits(model)
+    model.resize_token_embeddings(120)
+    assert torch.equal(logits(model)[..., :101], expected)
+    again = AutoModelForCausalLM.from_pretrained(save(model))
+    assert torch.equal(logits(again), logits(model))
+
+
+HEADS = {
+    "score": (AutoModelForSequenceClassification, dict(num_labels=3)),
+    "tokens": (AutoModelForTokenClassification, dict(num_labels=3)),
+    "answers": (AutoModelForQuestionAnswering, {}),
+    "none": (AutoModel, {}),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_heads_stay_in_sixteen_bit(family, weights, head, is_packed, monkeypatch):
+    route_by_position(monkeypatch)
+    auto, fields = HEADS[head]
+    path = save(packed(family, weights)) if is_packed else folder(family)
+    config = {} if is_packed else dict(quantization_config=llamoe.QuantizationConfig(weights))
+    model = auto.from_pretrained(path, **config, **fields).eval()
+    plain = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    assert plain == {"answers": ["qa_outputs"], "none": []}.get(head, ["score"])
+    again = auto.from_pretrained(save(model)).eval()
+    unpacked = copy.deepcopy(model).dequantize()
+    with torch.no_grad():
+        found, read, expected = (each(token_ids())[0] for each in (model, again, unpacked))
+    assert torch.equal(read, found)
+    assert (
+        distance(found, expected) < 2 * CLOSE
+    )  # new heads have few outputs, and their errors do not average
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    fields = dict(
+        hidden_size=128,
+        intermediate_size=64,
+        intermediate_size_mlp=320,
+        num_attention_heads=8,
+        head_dim=24,
+        num_hidden_layers=2,
+        moe_layers=[1],
+        no_rope_layers=[1, 0],
+    )
+    config = from_stock(stock_multimodal_config(text=fields))
+    return save(draw(llamoe.LlamoeForConditionalGeneration, config).bfloat16())
+
+
+def test_pictures(pictures, weights, monkeypatch):
+    route_by_position(monkeypatch)
+    ids = token_ids(1, 14)
+    ids[0, 2:6] = IMAGE_TOKEN
+    pixels = torch.randn(1, 3, 56, 56).bfloat16()
+    plain = AutoModelForImageTextToText.from_pretrained(pictures)
+    model = AutoModelForImageTextToText.from_pretrained(
+        pictures, quantization_config=llamoe.QuantizationConfig(weights)
+    )
+    inside = "language_model.model.layers."
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedExperts | QuantizedLinear) or type(module) is nn.Linear:
+            assert (type(module) is nn.Linear) != name.startswith(inside), name
+    found, expected = (logits(each, ids, pixel_values=pixels) for each in (model, plain))
+    assert 0 < distance(found, expected) < {"int4": 0.3, "int8": 0.05}[weights]
+    again = AutoModelForImageTextToText.from_pretrained(save(model))
+    assert torch.equal(logits(again, ids, pixel_values=pixels), found)
+    unpacked = again.dequantize()
+    assert distance(logits(unpacked, ids, pixel_values=pixels), found) < CLOSE
+
+
+def test_parts_of_a_model_for_pictures(pictures, weights):
+    whole = AutoModelForImageTextToText.from_pretrained(
+        pictures, quantization_config=llamoe.QuantizationConfig(weights)
+    )
+    path, expected = save(whole), logits(whole)
+    assert torch.equal(logits(llamoe.LlamoeForCausalLM.from_pretrained(path)), expected)
+    for name in ("LlamoeTextModel", "LlamoeModel"):
+        part = getattr(llamoe, name).from_pretrained(path)
+        assert any(isinstance(module, QuantizedExperts) for module in part.modules())
+    # The tower is not packed, and so cannot be asked for by itself.
+    tower = llamoe.LlamoeVisionModel.from_pretrained(path)
+    expected = whole.vision_model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tower.state_dict().items())
+    with pytest.raises(
+        ValueError, match="finds nothing in this LlamoeVisionModel that it could store in few bits"
+    ):
+        llamoe.LlamoeVisionModel.from_pretrained(
+            pictures, quantization_config=llamoe.QuantizationConfig(weights)
+        )
+
+
+def test_trainer_trains_no_packed_weights(model, tmp_path):
+    arguments = TrainingArguments(tmp_path, report_to="none", use_cpu=True)
+    with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
+        Trainer(model, arguments)
+
+
+@pytest.mark.parametrize("chosen", [dict(experts=False), dict(linears=False)])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_part_of_the_layers(family, weights, chosen):
+    model = load(folder(family), weights, **chosen)
+    kinds = {type(module) for module in model.modules()}
+    assert (QuantizedExperts in kinds) == ("linears" in chosen)
+    assert (QuantizedLinear in kinds) == ("experts" in chosen)
+    again = AutoModelForCausalLM.from_pretrained(save(model))
+    assert torch.equal(logits(again), logits(model))

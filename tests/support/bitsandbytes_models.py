@@ -1,0 +1,129 @@
+"""Small mixtures that bitsandbytes quantizes, and what its own layers make of their matrices."""
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import BitsAndBytesConfig
+
+import llamoe
+
+from .models import draw, mixtral_config, text_config
+
+bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+
+# An expert's matrices are 52 x 72: 58 blocks of 64 and a half, so that gate and up cannot share one.
+FAMILIES = {
+    "llama4": (llamoe.LlamoeForCausalLM, lambda: text_config(num_hidden_layers=2, moe_layers=[1])),
+    "mixtral": (llamoe.LlamoeMixtralForCausalLM, lambda: mixtral_config(num_hidden_layers=1)),
+}
+METHODS = {
+    "nf4": dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16),
+    "nf4 nested": dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "fp4": dict(load_in_4bit=True, bnb_4bit_quant_type="fp4"),
+    "fp4 nested": dict(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="fp4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    ),
+    "8 bit": dict(load_in_8bit=True),
+}
+IDS = torch.arange(3, 49).view(2, 23)
+
+
+_folders: list[tempfile.TemporaryDirectory] = []
+
+
+@cache
+def folder_of(family):
+    """A family's folder in bfloat16; not to be changed."""
+    _folders.append(tempfile.TemporaryDirectory())
+    model_class, make_config = FAMILIES[family]
+    draw(model_class, make_config()).bfloat16().save_pretrained(_folders[-1].name, layout="stock")
+    return Path(_folders[-1].name)
+
+
+def load(folder, family, method=None, **options):
+    config = options.pop("config", None) or llamoe.from_stock(
+        FAMILIES[family][0].config_class.from_pretrained(folder)
+    )
+    if method is not None:
+        options["quantization_config"] = BitsAndBytesConfig(**METHODS[method], **options.pop("quantize", {}))
+    return FAMILIES[family][0].from_pretrained(folder, config=config, **options)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits.float()
+
+
+def bitsandbytes_layer(weight, method):
+    """bitsandbytes' own layer with this weight."""
+    options = METHODS[method]
+    size_out, size_in = weight.shape
+    if "load_in_8bit" in options:
+        layer = bnb.nn.Linear8bitLt(size_in, size_out, bias=False, has_fp16_weights=False)
+        layer.weight = bnb.nn.Int8Params(weight.clone(), requires_grad=False)
+        return layer.to("cpu")
+    layer = bnb.nn.Linear4bit(
+        size_in,
+        size_out,
+        bias=False,
+        compute_dtype=options.get("bnb_4bit_compute_dtype", torch.float32),
+        compress_statistics=options.get("bnb_4bit_use_double_quant", False),
+        quant_type=options["bnb_4bit_quant_type"],
+        quant_storage=options.get("bnb_4bit_quant_storage", torch.uint8),
+    )
+    layer.weight = bnb.nn.Params4bit(weight.clone(), **vars(layer.weight))
+    layer.weight.module = layer
+    return layer.to("cpu")
+
+
+def matrices(state, family):
+    """The linear layers of single experts, under the names that folders give them."""
+    words = ("gate_proj", "up_proj", "down_proj") if family == "llama4" else ("w1", "w3", "w2")
+    found = {}
+    for name, stack in state.items():
+        path, _, own_name = name.rpartition(".")
+        if own_name not in ("gate_up_proj", "down_proj") or not path.endswith(".experts"):
+            continue
+        path = path.replace(".mlp.", ".block_sparse_moe.")
+        for number, matrix in enumerate(stack.mT if family == "llama4" else stack):
+            parts = matrix.chunk(2) if own_name == "gate_up_proj" else [matrix]
+            for word, part in zip(words[:2] if len(parts) > 1 else words[2:], parts, strict=True):
+                found[f"{path}.{number}.{word}"] = part.contiguous()
+    return found
+
+
+def same(given, expected):
+    # Codes in another dtype's storage may read as NaN.
+    bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (given, expected)]
+    return given.dtype == expected.dtype and given.shape == expected.shape and torch.equal(*bits)
+
+
+def published(folder, source, family, method):
+    """A folder that bitsandbytes' layers were saved into, as transformers 4 does: one for each expert, and routers."""
+    state = load(source, family).state_dict()
+    layers = matrices(state, family)
+    is_plain = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
+    saved = {}
+    for name, tensor in state.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
+        if name.endswith(is_plain) or tensor.ndim < 2:
+            saved[name] = tensor
+        elif ".experts." not in name:
+            layers[name.removesuffix(".weight")] = tensor
+    for name, weight in layers.items():
+        saved |= bitsandbytes_layer(weight, method).state_dict(prefix=f"{name}.")
+    folder.mkdir()
+    content = json.loads((source / "config.json").read_text())
+    content["quantization_config"] = BitsAndBytesConfig(**METHODS[method]).to_dict()
+    (folder / "config.json").write_text(json.dumps(content))
+    save_file(saved, folder / "model.safetensors", {"format": "pt"})
+    return saved
