@@ -24,6 +24,7 @@ from ..configuration import (
     LlamoeMixtralConfig,
     LlamoeTextConfig,
     LlamoeVisionConfig,
+    QuantizationConfig,
 )
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.checks import listed
@@ -54,6 +55,8 @@ class Checkpoint:
         sources: the weight files.
         looks: size, time and inode of every file, noted before it was read.
         notes: what a user should know about how the source was read.
+        quantization: of a folder of packed weights, how they are stored; `tensors` are what they mean.
+        stored: of such a folder, key to tensor as the files have them.
     """
 
     path: Path
@@ -65,6 +68,8 @@ class Checkpoint:
     sources: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     looks: dict[Path, Look] = field(default_factory=dict)
+    quantization: QuantizationConfig | None = None
+    stored: dict[str, LazyTensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -82,6 +87,7 @@ class Report:
         notes: what else a user should know.
         seconds: duration.
         dry_run: whether nothing was written.
+        parts: where weights were packed, part of the model to its bytes before and after, largest first.
     """
 
     source: str
@@ -95,16 +101,31 @@ class Report:
     notes: list[str]
     seconds: float
     dry_run: bool
+    parts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-class RunOptions(TypedDict, total=False):
-    """Options of every function that writes a folder.
+class PackOptions(TypedDict, total=False):
+    """Options of the function that packs weights, which have the dtype of their format.
 
     Attributes:
-        dtype: "float32", "float16" or "bfloat16" for all floating tensors; None keeps the dtype of each.
+        shard_size: bytes that a file should not exceed, as a number or a text such as "5GB".
         resume: continue a folder that an earlier run left unfinished.
         dry_run: check and plan everything, write nothing.
         progress: an object with `start(total_bytes)` and `advance(nbytes, file)`, called for every block.
+    """
+
+    shard_size: int | str
+    resume: bool
+    dry_run: bool
+    progress: Progress | None
+
+
+class RunOptions(TypedDict, total=False):
+    """Options of every other function that writes a folder.
+
+    Attributes:
+        dtype: "float32", "float16" or "bfloat16" for all floating tensors; None keeps the dtype of each.
+        resume, dry_run, progress: as in `PackOptions`.
     """
 
     dtype: str | torch.dtype | None
@@ -119,7 +140,7 @@ class WriteOptions(RunOptions, total=False):
     Attributes:
         layout: "stock" writes the config.json of transformers' own model type, which llamoe, transformers, vLLM and
             others read; "llamoe" writes ours, with llamoe_hub.py; None takes stock where it can express the model.
-        shard_size: bytes that a file should not exceed, as a number or a text such as "5GB".
+        shard_size: as in `PackOptions`.
     """
 
     layout: str | None
@@ -132,7 +153,7 @@ _Result = TypeVar("_Result")
 
 
 def takes_options(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Decorate a function with `**options: Unpack[RunOptions]` or `Unpack[WriteOptions]`.
+    """Decorate a function with `**options: Unpack[RunOptions]`, or another class of options.
 
     It gets every option, with its default where the caller gives none. Other names are refused, and `help` and
     `inspect.signature` show the options like named arguments.

@@ -27,7 +27,8 @@ def convert(
     """Convert a language or multimodal checkpoint between formats.
 
     Args:
-        source: a folder in Meta's, Mistral AI's or Hugging Face's format; it is never changed.
+        source: a folder in Meta's, Mistral AI's or Hugging Face's format; it is never changed. Weights that `quantize`
+            has packed are unpacked.
         target: a folder that does not exist or is empty.
         to: "hf", "meta" or "mistral".
         shards: for "meta", the number of files that each tensor is split over; it divides the key/value heads. None
@@ -55,7 +56,7 @@ def convert(
     for name, (value, default) in unused.items():
         if value != default:
             raise ValueError(f"{name} = {value!r}: has no meaning for to = {to!r}.")
-    checkpoint = open_source(source, target, options["resume"], instruct=instruct)
+    checkpoint = open_source(source, target, options["resume"], instruct=instruct, may_be_packed=True)
     if checkpoint.kind in ("open_clip", "clip"):
         raise ValueError(f"{source}: is a vision tower; convert it with `llamoe vision` (convert_vision).")
     if checksums:

@@ -9,7 +9,7 @@ from ..configuration.errors import CheckpointError
 from ..modeling.checkpoints import find_weights
 from .checkpoint import Checkpoint
 from .clip import open_tower, tower_kind
-from .hf import open_hf
+from .hf import in_words, open_hf
 from .io import check_apart, check_source, check_target
 from .meta import open_meta
 from .mistral import is_mistral, open_mistral
@@ -57,12 +57,28 @@ def open_checkpoint(
 
 
 def open_source(
-    source: str | os.PathLike, target: str | os.PathLike, resume: bool, *, instruct: bool | None = None
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    resume: bool,
+    *,
+    instruct: bool | None = None,
+    may_be_packed: bool = False,
 ) -> Checkpoint:
-    """Open the source of a conversion, after checking that the target is not in use."""
+    """Open the source of a conversion, after checking that the target is not in use.
+
+    Raises:
+        CheckpointError: beside the reasons of `open_checkpoint`, weights in few bits where the result should be made of
+            the original ones.
+    """
     check_apart(Path(source), Path(target))
     check_target(Path(target), resume)
-    return open_checkpoint(source, instruct=instruct)
+    checkpoint = open_checkpoint(source, instruct=instruct)
+    if checkpoint.quantization is not None and not may_be_packed:
+        raise CheckpointError(
+            f"{source}: is quantized already ({in_words(checkpoint.quantization)}). Give the weights that it was made "
+            "of, or what `llamoe convert` makes of it in 16 bit."
+        )
+    return checkpoint
 
 
 def describe(config: Any) -> str:

@@ -21,6 +21,17 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
+from .options import (
+    ActivationOfFile,
+    AsJson,
+    Fold,
+    Heads,
+    Seed,
+    Source,
+    Tag,
+    Target,
+    shared_options,
+)
 from .printing import print_report, print_sections, progress_bar
 
 app = typer.Typer(
@@ -30,67 +41,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Convert, derive, inspect and compare checkpoints: LLaMA and Llama 4 of Meta and Hugging Face, and vision "
-    "towers of open_clip and CLIP.\n\nA command reads SOURCE, whose format it recognises, and writes a new folder "
-    "TARGET. It never changes SOURCE. Begin with `llamoe inspect PATH`.",
+    help="Convert, derive, quantize, inspect and compare checkpoints: LLaMA and Llama 4 of Meta and Hugging Face, and "
+    "vision towers of open_clip and CLIP.\n\nA command reads SOURCE, whose format it recognises, and writes a new "
+    "folder TARGET. It never changes SOURCE. Begin with `llamoe inspect PATH`.",
 )
 
 
 _INTERRUPTED = "interrupted; --resume goes on with what is on the disk, where a folder was being written"
-
-Source = Annotated[
-    Path, typer.Argument(metavar="SOURCE", help="Folder or file to read. Its format is recognised.")
-]
-Target = Annotated[
-    Path, typer.Argument(metavar="TARGET", help="Folder to write. It must be empty, or not exist.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
-Fold = Annotated[
-    bool,
-    typer.Option(
-        "--fold-normalization",
-        help="Change the patch weights so that pixels are normalized as for Llama 4, by 0.5 and 0.5.",
-    ),
-]
-ActivationOfFile = Annotated[
-    Literal["quick_gelu", "gelu"] | None,
-    typer.Option(help="Activation of an open_clip file without open_clip_config.json beside it."),
-]
-Tag = Annotated[
-    str | None,
-    typer.Option(help='Release of an open_clip file, such as "metaclip_fullcc"; it implies the activation.'),
-]
-Heads = Annotated[int | None, typer.Option(help="Attention heads of an open_clip file of unpublished size.")]
-
-
-def _shared_options(
-    dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(
-            metavar="<dtype>",
-            help="Cast all weights to bfloat16, float16 or float32. By default they keep their dtypes.",
-        ),
-    ] = None,
-    shard_size: Annotated[
-        str, typer.Option(help='Largest size of a weight file, such as "5GB" or "500MB".')
-    ] = "5GB",
-    layout: Annotated[
-        Literal["stock", "llamoe"] | None,
-        typer.Option(
-            help="Model type in config.json: that of transformers (stock) or of llamoe. The default is stock if "
-            "transformers can express the model."
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue a TARGET that an earlier run left unfinished.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and plan everything, but write nothing.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Declares the options of all commands that write a folder."""
 
 
 def _load(*sources: Path) -> ModuleType:
@@ -124,7 +81,7 @@ def _writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable]
     """
 
     def register(declaration: Callable) -> Callable:
-        shared = signatures.signature(_shared_options).parameters.values()
+        shared = signatures.signature(shared_options).parameters.values()
         named = [*signatures.signature(declaration).parameters.values()]
         named += [option for option in shared if option.name not in without]
 
@@ -341,6 +298,55 @@ def assemble(
     Image tokens, a processor and a chat template are added.
 
         llamoe assemble moe tower multimodal
+    """
+
+
+@_writes("quantize", without=("dtype", "layout"))
+def quantize(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A model of any format, in 16 or 32 bit.")],
+    target: Target,
+    to: Annotated[
+        Literal["int4", "int8"],
+        typer.Option(
+            help="4 bits with a scale for each group of inputs, or 8 bits with one for each output."
+        ),
+    ],
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="With --to int4: inputs that share a scale, 32, 64, 128 or 256. The default is 32."
+        ),
+    ] = None,
+    experts: Annotated[
+        bool, typer.Option("--experts/--no-experts", help="Whether routed experts are quantized.")
+    ] = True,
+    linears: Annotated[
+        bool,
+        typer.Option("--linears/--no-linears", help="Whether the decoder's linear layers are quantized."),
+    ] = True,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search/--no-search",
+            help="Whether scales are searched that round best, or span the largest weights, which is faster.",
+        ),
+    ] = True,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="<name>",
+            help="A module that stays in 16 bit, or the end of the names of several. It can be given several times.",
+        ),
+    ] = None,
+) -> None:
+    """Store a model's experts and linear layers in 4 or 8 bits.
+
+    Embeddings, output head, norms, routers, vision tower and projector stay in 16 bit.
+    from_pretrained loads TARGET as it is, and convert makes 16 bit of it again.
+
+        llamoe quantize mixtral-8x7b mixtral-int4 --to int4
+
+        llamoe quantize mixtral-8x7b mixtral-int8 --to int8 --keep o_proj
     """
 
 

@@ -72,7 +72,15 @@ def print_report(report: "Report", as_json: bool) -> None:
         reasons.setdefault(reason, []).append(name)
     rows += [("left out", f"{_shorten(names)}: {reason}") for reason, names in reasons.items()]
     rows += [("note", note) for note in report.notes]
-    print_sections(dataclasses.asdict(report), [("", rows)], as_json)
+    sections = [("", rows)]
+    if report.parts:
+        # Here, since the import takes seconds; with a report it is done already.
+        from llamoe.modeling.checkpoints import in_units
+
+        parts = {**report.parts, "in all": tuple(map(sum, zip(*report.parts.values(), strict=True)))}
+        sizes = [(part, ", ".join(map(in_units, before_after))) for part, before_after in parts.items()]
+        sections.append(("bytes before, after", sizes))
+    print_sections(dataclasses.asdict(report), sections, as_json)
 
 
 def _shorten(names: list[str]) -> str:

@@ -33,6 +33,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 from transformers.utils import logging
 from typer.main import get_command
@@ -59,14 +61,22 @@ def write_llama(folder):
     draw(LlamaForCausalLM, config).save_pretrained(folder)
 
 
+# Sizes that int4 takes: outputs in multiples of 16, inputs of 32.
+QUANTIZABLE = dict(
+    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=8, sliding_window=None,
+)  # fmt: skip
+
+
 def write_mistral(folder):
-    config = MistralConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=8, sliding_window=None,
-    )  # fmt: skip
+    config = MistralConfig(**QUANTIZABLE)
     stock = folder.with_name(f"{folder.name}-stock")
     draw(MistralForCausalLM, config).save_pretrained(stock)
     convert(stock, folder, to="mistral")
+
+
+def write_mixtral(folder):
+    draw(MixtralForCausalLM, MixtralConfig(**QUANTIZABLE, num_local_experts=3)).save_pretrained(folder)
 
 
 STAND_INS = {
@@ -74,6 +84,7 @@ STAND_INS = {
     "llama-2-7b": lambda folder: META_LLAMA_2.write(folder, META_LLAMA_2.weights(), 2),
     "llama-2-7b-hf": write_llama,
     "mistral-7b-v0.3": write_mistral,
+    "mixtral-8x7b": write_mixtral,
     "metaclip-l14": write_metaclip,
 }
 

@@ -5,18 +5,20 @@ import os
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 
-from ...configuration import LlamoeConfig, LlamoeMixtralConfig, from_stock, to_stock
+from ...configuration import LlamoeConfig, LlamoeMixtralConfig, QuantizationConfig, from_stock, to_stock
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import written_by
 from ...configuration.json_files import LARGE
-from ...modeling.checkpoints import check_shards, find_weights
+from ...configuration.quantization import METHOD
+from ...modeling.checkpoints import check_shards, find_weights, part_of
 from ..checkpoint import (
     Checkpoint,
     Report,
@@ -44,6 +46,7 @@ from ..io import (
 )
 from ..tokenizers import check_companions, processor_of_layout
 from .expert_layout import fuse_experts, split_experts
+from .packed_weights import in_words, pack_tensors, packed_weights, unpack_tensors
 
 # Files besides config.json and the weights that belong to a checkpoint.
 _COMPANIONS = re.compile(
@@ -59,27 +62,39 @@ _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_embedding\.freqs_ci)")
 def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
     """Open a Hugging Face folder of LLaMA, Mistral, Mixtral, Llama 4 or llamoe.
 
+    Of weights that llamoe has packed, what they mean is given, in bfloat16.
+
     Args:
         folder: it holds config.json and the weights.
         companions: whether to read and check the tokenizer and related files.
 
     Raises:
-        CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized, tensors are
-            missing, unknown, or contradict config.json's shapes, or the tokenizer is another model's.
+        CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized by others,
+            tensors are missing, unknown, or contradict config.json's shapes, or the tokenizer is another model's.
     """
     folder = Path(folder)
     config = read_config(folder / "config.json", refuse_quantized=True)
+    quantization = take_quantization(config, folder / "config.json")
     tensors, others, sources = open_shards(folder)
     dropped = {name: f"no tensor but a {kind}" for name, kind in others.items()}
     dropped |= dict.fromkeys(filter(_COMPUTED.fullmatch, tensors), "computed from the configuration")
     # A tower has no such field.
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         dropped |= tie_heads(tensors)
-    kept = fuse_experts({name: tensor for name, tensor in tensors.items() if name not in dropped})
-    kept = check_model(config, kept, str(folder))
+    kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
+    notes, stored = [], {}
+    if quantization is not None:
+        stored = kept
+        kept = unpack_tensors(stored, config, quantization, folder)
+        notes.append(
+            f"the weights are stored as {in_words(quantization)}; what they mean is taken, in bfloat16"
+        )
+    kept = check_model(config, fuse_experts(kept), str(folder))
     found = read_companions(folder, check=companions)
-    notes = check_companions(found, config, str(folder)) if companions else []
-    return Checkpoint(folder, "hf", config, kept, dropped, found, sources, notes)
+    notes += check_companions(found, config, str(folder)) if companions else []
+    return Checkpoint(
+        folder, "hf", config, kept, dropped, found, sources, notes, quantization=quantization, stored=stored
+    )
 
 
 def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], list[Path]]:
@@ -146,6 +161,7 @@ def save_hf(
     *,
     experts: str = "fused",
     identity: Mapping[str, Any] | None = None,
+    quantization: QuantizationConfig | None = None,
     **options: Unpack[WriteOptions],
 ) -> Report:
     """Write a checkpoint as a Hugging Face folder.
@@ -156,6 +172,7 @@ def save_hf(
         experts: "fused" stacks the experts of Llama 4 as stock does; "split" writes a linear layer for each expert, as
             is always done for Mixtral, whose stock files have nothing else.
         identity: what else shaped the checkpoint; a resumed run must have the same.
+        quantization: packs the weights, which only the layout "llamoe" can say; experts stay fused.
         **options: see `WriteOptions`.
 
     Raises:
@@ -169,18 +186,30 @@ def save_hf(
         raise ValueError(f"experts = {experts!r}: valid are 'fused' and 'split'.")
     wanted = parse_dtype(options["dtype"])
     check_target(target, options["resume"])
-    tensors = check_model(checkpoint.config, checkpoint.tensors, str(checkpoint.path))
-    if experts == "split" or isinstance(checkpoint.config, LlamoeMixtralConfig):
+    config = copy.deepcopy(checkpoint.config)
+    plain = tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))
+    # Of each part the weight that it belongs to: they are made together, so that they stay in one file.
+    owners: dict[str, str] = {}
+    if quantization is not None:
+        packed = packed_weights(config, quantization, are_stored=False)
+        owners = {part: weight.name for weight in packed.values() for part in weight.parts}
+        tensors = pack_tensors(plain, packed)
+        config.quantization_config = quantization
+    elif experts == "split" or isinstance(config, LlamoeMixtralConfig):
         tensors = split_experts(tensors)
     if wanted is not None:
         tensors = {name: tensor.cast(wanted) for name, tensor in tensors.items()}
-    described, layout = _config_files(checkpoint.config, tensors, options["layout"])
-    groups, index = split_shards(tensors, parse_size(options["shard_size"]))
+    config.dtype = torch.bfloat16 if quantization is not None else main_dtype(tensors)
+    described, layout = _config_files(config, options["layout"])
+    shard_size = parse_size(options["shard_size"])
+    groups, index = split_shards(tensors, shard_size, lambda name: owners.get(name, name))
     companions = processor_of_layout(checkpoint.companions, layout)
     plan = Plan(
         groups, {**companions, **described}, last=index, identity={"layout": layout, **(identity or {})}
     )
     report = carry_out(plan, checkpoint, target, "hf", begun, options)
+    if quantization is not None:
+        report.parts = _bytes_by_part(plain, tensors)
     is_multimodal = isinstance(checkpoint.config, LlamoeConfig)
     if is_multimodal and layout == "stock" and main_dtype(tensors) != torch.bfloat16:
         report.notes.append(
@@ -191,28 +220,54 @@ def save_hf(
     return report
 
 
+def _bytes_by_part(
+    before: Mapping[str, LazyTensor], after: Mapping[str, LazyTensor]
+) -> dict[str, tuple[int, int]]:
+    sizes: list[Counter[str]] = [Counter(), Counter()]
+    for count, tensors in zip(sizes, (before, after), strict=True):
+        for name, tensor in tensors.items():
+            count[part_of(name)] += tensor.nbytes
+    return {part: (size, sizes[1][part]) for part, size in sizes[0].most_common()}
+
+
 def read_config(path: Path, refuse_quantized: bool = False) -> LlamoeBaseConfig:
     """The configuration in a config.json of stock or llamoe.
 
     Raises:
-        CheckpointError: it cannot be read, describes no model of ours, or one with quantized weights.
+        CheckpointError: it cannot be read, describes no model of ours, or one with weights that others have quantized.
     """
     data = read_json(path)
     if refuse_quantized and (quantization := data.get("quantization_config")):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise CheckpointError(
-            f"{path}: the weights are quantized ({method}), and quantized weights are not converted. Use the original "
-            "ones."
-        )
+        if method != METHOD:
+            raise CheckpointError(
+                f"{path}: the weights are quantized ({method}), and quantized weights are not converted. Use the "
+                "original ones."
+            )
     try:
         return from_stock(data)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _config_files(
-    config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], layout: str | None
-) -> tuple[dict[str, bytes], str]:
+def take_quantization(config: LlamoeBaseConfig, place: Path) -> QuantizationConfig | None:
+    """How a folder's weights are packed; the configuration does not say it any more. None for plain ones.
+
+    Raises:
+        CheckpointError: the format is unknown here, such as that of a later release.
+    """
+    data = getattr(config, "quantization_config", None)
+    if data is not None:
+        del config.quantization_config  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(data, dict) or data.get("quant_method") != METHOD:
+        return None
+    try:
+        return QuantizationConfig(**data)
+    except ValueError as error:
+        raise CheckpointError(f"{place}: {error}") from error
+
+
+def _config_files(config: LlamoeBaseConfig, layout: str | None) -> tuple[dict[str, bytes], str]:
     """config.json with the files that belong to it, and the layout that was chosen."""
     if layout not in ("stock", "llamoe", None):
         raise ValueError(
@@ -220,7 +275,6 @@ def _config_files(
         )
     config = copy.deepcopy(config)
     config.architectures = [model_class(config).__name__]
-    config.dtype = main_dtype(tensors)
     for part in (getattr(config, name) for name in config.sub_configs):
         part.dtype = None if part.dtype is None else config.dtype
     if layout is None:

@@ -8,10 +8,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from ...configuration import LlamoeVisionConfig, cache_bytes, count_parameters
+from ...configuration import LlamoeVisionConfig, QuantizationConfig, cache_bytes, count_parameters
 from ...configuration.base import LlamoeBaseConfig
 from ...modeling.checkpoints import in_units
 from ..checkpoint import Checkpoint, check_at_least, expected_shapes
+from ..hf import in_words, packed_weights
 from ..verify import tied_head
 from .describe import family_of, guess, mismatches_of, presets_like, sizes_of
 from .footprint import NOTE, Need, dtypes_of, layers_of, needs_of, parts_of
@@ -36,11 +37,13 @@ class Inspection:
         stored: elements in the weight files, a tied head counted once; None without weights.
         mismatches: disagreements of files and configuration, tensor by tensor.
         dtypes: dtype to number of tensors and bytes.
+        quantization: how the weights are packed, as config.json says it; None for plain ones.
         files, bytes: weight files with their bytes, and the bytes of all.
         parts: part of the model to stored parameters and bytes.
         layers: stored bytes of each decoder layer; of a tower alone, of each of its layers.
         context, batch: tokens and rows that the cache is computed for; a tower has no context.
-        needs: "bfloat16", "int8" and "int4" to the memory that the model takes in it.
+        needs: "bfloat16", "int8" and "int4" to the memory that the model takes in it; of packed weights that of the
+            stored format alone.
         dropped: tensors of the source that no model uses, and why.
         problems: what is missing or wrong, in sentences.
         seconds: duration.
@@ -55,6 +58,7 @@ class Inspection:
     stored: int | None
     mismatches: list[str]
     dtypes: dict[str, tuple[int, int]]
+    quantization: dict[str, Any] | None
     files: dict[str, int]
     bytes: int
     parts: dict[str, tuple[int, int]]
@@ -78,7 +82,10 @@ class Inspection:
             counts.append(("in the files", f"{self.stored:,}"))
         sections.append(("parameters", counts))
         if self.files:
-            rows = [("files", f"{len(self.files):,}, {in_units(self.bytes)}")]
+            rows = []
+            if self.quantization:
+                rows.append(("format", in_words(QuantizationConfig(**self.quantization))))
+            rows += [("files", f"{len(self.files):,}, {in_units(self.bytes)}")]
             rows += [
                 (name, f"{count:,} tensors, {in_units(size)}") for name, (count, size) in self.dtypes.items()
             ]
@@ -93,7 +100,8 @@ class Inspection:
             rows = [(name, _need(need.weights, need.cache)) for name, need in self.needs.items()]
             if self.context is not None:
                 rows.append(("cache", f"{self.context:,} tokens x {self.batch:,} rows in bfloat16"))
-            rows.append(("note", NOTE))
+            if not self.quantization:
+                rows.append(("note", NOTE))
             sections.append(("memory", rows))
         wrong = [*self.problems, *self.mismatches[:_SHOWN]]
         if len(self.mismatches) > _SHOWN:
@@ -126,7 +134,7 @@ def inspect(
     begin = time.perf_counter()
     check_at_least(1, batch=batch, **({} if context is None else {"context": context}))
     found, problems = open_partly(path)
-    config, tensors = found.config, found.tensors
+    config, tensors, in_files = found.config, found.tensors, found.stored or found.tensors
     tied = {} if config is None else tied_head(config)
     kept = {key: tensor for key, tensor in tensors.items() if tied.get(key) not in tensors}
     stored = sum(tensor.numel for tensor in kept.values()) if tensors else None
@@ -143,7 +151,10 @@ def inspect(
         if stored != counted.total:
             shapes = expected_shapes(config)
             mismatches = mismatches_of(shapes, kept) if tensors else []
-        needs = needs_of(shapes, cached)
+        packed = {}
+        if found.quantization is not None:
+            packed = packed_weights(config, found.quantization, are_stored=True)
+        needs = needs_of(shapes, cached, packed)
     if mismatches:
         problems.append(
             f"the configuration asks for {counted.total:,} numbers, and the files have {stored:,}: "
@@ -159,11 +170,12 @@ def inspect(
         parameters=parameters,
         stored=stored,
         mismatches=mismatches,
-        dtypes=dtypes_of(tensors.values()),
+        dtypes=dtypes_of(in_files.values()),
+        quantization=found.quantization and found.quantization.to_dict(),
         files=files,
         bytes=sum(files.values()),
-        parts=parts_of(config, tensors),
-        layers=layers_of(config, tensors),
+        parts=parts_of(config, tensors, in_files),
+        layers=layers_of(config, in_files),
         context=context,
         batch=batch,
         needs=needs,

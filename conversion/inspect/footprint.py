@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ import torch
 from ...configuration import LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...modeling.checkpoints import part_of
-from ..hf import split_experts
+from ..hf import PackedWeight, split_experts
 from ..io import LazyTensor, from_tensor
 
 # Bytes of a linear layer as bitsandbytes stores it, from its rows and its number of weights.
@@ -27,8 +27,8 @@ _LINEAR_BYTES: dict[str, Callable[[int, int], int]] = {
     "int4": lambda rows, numbers: -(-numbers // 2) + 4 * -(-numbers // 64),
 }
 NOTE = (
-    "int8 and int4: linear layers, as bitsandbytes stores them. Routed experts stay in bfloat16, since quantizers pass "
-    "them over, and so do embeddings, routers, norms, the head and the tower's patch embedding."
+    "int8 and int4: linear layers and routed experts, as bitsandbytes stores them. Embeddings, routers, norms, the "
+    "head and the tower's patch embedding stay in bfloat16."
 )
 
 
@@ -37,7 +37,7 @@ class Need:
     """Bytes of memory that a running model takes.
 
     Attributes:
-        weights: bytes of the weights; routed experts stay in bfloat16, as transformers' quantizers leave them.
+        weights: bytes of the weights.
         cache: bytes of keys and values in bfloat16, for the context and batch asked for.
     """
 
@@ -45,21 +45,34 @@ class Need:
     cache: int
 
 
-def needs_of(shapes: Mapping[str, tuple[int, ...]], cached: int) -> dict[str, Need]:
-    """Memory that a model takes in bfloat16, int8 and int4, with `cached` bytes of cache; see `NOTE`."""
+def needs_of(
+    shapes: Mapping[str, tuple[int, ...]], cached: int, packed: Mapping[str, PackedWeight] | None = None
+) -> dict[str, Need]:
+    """Memory that a model takes in bfloat16, int8 and int4, with `cached` bytes of cache; see `NOTE`.
+
+    If `packed` are given, weights that are stored in few bits, it is the memory in that format alone.
+    """
+    if packed:
+        weights = sum(
+            sum(math.prod(part) * dtype.itemsize for part, dtype in packed[key].parts.values())
+            if key in packed
+            else 2 * math.prod(shape)
+            for key, shape in shapes.items()
+        )
+        return {next(iter(packed.values())).form.key.partition(":")[0]: Need(weights, cached)}
     plain = sum(2 * math.prod(shape) for shape in shapes.values())
     needs = {"bfloat16": Need(plain, cached)}
     for name, size_of in _LINEAR_BYTES.items():
         weights = sum(
             size_of(shape[0], math.prod(shape)) if _is_linear(key, shape) else 2 * math.prod(shape)
-            for key, shape in shapes.items()
+            for key, shape in split_shapes(shapes).items()
         )
         needs[name] = Need(weights, cached)
     return needs
 
 
 def _is_linear(key: str, shape: tuple[int, ...]) -> bool:
-    others = ("embed_tokens", "lm_head", "router", "mlp.gate", "patch_embedding.linear")
+    others = ("embed_tokens", "lm_head", "router", "mlp.gate", "moe.gate", "patch_embedding.linear")
     name, _, kind = key.rpartition(".")
     return len(shape) == 2 and kind == "weight" and not name.endswith(others)
 
@@ -81,15 +94,20 @@ def dtypes_of(tensors: Iterable[LazyTensor]) -> dict[str, tuple[int, int]]:
 
 
 def parts_of(
-    config: LlamoeBaseConfig | None, tensors: Mapping[str, LazyTensor]
+    config: LlamoeBaseConfig | None, tensors: Mapping[str, LazyTensor], in_files: Mapping[str, LazyTensor]
 ) -> dict[str, tuple[int, int]]:
-    """Part of the model to its number of parameters and their bytes."""
-    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    """Part of the model to its number of parameters and their bytes.
+
+    Packed weights have parameters that they mean, `tensors`, and bytes of what stands for them, `in_files`.
+    """
+    numbers: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    is_tower = isinstance(config, LlamoeVisionConfig)
     for key, tensor in tensors.items():
-        part = "vision tower" if isinstance(config, LlamoeVisionConfig) else part_of(key)
-        numbers, size = found[part]
-        found[part] = (numbers + tensor.numel, size + tensor.nbytes)
-    return dict(found)
+        numbers["vision tower" if is_tower else part_of(key)] += tensor.numel
+    for key, tensor in in_files.items():
+        sizes["vision tower" if is_tower else part_of(key)] += tensor.nbytes
+    return {part: (count, sizes[part]) for part, count in numbers.items()}
 
 
 def layers_of(config: LlamoeBaseConfig | None, tensors: Mapping[str, LazyTensor]) -> list[int]:

@@ -13,7 +13,7 @@ from ...configuration.json_files import reading
 from ...configuration.presets import nearest_preset
 from ...modeling.checkpoints import UNFINISHED, find_weights
 from ..checkpoint import Checkpoint
-from ..hf import read_config
+from ..hf import read_config, take_quantization, unpack_tensors
 from ..io import LazyTensor, open_weights, read_json
 from ..open import open_checkpoint
 from .describe import OF_CLIP
@@ -53,7 +53,9 @@ def open_partly(given: str | os.PathLike | Checkpoint) -> tuple[Checkpoint, list
             raise CheckpointError(
                 f"{path}: says no model_type, as the config.json of a model does; {_EXPECTED}."
             )
-        return Checkpoint(path, "configuration", read_config(path), {}), []
+        config = read_config(path)
+        quantization = take_quantization(config, path)
+        return Checkpoint(path, "configuration", config, {}, quantization=quantization), []
     if is_file:
         _check_begin(path)
     with reading(given):
@@ -104,6 +106,15 @@ def _survey(path: Path, error: Exception) -> tuple[Checkpoint, list[str]]:
             tensors.update(open_weights(file))
         except (OSError, ValueError) as problem:
             problems.append(str(problem))
+    stored, quantization = {}, None
+    if config is not None:
+        try:
+            quantization = take_quantization(config, path / "config.json")
+            if quantization is not None and tensors:
+                stored, tensors = tensors, unpack_tensors(tensors, config, quantization, path, problems)
+        except CheckpointError as problem:
+            problems.append(str(problem))
+            quantization = None
     kind = "partial"
     is_unfinished = path.is_dir() and (path / UNFINISHED).exists()
     if config is not None and not files and not missing and not is_unfinished:
@@ -113,7 +124,8 @@ def _survey(path: Path, error: Exception) -> tuple[Checkpoint, list[str]]:
         if not any(map(OF_CLIP.search, tensors)):
             # Drop the complaint that a file of another model is no tower.
             problems = []
-    return Checkpoint(path, kind, config, tensors, sources=files), list(dict.fromkeys(problems))
+    found = Checkpoint(path, kind, config, tensors, sources=files, quantization=quantization, stored=stored)
+    return found, list(dict.fromkeys(problems))
 
 
 def _missing_shards(folder: Path) -> dict[str, str]:

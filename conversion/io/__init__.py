@@ -11,7 +11,7 @@ from .plan import Plan, Progress, parse_size, split_shards
 from .read_files import check_sums, open_pickle, open_safetensors, open_weights, read_bytes, read_json
 from .source_changes import Look, look_at, note, remember_looks
 from .target_folder import check_apart, check_source, check_target
-from .write_checkpoint import write
+from .write_checkpoint import check_finite, write
 
 __all__ = [
     "Condition",
@@ -29,6 +29,7 @@ __all__ = [
     "Table",
     "blocks",
     "check_apart",
+    "check_finite",
     "check_source",
     "check_sums",
     "check_target",

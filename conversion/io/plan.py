@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,21 +84,25 @@ def parse_size(size: int | str) -> int:
 
 
 def split_shards(
-    tensors: Mapping[str, LazyTensor], shard_size: int
+    tensors: Mapping[str, LazyTensor],
+    shard_size: int,
+    together: Callable[[str], str] = lambda name: name,
 ) -> tuple[list[dict[str, dict[str, LazyTensor]]], dict[str, bytes]]:
     """Distribute tensors over safetensors files, named as transformers names them.
 
-    A file does not exceed `shard_size` bytes; a larger tensor gets a file of its own. Returned are a group for each
-    file, and the index if there are several.
+    A file does not exceed `shard_size` bytes; a larger tensor gets a file of its own. Neighbours for whose names
+    `together` gives the same are not separated. Returned are a group for each file, and the index if there are several.
     """
     shards: list[dict[str, LazyTensor]] = [{}]
     filled = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and filled + tensor.nbytes > shard_size:
+    for _, names in groupby(tensors, together):
+        some = {name: tensors[name] for name in names}
+        size = sum(tensor.nbytes for tensor in some.values())
+        if shards[-1] and filled + size > shard_size:
             shards.append({})
             filled = 0
-        shards[-1][name] = tensor
-        filled += tensor.nbytes
+        shards[-1] |= some
+        filled += size
     if len(shards) == 1:
         return [{"model.safetensors": shards[0]}], {}
     count = len(shards)

@@ -271,7 +271,7 @@ def _write_unit(
     for step in range(max(len(ranges) for *_, ranges in pending)):
         for name, key, tensor, ranges in pending:
             for piece in tensor.stream(*ranges[step]) if step < len(ranges) else ():
-                _check_finite(key, tensor, piece)
+                check_finite(key, tensor, piece)
                 behind.run(piece.nbytes, outputs[name].append, key, piece)
                 if progress:
                     progress.advance(piece.nbytes, name)
@@ -308,7 +308,8 @@ def _units(group: Mapping[str, Mapping[str, LazyTensor]]) -> list[Unit]:
     return list(units.values())
 
 
-def _check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
+def check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
+    """Refuse, with a `CheckpointError`, a block of the tensor `key` that holds infinities or nan."""
     if not block.is_floating_point() or block.dtype.itemsize == 1:
         return
     for piece in block.split(_CHECKED_AT_ONCE):

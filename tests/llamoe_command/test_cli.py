@@ -3,6 +3,7 @@
 import inspect as signatures
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ import llamoe
 from llamoe import conversion
 from llamoe_command import cli
 
-COMMANDS = ("convert", "vision", "upcycle", "gqa", "assemble", "inspect", "verify")
+COMMANDS = ("convert", "vision", "upcycle", "gqa", "assemble", "quantize", "inspect", "verify")
 
 
 @pytest.fixture
@@ -126,6 +127,30 @@ def test_verify_tells_by_its_status(source, tmp_path, capsys):
     assert json.loads(out)["same_function"] is False
 
 
+def test_quantize_prints_the_bytes_of_each_part(tmp_path, capsys):
+    config = llamoe.LlamoeMixtralConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=3,
+    )  # fmt: skip
+    make_asymmetric(llamoe.LlamoeMixtralForCausalLM(config).bfloat16()).save_pretrained(tmp_path / "model")
+    words = ("quantize", tmp_path / "model", tmp_path / "packed", "--to", "int4")
+    status, out, _ = run(capsys, *words, "--keep", "q_proj", "--keep", "k_proj", "--no-search")
+    assert status == 0
+    assert re.search(
+        r"int4 in groups of 32, experts and linear layers, without q_proj, k_proj: 4 weights", out
+    )
+    # 3 experts of 3 * 64 * 96 weights in 2 bytes; packed in half a byte, and 4 bytes for each 32 of them.
+    assert re.search(r"^  experts +0\.11 MB, 34\.56 kB$", out, re.MULTILINE)
+    assert re.search(r"^  in all +0\.\d\d MB, \d\d\.\d\d kB$", out, re.MULTILINE)
+    status, out, _ = run(capsys, "inspect", tmp_path / "packed")
+    assert status == 0
+    assert re.search(r"^  format +int4 in groups of 32, .* without q_proj, k_proj$", out, re.MULTILINE)
+    status, _, err = run(capsys, "upcycle", tmp_path / "packed", tmp_path / "more", "--experts", "4")
+    assert status == 2
+    assert "is quantized already" in err and err.count("\n") == 1
+    assert run(capsys, *words)[0] == run(capsys, "quantize", tmp_path / "model", tmp_path / "other")[0] == 2
+
+
 def test_inspect_prints_sections(source, capsys):
     status, out, _ = run(capsys, "inspect", source, "--context", "512")
     assert status == 0
@@ -167,29 +192,28 @@ def test_version_is_told():
         ("upcycle", {"experts": 2}),
         ("merge_kv_heads", {"kv_heads": 1}),
         ("assemble", {"vision": "nothing"}),
+        ("quantize", {"to": "int4"}),
     ],
 )
 def test_an_unknown_option_is_refused_before_any_work(name, needed, tmp_path):
     function = getattr(conversion, name)
-    assert {"dtype", "resume", "dry_run", "progress"} <= set(signatures.signature(function).parameters)
+    assert {"resume", "dry_run", "progress"} <= set(signatures.signature(function).parameters)
     with pytest.raises(TypeError, match=f"{name}.*shardsize"):
         function(tmp_path / "nothing", target=tmp_path / "to", shardsize="1GB", **needed)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_the_function_is_an_option_of_the_command(name):
-    """All but those that make no sense in a shell."""
-    from llamoe.conversion import assemble, convert, convert_vision, inspect, merge_kv_heads, upcycle, verify
-
-    functions = dict(
-        zip(
-            COMMANDS,
-            (convert, convert_vision, upcycle, merge_kv_heads, assemble, inspect, verify),
-            strict=True,
-        )
-    )
-    wanted = set(signatures.signature(functions[name]).parameters) - {"progress", "by_layer", "vision"}
-    assert wanted <= set(signatures.signature(getattr(cli, name)).parameters)
+    """All but those that make no sense in a shell, with the same defaults."""
+    function = getattr(conversion, {"vision": "convert_vision", "gqa": "merge_kv_heads"}.get(name, name))
+    wanted = dict(signatures.signature(function).parameters)
+    for other in ("progress", "by_layer", "vision"):
+        wanted.pop(other, None)
+    found = signatures.signature(getattr(cli, name)).parameters
+    assert wanted.keys() <= found.keys()
+    # What the function takes as a default is the command's, or said in its help.
+    differ = {option for option in wanted if found[option].default not in (wanted[option].default, None)}
+    assert differ == set()
 
 
 def test_help_and_mistakes_wait_for_no_import():

@@ -22,6 +22,7 @@ from llamoe.configuration import cache_bytes, count_parameters, preset, to_stock
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.checkpoint import model_class
 from llamoe.conversion.clip.convert_vision import convert_vision
+from llamoe.conversion.derive import quantize
 from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.inspect import inspect
 from llamoe.conversion.inspect.footprint import split_shapes
@@ -319,7 +320,7 @@ def test_rows_for_people_name_what_matters(saved):
         assert dict(sections["parameters"])["total"] == f"{found.stored:,}"
         labels = [label for label, _ in sections["memory"]]
         assert labels[:3] == ["bfloat16", "int8", "int4"] and not any("experts" in label for label in labels)
-        assert "Routed experts stay in bfloat16" in dict(sections["memory"])["note"]
+        assert "routed experts, as bitsandbytes stores them" in dict(sections["memory"])["note"]
 
 
 def test_a_missing_shard_is_reported_with_what_it_held(saved, tmp_path):
@@ -514,3 +515,52 @@ def test_what_holds_no_weights_is_named_in_plain_words(tmp_path):
     for name in ("", "a\0b"):
         with pytest.raises(CheckpointError, match="no such folder"):
             inspect(name)
+
+
+@pytest.mark.parametrize("to", ["int4", "int8"])
+def test_packed_weights_are_told_with_their_bytes(to, tmp_path, monkeypatch):
+    config = llamoe.LlamoeTextConfig(
+        vocab_size=101, hidden_size=128, intermediate_size=64, intermediate_size_mlp=192, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=16, num_local_experts=5, interleave_moe_layer_step=2,
+    )  # fmt: skip
+    draw(llamoe.LlamoeForCausalLM, config).bfloat16().save_pretrained(tmp_path / "model")
+    report = quantize(tmp_path / "model", tmp_path / "packed", to=to)
+    with monkeypatch.context() as patched:
+        patched.setattr(FileTensor, "_read", lambda self, *_: pytest.fail(f"{self.origin} was read"))
+        plain, packed = inspect(tmp_path / "model"), inspect(tmp_path / "packed")
+    tensors = load_file(tmp_path / "packed/model.safetensors")
+    assert packed.problems == packed.mismatches == []
+    assert packed.quantization["weights"] == to and plain.quantization is None
+    for name in ("family", "sizes", "parameters", "stored"):
+        assert getattr(packed, name) == getattr(plain, name)
+    assert {
+        part: (numbers, report.parts[part][1]) for part, (numbers, _) in plain.parts.items()
+    } == packed.parts
+    assert sum(size for _, size in packed.parts.values()) == sum(tensor.nbytes for tensor in tensors.values())
+    assert sum(packed.layers) < sum(plain.layers)
+    assert dict(packed.dtypes).keys() == {"bfloat16", {"int4": "uint8", "int8": "int8"}[to]}
+    assert packed.needs.keys() == {to} and packed.needs[to].weights == report.bytes
+    assert packed.needs[to].cache == plain.needs["bfloat16"].cache
+    assert any(row[0] == "format" and row[1].startswith(to) for _, rows in packed.sections() for row in rows)
+    assert inspect(tmp_path / "packed/config.json").needs[to] == packed.needs[to]
+
+
+def test_a_damaged_packed_folder_is_described_as_far_as_it_goes(tmp_path):
+    config = llamoe.LlamoeDenseConfig(
+        vocab_size=101, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    draw(llamoe.LlamoeDenseForCausalLM, config).bfloat16().save_pretrained(tmp_path / "model")
+    quantize(tmp_path / "model", tmp_path / "packed", to="int4")
+    state = load_file(tmp_path / "packed/model.safetensors")
+    gone = "model.layers.1.mlp.up_proj.weight"
+    del state[f"{gone}_scale"]
+    save_file(state, tmp_path / "packed/model.safetensors")
+    found = inspect(tmp_path / "packed")
+    assert found.kind == "partial"
+    assert any(f"{gone}_scale missing" in problem for problem in found.problems)
+    assert [line for line in found.mismatches if gone not in line] == []
+    (tmp_path / "packed/config.json").write_text(
+        (tmp_path / "packed/config.json").read_text().replace('"format_version": 1', '"format_version": 9')
+    )
+    assert any("format_version=9" in problem for problem in inspect(tmp_path / "packed").problems)

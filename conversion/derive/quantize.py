@@ -1,0 +1,95 @@
+"""Weights in few bits, written block by block: the folder that a quantized model saves, without loading the model."""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Unpack
+
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from ...configuration import LlamoeVisionConfig, QuantizationConfig
+from ...configuration.errors import ConfigurationError
+from ...configuration.quantization import WEIGHTS
+from ...modeling.checkpoints import part_of
+from ..checkpoint import Checkpoint, PackOptions, Report, takes_options
+from ..hf import in_words, packed_weights, save_hf
+from ..open import describe, open_source
+
+
+@takes_options
+def quantize(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    *,
+    to: str,
+    group_size: int | None = None,
+    experts: bool = True,
+    linears: bool = True,
+    search: bool = True,
+    keep: Sequence[str] | None = None,
+    **options: Unpack[PackOptions],
+) -> Report:
+    """Write a model with its routed experts and linear layers in 4 or 8 bits.
+
+    The folder has the tensors that `save_pretrained` writes of a model that was loaded with a `QuantizationConfig`, bit
+    by bit, and `from_pretrained` loads it as it is. (Of files that mix float32 or float16 with other dtypes, loading
+    rounds the weights to bfloat16 first, and this does not.) In memory are as many matrices as torch has threads, at
+    most 8; of a stack those of single experts.
+
+    Args:
+        source: a model of any format that `open_checkpoint` reads, in 16 or 32 bit.
+        target: the folder to write.
+        to: "int4" (a scale and a zero point for each group of inputs) or "int8" (a scale for each output).
+        group_size: for int4: inputs that share a scale: 32, 64, 128 or 256; None takes 32.
+        experts: whether routed experts are quantized.
+        linears: whether linear layers of the decoder are quantized.
+        search: whether scales are searched that minimise the squared error, which takes longer.
+        keep: names of more modules that stay in 16 bit, or the ends of their names.
+        **options: see `PackOptions`.
+
+    Returns:
+        what was written; its `parts` are the bytes of each part before and after.
+
+    Raises:
+        ValueError: options that contradict one another, sizes that the format cannot store, or a source that is
+            quantized already or has nothing to quantize.
+        CheckpointError: a missing or damaged file (also a ValueError).
+    """
+    if to not in WEIGHTS:
+        raise ValueError(f"to = {to!r}: valid are {' and '.join(map(repr, WEIGHTS))}.")
+    names = list(keep or ()) or None
+    quantization = QuantizationConfig(to, group_size, experts, linears, search, names)
+    checkpoint = open_source(source, target, options["resume"])
+    config = checkpoint.config
+    if isinstance(config, LlamoeVisionConfig):
+        raise ValueError(f"quantize: {source} is {describe(config)}, which stays in 16 bit; give a decoder.")
+    if not linears and not getattr(config.get_text_config(), "moe_layers", None):
+        raise ValueError(f"quantize: {source} is {describe(config)} and has no routed experts to quantize.")
+    _check_names(names or [], checkpoint)
+    try:
+        packed = packed_weights(config, quantization, are_stored=False)
+    except ConfigurationError as error:
+        raise ConfigurationError(str(error).replace("modules_to_not_convert", "keep (--keep)")) from error
+    identity = {"quantization": quantization.to_dict()}
+    report = save_hf(
+        checkpoint, target, identity=identity, quantization=quantization, layout="llamoe", **options
+    )
+    report.notes.append(f"{in_words(quantization)}: {len(packed):,} weights; everything else is in bfloat16")
+    return report
+
+
+def _check_names(names: Sequence[str], checkpoint: Checkpoint) -> None:
+    """Refuse names of modules that the model does not have: a misspelt one would be quantized in silence."""
+    modules = {key.rpartition(".")[0] for key in checkpoint.tensors}
+    for name in names:
+        try:
+            is_there = not all(should_convert_module(module, [name]) for module in modules)
+        except re.error:
+            is_there = False
+        if not is_there:
+            key = next(key for key in checkpoint.tensors if part_of(key) == "attention")
+            example = key.rpartition(".")[0]
+            raise ValueError(
+                f"keep = {name!r}: the model has no module of that name. Names are such as {example!r} or "
+                f"{example.rpartition('.')[2]!r}, which stands for all whose names end so."
+            )

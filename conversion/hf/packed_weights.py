@@ -1,0 +1,263 @@
+"""Weights in few bits as lazy tensors: packed from plain ones, and unpacked into what they mean.
+
+A packed weight is the matrix of a linear layer, or a stack of experts, and is stored as several tensors, its parts
+(`modeling.quantization`). Which weights are packed, and what their parts are called, is read off an empty model that
+was prepared as `from_pretrained` prepares it. So a packed folder has the tensors that a quantized model saves.
+
+Both directions work on one matrix at a time, of a stack on one expert; packing on as many as torch has threads.
+"""
+
+import copy
+import re
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...configuration import QuantizationConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ...modeling.quantization import Format, LlamoeQuantizer, QuantizedExperts, QuantizedLinear
+from ..checkpoint import expected_shapes_of, model_class
+from ..io import LazyTensor, check_finite, compute, stack
+
+# What products of packed weights are computed in, and what the rest of such a model is cast to.
+_DTYPE = torch.bfloat16
+# Ends of the names that stay in float32 under any dtype of the model.
+_IN_FLOAT32 = "balancing_bias"
+# Matrices that are packed at a time. More threads would wait for Python, and each holds a matrix.
+_MOST_THREADS = 8
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight that is stored in few bits.
+
+    Attributes:
+        name: key of the weight that it means, and of its codes.
+        form: how a matrix is stored.
+        sizes: outputs and inputs of a matrix.
+        num_experts: of a stack; None for a linear layer's matrix.
+        is_input_first: whether the stack's matrices are `[in, out]`.
+    """
+
+    name: str
+    form: Format
+    sizes: tuple[int, int]
+    num_experts: int | None = None
+    is_input_first: bool = False
+
+    @property
+    def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each part, by its key."""
+        experts = () if self.num_experts is None else (self.num_experts,)
+        parts = zip(self.form.suffixes, self.form.parts(self.sizes), strict=True)
+        return {self.name + suffix: ((*experts, *shape), dtype) for suffix, (shape, dtype) in parts}
+
+    def pack(self, tensor: LazyTensor, ahead: "_Ahead") -> dict[str, LazyTensor]:
+        """View the parts of a weight, by their keys."""
+        experts = range(self.num_experts or 0)
+        matrices = [tensor] if self.num_experts is None else [tensor.row(number) for number in experts]
+        places = [ahead.add(self, matrix) for matrix in matrices]
+        found = {}
+        for index, (name, (shape, dtype)) in enumerate(
+            zip(self.parts, self.form.parts(self.sizes), strict=True)
+        ):
+            parts = [_Part(ahead, place, index, shape, dtype) for place in places]
+            found[name] = parts[0] if self.num_experts is None else stack(parts)
+        return found
+
+    def parts_of(self, tensor: LazyTensor, matrix: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a matrix that was read from `tensor`."""
+        # Here and not in the writer alone: a number that is none may not show in the codes.
+        check_finite(self.name, tensor, matrix)
+        # Transposed as a whole, which torch does in blocks; of a few rows at a time it takes three times as long.
+        return self.form.quantize(matrix.T.contiguous() if self.is_input_first else matrix)
+
+    def unpack(self, parts: list[LazyTensor]) -> LazyTensor:
+        """View the weight that parts mean."""
+        shape = self.sizes[::-1] if self.is_input_first else self.sizes
+        if self.num_experts is None:
+            return compute(self._meant, parts, shape, _DTYPE, parts[0].origin)
+        rows = [
+            compute(self._meant, [part.row(number) for part in parts], shape, _DTYPE, parts[0].origin)
+            for number in range(self.num_experts)
+        ]
+        return stack(rows)
+
+    def _meant(self, *parts: torch.Tensor) -> torch.Tensor:
+        matrix = self.form.matrix(parts, self.sizes, _DTYPE)
+        return matrix.T if self.is_input_first else matrix
+
+
+class _Ahead:
+    """Packs matrices in threads: the one that is asked for, and those that follow it.
+
+    They are read in the thread that asks, since views of a source may share memory for their latest block.
+    """
+
+    def __init__(self):
+        # Asked before the writer, whose copies want one thread, lowers the number.
+        self._count = min(torch.get_num_threads(), _MOST_THREADS)
+        self._pool = ThreadPoolExecutor(self._count)
+        self._matrices: list[tuple[PackedWeight, LazyTensor]] = []
+        self._running: dict[int, Future[list[torch.Tensor]]] = {}
+
+    def add(self, weight: PackedWeight, matrix: LazyTensor) -> int:
+        """The place of a matrix, which is asked for after those that were added before it."""
+        self._matrices.append((weight, matrix))
+        return len(self._matrices) - 1
+
+    def matrix(self, place: int) -> LazyTensor:
+        """The matrix at this place."""
+        return self._matrices[place][1]
+
+    def get(self, place: int) -> list[torch.Tensor]:
+        """The parts of the matrix at this place; the same ones until another place is asked for."""
+        window = range(place, min(place + self._count, len(self._matrices)))
+        self._running = {number: future for number, future in self._running.items() if number in window}
+        for number in window:
+            if number not in self._running:
+                weight, matrix = self._matrices[number]
+                self._running[number] = self._pool.submit(weight.parts_of, matrix, matrix.read())
+        return self._running[place].result()
+
+
+class _Part(LazyTensor):
+    """One part of a matrix, in one block: the next matrix that is asked for replaces this one."""
+
+    def __init__(self, ahead: _Ahead, place: int, index: int, shape: tuple[int, ...], dtype: torch.dtype):
+        super().__init__(shape, dtype, ahead.matrix(place).origin)
+        self._ahead, self._place, self._index = ahead, place, index
+
+    @property
+    def block_rows(self):
+        return self.shape[0]
+
+    def _inputs(self):
+        return (self._ahead.matrix(self._place),)
+
+    def _read(self, start, stop):
+        return self._ahead.get(self._place)[self._index][start:stop]
+
+
+def packed_weights(
+    config: LlamoeBaseConfig, quantization: QuantizationConfig, *, are_stored: bool
+) -> dict[str, PackedWeight]:
+    """The weights of a model that are stored in few bits, by the keys of what they mean.
+
+    Args:
+        config: of the model.
+        quantization: how weights are stored.
+        are_stored: whether they are so in a folder, or shall be, which decides on what a refusal advises.
+
+    Raises:
+        ValueError: the format cannot store one of them, or there is none.
+    """
+    with torch.device("meta"):
+        model: Any = model_class(config)(copy.deepcopy(config))
+    LlamoeQuantizer(quantization, pre_quantized=are_stored).preprocess_model(model)
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedExperts):
+            found += [
+                PackedWeight(
+                    f"{path}.{name}", form, module.sizes[name], module.num_experts, module.is_transposed
+                )
+                for name, form in module.formats.items()
+            ]
+        elif isinstance(module, QuantizedLinear):
+            found.append(
+                PackedWeight(f"{path}.weight", module.format, (module.out_features, module.in_features))
+            )
+    return {weight.name: weight for weight in found}
+
+
+def in_words(quantization: QuantizationConfig) -> str:
+    """How weights are packed, such as "int4 in groups of 32, experts and linear layers"."""
+    groups = f" in groups of {quantization.group_size}" if quantization.group_size else ""
+    packed = {"experts": quantization.experts, "linear layers": quantization.linears}
+    kept = quantization.modules_to_not_convert
+    text = f"{quantization.weights}{groups}, {' and '.join(part for part, is_packed in packed.items() if is_packed)}"
+    return f"{text}, without {', '.join(kept)}" if kept else text
+
+
+def pack_tensors(
+    tensors: Mapping[str, LazyTensor], packed: Mapping[str, PackedWeight]
+) -> dict[str, LazyTensor]:
+    """The tensors of a packed folder: the parts of packed weights, and the others in 16 bit.
+
+    Weights are packed from the dtype that they have: a cast would round what is rounded again.
+    """
+    ahead = _Ahead()
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        if name in packed:
+            found |= packed[name].pack(tensor, ahead)
+        else:
+            found[name] = tensor.cast(torch.float32 if name.endswith(_IN_FLOAT32) else _DTYPE)
+    return found
+
+
+def unpack_tensors(
+    tensors: Mapping[str, LazyTensor],
+    config: LlamoeBaseConfig,
+    quantization: QuantizationConfig,
+    place: Path,
+    problems: list[str] | None = None,
+) -> dict[str, LazyTensor]:
+    """The tensors that a packed folder means, without weights of which no part is there.
+
+    Args:
+        tensors: of the folder.
+        config: of the model.
+        quantization: how its weights are stored.
+        place: the folder, for messages.
+        problems: gets sentences on parts that are missing or do not fit, which then are no error.
+
+    Raises:
+        CheckpointError: a part is missing, or has another shape or dtype than the format asks for; or no such model can
+            be stored so.
+    """
+    # Refuses an absurd number of layers.
+    expected_shapes_of(config, len(tensors), str(place))
+    try:
+        packed = packed_weights(config, quantization, are_stored=True)
+    # A damaged configuration may name modules in patterns that are none.
+    except (ValueError, re.error) as error:
+        raise CheckpointError(f"{place}: {error}") from error
+    found = dict(tensors)
+    for name, weight in packed.items():
+        keys = weight.parts.keys()
+        if not tensors.keys() & keys:
+            continue
+        try:
+            parts = [_part(tensors, key, weight, place) for key in keys]
+        except CheckpointError as problem:
+            if problems is None:
+                raise
+            problems.append(str(problem))
+            continue
+        for key in keys:
+            del found[key]
+        found[name] = weight.unpack(parts)
+    return found
+
+
+def _part(tensors: Mapping[str, LazyTensor], key: str, weight: PackedWeight, place: Path) -> LazyTensor:
+    if key not in tensors:
+        raise CheckpointError(f"{place}: {key} missing; the checkpoint is not whole.")
+    part, (shape, dtype) = tensors[key], weight.parts[key]
+    if (part.shape, part.dtype) != (shape, dtype):
+        raise CheckpointError(
+            f"{part.origin}: is {_name_of(part.dtype)} {list(part.shape)}, but {weight.form.key} stores it as "
+            f"{_name_of(dtype)} {list(shape)}."
+        )
+    return part
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

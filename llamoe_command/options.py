@@ -1,0 +1,63 @@
+"""Arguments and options that several commands have.
+
+Names and defaults are those of the functions of `llamoe.conversion`.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Source = Annotated[
+    Path, typer.Argument(metavar="SOURCE", help="Folder or file to read. Its format is recognised.")
+]
+Target = Annotated[
+    Path, typer.Argument(metavar="TARGET", help="Folder to write. It must be empty, or not exist.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
+Fold = Annotated[
+    bool,
+    typer.Option(
+        "--fold-normalization",
+        help="Change the patch weights so that pixels are normalized as for Llama 4, by 0.5 and 0.5.",
+    ),
+]
+ActivationOfFile = Annotated[
+    Literal["quick_gelu", "gelu"] | None,
+    typer.Option(help="Activation of an open_clip file without open_clip_config.json beside it."),
+]
+Tag = Annotated[
+    str | None,
+    typer.Option(help='Release of an open_clip file, such as "metaclip_fullcc"; it implies the activation.'),
+]
+Heads = Annotated[int | None, typer.Option(help="Attention heads of an open_clip file of unpublished size.")]
+
+
+def shared_options(
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(
+            metavar="<dtype>",
+            help="Cast all weights to bfloat16, float16 or float32. By default they keep their dtypes.",
+        ),
+    ] = None,
+    shard_size: Annotated[
+        str, typer.Option(help='Largest size of a weight file, such as "5GB" or "500MB".')
+    ] = "5GB",
+    layout: Annotated[
+        Literal["stock", "llamoe"] | None,
+        typer.Option(
+            help="Model type in config.json: that of transformers (stock) or of llamoe. The default is stock if "
+            "transformers can express the model."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue a TARGET that an earlier run left unfinished.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and plan everything, but write nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Declares the options of the commands that write a folder."""

@@ -1,0 +1,396 @@
+"""`llamoe quantize`: the bits that a quantized model saves, from any source, a block at a time, and back to 16 bit."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import draw
+from support.paths import EXAMPLES
+from transformers import AutoModelForCausalLM, AutoProcessor
+
+import llamoe
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion import convert, open_checkpoint, quantize, verify
+from llamoe.conversion.hf import packed_weights
+from llamoe.conversion.hf.packed_weights import pack_tensors
+from llamoe.conversion.io.lazy_tensor import LazyTensor, blocks
+from llamoe.modeling.quantization import formats
+
+# Outputs are multiples of 16 and inputs of 32, as the formats want them.
+SIZES = dict(
+    vocab_size=102,
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+)
+TEXT = dict(intermediate_size=64, intermediate_size_mlp=192, num_local_experts=5, interleave_moe_layer_step=2)
+
+
+def dense(**fields):
+    config = llamoe.LlamoeDenseConfig(**SIZES, intermediate_size=192, **fields)
+    return draw(llamoe.LlamoeDenseForCausalLM, config)
+
+
+def text(**fields):
+    return draw(llamoe.LlamoeForCausalLM, llamoe.LlamoeTextConfig(**SIZES, **TEXT, **fields))
+
+
+def mixtral():
+    config = llamoe.LlamoeMixtralConfig(**SIZES, intermediate_size=64, num_local_experts=5)
+    return draw(llamoe.LlamoeMixtralForCausalLM, config)
+
+
+MODELS = {
+    "dense": dense,
+    "text": text,
+    "mixtral": mixtral,
+    "tied": lambda: dense(tie_word_embeddings=True),
+    "balanced": lambda: text(router_balancing="bias"),
+    "biases": lambda: text(attention_bias=True),
+}
+
+
+def save(name, folder, dtype=torch.bfloat16):
+    """A folder of a model in 16 bit, and its class."""
+    if name == "multimodal":
+        shutil.copytree(EXAMPLES / "llamoe-tiny", folder)
+        return llamoe.LlamoeForConditionalGeneration
+    model = MODELS[name]().to(dtype)
+    model.save_pretrained(folder)
+    return type(model)
+
+
+def tensors_in(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def config_in(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@torch.no_grad()
+def logits(model):
+    return model(torch.arange(3, 25).view(2, 11)).logits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(to="int4"),
+        dict(to="int8"),
+        dict(to="int4", group_size=64, search=False, experts=False),
+        dict(to="int8", search=False, linears=False),
+        dict(to="int4", keep=["o_proj", "layers.1.self_attn.k_proj"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["dense", "text", "mixtral", "multimodal", "tied", "balanced", "biases"])
+def test_the_folder_has_the_bits_that_a_quantized_model_saves(name, options, tmp_path):
+    model_class = save(name, tmp_path / "model")
+    if name in ("dense", "tied") and not options.get("linears", True):
+        with pytest.raises(ValueError, match="is a dense LLaMA and has no routed experts to quantize"):
+            quantize(tmp_path / "model", tmp_path / "packed", **options)
+        return
+    fields = {
+        {"to": "weights", "keep": "modules_to_not_convert"}.get(key, key): options[key] for key in options
+    }
+    model = model_class.from_pretrained(
+        tmp_path / "model", quantization_config=llamoe.QuantizationConfig(**fields)
+    )
+    model.save_pretrained(tmp_path / "saved")
+    report = quantize(tmp_path / "model", tmp_path / "packed", shard_size="60KB", **options)
+
+    found = tensors_in(tmp_path / "packed")
+    assert_same_bits(found, tensors_in(tmp_path / "saved"))
+    for field in ("quantization_config", "architectures", "dtype", "model_type", "auto_map"):
+        assert config_in(tmp_path / "packed")[field] == config_in(tmp_path / "saved")[field]
+    assert report.bytes == sum(tensor.nbytes for tensor in found.values())
+    assert report.bytes == sum(after for _, after in report.parts.values())
+    assert sum(before for before, _ in report.parts.values()) == sum(
+        tensor.nbytes for tensor in open_checkpoint(tmp_path / "model").tensors.values()
+    )
+
+    loaded, info = model_class.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    assert not any(info.values()), info
+    assert (
+        loaded.hf_quantizer.quantization_config.to_dict()
+        == config_in(tmp_path / "packed")["quantization_config"]
+    )
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_weights_are_packed_from_the_dtype_that_they_have(dtype, tmp_path):
+    model_class = save("text", tmp_path / "model", dtype)
+    config = llamoe.QuantizationConfig("int8")
+    model_class.from_pretrained(tmp_path / "model", quantization_config=config).save_pretrained(
+        tmp_path / "saved"
+    )
+    quantize(tmp_path / "model", tmp_path / "packed", to="int8")
+    assert_same_bits(tensors_in(tmp_path / "packed"), tensors_in(tmp_path / "saved"))
+
+
+SOURCES = {
+    "stock": ("text", dict(layout="stock", shard_size="50KB")),
+    "split": ("text", dict(experts="split")),
+    "split Mixtral": ("mixtral", dict(layout="stock")),
+    "Meta": ("dense", dict(to="meta", shards=2)),
+    "Meta, Llama 4": ("text", dict(to="meta", shards=2)),
+    "Mistral AI": ("mixtral", dict(to="mistral")),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_format_gives_the_same_folder(name, tmp_path):
+    family, options = SOURCES[name]
+    save(family, tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "other", **options)
+    for source in ("model", "other"):
+        quantize(tmp_path / source, tmp_path / f"{source}-packed", to="int4")
+    assert_same_bits(tensors_in(tmp_path / "other-packed"), tensors_in(tmp_path / "model-packed"))
+
+
+def test_a_bin_file_gives_the_same_folder(tmp_path):
+    save("mixtral", tmp_path / "model")
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    torch.save(tensors_in(tmp_path / "model"), tmp_path / "other/pytorch_model.bin")
+    (tmp_path / "other/model.safetensors").unlink()
+    for source in ("model", "other"):
+        quantize(tmp_path / source, tmp_path / f"{source}-packed", to="int8")
+    assert_same_bits(tensors_in(tmp_path / "other-packed"), tensors_in(tmp_path / "model-packed"))
+
+
+@pytest.mark.parametrize("to", ["int4", "int8"])
+@pytest.mark.parametrize("name", ["dense", "text", "mixtral", "multimodal"])
+def test_converting_gives_what_the_bits_mean(name, to, tmp_path):
+    model_class = save(name, tmp_path / "model")
+    quantize(tmp_path / "model", tmp_path / "packed", to=to, shard_size="60KB")
+    model_class.from_pretrained(tmp_path / "packed").save_pretrained(tmp_path / "stock", layout="stock")
+    report = convert(tmp_path / "packed", tmp_path / "plain")
+    assert_same_bits(tensors_in(tmp_path / "plain"), tensors_in(tmp_path / "stock"))
+    assert "quantization_config" not in config_in(tmp_path / "plain")
+    assert any(f"stored as {to}" in note for note in report.notes)
+
+    same = verify(tmp_path / "packed", tmp_path / "plain", tokens=9)
+    assert same.same_weights and same.same_function
+    other = verify(tmp_path / "model", tmp_path / "packed", tokens=9)
+    assert not other.same_function and other.outputs
+
+
+def test_processor_and_templates_come_along(tmp_path):
+    quantize(EXAMPLES / "llamoe-tiny", tmp_path / "packed", to="int4")
+    conversation = [{"role": "user", "content": [{"type": "text", "text": "What is that?"}]}]
+    expected, found = (
+        AutoProcessor.from_pretrained(folder).apply_chat_template(conversation, tokenize=True)
+        for folder in (EXAMPLES / "llamoe-tiny", tmp_path / "packed")
+    )
+    assert found == expected
+
+
+class Counted(LazyTensor):
+    """A tensor that notes what is read of it."""
+
+    def __init__(self, key, tensor, reads):
+        super().__init__(tensor.shape, tensor.dtype, tensor.origin)
+        self.key, self.tensor, self.reads = key, tensor, reads
+
+    def _read(self, start, stop):
+        self.reads.append((self.key, start, stop))
+        return self.tensor.read(start, stop)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("family", [text, mixtral])
+def test_a_block_is_one_expert_which_is_read_and_packed_once(family, threads, tmp_path, monkeypatch):
+    family().bfloat16().save_pretrained(tmp_path / "model")
+    source = open_checkpoint(tmp_path / "model")
+    reads, packed = [], []
+    once = formats.Int4.quantize
+    monkeypatch.setattr(
+        formats.Int4, "quantize", lambda self, weight: packed.append(weight.shape) or once(self, weight)
+    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    counted = {key: Counted(key, tensor, reads) for key, tensor in source.tensors.items()}
+    weights = packed_weights(source.config, llamoe.QuantizationConfig("int4"), are_stored=False)
+    result = pack_tensors(counted, weights)
+    assert not reads
+    experts = [(number, number + 1) for number in range(5)]
+    expected = []
+    for key, weight in weights.items():
+        codes, scales = (result[name] for name in weight.parts)
+        ranges = experts if weight.num_experts else [(0, counted[key].shape[0])]
+        assert len(blocks(codes)) == len(blocks(scales)) == len(ranges)
+        for number in range(len(ranges)):
+            for part in (codes, scales):
+                part.read(*blocks(part)[number])
+            # No more matrices are held than there are threads.
+            assert len(packed) <= len(expected) + number + threads
+        expected += [(key, *each) for each in ranges]
+    assert reads == expected and len(packed) == len(expected)
+
+
+class Killed(Exception):
+    pass
+
+
+class KillsLater:
+    """Progress that ends the run after so many blocks."""
+
+    def __init__(self, blocks):
+        self.left = blocks
+
+    def start(self, total):
+        pass
+
+    def advance(self, nbytes, file):
+        self.left -= 1
+        if not self.left:
+            raise Killed
+
+
+def test_an_interrupted_run_goes_on_with_the_same_options_only(tmp_path):
+    save("text", tmp_path / "model")
+    options = dict(to="int4", shard_size="30KB")
+    quantize(tmp_path / "model", tmp_path / "whole", **options)
+    with pytest.raises(Killed):
+        quantize(tmp_path / "model", tmp_path / "packed", progress=KillsLater(25), **options)
+    assert not (tmp_path / "packed/model.safetensors.index.json").exists()
+    with pytest.raises(ValueError, match="is unfinished"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    with pytest.raises(ValueError, match="is unfinished; nothing is overwritten"):
+        quantize(tmp_path / "model", tmp_path / "packed", **options)
+    for other in (dict(to="int8"), dict(group_size=64), dict(search=False), dict(keep=["o_proj"])):
+        with pytest.raises(ValueError, match="with other options"):
+            quantize(tmp_path / "model", tmp_path / "packed", resume=True, **{**options, **other})
+    quantize(tmp_path / "model", tmp_path / "packed", resume=True, **options)
+    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "packed").iterdir())
+    for name in names:
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "packed" / name).read_bytes()
+
+
+def test_the_parts_of_a_weight_stay_in_one_file(tmp_path):
+    save("text", tmp_path / "model")
+    report = quantize(tmp_path / "model", tmp_path / "packed", to="int4", shard_size="9KB")
+    files = json.loads((tmp_path / "packed/model.safetensors.index.json").read_text())["weight_map"]
+    assert len(report.files) > 10
+    scales = [name for name in files if name.endswith("_scale")]
+    assert scales and all(files[name] == files[name.removesuffix("_scale")] for name in scales)
+
+
+def test_a_dry_run_writes_nothing(tmp_path):
+    save("mixtral", tmp_path / "model")
+    told = quantize(tmp_path / "model", tmp_path / "packed", to="int4", dry_run=True)
+    assert told.dry_run and not (tmp_path / "packed").exists()
+    done = quantize(tmp_path / "model", tmp_path / "packed", to="int4")
+    assert (told.bytes, told.parts, told.tensors) == (done.bytes, done.parts, done.tensors)
+
+
+@pytest.mark.parametrize("to", ["int4", "int8"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_are_refused(to, value, tmp_path):
+    save("text", tmp_path / "model")
+    state = tensors_in(tmp_path / "model")
+    state["model.layers.1.feed_forward.experts.down_proj"][3, 5, 7] = value
+    save_file(state, tmp_path / "model/model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.feed_forward\.experts\.down_proj.*1 of its numbers are NaN"
+    ):
+        quantize(tmp_path / "model", tmp_path / "packed", to=to)
+    assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(to="int3"), "to = 'int3': valid are 'int4' and 'int8'"),
+        (dict(to="int4", group_size=48), "group_size=48: int4 has a kernel for 32"),
+        (dict(to="int8", group_size=32), "group_size=32: int8 has one scale an output"),
+        (dict(to="int4", experts=False, linears=False), "quantize nothing"),
+        (dict(to="int4", keep=["o_pro"]), "keep = 'o_pro': the model has no module .* or 'q_proj'"),
+        (dict(to="int4", keep=["("]), r"keep = '\(': the model has no module"),
+        (
+            dict(to="int4", group_size=256),
+            r"q_proj\.weight cannot .* 128 inputs are no multiple of .* in keep \(--keep\)",
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_are_refused(options, message, tmp_path):
+    save("dense", tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        quantize(tmp_path / "model", tmp_path / "packed", **options)
+    assert not (tmp_path / "packed").exists()
+
+
+def test_what_is_quantized_or_has_nothing_to_quantize_is_refused(tmp_path):
+    save("mixtral", tmp_path / "model")
+    quantize(tmp_path / "model", tmp_path / "packed", to="int8")
+    with pytest.raises(ValueError, match=r"is quantized already \(int8, experts and linear layers\)"):
+        quantize(tmp_path / "packed", tmp_path / "again", to="int4")
+    with pytest.raises(ValueError, match="exists already; nothing is overwritten"):
+        quantize(tmp_path / "model", tmp_path / "packed", to="int4")
+    config = llamoe.LlamoeConfig.from_pretrained(EXAMPLES / "llamoe-tiny").vision_config
+    llamoe.LlamoeVisionModel(config).save_pretrained(tmp_path / "tower")
+    with pytest.raises(ValueError, match="is a vision tower, which stays in 16 bit"):
+        quantize(tmp_path / "tower", tmp_path / "again", to="int4")
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda state: state.pop("model.layers.0.self_attn.q_proj.weight_scale"),
+            "q_proj.weight_scale missing",
+        ),
+        (lambda state: state.pop("model.layers.1.self_attn.q_proj.weight"), "q_proj.weight missing"),
+        (
+            lambda state: state.update(
+                {"model.layers.0.self_attn.k_proj.weight": torch.zeros(32, 128).bfloat16()}
+            ),
+            r"k_proj.weight: is bfloat16 \[32, 128\], but int4:32 stores it as uint8 \[32, 64\]",
+        ),
+        (lambda state: state.update({"model.layers.0.scale": torch.zeros(3)}), "has no model.layers.0.scale"),
+    ],
+)
+def test_a_damaged_packed_folder_is_told_by_name(spoil, message, tmp_path):
+    save("dense", tmp_path / "model")
+    quantize(tmp_path / "model", tmp_path / "packed", to="int4")
+    state = tensors_in(tmp_path / "packed")
+    spoil(state)
+    save_file(state, tmp_path / "packed/model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "packed", tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(format_version=2), "format_version=2"),
+        (dict(weights="int5"), "weights='int5'"),
+        (dict(modules_to_not_convert=["("]), "model.safetensors|packed"),
+        (dict(group_size=256), "128 inputs are no multiple"),
+    ],
+)
+def test_a_format_that_is_not_known_is_told(change, message, tmp_path):
+    save("dense", tmp_path / "model")
+    quantize(tmp_path / "model", tmp_path / "packed", to="int4")
+    config = config_in(tmp_path / "packed")
+    config["quantization_config"] |= change
+    (tmp_path / "packed/config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "packed", tmp_path / "plain")

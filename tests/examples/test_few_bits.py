@@ -1,0 +1,84 @@
+"""The examination of models in few bits: the same questions for all, likelihoods as the formula gives them."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from support.paths import EXAMPLES
+
+FOLDER = EXAMPLES / "llamoe-tiny"
+
+
+@pytest.fixture(scope="module")
+def exam():
+    import few_bits
+
+    return few_bits.Examination(FOLDER, 5)
+
+
+@torch.no_grad()
+def test_surprise_is_that_of_each_answer_after_its_own_prompt(exam):
+    """Row by row, without padding."""
+    import few_bits
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    inputs = exam.batches[0].to(dtype=torch.float32)
+    expected = exam.expected[:5]
+    found = few_bits.surprise_of(model, inputs, expected)
+    assert {len(ids) for ids in expected} != {len(expected[0])}
+    for row, ids in enumerate(expected):
+        kept = inputs["attention_mask"][row].bool()
+        prompt = inputs["input_ids"][row][kept]
+        whole = torch.cat([prompt, torch.tensor(ids)])[None]
+        logits = model(input_ids=whole, pixel_values=inputs["pixel_values"][row : row + 1]).logits[0]
+        steps = logits[len(prompt) - 1 : -1].double().log_softmax(-1)
+        alone = -sum(step[token] for step, token in zip(steps, ids, strict=True))
+        assert found[row].item() == pytest.approx(alone.item(), abs=1e-4)
+
+
+def test_expected_tokens_are_what_the_chat_template_writes(exam):
+    processor = exam.processor
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": exam.answers[0]}]},
+    ]
+    begin = processor.apply_chat_template(turns[:1], add_generation_prompt=True, tokenize=True)[0]
+    whole = processor.apply_chat_template(turns, tokenize=True)[0]
+    assert whole[len(begin) :][: len(exam.expected[0])] == exam.expected[0]
+
+
+def test_variants_are_compared_question_by_question(exam):
+    import few_bits
+
+    assert len(exam.answers) == len(exam.expected) == 15
+    wanted = few_bits.variants()
+    base, packed = (exam.ask(wanted[name]) for name in (few_bits.BASE, "int4, groups of 64"))
+    assert packed.nbytes < 0.45 * base.nbytes
+    row = few_bits.compare(exam, "int4, groups of 64", packed, base)
+    right = [text == answer for text, answer in zip(packed.texts, exam.answers, strict=True)]
+    before = [text == answer for text, answer in zip(base.texts, exam.answers, strict=True)]
+    assert row.accuracy == pytest.approx(sum(right) / 15)
+    assert row.change == pytest.approx((sum(right) - sum(before)) / 15)
+    assert row.perplexity == pytest.approx(math.exp(packed.surprise.sum() / sum(map(len, exam.expected))))
+    assert row.surprise_change == pytest.approx(
+        math.log(row.perplexity) - math.log(few_bits.compare(exam, "", base, base).perplexity)
+    )
+    assert list(row.columns) == ["trained", "near", "far"]
+    same = few_bits.compare(exam, few_bits.BASE, base, base)
+    assert (same.change, same.change_error, same.same, same.surprise_change, same.surprise_error) == (
+        0,
+        0,
+        1,
+        0,
+        0,
+    )
+
+
+def test_a_missed_bar_is_told():
+    import few_bits
+
+    fields = {field.name: 0 for field in dataclasses.fields(few_bits.Row)}
+    rows = [{**fields, "name": name, "change": -0.011} for name in ("16 bit", "int8", "int4, groups of 32")]
+    assert few_bits.missed(rows) == ["int8: 1.10 points lost, 0.2 were allowed"]
