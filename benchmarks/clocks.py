@@ -1,4 +1,4 @@
-"""Time of a run: the processor time of this process on a CPU, the time between two events on a CUDA device."""
+"""Time of a run: the processor time of this process on a CPU, or wall time; between two events on a CUDA device."""
 
 import time
 from collections.abc import Callable
@@ -18,6 +18,7 @@ class ProcessorClock:
     unit = "seconds of processor time"
     # Length of one sample. Shorter runs are repeated within it, as steps of decoding follow one another.
     shortest = 50e-3
+    now = staticmethod(time.process_time)
 
     def __init__(self, cache_bytes: int | None = None):
         self.device = torch.device("cpu")
@@ -28,10 +29,17 @@ class ProcessorClock:
         """Seconds of one run, as the mean of `repeats` runs."""
         # Read, not written: writes would cost time later, when they are flushed to memory.
         self._elsewhere.sum()
-        begun = time.process_time()
+        begun = self.now()
         for _ in range(repeats):
             run()
-        return (time.process_time() - begun) / repeats
+        return (self.now() - begun) / repeats
+
+
+class WallClock(ProcessorClock):
+    """Time that passes, for what several threads do; otherwise as `ProcessorClock`. Other load counts."""
+
+    unit = "seconds of wall time"
+    now = staticmethod(time.perf_counter)
 
 
 class DeviceClock:

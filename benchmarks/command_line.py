@@ -6,7 +6,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,15 +15,29 @@ from transformers.utils import logging
 from . import report
 from .clocks import Clock
 from .hardware import Rates, describe, measure_rates
-from .harness import Budget, Group, free, reason_of, run_group
+from .harness import Budget, Group, LeftOut, free, reason_of, run_group
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def parser(
-    name: str, groups: Mapping[str, Group], description: str, seconds: float = Budget.seconds
+    name: str,
+    groups: Mapping[str, Group],
+    description: str,
+    seconds: float = Budget.seconds,
+    by_name: Collection[str] = (),
 ) -> argparse.ArgumentParser:
-    """The argument parser of a benchmark; `seconds` is the default time for measuring a case."""
+    """The argument parser of a benchmark.
+
+    Args:
+        name: of the benchmark.
+        groups: by name.
+        description: its help.
+        seconds: default time for measuring a case.
+        by_name: groups that run only when they are named.
+    """
+    by_default = [group for group in groups if group not in by_name]
+    asked_for = f"; by name alone: {', '.join(by_name)}" if by_name else ""
     made = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -33,9 +47,9 @@ def parser(
         "--cases",
         nargs="+",
         choices=list(groups),
-        default=list(groups),
+        default=by_default,
         metavar="GROUP",
-        help=f"groups to run, by default all: {', '.join(groups)}",
+        help=f"groups to run, by default all of these: {', '.join(by_default)}{asked_for}",
     )
     made.add_argument(
         "--seconds",
@@ -148,10 +162,15 @@ def run(
     for group in chosen:
         rows = []
         group_begun, group_worked = time.perf_counter(), time.process_time()
-        for result in _results_of(groups[group], clock, measured, budget):
-            rows.append({"group": group, **result})
-            failures += [f"{group}, {result['case']}: {problem}" for problem in result["failures"]]
-            print(report.case_line(rows[-1]), flush=True)
+        try:
+            for result in _results_of(groups[group], clock, measured, budget):
+                rows.append({"group": group, **result})
+                failures += [f"{group}, {result['case']}: {problem}" for problem in result["failures"]]
+                print(report.case_line(rows[-1]), flush=True)
+        except LeftOut as reason:
+            # The file keeps what it has of the group.
+            print(f"{group} is left out: {reason}.", flush=True)
+            continue
         seconds, worked = time.perf_counter() - group_begun, time.process_time() - group_worked
         print(f"({group}: {seconds:.0f} s, {worked:.0f} s of processor time)", flush=True)
         results = report.merge(results, {"about": about, "group": group, "results": rows}, list(groups))
@@ -169,6 +188,8 @@ def _results_of(group: Group, clock: Clock, rates: Rates, budget: Budget) -> Ite
     """Results of a group; an error becomes the last result and does not stop later groups."""
     try:
         yield from run_group(group, clock, rates, budget)
+    except LeftOut:
+        raise
     except Exception as error:
         traceback.print_exc()
         yield {

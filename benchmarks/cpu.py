@@ -1,7 +1,12 @@
 """The benchmark on a CPU: mini shapes in float32, one thread, processor time.
 
-python -m benchmarks.cpu
-python -m benchmarks.cpu --cases block-16 dense
+    python -m benchmarks.cpu
+    python -m benchmarks.cpu --cases block-16 dense
+    LLAMA_CPP_CONVERTER=llama.cpp/convert_hf_to_gguf.py python -m benchmarks.cpu --cases llama.cpp
+
+The groups llama.cpp and llama.cpp-compiled run only when they are named. They need llama-cpp-python, the converter of
+llama.cpp's sources, about four minutes each, and 4 GB in the folder for temporary files. The case of two threads needs
+two processors that nobody else uses.
 """
 
 import sys
@@ -9,7 +14,19 @@ from functools import partial
 
 import torch
 
-from . import adapters, attention, block, command_line, loading, mixtral, models, small_modules
+from . import (
+    adapters,
+    attention,
+    beside_llama_cpp,
+    block,
+    command_line,
+    few_bits,
+    loading,
+    mixtral,
+    models,
+    saved_models,
+    small_modules,
+)
 from .clocks import ProcessorClock
 from .harness import Group
 from .shapes import MANY_SMALL, MINI, MINI_8, MINI_128, Setting
@@ -20,6 +37,9 @@ DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
 LAYERS = 4
 # Copies of a block: one token reads more of them than a large cache holds.
 COPIES = 4
+SAVED = (saved_models.DENSE, saved_models.MIXTURE)
+BY_NAME = ("llama.cpp", "llama.cpp-compiled")
+"""Groups that run only when they are named: they need what this repository does not install."""
 
 GROUPS: dict[str, Group] = {
     "block-16": partial(block.inference, SETTING, MINI, DECODE, (256, 512, 1024, 8192), (32, 1024), COPIES),
@@ -44,6 +64,9 @@ GROUPS: dict[str, Group] = {
     "mixtral-bfloat16": partial(mixtral.everything, BFLOAT16, MINI_8, (1, 32, 1024), 256),
     "vision": partial(small_modules.vision, SETTING, hidden=512, layers=4, heads=8, output=512, tiles=(1, 2)),
     "parts": partial(small_modules.small, SETTING, MINI, 1024),
+    "few-bits": partial(few_bits.few_bits, SAVED, 512),
+    "llama.cpp": partial(beside_llama_cpp.decoding, SAVED),
+    "llama.cpp-compiled": partial(beside_llama_cpp.decoding, SAVED, is_compiled=True),
     "loading": partial(loading.loading, SETTING, MINI, LAYERS, "100MB"),
     "loading-many": partial(loading.loading, SETTING, MANY_SMALL, 12, "100KB", dense=True),
 }
@@ -51,7 +74,9 @@ GROUPS: dict[str, Group] = {
 
 def main() -> int:
     """Run the groups named on the command line."""
-    options, budget = command_line.options(command_line.parser("cpu", GROUPS, __doc__), "cpu")
+    options, budget = command_line.options(
+        command_line.parser("cpu", GROUPS, __doc__, by_name=BY_NAME), "cpu"
+    )
     torch.set_num_threads(1)
     return command_line.run(
         "cpu", GROUPS, options.cases, ProcessorClock(), SETTING.dtype, options.output, budget

@@ -13,7 +13,7 @@ import torch
 
 from .clocks import Clock
 
-PACKAGES = ("llamoe", "torch", "transformers", "triton", "safetensors")
+PACKAGES = ("llamoe", "torch", "transformers", "triton", "safetensors", "llama_cpp_python")
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class Contestant:
         run: computes it once.
         outputs: takes the result of `run` and returns the tensors to compare; None where it computes another function.
         warm_up: number of runs before measuring, for contestants that compile.
-        has_own_pool: whether its memory is in a CUDA graph's pool, where no counter sees a single run.
+        has_own_pool: whether its memory is where no counter sees a single run: in a CUDA graph's pool, in another
+            library, from several threads.
     """
 
     run: Callable[[], Any]
@@ -87,13 +88,16 @@ class Case:
 
     Attributes:
         name: unique in its group.
-        contestants: by name; a ratio is the time of `REFERENCE` over theirs. Another mode of one is "name, mode".
+        contestants: by name; a ratio is the time of `reference` over theirs. Another mode of one is "name, mode".
         work: the least that has to be read and computed.
         tolerance: for the outputs.
         facts: keys for tables and figures: phase, tokens, experts and so on.
         skipped: contestants that are not run, with the reason.
         before: called before each run whose memory is measured.
         least: least number of rounds.
+        reference: the contestant that the others are compared with.
+        parts: number of equal parts of each run, such as tokens; times are those of one.
+        clock: measures in place of the session's clock.
     """
 
     name: str
@@ -104,6 +108,13 @@ class Case:
     skipped: dict[str, str] = field(default_factory=dict)
     before: Callable[[], Any] | None = None
     least: int = ROUNDS
+    reference: str = REFERENCE
+    parts: int = 1
+    clock: Clock | None = None
+
+
+class LeftOut(Exception):
+    """A group cannot be run here; says why in a part of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,10 @@ def run_group(group: Group, clock: Clock, rates: Rates, budget: Budget) -> Itera
             case = cases.send(result)
         except StopIteration:
             break
-        result = measure(case, clock, rates, budget) if isinstance(case, Case) else case(budget)
+        if isinstance(case, Case):
+            result = measure(case, case.clock or clock, rates, budget)
+        else:
+            result = case(budget)
         del case
         free(clock.device)
         yield result
@@ -176,8 +190,8 @@ def _measure(case: Case, clock: Clock, rates: Rates, budget: Budget) -> dict:
             if outputs is not None and expected is not None:
                 row["difference"] = difference(outputs, expected)
                 if problem := beyond(row["difference"], case.tolerance):
-                    failures.append(f"{name} differs from {REFERENCE}: {problem}")
-            if name == REFERENCE and outputs is not None:
+                    failures.append(f"{name} differs from {case.reference}: {problem}")
+            if name == case.reference and outputs is not None:
                 expected = [tensor.detach().clone() for tensor in outputs]
             del outputs
             running[name] = (contestant, taken)
@@ -191,7 +205,7 @@ def _measure(case: Case, clock: Clock, rates: Rates, budget: Budget) -> dict:
     least = case.least if budget.least is None else budget.least
     samples, errors = _time_in_turn(running, clock, least, budget)
     for name in samples:
-        rows[name]["seconds"] = samples[name]
+        rows[name]["seconds"] = [seconds / case.parts for seconds in samples[name]]
     for name, error in errors.items():
         _give_up(name, rows[name], error, failures)
     result = {"case": case.name, **case.facts, "contestants": {name: rows[name] for name in rows}}
@@ -199,7 +213,9 @@ def _measure(case: Case, clock: Clock, rates: Rates, budget: Budget) -> dict:
     if case.work:
         seconds, bound = rates.ideal_seconds(case.work.nbytes, case.work.flops)
         result["work"] = {**vars(case.work), "ideal_seconds": seconds, "bound": bound}
-    _summarize(result)
+    if case.clock:
+        result["clock"] = case.clock.unit
+    _summarize(result, case.reference)
     return {**result, "failures": failures}
 
 
@@ -320,10 +336,10 @@ def beyond(found: Mapping[str, float], tolerance: Tolerance) -> str:
     )
 
 
-def _summarize(result: dict) -> None:
+def _summarize(result: dict, reference_name: str) -> None:
     """Add medians, quartiles, ratios and fractions of the roofline to the rows."""
     rows = result["contestants"]
-    reference = rows.get(REFERENCE, {}).get("seconds")
+    reference = rows.get(reference_name, {}).get("seconds")
     for row in rows.values():
         if not row.get("seconds"):
             continue

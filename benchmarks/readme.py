@@ -12,6 +12,7 @@ from pathlib import Path
 
 from . import OURS, REFERENCE, cpu, gpu, is_of, report
 from .bars import BARS, PEERS, Results, ratio_of_fastest
+from .beside_llama_cpp import LLAMA_CPP
 
 ROOT = Path(__file__).parents[1]
 BEGIN = "<!-- speed: written by `python -m benchmarks.readme` -->"
@@ -93,6 +94,7 @@ def _measured(results: dict, name: str) -> list[str]:
     for bar in BARS[name]:
         noise = f"± {bar.allowance(found):.2g}" if bar.allowance else ""
         figures.append(f"| {bar.text} | {bar.measured(found)} | {noise} |")
+    few_bits = few_bits_rows(found)
     return [
         f"{where}. The other side is transformers {versions['transformers']} with torch {versions['torch']}, on the "
         f"same weights; the outputs are compared. Every case stands in [the results]"
@@ -103,7 +105,34 @@ def _measured(results: dict, name: str) -> list[str]:
         "More ratios of stock's time over ours, for LoRA of ours over theirs, and of memory. Noise is how far stock "
         "differs from itself when it is measured twice:",
         "\n".join(figures),
+        *([FEW_BITS, "\n".join(few_bits)] if few_bits else []),
     ]
+
+
+FEW_BITS = (
+    "MB of the weights, and milliseconds for a token of one row by `generate`, on models of 114 million (dense) and "
+    "197 million parameters (mixture); llama.cpp's types are bf16, q8_0 and q4_0:"
+)
+WIDTHS = {"16 bit": ("bfloat16", "bf16"), "int8": ("int8", "q8_0"), "int4": ("int4", "q4_0")}
+
+
+def few_bits_rows(found: Results) -> list[str]:
+    """Bytes and milliseconds a token as rows of Markdown, beside llama.cpp where that was measured."""
+    cases = found.find("llama.cpp", phase="decode") or found.find("few-bits", phase="decode")
+    rows = []
+    for case in cases:
+        for position, who in enumerate((OURS, LLAMA_CPP)):
+            cells = [_bytes_and_time(case, f"{who}, {names[position]}") for names in WIDTHS.values()]
+            if any(cell != "—" for cell in cells):
+                rows.append(f"| {case['model']}, {who} | " + " | ".join(cells) + " |")
+    return [f"| | {' | '.join(WIDTHS)} |", "|---" * (len(WIDTHS) + 1) + "|", *rows] if rows else []
+
+
+def _bytes_and_time(case: dict, name: str) -> str:
+    seconds, nbytes = case["contestants"].get(name, {}).get("median"), case["nbytes_of"].get(name)
+    if not seconds or not nbytes:
+        return "—"
+    return f"{nbytes / 1e6:.0f} MB, {report.milliseconds(seconds)} ms"
 
 
 _BLOCK = ("decode", "prefill")

@@ -18,6 +18,8 @@ GROUPS = {
     "mixtral": "Mixtral's block, 8 experts, 2 chosen",
     "vision": "Vision tower",
     "parts": "Small parts",
+    "few": "Few bits: a token, prefill, quantizing",
+    "llama.cpp": "Decoding one row beside llama.cpp",
     "loading": "`from_pretrained`",
 }
 NOTES = {
@@ -37,6 +39,16 @@ NOTES = {
     "mixtral": "`stock` is transformers' `MixtralSparseMoeBlock` with `grouped_mm`, which its models choose, and "
     "with its other implementations. All hold the same weights.",
     "parts": "`nn.LayerNorm` computes another function and is not compared.",
+    "few": "Our models with 114 million (dense) and 197 million parameters (mixture). Ratios are the time in bfloat16 "
+    "over the contestant's. Quantizing is `from_pretrained` of a folder in float32 that the page cache holds. MB of "
+    "weights are those of all parameters and buffers.",
+    "llama.cpp": "The same models, one row, greedily, by `generate`; times are of one token, the mean of the first "
+    "16. Two threads are measured in wall time, and not at all where other load would decide. `stock` is "
+    "transformers in float32. llama.cpp's files are those that its converter makes, and its quantizer for q4_0: there "
+    "all matrices have that type, but the head has q6_K; the head is below 1 % of the weights. "
+    "Logits are compared in float32. After a contestant's name stand the MB of its weights, and how many of its first "
+    "tokens are those of the first contestant: with random weights rounding soon leads to another token. `compiled` is "
+    "a step with a static cache in one graph. Of llama.cpp and compiled code peak memory is not seen.",
     "loading": f"Wall clock, files in the page cache; stock, ours and stock once more (`{AGAIN}`) in processes that "
     "take turns. The second checkpoint has many small tensors in many shards. On a CPU transformers maps the files; so "
     "each weight is read once, and the time until then is given, in brackets that of `from_pretrained` alone. The peak "
@@ -149,7 +161,7 @@ def group_table(cases: list[dict]) -> list[str]:
         if "distinct" in case:
             label += f" ({case['distinct']} experts hit, largest share {case['largest_share']:.0%})"
         for name, row in case["contestants"].items():
-            cells = [label, name]
+            cells = [label, name + _aside(case, name)]
             if row.get("seconds"):
                 low, high = row["quartiles"]
                 median = milliseconds(row["median"])
@@ -164,6 +176,16 @@ def group_table(cases: list[dict]) -> list[str]:
         if not case["contestants"]:
             lines.append(f"| {label} | failed, see below | | | | | |")
     return lines
+
+
+def _aside(case: dict, name: str) -> str:
+    """The size of a contestant's weights and its first tokens, where the case has them."""
+    said = []
+    if nbytes := case.get("nbytes_of", {}).get(name):
+        said.append(f"{nbytes / 1e6:.0f} MB")
+    if name in (first := case.get("first_tokens", {})):
+        said.append(f"{first[name]} of {case['new']} tokens")
+    return f" ({', '.join(said)})" if said else ""
 
 
 def milliseconds(seconds: float) -> str:

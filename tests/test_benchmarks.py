@@ -1,9 +1,13 @@
 """The benchmarks' own machinery on tiny sizes; no figure is judged here, since a busy machine would fail it."""
 
 import json
+import os
 import re
 import sys
+import time
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,19 +20,25 @@ from benchmarks import (
     adapters,
     attention,
     bars,
+    beside_llama_cpp,
     block,
     command_line,
     cpu,
+    decoders,
+    few_bits,
+    gguf_files,
     gpu,
     harness,
     loading,
     models,
+    qlora,
     readme,
     report,
     routing,
+    saved_models,
     small_modules,
 )
-from benchmarks.clocks import ProcessorClock
+from benchmarks.clocks import ProcessorClock, WallClock
 from benchmarks.hardware import Rates
 from benchmarks.harness import Budget, Case, Contestant, Tolerance
 from benchmarks.memory import peak_of
@@ -491,12 +501,257 @@ def test_loading_is_measured_in_a_process_of_its_own(tmp_path):
     assert found["checksum"] == pytest.approx(expected, rel=1e-12)
 
 
+# Inputs are multiples of 32 and outputs of 16, as int4 needs; no two sizes are equal.
+SMALL = dict(
+    hidden_size=192, num_attention_heads=6, num_key_value_heads=2, head_dim=16, max_position_embeddings=256
+)
+SAVED = (
+    replace(saved_models.DENSE, fields=dict(SMALL, intermediate_size=320, num_hidden_layers=2)),
+    replace(
+        saved_models.MIXTURE,
+        fields=dict(
+            SMALL,
+            intermediate_size=128,
+            intermediate_size_mlp=320,
+            # llama.cpp needs one layer without rotary embedding, which is every fourth.
+            num_hidden_layers=4,
+            num_local_experts=5,
+            interleave_moe_layer_step=2,
+            attention_chunk_size=256,
+        ),
+    ),
+)
+
+
+def test_few_bits_from_the_cases_to_the_reports(tmp_path, monkeypatch, clock):
+    monkeypatch.setitem(GROUPS, "few-bits", partial(few_bits.few_bits, SAVED, 9))
+    assert run_session(tmp_path, clock, ["few-bits"]) == 0
+    results = json.loads((tmp_path / "cpu.json").read_text())
+    assert [(case["phase"], case["model"]) for case in results["cases"]] == [
+        ("decode", "dense"),
+        ("decode", "mixture"),
+        ("prefill", "dense"),
+        ("prefill", "mixture"),
+        ("quantizing", "mixture"),
+    ]
+    for case in results["cases"]:
+        assert all(len(row["seconds"]) == 2 for row in case["contestants"].values())
+    for case in results["cases"][:2]:
+        sixteen, eight, four = (case["nbytes_of"][f"{OURS}, {name}"] for name in ("bfloat16", "int8", "int4"))
+        # Embedding and head, which stay, are most of these small models.
+        assert sixteen > eight > four
+        assert case["first_tokens"][f"{OURS}, bfloat16"] == beside_llama_cpp.NEW
+    # Two dense layers and two mixtures: attention and norms, feed-forward; five experts and the shared one, router.
+    attention_, norms = 2 * 192 * 96 + 2 * 192 * 32, 2 * 192
+    weights = 4 * (attention_ + norms) + 2 * (3 * 192 * 320 + 6 * 3 * 192 * 128 + 5 * 192)
+    assert results["cases"][-1]["weights"] == weights
+    found = bars.Results(results)
+    assert found.seconds_a_billion(f"{OURS}, int4") > 0
+    assert found.over(f"{OURS}, int4", f"{OURS}, bfloat16", groups="few-bits", phase="prefill") > 0
+    assert [row.count("MB, ") for row in readme.few_bits_rows(found)] == [0, 0, 3, 3]
+    assert "| dense, llamoe | " in readme.section(results, None)
+    assert f"int4 ({four / 1e6:.0f} MB, " in (tmp_path / "cpu.md").read_text()
+
+
+class Recites:
+    """A decoder that knows its tokens."""
+
+    def __init__(self, tokens, offset=0.0):
+        self.tokens, self.offset, self.nbytes = tokens, offset, 7
+
+    def decode(self, new):
+        time.sleep(1e-3)
+        return self.tokens[:new]
+
+    def logits(self, ids):
+        return torch.arange(12.0).view(3, 4) + self.offset
+
+
+def test_decoders_are_compared_in_float32_and_their_first_tokens_counted(clock):
+    tokens = list(range(beside_llama_cpp.NEW))
+    makers = {
+        REFERENCE: lambda: Recites(tokens),
+        f"{OURS}, float32": lambda: Recites(tokens, 1.0),
+        f"{OURS}, int4": lambda: Recites([*tokens[:3], 99, *tokens[4:]], 1.0),
+        "llama.cpp, q4_0": lambda: fails(None),
+    }
+    case = beside_llama_cpp.decode_case("a case", makers, 1, clock=WallClock(cache_bytes=2**16))
+    case.clock.shortest = 1e-5
+    result = harness.measure(case, case.clock, RATES, QUICK)
+    assert result["first_tokens"] == {
+        REFERENCE: len(tokens),
+        f"{OURS}, float32": len(tokens),
+        f"{OURS}, int4": 3,
+    }
+    (failure,) = result["failures"]
+    assert failure.startswith("llamoe, float32 differs from stock")
+    rows = result["contestants"]
+    assert rows["llama.cpp, q4_0"]["skipped"] == "RuntimeError: no such kernel"
+    # A run sleeps, and its time is that of one token.
+    assert 1e-3 <= rows[REFERENCE]["median"] * len(tokens) < 0.1
+    assert (result["clock"], result["nbytes_of"][REFERENCE]) == ("seconds of wall time", 7)
+
+
+@pytest.mark.parametrize(
+    ("is_installed", "variable", "sentence"),
+    [
+        (False, "", "llama.cpp is left out: llama-cpp-python is not installed."),
+        (True, "", "llama.cpp is left out: LLAMA_CPP_CONVERTER is not set to the path of"),
+        (
+            True,
+            "nowhere/convert.py",
+            "llama.cpp is left out: LLAMA_CPP_CONVERTER=nowhere/convert.py is no file",
+        ),
+    ],
+)
+def test_a_group_that_cannot_be_run_keeps_its_results(
+    tmp_path, monkeypatch, clock, capsys, is_installed, variable, sentence
+):
+    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: is_installed or None)
+    monkeypatch.setenv(gguf_files.VARIABLE, variable)
+    monkeypatch.setitem(GROUPS, "llama.cpp", lambda: (case for case in [make_case(lambda x: x)]))
+    assert run_session(tmp_path, clock, ["llama.cpp"]) == 0
+    before = (tmp_path / "cpu.json").read_text()
+    GROUPS["llama.cpp"] = partial(beside_llama_cpp.decoding, SAVED)
+    assert run_session(tmp_path, clock, ["llama.cpp"]) == 0
+    assert sentence in capsys.readouterr().out
+    assert (tmp_path / "cpu.json").read_text() == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (find_spec("llama_cpp") and os.environ.get(gguf_files.VARIABLE)),
+    reason="llama-cpp-python or LLAMA_CPP_CONVERTER is missing",
+)
+def test_llama_cpp_computes_the_same(tmp_path, monkeypatch, clock):
+    """Logits in float32, and the size of each type; the group on tiny models."""
+    monkeypatch.setitem(GROUPS, "llama.cpp", partial(beside_llama_cpp.decoding, SAVED))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert run_session(tmp_path, clock, ["llama.cpp"]) == 0
+    results = json.loads((tmp_path / "cpu.json").read_text())
+    assert [(case["phase"], case["model"]) for case in results["cases"]] == [
+        ("decode", "dense"),
+        ("decode", "mixture"),
+        ("threads", "dense"),
+        ("threads", "mixture"),
+    ]
+    for case in results["cases"]:
+        assert all(len(row["seconds"]) == 2 for row in case["contestants"].values())
+    for case in results["cases"][:2]:
+        assert case["contestants"]["llama.cpp, f32"]["difference"]["largest"] < 1e-4
+        assert case["first_tokens"]["llama.cpp, f32"] == beside_llama_cpp.NEW
+        sizes = [case["nbytes_of"][f"llama.cpp, {kind}"] for kind in gguf_files.TYPES]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_compiled_step_decodes_as_generate_does(tmp_path, monkeypatch):
+    SAVED[0].save(tmp_path)
+    model = saved_models.load_ours(SAVED[0], tmp_path, "float32")
+    monkeypatch.setattr(torch, "compile", lambda module, fullgraph: module)
+    plain, compiled = decoders.Generate(model), decoders.CompiledStep(model)
+    expected = plain.decode(20)
+    assert compiled.decode(20) == expected
+    assert compiled.decode(20) == expected
+    assert len(set(expected)) > 2
+
+
+def test_threads_are_given_back():
+    before, seen = torch.get_num_threads(), []
+    with pytest.raises(RuntimeError, match="no such kernel"), decoders.on_threads(before + 1):
+        fails(seen.append(torch.get_num_threads()))
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("processors", "load", "reason"),
+    [
+        (1, 1.0, "the machine has one processor"),
+        (2, 1.2, None),
+        (2, 2.9, "other load: 2.9 on 2 processors"),
+        (8, 5.0, None),
+    ],
+)
+def test_two_threads_are_measured_on_processors_that_nobody_uses(monkeypatch, processors, load, reason):
+    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
+    case = beside_llama_cpp._two_threads(SAVED[0], None, dict.fromkeys(gguf_files.TYPES))
+    on_two = {name for name in case.contestants if name.endswith("2 threads")}
+    assert len(on_two) == 4 and len(case.contestants) == 8
+    assert case.skipped == (dict.fromkeys(on_two, reason) if reason else {})
+
+
+def test_groups_that_are_asked_for_by_name_do_not_run_by_default():
+    made = command_line.parser("cpu", cpu.GROUPS, "", by_name=cpu.BY_NAME)
+    chosen = made.parse_args([]).cases
+    assert [group for group in cpu.GROUPS if group not in chosen] == list(cpu.BY_NAME)
+    assert made.parse_args(["--cases", "llama.cpp"]).cases == ["llama.cpp"]
+    assert "by name alone: llama.cpp, llama.cpp-compiled" in " ".join(made.format_help().split())
+
+
+def test_a_time_over_anothers_is_the_median_of_the_rounds():
+    def case(model, *seconds):
+        rows = dict(zip((f"{OURS}, int4", "llama.cpp, q4_0"), seconds, strict=True))
+        return {
+            "group": "llama.cpp",
+            "phase": "decode",
+            "model": model,
+            "contestants": {name: {"seconds": list(its)} for name, its in rows.items()},
+        }
+
+    # The third round was slow for both, the second for one.
+    results = {"cases": [case("dense", (3, 9, 30), (2, 2, 20)), case("mixture", (8, 8), (2, 4))]}
+    rows = bars.table(results, "cpu")
+    assert "| a token, dense in int4, time over llama.cpp's q4_0 | at most 1.4× | 1.5× | **no** |" in rows
+    found = bars.Results(results)
+    assert found.over(f"{OURS}, int4", "llama.cpp, q4_0", groups="llama.cpp") == 3
+    # Of wall time the fastest rounds count, whichever they are.
+    results["cases"][0]["clock"] = WallClock.unit
+    assert found.over(f"{OURS}, int4", "llama.cpp, q4_0", groups="llama.cpp", model="dense") == 3 / 2
+    results["cases"][0]["contestants"][f"{OURS}, int4"]["seconds"] = [9, 9, 8]
+    assert found.over(f"{OURS}, int4", "llama.cpp, q4_0", groups="llama.cpp", model="dense") == 4
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")
 def test_the_gpu_benchmark_refuses_without_a_device(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path)])
     assert gpu.main() == 2
     assert "needs a CUDA device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("weights", ["nf4", "int4"])
+def test_qlora_from_packed_random_weights_to_the_whole_model(weights, tmp_path, monkeypatch, capsys):
+    words = ["qlora", "--tiny", "--weights", weights, "--steps", "1", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    if weights == "nf4":
+        pytest.importorskip("bitsandbytes")
+    # It fails if a loss is no number, or a factor of an adapter has no gradient.
+    assert qlora.main() == 0
+    printed = capsys.readouterr().out
+    found = re.findall(r"(\d+) layers, measured: .* loss (\S+); gradients in (\d+) of (\d+) factors", printed)
+    # Of a layer: attention has four linear layers, the shared expert three, and there are two stacks; two factors each.
+    assert [(row[0], *row[2:]) for row in found] == [("2", "36", "36"), ("4", "72", "72")]
+    # A guess among 101 tokens has 4.6.
+    assert all(4 < float(row[1]) < 5 for row in found)
+    assert re.search(
+        r"^48 layers, extrapolated, not measured: \S+ GB .*, \S+ tokens/s$", printed, re.MULTILINE
+    )
+    assert "at most 66 GB, at least 3,000 tokens/s" in printed
+    assert list(tmp_path.iterdir()) == []
+
+    # Few layers have their peak where the whole model has not.
+    rows = [
+        dict(layers=n, forward=9 + n, backward=2 + 2 * n, optimizer=3 + n, seconds=1 + n / 2) for n in (2, 4)
+    ]
+    whole = qlora.extrapolate(rows, 4096)
+    assert (whole["GB"], whole["phase"]) == (pytest.approx(2 + 2 * 48), "backward")
+    assert whole["tokens"] == pytest.approx(4096 / (1 + 48 / 2))
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sys, "argv", [word for word in words if word != "--tiny"])
+        assert qlora.main() == 2
+        assert "needs a CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -1,6 +1,8 @@
 """The pages are a promise: links lead somewhere, commands, files and figures are those of the repository."""
 
 import ast
+import json
+import math
 import re
 import runpy
 import shlex
@@ -139,6 +141,49 @@ def test_the_small_models_page_is_near_what_its_training_measured():
         # Of 960 questions 96 % are right within 1.3 points in 19 of 20 samples.
         assert abs(given - expected) < 1.3
     assert min(map(min, by_page.values())) >= 85
+
+
+def test_what_few_bits_cost_is_that_of_the_results(monkeypatch):
+    """`examples/tiny/few_bits.py --page` writes the table; each format stays within its bar."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples/tiny"))
+    import few_bits
+
+    results = json.loads(read("benchmarks/results/quality.json"))
+    assert [row["name"] for row in results["rows"]] == list(few_bits.variants())
+    assert few_bits.missed(results["rows"]) == []
+    page = read("docs/quantization.md")
+    assert few_bits.table(results["rows"]) in page
+    assert f"{results['questions']:,} questions" in " ".join(page.split())
+    assert results["questions"] >= 5000
+
+
+def test_bits_of_a_weight_are_those_of_the_formats():
+    from llamoe.modeling.quantization.formats import Int4, Int8
+
+    page = read("docs/quantization.md")
+    for text, form in {
+        '"int8"': Int8(),
+        '"int4"': Int4(32),
+        **{f"`group_size={size}": Int4(size) for size in (64, 128)},
+    }.items():
+        sizes = (4096, 4096)
+        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in form.parts(sizes))
+        (told,) = re.findall(rf"^\|.*{text}`? \| ([\d.]+) \|", page, re.MULTILINE)
+        assert float(told) == pytest.approx(8 * nbytes / math.prod(sizes), abs=0.01)
+
+
+def test_the_search_for_scales_makes_the_error_a_tenth_smaller():
+    import torch
+
+    from llamoe.modeling.quantization.formats import Int4
+
+    weight = torch.randn(128, 2048, generator=torch.Generator().manual_seed(0))
+    for size in (32, 64, 128):
+        errors = []
+        for form in (Int4(size), Int4(size, search=False)):
+            meant = form.matrix(form.quantize(weight), (128, 2048), torch.float32)
+            errors.append((meant - weight).square().mean().item())
+        assert 0.85 < errors[0] / errors[1] < 0.92
 
 
 def test_figures_of_speed_are_those_of_the_results(monkeypatch, capsys):

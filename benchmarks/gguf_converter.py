@@ -1,0 +1,26 @@
+"""Runs llama.cpp's converter in this process, with a tokenizer that it does not know; run as a file.
+
+python benchmarks/gguf_converter.py LLAMA.CPP/convert_hf_to_gguf.py MODEL --outfile FILE --outtype f32
+
+It tells how a tokenizer splits text by the hash of what it makes of a text, and stops at others than the published
+ones. Here no text is split.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    converter, *words = sys.argv[1:]
+    folder = Path(converter).parent
+    # In place of this file's folder, which has another `conversion`.
+    sys.path[:1] = [str(folder), str(folder / "gguf-py")]
+    from conversion import base  # pyright: ignore[reportMissingImports]
+
+    def name_of_split(self, tokenizer) -> str:
+        """The name that the published tokenizers of this architecture have."""
+        return "llama4" if self.model_arch == base.gguf.MODEL_ARCH.LLAMA4 else "llama-bpe"
+
+    base.TextModel.get_vocab_base_pre = name_of_split
+    sys.argv = [converter, *words]
+    runpy.run_path(converter, run_name="__main__")

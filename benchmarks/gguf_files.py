@@ -1,0 +1,76 @@
+"""GGUF files of a saved model: float32, bfloat16 and q8_0 by llama.cpp's own converter, q4_0 by its quantizer.
+
+The converter is part of llama.cpp's sources and not of llama-cpp-python: `LLAMA_CPP_CONVERTER` in the environment is
+the path of convert_hf_to_gguf.py, which has the folders gguf-py and conversion beside it. It runs in another process.
+
+q8_0 and q4_0 are what llama.cpp makes by default, not `pure`: all matrices have that type, except that the head of q4_0
+is q6_K (q8_0 where its rows are no multiple of 256), and that norms and routers stay in float32.
+"""
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from .decoders import silence
+from .harness import LeftOut
+
+VARIABLE = "LLAMA_CPP_CONVERTER"
+CONVERTED = ("f32", "bf16", "q8_0")
+TYPES = (*CONVERTED, "q4_0")
+CHILD = str(Path(__file__).with_name("gguf_converter.py"))
+
+
+def find_converter() -> Path:
+    """The path of llama.cpp's converter.
+
+    Raises:
+        LeftOut: it or llama-cpp-python is missing.
+    """
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise LeftOut("llama-cpp-python is not installed")
+    named = os.environ.get(VARIABLE)
+    if not named:
+        raise LeftOut(f"{VARIABLE} is not set to the path of llama.cpp's convert_hf_to_gguf.py")
+    if not Path(named).is_file():
+        raise LeftOut(f"{VARIABLE}={named} is no file: it must be llama.cpp's convert_hf_to_gguf.py")
+    return Path(named).absolute()
+
+
+def make_files(converter: Path, model: Path, folder: Path) -> dict[str, Path]:
+    """Convert a saved model into a file of each type.
+
+    Args:
+        converter: path of llama.cpp's converter.
+        model: folder of the saved model.
+        folder: where the files go.
+
+    Returns:
+        the files, by type.
+
+    Raises:
+        LeftOut: llama.cpp cannot convert it.
+    """
+    files = {kind: folder / f"{model.name}-{kind}.gguf" for kind in TYPES}
+    for kind in CONVERTED:
+        words = [CHILD, str(converter), str(model), "--outfile", str(files[kind]), "--outtype", kind]
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            raise LeftOut(f"llama.cpp's converter failed: {lines[-1] if lines else done.returncode}")
+    _quantize(files["f32"], files["q4_0"])
+    return files
+
+
+def _quantize(source: Path, target: Path) -> None:
+    import llama_cpp
+
+    silence(llama_cpp)
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.nthread = 1
+    options.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    names = str(source).encode(), str(target).encode()
+    if status := llama_cpp.llama_model_quantize(*names, ctypes.byref(options)):
+        raise LeftOut(f"llama.cpp's quantizer failed with status {status}")
