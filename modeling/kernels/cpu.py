@@ -4,9 +4,12 @@
 transforms. What a shortcut needs besides, it checks itself. `LLAMOE_CPU_SHORTCUTS=0` in the environment, read when
 llamoe is imported, turns all of them off: the model then runs the formulas that `layers`, `attention` and `moe` show.
 
-* `apply_linear`: on AMD processors, a linear layer of a few rows in float32. A decode step is bound by reading weights.
-  torch calls MKL's plain product, which reaches the memory's speed on Intel's processors and about half of it on AMD's.
-  There MKL's batched product is faster, with the weight's rows cut into a batch. On Intel's it is slower.
+* `apply_linears`, `apply_feed_forward`: linear layers of a few rows, by the compiled kernels of `cpp_kernels`; those that
+  read the same rows by one call. A decode step is bound by reading weights, and torch reads them at half to three
+  quarters of the memory's speed.
+* `apply_linear`: the same for one layer. Without those kernels, on AMD processors in float32, it calls MKL's batched
+  product, with the weight's rows cut into a batch. torch calls MKL's plain product, which reaches the memory's speed on
+  Intel's processors and about half of it on AMD's. On Intel's the batched one is slower.
 * `apply_gate`: SwiGLU's product takes no memory of its own. New memory costs more than the product: 8 % of a mixture's
   prefill from some 500 tokens on, and a fifth of its peak memory. One token gains nothing and loses nothing.
 * `attend_to_single_queries`: attention of one query a row, reading each key once. torch's own way copies the cached
@@ -28,7 +31,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from .._private_api import is_observed
-from .few_bits import Matrix, few_bits_feed_forward, few_bits_products, is_loaded
+from .cpp_kernels import Matrix, cpp_feed_forward, cpp_products, plain_matrix
 
 SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
 """Whether shortcuts may be used at all."""
@@ -38,6 +41,9 @@ LINEAR_MAX_ROWS = 3
 
 FEW_BITS_MAX_ROWS = 16
 """Up to this many rows layers of few bits share a call; above, calls are short beside products."""
+
+PLAIN_MAX_ROWS = 4
+"""Up to this many rows layers of 16 and 32 bits use the compiled kernels; above, torch's are faster."""
 
 # Smaller weights gain less than the extra calls cost.
 _LINEAR_MIN_WEIGHTS = 1 << 15
@@ -76,72 +82,72 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     Returns:
         `[..., out_features]`.
     """
+    if (found := _apply_by_kernel((linear,), x)) is not None:
+        return found[0]
     if (
         _BATCHES_ARE_FASTER
         and type(linear) is nn.Linear
         and can_use_shortcut(x)
         and x.numel() <= LINEAR_MAX_ROWS * linear.in_features
         and x.shape[-1:] == (linear.in_features,)
+        and x.dtype == torch.float32
         and _is_plain(linear, x.dtype)
     ):
         return _multiply_in_parts(x, linear.weight, linear.bias)
-    few_bits = _apply_few_bits((linear,), x)
-    return linear(x) if few_bits is None else few_bits[0]
+    return linear(x)
 
 
 def apply_linears(linears: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """`[linear(x) for linear in linears]`, for up to three layers; those of few bits by one call."""
-    together = _apply_few_bits(linears, x)
+    """`[linear(x) for linear in linears]`, for up to three layers; those of one format by one call."""
+    together = _apply_by_kernel(linears, x)
     return [apply_linear(linear, x) for linear in linears] if together is None else together
 
 
-def _apply_few_bits(linears: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor] | None:
-    """The results of layers of few bits for few rows; None for others."""
-    if not (is_loaded() and can_use_shortcut(x) and x.numel() <= FEW_BITS_MAX_ROWS * x.shape[-1]):
+def _apply_by_kernel(linears: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor] | None:
+    """The results of few rows by a compiled kernel; None where it does not know the layers."""
+    matrices = _matrices(linears, x)
+    if matrices is None or (y := cpp_products(x.flatten(0, -2), matrices)) is None:
         return None
-    matrices = _few_bits_matrices(linears, x)
-    if matrices is None or (y := few_bits_products(x.flatten(0, -2), matrices)) is None:
-        return None
-    return y.view(*x.shape[:-1], y.shape[1]).split([matrix.codes.shape[0] for matrix in matrices], -1)
+    return y.view(*x.shape[:-1], y.shape[1]).split([matrix.outputs for matrix in matrices], -1)
 
 
 def apply_feed_forward(
     gate: nn.Module, up: nn.Module, down: nn.Module, act_fn: nn.Module, x: torch.Tensor
 ) -> torch.Tensor:
-    """`down(act_fn(gate(x)) * up(x))`; layers of few bits by one call."""
-    if (
-        is_loaded()
-        and type(act_fn) is _SILU
-        and not act_fn._forward_hooks
-        and can_use_shortcut(x)
-        and x.numel() <= FEW_BITS_MAX_ROWS * x.shape[-1]
-    ):
-        matrices = _few_bits_matrices((gate, up, down), x)
-        if matrices and (y := few_bits_feed_forward(x.flatten(0, -2), *matrices)) is not None:
+    """`down(act_fn(gate(x)) * up(x))`; few rows by one call."""
+    if is_silu(act_fn) and (matrices := _matrices((gate, up, down), x)) is not None:
+        y = cpp_feed_forward(x.flatten(0, -2), *matrices)
+        if y is not None:
             return y.view(x.shape)
     return apply_linear(down, apply_gate(act_fn, apply_linear(gate, x), apply_linear(up, x)))
 
 
-def _few_bits_matrices(linears: Sequence[nn.Module], x: torch.Tensor) -> list[Matrix] | None:
-    """The matrices of layers of few bits, all of one format; None if one is another layer, or something watches it."""
-    if x.dtype != torch.bfloat16:
+def is_silu(act_fn: nn.Module) -> bool:
+    """Whether an activation is SiLU, and nothing watches it."""
+    return type(act_fn) is _SILU and not act_fn._forward_hooks and not act_fn._forward_pre_hooks
+
+
+def _matrices(linears: Sequence[nn.Module], x: torch.Tensor) -> list[Matrix] | None:
+    """The layers' matrices, all of one format, where a compiled kernel takes these rows; otherwise None."""
+    if not (can_use_shortcut(x) and x.ndim and 0 < x.numel() <= FEW_BITS_MAX_ROWS * x.shape[-1]):
         return None
-    matrices = []
+    matrices: list[Matrix] = []
     for linear in linears:
+        matrix = None
+        if type(linear) is nn.Linear:
+            if (
+                x.numel() <= PLAIN_MAX_ROWS * x.shape[-1]
+                and linear.bias is None
+                and _is_plain(linear, x.dtype)
+            ):
+                matrix = plain_matrix(linear.weight)
         # Adapters' and other libraries' layers have no such attribute.
-        matrix = linear.for_kernel() if "format" in linear.__dict__ else None
-        if (
-            matrix is None
-            or linear._forward_hooks
-            or linear._forward_pre_hooks
-            or "forward" in linear.__dict__
-        ):
+        elif "format" in linear.__dict__ and x.dtype == torch.bfloat16 and not _is_watched(linear):
+            matrix = linear.for_kernel()
+        if matrix is None or (matrices and matrix[:2] != matrices[0][:2]):
             return None
         matrices.append(matrix)
-    first = matrices[0]
-    if any(each.bits != first.bits or each.group_size != first.group_size for each in matrices):
-        return None
-    return matrices if first.inputs == x.shape[-1] else None
+    return matrices if matrices[0].inputs == x.shape[-1] else None
 
 
 def multiply_rows(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -153,17 +159,21 @@ def multiply_rows(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(linear: nn.Linear, dtype: torch.dtype) -> bool:
-    """Whether a layer without hooks holds an ordinary float32 weight, and is given float32."""
+    """Whether a layer without hooks holds an ordinary weight of this dtype, and is large enough."""
     weight = linear._parameters.get("weight")
     return (
         type(weight) is nn.Parameter
-        and weight.dtype == dtype == torch.float32
+        and weight.dtype == dtype
         and weight.is_cpu
         and weight.layout == torch.strided
         and weight.is_contiguous()
         and weight.numel() >= _LINEAR_MIN_WEIGHTS
-        and not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
+        and not _is_watched(linear)
     )
+
+
+def _is_watched(linear: nn.Module) -> bool:
+    return bool(linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
 
 
 def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:

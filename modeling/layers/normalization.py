@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels import can_use_shortcut, few_bits_norm, is_loaded
+from ..kernels import can_use_shortcut, cpp_norm
 
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -44,8 +44,8 @@ class RMSNorm(nn.Module):
         """Normalize `[..., D]`; the dtype is kept unless the weight's is wider."""
         if hidden_states.dtype == self.weight.dtype == torch.float32:
             return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
-        if is_loaded() and can_use_shortcut(hidden_states):
-            normalized = few_bits_norm(hidden_states, self.weight, self.eps)
+        if hidden_states.dtype == torch.bfloat16 and can_use_shortcut(hidden_states):
+            normalized = cpp_norm(hidden_states, self.weight, self.eps)
             if normalized is not None:
                 return normalized
         return rms_normalize(hidden_states, self.eps) * self.weight
@@ -64,8 +64,8 @@ class L2Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept."""
-        if is_loaded() and can_use_shortcut(x):
-            normalized = few_bits_norm(x, None, self.eps)
+        if x.dtype == torch.bfloat16 and can_use_shortcut(x):
+            normalized = cpp_norm(x, None, self.eps)
             if normalized is not None:
                 return normalized
         return rms_normalize(x, self.eps)

@@ -20,9 +20,18 @@ from transformers.integrations.moe import ExpertsInterface, use_experts_implemen
 from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.import_utils import is_fake_tensor
 
-from ..kernels import apply_gate
+from ..kernels import (
+    PLAIN_MAX_ROWS,
+    Matrix,
+    apply_gate,
+    can_use_shortcut,
+    cpp_feed_forward,
+    is_silu,
+    plain_matrix,
+)
 from ..layers import activation
 from .grouped_mm_limits import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
+from .grouped_product import Group
 from .low_rank import Updates
 
 IMPLEMENTATION = "llamoe"
@@ -143,6 +152,10 @@ class Experts(nn.Module):
             multiply: the product of rows, a stack of one matrix for each expert, and `groups`.
             updates: what adapters add to a stack's products.
         """
+        if isinstance(groups, list) and not updates and is_silu(self.act_fn) and can_use_shortcut(x_NH):
+            y_NH = self._products_by_kernel(x_NH, groups)
+            if y_NH is not None:
+                return y_NH
 
         def product(x: torch.Tensor, name: str) -> torch.Tensor:
             y = self.multiply_stack(x, name, groups, multiply)
@@ -152,6 +165,29 @@ class Experts(nn.Module):
 
         gate_NI, up_NI = product(x_NH, "gate_up_proj").chunk(2, dim=-1)
         return product(apply_gate(self.act_fn, gate_NI, up_NI), "down_proj")
+
+    def _products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
+        """The outputs of few rows, each expert by one call; None where there is no such kernel."""
+        out_NH = None
+        for expert, start, end in groups:
+            if expert >= self.num_experts or (matrices := self._for_kernel(expert, x_NH)) is None:
+                return None
+            y = cpp_feed_forward(x_NH[start:end], matrices[0], None, matrices[1])
+            if y is None or len(groups) == 1:
+                return y
+            out_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
+            out_NH[start:end] = y
+        return out_NH
+
+    def _for_kernel(self, expert: int, x_NH: torch.Tensor) -> tuple[Matrix, Matrix] | None:
+        """The matrices of an expert, if a kernel takes them and these rows; gate and up are one."""
+        stacks = self.gate_up_proj, self.down_proj
+        if len(x_NH) > PLAIN_MAX_ROWS or any(
+            type(stack) is not nn.Parameter or stack.dtype != x_NH.dtype for stack in stacks
+        ):
+            return None
+        gate_up, down = (plain_matrix(stack[expert], self.is_transposed) for stack in stacks)
+        return None if gate_up is None or down is None else (gate_up, down)
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.

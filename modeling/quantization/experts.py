@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ..checkpoints import forget_pages
-from ..kernels import few_bits_feed_forward
-from ..moe import Experts, Group, OutputFirstExperts, Updates
+from ..kernels import Matrix
+from ..moe import Experts, OutputFirstExperts
 from .formats import Format
 from .packed import Packed
 from .products import multiply_groups, quantized_product
@@ -110,31 +110,9 @@ class QuantizedExperts(Packed, Experts):
         parts = [part[expert] for part in self.parts(name)]
         return self.formats[name].matrix(parts, self.sizes[name], dtype)
 
-    def products(self, x_NH: torch.Tensor, groups: Any, multiply: Callable, updates: Updates) -> torch.Tensor:
-        """The outputs of these rows' experts, as `Experts.products`; few rows of an expert by one call."""
-        if isinstance(groups, list) and not updates and self.hidden_act in ("silu", "swish") and x_NH.is_cpu:
-            y_NH = self._products_by_kernel(x_NH, groups)
-            if y_NH is not None:
-                return y_NH
-        return super().products(x_NH, groups, multiply, updates)
-
-    def _products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
-        stacks = [self.parts(name) for name in STACKS]
-        out_NH = None
-        for expert, start, end in groups:
-            if expert >= self.num_experts:
-                return None
-            matrices = [self.format.for_kernel([part[expert] for part in parts]) for parts in stacks]
-            if matrices[0] is None or matrices[1] is None:
-                return None
-            y = few_bits_feed_forward(x_NH[start:end], matrices[0], None, matrices[1])
-            if y is None:
-                return None
-            if len(groups) == 1:
-                return y
-            out_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
-            out_NH[start:end] = y
-        return out_NH
+    def _for_kernel(self, expert: int, x_NH: torch.Tensor) -> tuple[Matrix, Matrix] | None:
+        found = [self.format.for_kernel([part[expert] for part in self.parts(name)]) for name in STACKS]
+        return None if None in found or x_NH.dtype != torch.bfloat16 else (found[0], found[1])
 
     def multiply_stack(self, x_NI: torch.Tensor, name: str, groups: Any, multiply: Callable) -> torch.Tensor:
         """The products of rows with their experts' matrices; arguments as in `Experts`."""

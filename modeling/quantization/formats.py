@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch.nn import functional as F
 
-from ..kernels import Matrix, few_bits_products
+from ..kernels import Matrix, cpp_products
 from .int4_layout import BLOCK, ROWS_MULTIPLE, byte_rows, from_byte_order, pack, to_byte_order
 from .scales import asymmetric, symmetric
 
@@ -64,7 +64,7 @@ class Format(ABC):
         """The rows times the transpose of the matrix, `[N, O]`, both in `compute_dtype`."""
 
     def for_kernel(self, parts: Parts) -> Matrix | None:
-        """The matrix for `kernels.few_bits`; None if they do not know this format, or it is not on the CPU."""
+        """The matrix for `kernels.cpp_kernels`; None if they do not know this format, or it is not on the CPU."""
         return None
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
@@ -169,7 +169,7 @@ class Int4(Format):
         if padding := packed.shape[1] * 2 - x_NI.shape[1]:
             x_NI = F.pad(x_NI, (0, padding))
         if packed.is_cpu and len(x_NI) <= self.kernel_max_rows:
-            y_NO = few_bits_products(x_NI, [self.for_kernel(parts)])
+            y_NO = cpp_products(x_NI, [self.for_kernel(parts)])
             if y_NO is not None:
                 return y_NO
         if packed.is_cpu and len(x_NI) <= self.torch_max_rows and reads_int4_layout():
@@ -241,7 +241,7 @@ class Int8(Format):
         """See `Format`."""
         codes, scales = parts
         if len(x_NI) <= self.kernel_max_rows and codes.is_cpu:
-            y_NO = few_bits_products(x_NI, [self.for_kernel(parts)])
+            y_NO = cpp_products(x_NI, [self.for_kernel(parts)])
             if y_NO is not None:
                 return y_NO
         if len(x_NI) <= self.kernel_max_rows and codes.is_cpu and codes.data_ptr() % self.alignment == 0:

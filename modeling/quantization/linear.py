@@ -39,7 +39,7 @@ class QuantizedLinear(Packed, nn.Linear):
         return [self._parameters["weight"], *(self._buffers[name] for name in self._names[1:])]
 
     def for_kernel(self) -> Matrix | None:
-        """The matrix for `kernels.few_bits`, which knows no bias; None if they do not know this layer."""
+        """The matrix for `kernels.cpp_kernels`, which knows no bias; None if they do not know this layer."""
         return None if self.bias is not None else self.format.for_kernel(self.parts())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

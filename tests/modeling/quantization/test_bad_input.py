@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import llamoe
 from llamoe.configuration import CheckpointError, ConfigurationError
-from llamoe.modeling.kernels import few_bits
+from llamoe.modeling.kernels import cpp_kernels
 from llamoe.modeling.quantization import QuantizedLinear
 from llamoe.modeling.quantization.formats import Int4, Int8
 from llamoe.modeling.quantization.products import multiply
@@ -362,7 +362,7 @@ def shifted(tensor, offset):
 def test_addresses_that_kernels_do_not_expect(form, sizes, kernels, monkeypatch):
     """torch's product for int8 reads whole vectors, and ends the process where one is not aligned."""
     if kernels == "torch's":
-        monkeypatch.setattr(few_bits, "library", lambda: None)
+        monkeypatch.setattr(cpp_kernels, "library", lambda: None)
     if form.refusal(sizes):
         pytest.skip("a size that this format does not take")
     codes, scales = form.quantize(torch.randn(sizes))

@@ -1,12 +1,13 @@
-"""Products of bfloat16 rows with 4- and 8-bit matrices on a CPU: kernels in C++, compiled when they are first needed.
+"""Products of few rows with matrices on a CPU: kernels in C++, compiled when they are first needed.
 
-torch's own kernels for these formats reach half of the memory's speed with one row, and with many rows are several
-times slower than a product in bfloat16. Those in few_bits.cpp read memory at its full speed. A step of decoding is then
-so short that calls between products count: the feed-forward and the norms have kernels, too.
+A step of decoding reads every weight once. With one row, torch's products reach half to three quarters of the memory's
+speed, in float32 and bfloat16 as in 4 and 8 bits, and those of 4 and 8 bits are several times slower than bfloat16 with
+many rows. The kernels in cpp_kernels.cpp read memory at its full speed. A step is then so short that calls between
+products count: the feed-forward and the norms have kernels, too.
 
-The file is compiled by the C++ backend of `torch.compile`, which keeps the result on disk: two seconds once. Without a
-compiler, on a processor without AVX-512 for bfloat16, or with `LLAMOE_CPP_KERNELS=0` in the environment, the formats
-use torch's kernels.
+The file is compiled by the C++ backend of `torch.compile`, which keeps the result on disk: four seconds once. Without a
+compiler, on a processor without AVX-512 for bfloat16, or with `LLAMOE_CPP_KERNELS=0` in the environment, torch's kernels
+are used.
 
 Shapes: N rows, I inputs, O outputs, H hidden size, F intermediate size.
 """
@@ -25,10 +26,10 @@ from .._private_api import compile_cpp
 logger = logging.getLogger("llamoe")
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_POINTER, _SIZE, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS = {
-    "products": [_POINTER] * 2 + [_SIZE] * 4 + [_THREADS, _SIZE] + [_POINTER, _POINTER, _SIZE] * 3,
-    "feed_forward": [_POINTER] * 2 + [_SIZE] * 7 + [_THREADS] + [_POINTER] * 4 + [_SIZE] + [_POINTER] * 2,
+    "products": [_POINTER] * 2 + [_SIZE] * 4 + [_INT, _SIZE] + [_POINTER, _POINTER, _SIZE] * 3,
+    "feed_forward": [_POINTER] * 2 + [_SIZE] * 2 + [_INT] + [_SIZE] * 5 + [_INT] + [_POINTER] * 6,
     "rms_norm": [_POINTER] * 3 + [_SIZE] * 2 + [ctypes.c_float],
 }
 # Outputs of a 4-bit matrix are computed as many at a time; sizes of vectors are multiples of the other number.
@@ -36,45 +37,56 @@ _BLOCK, _VECTOR = 64, 16
 # Above this many rows torch's own norm, which several threads share, is faster.
 _NORM_MAX_ROWS = 128
 
-# The compiled kernels; None before the first use, and where there are none.
-_library: Any = None
-# Beside it, since compilers of graphs cannot ask a library for its truth.
-_was_tried = _is_loaded = False
+# The compiled kernels: False before the first use, None where there are none.
+_library: Any = False
 
 
 class Matrix(NamedTuple):
-    """A matrix of few bits.
+    """A matrix.
 
     Attributes:
-        bits: 4 or 8.
-        group_size: for 4 bits: inputs that share a scale, a multiple of 32; 0 for 8 bits.
+        bits: 4, 8, 16 or 32.
+        group_size: for 4 bits: inputs that share a scale, a multiple of 32; 0 for others.
         codes: 4 bits: `[O, I / 2]` uint8, in the layout that torch's kernel reads with AVX-512. 8 bits: `[O, I]` int8.
-        scales: bfloat16. 4 bits: `[I / group_size, O, 2]`, scale, and the value of code 8. 8 bits: `[O]`.
+            16 and 32 bits: the matrix in bfloat16 or float32, contiguous; `[O, I]`, or `[I, O]` if `is_input_first`.
+        scales: bfloat16. 4 bits: `[I / group_size, O, 2]`, scale, and the value of code 8. 8 bits: `[O]`. None for
+            others.
+        is_input_first: only for 16 and 32 bits.
     """
 
     bits: int
     group_size: int
     codes: torch.Tensor
-    scales: torch.Tensor
+    scales: torch.Tensor | None
+    is_input_first: bool = False
 
     @property
     def inputs(self) -> int:
         """I."""
+        if self.bits > 8:
+            return self.codes.shape[not self.is_input_first]
         return self.codes.shape[1] * 8 // self.bits
+
+    @property
+    def outputs(self) -> int:
+        """O."""
+        return self.codes.shape[self.is_input_first]
+
+
+def plain_matrix(weight: torch.Tensor, is_input_first: bool = False) -> Matrix | None:
+    """The matrix of a contiguous weight on the CPU in bfloat16 or float32; None for another."""
+    bits = {torch.bfloat16: 16, torch.float32: 32}.get(weight.dtype)
+    if bits is None or not weight.is_cpu or not weight.is_contiguous():
+        return None
+    return Matrix(bits, 0, weight, None, is_input_first)
 
 
 def library() -> Any:
     """The compiled kernels; None where there are none. The first call compiles them."""
-    global _library, _was_tried, _is_loaded
-    if not _was_tried:
+    global _library
+    if _library is False:
         _library = _compile()
-        _was_tried, _is_loaded = True, _library is not None
     return _library
-
-
-def is_loaded() -> bool:
-    """Whether the kernels are compiled and in use, because a model has needed them."""
-    return _is_loaded
 
 
 def _compile() -> Any:
@@ -97,7 +109,7 @@ def _compile() -> Any:
     except Exception as error:
         # Compilers fail in many ways, and torch's kernels do the same.
         logger.warning(
-            "Kernels for weights of few bits were not compiled; torch's slower ones are used: %s", error
+            "Kernels for few rows on a CPU were not compiled; torch's slower ones are used: %s", error
         )
         return None
     return found
@@ -112,33 +124,39 @@ def _is_right(found: Any) -> bool:
     scales = torch.randn(num_in // group_size, num_out, 2, generator=generator).bfloat16()
     codes8 = torch.randint(-127, 128, (num_out - 1, num_in), dtype=torch.int8, generator=generator)
     scales8 = torch.rand(num_out - 1, generator=generator).bfloat16()
+
+    def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+        # Two roundings to bfloat16, of sums in another order.
+        return bool((found.float() - expected.float()).abs().max() <= 0.01 * expected.abs().max())
+
     for num_rows in (1, 7):
         x = torch.randn(num_rows, num_in, generator=generator).bfloat16()
         expected = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales)
         expected8 = (x.float() @ codes8.float().T) * scales8.float()
         y = _products(found, x, [Matrix(4, group_size, packed, scales)])
         y8 = _products(found, x, [Matrix(8, 0, codes8, scales8)])
-        for ours, theirs in ((y, expected), (y8, expected8)):
-            # Two roundings to bfloat16, of sums in another order.
-            if not (ours.float() - theirs.float()).abs().max() <= 0.01 * theirs.abs().max():
+        if not (is_close(y, expected) and is_close(y8, expected8)):
+            return False
+        for dtype in (torch.float32, torch.bfloat16):
+            x, weight = x.to(dtype), codes8.to(dtype)
+            matrix = Matrix(16 if dtype == torch.bfloat16 else 32, 0, weight, None)
+            if not is_close(_products(found, x, [matrix]), x @ weight.T):
                 return False
     return True
 
 
-def few_bits_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor | None:
+def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor | None:
     """Rows times the transposes of up to three matrices of one format; None where there is no kernel.
 
     Args:
-        x_NI: bfloat16 on the CPU.
-        matrices: of I inputs.
+        x_NI: on the CPU; float32 for matrices of 32 bits, otherwise bfloat16.
+        matrices: of I inputs; output-first.
 
     Returns:
-        `[N, O]` bfloat16, the outputs of the matrices side by side.
+        `[N, O]` in the dtype of the rows, the outputs of the matrices side by side.
     """
     found = library()
-    if found is None or (
-        matrices[0].bits == 4 and any(matrix.codes.shape[0] % _BLOCK for matrix in matrices)
-    ):
+    if found is None or (matrices[0].bits == 4 and any(matrix.outputs % _BLOCK for matrix in matrices)):
         return None
     return _products(found, x_NI.contiguous(), matrices)
 
@@ -147,9 +165,9 @@ def _products(found: Any, x: torch.Tensor, matrices: Sequence[Matrix]) -> torch.
     bits, group_size, *_ = matrices[0]
     pointers: list[Any] = []
     num_out = 0
-    for _, _, codes, scales in matrices:
+    for _, _, codes, scales, _ in matrices:
         own = codes.shape[0]
-        pointers += (codes.data_ptr(), scales.data_ptr(), own)
+        pointers += (codes.data_ptr(), None if scales is None else scales.data_ptr(), own)
         num_out += own
     pointers += (None, None, 0) * (3 - len(matrices))
     num_rows, num_in = x.shape
@@ -161,62 +179,50 @@ def _products(found: Any, x: torch.Tensor, matrices: Sequence[Matrix]) -> torch.
     return y
 
 
-def few_bits_feed_forward(
+def cpp_feed_forward(
     x_NH: torch.Tensor, gate: Matrix, up: Matrix | None, down: Matrix
 ) -> torch.Tensor | None:
     """`down(silu(gate(x)) * up(x))`; None where there is no kernel.
 
     Args:
-        x_NH: bfloat16 on the CPU.
-        gate: `[F, H]`, or `[2 F, H]` with the rows of up after those of gate.
-        up: `[F, H]`, or None.
-        down: `[H, F]`; its inputs may be padded.
+        x_NH: on the CPU; float32 for matrices of 32 bits, otherwise bfloat16.
+        gate: F outputs, or those of gate followed by those of up.
+        up: F outputs, or None.
+        down: F inputs, or more after padding.
 
     Returns:
-        `[N, H]` bfloat16.
+        `[N, H]` in the dtype of the rows.
     """
     found = library()
-    size = gate.codes.shape[0] if up is not None else gate.codes.shape[0] // 2
-    (num_rows, num_in), num_out = x_NH.shape, down.codes.shape[0]
+    size = gate.outputs if up is not None else gate.outputs // 2
+    (num_rows, num_in), num_out = x_NH.shape, down.outputs
     bits = gate.bits
-    if (
-        found is None
-        or size % _VECTOR
-        or gate.inputs != num_in
-        or (bits == 4 and (size % _BLOCK or num_out % _BLOCK))
-    ):
+    if found is None or gate.inputs != num_in or (bits == 4 and (size % _BLOCK or num_out % _BLOCK)):
         return None
     x_NH = x_NH.contiguous()
     y_NH = x_NH.new_empty(num_rows, num_out)
-    first, first_scales = gate.codes.data_ptr(), gate.scales.data_ptr()
-    if up is None:
-        # Bytes of the codes of F outputs, and of their scales: two numbers of two bytes, or one.
-        second, second_scales = first + size * num_in * bits // 8, first_scales + size * (16 // bits)
-    else:
-        second, second_scales = up.codes.data_ptr(), up.scales.data_ptr()
     found.feed_forward(
         x_NH.data_ptr(),
         y_NH.data_ptr(),
         num_rows,
         bits,
+        gate.is_input_first,
         num_in,
         size,
         down.inputs,
         num_out,
         gate.group_size,
         torch.get_num_threads(),
-        first,
-        first_scales,
-        second,
-        second_scales,
-        gate.codes.shape[0],
-        down.codes.data_ptr(),
-        down.scales.data_ptr(),
+        *(
+            None if tensor is None else tensor.data_ptr()
+            for matrix in (gate, up, down)
+            for tensor in ((None, None) if matrix is None else (matrix.codes, matrix.scales))
+        ),
     )
     return y_NH
 
 
-def few_bits_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
+def cpp_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
     """`x / sqrt(mean(x ** 2) + eps) * weight` over the last axis; None where there is no kernel, or torch's is faster.
 
     Args:
@@ -231,8 +237,10 @@ def few_bits_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> t
         weight.dtype == torch.bfloat16 and weight.is_cpu and weight.is_contiguous()
     ):
         return None
+    if (found := library()) is None:
+        return None
     x = x.contiguous()
     y = torch.empty_like(x)
     scale = None if weight is None else weight.data_ptr()
-    library().rms_norm(x.data_ptr(), scale, y.data_ptr(), x.numel() // size, size, eps)
+    found.rms_norm(x.data_ptr(), scale, y.data_ptr(), x.numel() // size, size, eps)
     return y

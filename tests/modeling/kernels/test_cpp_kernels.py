@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from llamoe.modeling import kernels
-from llamoe.modeling.kernels import few_bits
+from llamoe.modeling.kernels import cpp_kernels
 from llamoe.modeling.quantization.formats import Int4, Int8
 
 pytestmark = pytest.mark.skipif(
-    few_bits.library() is None, reason="needs a C++ compiler, and a CPU with AVX-512 for bfloat16"
+    cpp_kernels.library() is None, reason="needs a C++ compiler, and a CPU with AVX-512 for bfloat16"
 )
 FORMATS = [Int4(32), Int4(64, search=False), Int4(128), Int8(), Int8(search=False)]
 # Of the largest number: a product is rounded to bfloat16 once, its sum in float32 is nearly exact.
@@ -39,7 +39,7 @@ def test_products_side_by_side(form, num_rows):
     matrices, weights = zip(*(packed(form, size, num_in) for size in sizes), strict=True)
     x = torch.randn(num_rows, num_in).bfloat16()
     expected = torch.cat([x.float() @ weight.T for weight in weights], 1)
-    found = kernels.few_bits_products(x, matrices)
+    found = kernels.cpp_products(x, matrices)
     assert found.shape == expected.shape
     assert not num_rows or error(found, expected) < ROUNDED_ONCE
 
@@ -52,9 +52,9 @@ def test_threads_change_nothing(form):
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = kernels.few_bits_products(x, [matrix])
+        one = kernels.cpp_products(x, [matrix])
         torch.set_num_threads(2)
-        assert torch.equal(kernels.few_bits_products(x, [matrix]), one)
+        assert torch.equal(kernels.cpp_products(x, [matrix]), one)
     finally:
         torch.set_num_threads(threads)
 
@@ -80,7 +80,7 @@ def test_feed_forward(form, is_joined):
 
     activated = rounded(F.silu(rounded(x.float() @ gate_weight.T)))
     expected = rounded(activated * rounded(x.float() @ up_weight.T)) @ down_weight.T
-    found = kernels.few_bits_feed_forward(x, gate, None if is_joined else up, down)
+    found = kernels.cpp_feed_forward(x, gate, None if is_joined else up, down)
     # A number on the border between two rounds to either of them.
     assert error(found, expected) < 2 * ROUNDED_ONCE
 
@@ -97,7 +97,7 @@ def test_norm_is_the_formula(has_weight):
     weight = torch.randn(80).bfloat16() if has_weight else None
     expected = F.rms_norm(x, (80,), None, 1e-5)
     expected = expected * weight if has_weight else expected
-    found = kernels.few_bits_norm(x, weight, 1e-5)
+    found = kernels.cpp_norm(x, weight, 1e-5)
     assert found.shape == x.shape
     # Sums in another order; a quotient on the border between two numbers rounds to either of them.
     assert (found != expected).float().mean() < 0.01
@@ -108,7 +108,7 @@ def test_what_is_no_number_stays_so():
     matrix, _ = packed(Int4(32), 64, 64)
     x = torch.zeros(2, 64).bfloat16()
     x[1, 5] = float("nan")
-    found = kernels.few_bits_products(x, [matrix])
+    found = kernels.cpp_products(x, [matrix])
     assert (found[0] == 0).all()
     assert found[1].isnan().all()
 
@@ -120,7 +120,7 @@ def test_without_kernels_torch_computes(environment, said, tmp_path):
     """Turned off, or without a compiler: said once, and the numbers are the same."""
     code = """
 import torch, llamoe
-from llamoe.modeling.kernels import few_bits
+from llamoe.modeling.kernels import cpp_kernels
 from llamoe.modeling.quantization.formats import Int4
 torch.manual_seed(0)
 parts = Int4(32).quantize(torch.randn(128, 64))
@@ -129,7 +129,7 @@ for num_rows in (1, 3, 100):
     y = Int4(32).multiply(x, parts, (128, 64)).float()
     expected = x.float() @ Int4(32).matrix(parts, (128, 64), torch.float32).T
     assert (y - expected).abs().max() < 0.01 * expected.abs().max()
-print(few_bits.library())
+print(cpp_kernels.library())
 """
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **environment}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
