@@ -5,9 +5,9 @@ speed, in float32 and bfloat16 as in 4 and 8 bits, and those of 4 and 8 bits are
 many rows. The kernels in cpp_kernels.cpp read memory at its full speed. A step is then so short that calls between
 products count: the feed-forward and the norms have kernels, too.
 
-The file is compiled by the C++ backend of `torch.compile`, which keeps the result on disk: four seconds once. Without a
-compiler, on a processor without AVX-512 for bfloat16, or with `LLAMOE_CPP_KERNELS=0` in the environment, torch's kernels
-are used.
+The file is compiled by the C++ backend of `torch.compile`, which keeps the result on disk: four seconds once. Without
+a compiler, on a processor without AVX-512 for bfloat16, or with `LLAMOE_CPP_KERNELS=0` in the environment, torch's
+kernels are used.
 
 Shapes: N rows, I inputs, O outputs, H hidden size, F intermediate size.
 """

@@ -4,8 +4,8 @@
 transforms. What a shortcut needs besides, it checks itself. `LLAMOE_CPU_SHORTCUTS=0` in the environment, read when
 llamoe is imported, turns all of them off: the model then runs the formulas that `layers`, `attention` and `moe` show.
 
-* `apply_linears`, `apply_feed_forward`: linear layers of a few rows, by the compiled kernels of `cpp_kernels`; those that
-  read the same rows by one call. A decode step is bound by reading weights, and torch reads them at half to three
+* `apply_linears`, `apply_feed_forward`: linear layers of a few rows, by the compiled kernels of `cpp_kernels`; those
+  that read the same rows by one call. A decode step is bound by reading weights, and torch reads them at half to three
   quarters of the memory's speed.
 * `apply_linear`: the same for one layer. Without those kernels, on AMD processors in float32, it calls MKL's batched
   product, with the weight's rows cut into a batch. torch calls MKL's plain product, which reaches the memory's speed on
@@ -106,7 +106,7 @@ def apply_linears(linears: Sequence[nn.Module], x: torch.Tensor) -> Sequence[tor
 def _apply_by_kernel(linears: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor] | None:
     """The results of few rows by a compiled kernel; None where it does not know the layers."""
     matrices = _matrices(linears, x)
-    if matrices is None or (y := cpp_products(x.flatten(0, -2), matrices)) is None:
+    if matrices is None or (y := cpp_products(x.reshape(-1, x.shape[-1]), matrices)) is None:
         return None
     return y.view(*x.shape[:-1], y.shape[1]).split([matrix.outputs for matrix in matrices], -1)
 
@@ -116,7 +116,7 @@ def apply_feed_forward(
 ) -> torch.Tensor:
     """`down(act_fn(gate(x)) * up(x))`; few rows by one call."""
     if is_silu(act_fn) and (matrices := _matrices((gate, up, down), x)) is not None:
-        y = cpp_feed_forward(x.flatten(0, -2), *matrices)
+        y = cpp_feed_forward(x.reshape(-1, x.shape[-1]), *matrices)
         if y is not None:
             return y.view(x.shape)
     return apply_linear(down, apply_gate(act_fn, apply_linear(gate, x), apply_linear(up, x)))
@@ -152,9 +152,13 @@ def _matrices(linears: Sequence[nn.Module], x: torch.Tensor) -> list[Matrix] | N
 
 def multiply_rows(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     """Few rows `[N, I]` times the transpose of a matrix `[O, I]` that no `nn.Linear` holds; returns `[N, O]`."""
-    is_plain = x_NI.dtype == torch.float32 and type(weight_OI) is torch.Tensor and weight_OI.is_contiguous()
-    if _BATCHES_ARE_FASTER and is_plain and can_use_shortcut(x_NI):
-        return _multiply_in_parts(x_NI, weight_OI, None)
+    is_plain = x_NI.dtype == weight_OI.dtype and type(weight_OI) in (torch.Tensor, nn.Parameter)
+    if is_plain and len(x_NI) <= PLAIN_MAX_ROWS and can_use_shortcut(x_NI):
+        matrix = plain_matrix(weight_OI)
+        if matrix is not None and (y_NO := cpp_products(x_NI, [matrix])) is not None:
+            return y_NO
+        if _BATCHES_ARE_FASTER and x_NI.dtype == torch.float32 and weight_OI.is_contiguous():
+            return _multiply_in_parts(x_NI, weight_OI, None)
     return nn.functional.linear(x_NI, weight_OI)
 
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
+from ..kernels import multiply_rows
 from ..layers import FeedForward
 from .stores import Experts, OutputFirstExperts
 
@@ -68,7 +69,7 @@ class Router(nn.Module):
             the logits `[T, E]`, then for the chosen experts the scores `[T, K]` (float32 if they multiply outputs,
             else in the dtype of the logits) and the indices `[T, K]` (int64), best first.
         """
-        logits_TE = F.linear(jitter(hidden_states, self.jitter_noise, self.training), self.weight)
+        logits_TE = multiply_rows(jitter(hidden_states, self.jitter_noise, self.training), self.weight)
         if self.training and self.dropout > 0:
             logits_TE = F.dropout(logits_TE, p=self.dropout)
         scores_TK, indices_TK = self.choose(logits_TE)

@@ -1,5 +1,6 @@
-"""The compiled kernels for weights of 4 and 8 bits, against the numbers that the packed weights mean."""
+"""The compiled kernels for a CPU: packed weights against the numbers that they mean, others against plain products."""
 
+import math
 import os
 import subprocess
 import sys
@@ -8,8 +9,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from llamoe import LlamoeTextConfig
 from llamoe.modeling import kernels
 from llamoe.modeling.kernels import cpp_kernels
+from llamoe.modeling.layers import FeedForward
+from llamoe.modeling.moe import Experts, OutputFirstExperts
 from llamoe.modeling.quantization.formats import Int4, Int8
 
 pytestmark = pytest.mark.skipif(
@@ -136,3 +140,93 @@ print(cpp_kernels.library())
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "None"
     assert done.stderr.count("were not compiled") == (1 if said else 0)
+
+
+# Of the largest number, by dtype: sums are float32, in another order; bfloat16 rounds once.
+PLAIN = {torch.float32: 2e-6, torch.bfloat16: ROUNDED_ONCE}
+for_plain = pytest.mark.parametrize("dtype", PLAIN, ids=["float32", "bfloat16"])
+
+
+def placed(shape, dtype, offset):
+    """Random numbers that begin `offset` bytes after a multiple of 64, between others that are no numbers."""
+    size = math.prod(shape)
+    room = torch.full((size + 192,), torch.nan, dtype=dtype)
+    start = (-room.data_ptr() % 64 + offset) // dtype.itemsize + 64 // dtype.itemsize
+    found = room[start : start + size].view(shape)
+    return found.copy_(torch.randn(shape)) if size else found
+
+
+@for_plain
+@pytest.mark.parametrize("offset", [0, 4, 56])
+@pytest.mark.parametrize("num_in", [1, 15, 64, 130, 333, 1024])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 7])
+def test_plain_products(dtype, offset, num_in, num_rows):
+    torch.manual_seed(num_in)
+    weights = [placed((num_out, num_in), dtype, offset) for num_out in (1, 67, 20)]
+    x = placed((num_rows, num_in), dtype, 8)
+    expected = torch.cat([x.double() @ weight.double().T for weight in weights], 1)
+    found = kernels.cpp_products(x, [kernels.plain_matrix(weight) for weight in weights])
+    assert found.dtype == dtype and found.shape == expected.shape
+    assert not num_rows or error(found, expected) < PLAIN[dtype]
+
+
+@for_plain
+@pytest.mark.parametrize("is_input_first", [True, False])
+@pytest.mark.parametrize("is_joined", [True, False])
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 96), (37, 51), (301, 2100), (2100, 9)])
+def test_plain_feed_forward(dtype, is_input_first, is_joined, hidden, inner):
+    torch.manual_seed(inner)
+
+    def weight(num_out, num_in):
+        shape = (num_in, num_out) if is_input_first else (num_out, num_in)
+        made = placed(shape, dtype, 56).div_(num_in**0.5)
+        return made, made.float() if not is_input_first else made.T.float()
+
+    gate, gate_OI = weight(2 * inner if is_joined else inner, hidden)
+    up, up_OI = (None, None) if is_joined else weight(inner, hidden)
+    down, down_OI = weight(hidden, inner)
+    if is_joined:
+        gate_OI, up_OI = gate_OI.chunk(2)
+    x = torch.randn(3, hidden).to(dtype)
+
+    def rounded(y):
+        return y.to(dtype).float()
+
+    activated = rounded(F.silu(rounded(x.float() @ gate_OI.T)))
+    expected = rounded(activated * rounded(x.float() @ up_OI.T)) @ down_OI.T
+    matrices = [
+        each if each is None else kernels.plain_matrix(each, is_input_first) for each in (gate, up, down)
+    ]
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            # A number on the border between two rounds to either of them.
+            assert error(kernels.cpp_feed_forward(x, *matrices), expected) < 4 * PLAIN[dtype]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+@for_plain
+@pytest.mark.parametrize("num_rows", [1, 4, 5])
+def test_layers_and_experts_take_the_kernels(dtype, num_rows, monkeypatch):
+    """For few rows: the same numbers as without them."""
+    layer = FeedForward(192, 320, "silu").to(dtype)
+    config = LlamoeTextConfig(hidden_size=192, intermediate_size=104, num_local_experts=3)
+    experts = [Experts(config).to(dtype), OutputFirstExperts(config).to(dtype)]
+    for module in experts:
+        module.config = config
+        for stack in module.parameters():
+            stack.normal_(std=0.1)
+    x = torch.randn(num_rows, 192).to(dtype)
+    chosen = torch.arange(num_rows)[:, None] % 3
+    weights = torch.rand(num_rows, 1).to(dtype)
+
+    def outputs():
+        return [layer(x), *(module(x, chosen, weights) for module in experts)]
+
+    found = outputs()
+    monkeypatch.setattr(cpp_kernels, "_library", None)
+    for ours, expected in zip(found, outputs(), strict=True):
+        assert error(ours, expected.float()) < 4 * PLAIN[dtype]

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from llamoe.modeling.kernels import cpu
+from llamoe.modeling.kernels import cpp_kernels, cpu
 from llamoe.modeling.kernels.cpu import apply_gate, apply_linear
 from llamoe.modeling.layers.feed_forward import FeedForward, activation
 from llamoe.modeling.layers.normalization import L2Norm
@@ -19,10 +19,11 @@ from llamoe.modeling.layers.normalization import L2Norm
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    """Counts how often the batched product is taken; on every processor, for weights of every size."""
+    """Counts how often the batched product is taken; on every processor, without compiled kernels, for all sizes."""
     if not cpu.SHORTCUTS_ARE_ON:
         pytest.skip("LLAMOE_CPU_SHORTCUTS=0: the batched product is never taken")
     calls = []
+    monkeypatch.setattr(cpp_kernels, "_library", None)
     monkeypatch.setattr(cpu, "_BATCHES_ARE_FASTER", True)
     monkeypatch.setattr(cpu, "_LINEAR_MIN_WEIGHTS", 1)
 
@@ -184,7 +185,7 @@ def test_the_processor_and_the_environment_decide(processor, setting, is_faster,
 import torch
 torch.cpu.get_capabilities = lambda: {{"cpu_name": {processor!r}}}
 torch.set_grad_enabled(False)
-from llamoe.modeling.kernels import cpu
+from llamoe.modeling.kernels import cpp_kernels, cpu
 print(cpu._BATCHES_ARE_FASTER, cpu.can_use_shortcut(torch.ones(1)))
 """
     done = programs.run(["-c", code], env={**os.environ, "LLAMOE_CPU_SHORTCUTS": setting})
