@@ -6,6 +6,7 @@ here goes. All were seen in torch 2.11 and 2.15, transformers 5.21 and 5.23, and
 
 import functools
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -429,6 +430,13 @@ def turn_update_of_one_expert(is_input_first: Callable[[torch.nn.Module], bool])
 
 def compile_cpp(source: str) -> Any:
     """A loaded library of `extern "C"` functions: compiled by the C++ backend of `torch.compile`, and kept on disk."""
-    from torch._inductor.codecache import CppCodeCache
+    # It says at its import that a CUDA toolkit is there without a GPU, which is no matter of this CPU.
+    chatty = logging.getLogger("torch.utils.cpp_extension")
+    level = chatty.level
+    chatty.setLevel(logging.ERROR)
+    try:
+        from torch._inductor.codecache import CppCodeCache
 
-    return CppCodeCache.load(source)
+        return CppCodeCache.load(source)
+    finally:
+        chatty.setLevel(level)
