@@ -21,7 +21,7 @@ from .harness import SURE_ROUNDS, Case, Cases, Contestant, tolerance_of
 from .saved_models import FLOAT32, SavedModel, load_ours
 
 LLAMA_CPP = "llama.cpp"
-NEW = 16
+NEW = 64
 """Tokens of a run."""
 PROBE = list(range(FIRST, FIRST + 8))
 """Tokens of the pass whose logits are compared in float32."""

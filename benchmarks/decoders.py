@@ -45,7 +45,7 @@ class Generate:
 
     def decode(self, new: int) -> list[int]:
         """See `Decoder`."""
-        with on_threads(self.threads):
+        with on_threads(self.threads), torch.inference_mode():
             ids = self.model.generate(
                 torch.tensor([[FIRST]]), max_new_tokens=new, do_sample=False, pad_token_id=0
             )

@@ -24,7 +24,7 @@ GROUPS = {"cpu": cpu.GROUPS, "gpu": gpu.GROUPS}
 
 
 def summary(of_cpu: dict | None, of_gpu: dict | None) -> str:
-    """The README's sentence on speed: how much longer stock takes.
+    """The README's sentence on speed, how much longer stock takes; and its table of few bits.
 
     Args:
         of_cpu: results of `benchmarks.cpu`, or None.
@@ -42,7 +42,14 @@ def summary(of_cpu: dict | None, of_gpu: dict | None) -> str:
         said += " [All figures](docs/performance.md)."
     else:
         said = "No figures of a CPU are committed."
-    return textwrap.fill(f"- **Less work.** {said}", 118, subsequent_indent="  ")
+    bullet = textwrap.fill(f"- **Less work.** {said}", 118, subsequent_indent="  ")
+    rows = few_bits_rows(found)
+    if not rows:
+        return bullet
+    few = textwrap.fill(
+        f"- **[Few bits](docs/quantization.md).** {FEW_BITS_SAID}", 118, subsequent_indent="  "
+    )
+    return "\n\n".join((bullet, few, "\n".join(rows)))
 
 
 def section(of_cpu: dict | None, of_gpu: dict | None) -> str:
@@ -109,6 +116,11 @@ def _measured(results: dict, name: str) -> list[str]:
     ]
 
 
+FEW_BITS_SAID = (
+    "Experts and linear layers in 8 or 4 bits, read at the speed of the memory. Bytes of the weights and milliseconds "
+    "a token on one CPU core, beside llama.cpp's bf16, q8_0 and q4_0, of models of 114 million (dense) and 197 million "
+    "parameters (mixture):"
+)
 FEW_BITS = (
     "MB of the weights, and milliseconds for a token of one row by `generate`, on models of 114 million (dense) and "
     "197 million parameters (mixture); llama.cpp's types are bf16, q8_0 and q4_0:"

@@ -164,6 +164,7 @@ struct Single {
   static AVX512 inline __m512 add(__m512 sum, Vector a, Vector b) { return _mm512_fmadd_ps(a, b, sum); }
   static AVX512 inline __m512 load16(const float* x, uint32_t mask) { return _mm512_maskz_loadu_ps(mask, x); }
   static AVX512 inline void store16(float* y, __m512 x, uint32_t mask) { _mm512_mask_storeu_ps(y, mask, x); }
+  static AVX512 inline __m512 round(__m512 x) { return x; }
 };
 
 // bfloat16 numbers, 32 in a vector.
@@ -179,34 +180,23 @@ struct Brain {
   static AVX512 inline __m512 add(__m512 sum, Vector a, Vector b) { return _mm512_dpbf16_ps(sum, a, b); }
   static AVX512 inline __m512 load16(const uint16_t* x, uint32_t mask) { return widen(_mm256_maskz_loadu_epi16(mask, x)); }
   static AVX512 inline void store16(uint16_t* y, __m512 x, uint32_t mask) { _mm256_mask_storeu_epi16(y, mask, narrow(x)); }
+  static AVX512 inline __m512 round(__m512 x) { return widen(narrow(x)); }
 };
 
-// Vectors that follow each other in memory. Those of a mapped file mostly lie across two cache lines, and reading both for
-// each vector would cost a sixth of the speed: then they are put together from whole lines, each of which is read once.
-template <bool kAcross>
-struct Lines {
-  const char* next;
-  __m512i line, order;
+// Weights of a mapped file mostly lie across cache lines. To read two lines for each vector would cost a sixth of the
+// speed: then vectors are put together from whole lines, each of which is read once.
 
-  AVX512 inline explicit Lines(const void* first) : next((const char*)first) {
-    if (!kAcross) return;
-    const int64_t begin = (int64_t)((uintptr_t)first % 64);
-    alignas(64) static constexpr uint16_t kPlaces[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
-                                                         16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
-    order = _mm512_add_epi16(_mm512_load_si512(kPlaces), _mm512_set1_epi16((short)(begin / 2)));
-    next += 64 - begin;
-    line = _mm512_load_si512(next - 64);
-  }
+// Places of a vector's 16-bit words in the line where it begins, and the next one.
+AVX512 inline __m512i order_from(const void* first) {
+  alignas(64) static constexpr uint16_t kPlaces[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                                       16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+  return _mm512_add_epi16(_mm512_load_si512(kPlaces), _mm512_set1_epi16((short)((uintptr_t)first % 64 / 2)));
+}
 
-  AVX512 inline __m512i read() {
-    const __m512i found = _mm512_loadu_si512(next);
-    next += 64;
-    if (!kAcross) return found;
-    const __m512i vector = _mm512_permutex2var_epi16(line, order, found);
-    line = found;
-    return vector;
-  }
-};
+template <class Number>
+inline const Number* next_line(const Number* first) {
+  return (const Number*)((const char*)first + 64 - (uintptr_t)first % 64);
+}
 
 // R rows times one output, whose weights lie in a row. Memory is read from its beginning to its end, which the processor
 // foresees.
@@ -217,11 +207,15 @@ AVX512 void plain_output(const typename T::Number* x, const typename T::Number* 
   __m512 sum[R][kSums];
   for (int r = 0; r < R; r++)
     for (int j = 0; j < kSums; j++) sum[r][j] = _mm512_setzero_ps();
-  Lines<kAcross> lines(weights);
+  const __m512i order = order_from(weights);
+  const typename T::Number* next = kAcross ? next_line(weights) : weights;
+  __m512i line = kAcross ? _mm512_load_si512((const char*)next - 64) : _mm512_setzero_si512();
   int64_t k = 0;
   for (; k + kSums * T::kStep <= inputs; k += kSums * T::kStep)
     for (int j = 0; j < kSums; j++) {
-      const typename T::Vector weight = (typename T::Vector)lines.read();
+      const __m512i found = _mm512_loadu_si512(next + k + j * T::kStep);
+      const auto weight = (typename T::Vector)(kAcross ? _mm512_permutex2var_epi16(line, order, found) : found);
+      line = found;
       for (int r = 0; r < R; r++) sum[r][j] = T::add(sum[r][j], weight, T::template load<true>(x + r * inputs + k + j * T::kStep));
     }
   for (; k < inputs; k += T::kStep) {
@@ -247,24 +241,20 @@ AVX512 inline void spread(const uint16_t* x, __m512 (&factors)[N]) {
     factors[i] = _mm512_castsi512_ps(_mm512_set1_epi32(x[i] | (i + 1 < N ? (uint32_t)x[i + 1] << 16 : 0)));
 }
 
-// Adds N inputs, times their weights for 16 outputs, to sums of these outputs; without `kWhole` for fewer.
-template <int N, bool kWhole>
-AVX512 inline void add_inputs(const __m512 (&factors)[N], const float* weights, int64_t stride, float* sums,
-                              uint32_t mask) {
+// Adds N inputs, times their weights for 16 outputs, to sums of these outputs.
+template <int N>
+AVX512 inline void add_inputs(Single, const __m512 (&factors)[N], const __m512i (&weights)[N], float* sums) {
   __m512 sum = _mm512_load_ps(sums);
-  for (int i = 0; i < N; i++) sum = _mm512_fmadd_ps(factors[i], Single::load<kWhole>(weights + i * stride, mask), sum);
+  for (int i = 0; i < N; i++) sum = _mm512_fmadd_ps(factors[i], (__m512)weights[i], sum);
   _mm512_store_ps(sums, sum);
 }
 
 // The same for bfloat16 and 32 outputs. Two inputs' weights are put in pairs, which leaves sums in another order.
-template <int N, bool kWhole>
-AVX512 inline void add_inputs(const __m512 (&factors)[N], const uint16_t* weights, int64_t stride, float* sums,
-                              uint32_t mask) {
+template <int N>
+AVX512 inline void add_inputs(Brain, const __m512 (&factors)[N], const __m512i (&weights)[N], float* sums) {
   __m512 low = _mm512_load_ps(sums), high = _mm512_load_ps(sums + 16);
   for (int i = 0; i < N; i += 2) {
-    const __m512i one = (__m512i)Brain::load<kWhole>(weights + i * stride, mask);
-    const __m512i two =
-        i + 1 < N ? (__m512i)Brain::load<kWhole>(weights + (i + 1) * stride, mask) : _mm512_setzero_si512();
+    const __m512i one = weights[i], two = i + 1 < N ? weights[i + 1] : _mm512_setzero_si512();
     low = _mm512_dpbf16_ps(low, (__m512bh)_mm512_unpacklo_epi16(one, two), (__m512bh)factors[i]);
     high = _mm512_dpbf16_ps(high, (__m512bh)_mm512_unpackhi_epi16(one, two), (__m512bh)factors[i]);
   }
@@ -284,14 +274,22 @@ AVX512 inline void store_sums(uint16_t* y, const float* sums, uint32_t mask) {
   _mm512_mask_storeu_epi16(y, mask, (__m512i)all);
 }
 
+// Adds N inputs to all sums.
 template <class T, int N>
-AVX512 inline void add_to_all(const typename T::Number* x, const typename T::Number* weights, int64_t stride,
-                              float* sums, int64_t count) {
+AVX512 void add_to_all(const typename T::Number* x, const typename T::Number* weights, int64_t stride, float* sums,
+                       int64_t count) {
   __m512 factors[N];
   spread(x, factors);
+  __m512i vectors[N];
   int64_t j = 0;
-  for (; j + T::kStep <= count; j += T::kStep) add_inputs<N, true>(factors, weights + j, stride, sums + j, 0);
-  if (j < count) add_inputs<N, false>(factors, weights + j, stride, sums + j, mask_of(count - j, T::kStep));
+  for (; j + T::kStep <= count; j += T::kStep) {
+    for (int i = 0; i < N; i++) vectors[i] = _mm512_loadu_si512(weights + i * stride + j);
+    add_inputs(T(), factors, vectors, sums + j);
+  }
+  if (j == count) return;
+  const uint32_t mask = mask_of(count - j, T::kStep);
+  for (int i = 0; i < N; i++) vectors[i] = (__m512i)T::template load<false>(weights + i * stride + j, mask);
+  add_inputs(T(), factors, vectors, sums + j);
 }
 
 // One row times `count` outputs, whose weights are columns: `stride` numbers lie between two inputs.
@@ -467,9 +465,29 @@ AVX512 void apply_gate(const void* both, void* hidden, int64_t size) {
     const uint32_t mask = mask_of(size - i, 16);
     const __m512 g = T::load16(gate + i, mask);
     const __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), g);
-    alignas(64) Number activated[16];
-    T::store16(activated, _mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.f), exponential(minus))), mask);
-    T::store16((Number*)hidden + i, _mm512_mul_ps(T::load16(activated, mask), T::load16(up + i, mask)), mask);
+    const __m512 activated = T::round(_mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.f), exponential(minus))));
+    T::store16((Number*)hidden + i, _mm512_mul_ps(activated, T::load16(up + i, mask)), mask);
+  }
+}
+
+template <class T>
+AVX512 void normalize(const void* all_x, const void* weight, void* all_y, int64_t rows, int64_t size, float eps) {
+  using Number = typename T::Number;
+  const Number* x = (const Number*)all_x;
+  Number* y = (Number*)all_y;
+  for (int64_t r = 0; r < rows; r++, x += size, y += size) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += 16) {
+      const __m512 part = T::load16(x + i, mask_of(size - i, 16));
+      sum = _mm512_fmadd_ps(part, part, sum);
+    }
+    const __m512 factor = _mm512_set1_ps(1.f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / (float)size + eps));
+    for (int64_t i = 0; i < size; i += 16) {
+      const uint32_t mask = mask_of(size - i, 16);
+      __m512 part = T::round(_mm512_mul_ps(T::load16(x + i, mask), factor));
+      if (weight) part = _mm512_mul_ps(part, T::load16((const Number*)weight + i, mask));
+      T::store16(y + i, part, mask);
+    }
   }
 }
 
@@ -511,21 +529,8 @@ AVX512 void feed_forward(const void* x, void* y, int64_t rows, int64_t bits, int
   multiply(hidden.data(), rows, &last, 1, y, threads);
 }
 
-// x / sqrt(mean(x ** 2) + eps), rounded to bfloat16, times a weight, if there is one; sizes are multiples of 16.
-AVX512 void rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* y, int64_t rows, int64_t size, float eps) {
-  for (int64_t r = 0; r < rows; r++, x += size, y += size) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < size; i += 16) {
-      const __m512 part = widen(_mm256_loadu_si256((const __m256i*)(x + i)));
-      sum = _mm512_fmadd_ps(part, part, sum);
-    }
-    const __m512 factor = _mm512_set1_ps(1.f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / (float)size + eps));
-    for (int64_t i = 0; i < size; i += 16) {
-      __m256i part = narrow(_mm512_mul_ps(widen(_mm256_loadu_si256((const __m256i*)(x + i))), factor));
-      if (weight)
-        part = narrow(_mm512_mul_ps(widen(part), widen(_mm256_loadu_si256((const __m256i*)(weight + i)))));
-      _mm256_storeu_si256((__m256i*)(y + i), part);
-    }
-  }
+// x / sqrt(mean(x ** 2) + eps), rounded, times a weight, if there is one.
+void rms_norm(int64_t bits, const void* x, const void* weight, void* y, int64_t rows, int64_t size, float eps) {
+  (bits == 32 ? normalize<Single> : normalize<Brain>)(x, weight, y, rows, size, eps);
 }
 }

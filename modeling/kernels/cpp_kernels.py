@@ -30,10 +30,11 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS = {
     "products": [_POINTER] * 2 + [_SIZE] * 4 + [_INT, _SIZE] + [_POINTER, _POINTER, _SIZE] * 3,
     "feed_forward": [_POINTER] * 2 + [_SIZE] * 2 + [_INT] + [_SIZE] * 5 + [_INT] + [_POINTER] * 6,
-    "rms_norm": [_POINTER] * 3 + [_SIZE] * 2 + [ctypes.c_float],
+    "rms_norm": [_SIZE] + [_POINTER] * 3 + [_SIZE] * 2 + [ctypes.c_float],
 }
-# Outputs of a 4-bit matrix are computed as many at a time; sizes of vectors are multiples of the other number.
-_BLOCK, _VECTOR = 64, 16
+# Outputs of a 4-bit matrix are computed as many at a time.
+_BLOCK = 64
+_BITS = {torch.bfloat16: 16, torch.float32: 32}
 # Above this many rows torch's own norm, which several threads share, is faster.
 _NORM_MAX_ROWS = 128
 
@@ -75,7 +76,7 @@ class Matrix(NamedTuple):
 
 def plain_matrix(weight: torch.Tensor, is_input_first: bool = False) -> Matrix | None:
     """The matrix of a contiguous weight on the CPU in bfloat16 or float32; None for another."""
-    bits = {torch.bfloat16: 16, torch.float32: 32}.get(weight.dtype)
+    bits = _BITS.get(weight.dtype)
     if bits is None or not weight.is_cpu or not weight.is_contiguous():
         return None
     return Matrix(bits, 0, weight, None, is_input_first)
@@ -231,16 +232,15 @@ def cpp_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         eps: added to the mean square.
     """
     size = x.shape[-1]
-    if x.dtype != torch.bfloat16 or not 0 < x.numel() <= _NORM_MAX_ROWS * size or size % _VECTOR:
+    bits = _BITS.get(x.dtype)
+    if bits is None or not 0 < x.numel() <= _NORM_MAX_ROWS * size:
         return None
-    if weight is not None and not (
-        weight.dtype == torch.bfloat16 and weight.is_cpu and weight.is_contiguous()
-    ):
+    if weight is not None and not (weight.dtype == x.dtype and weight.is_cpu and weight.is_contiguous()):
         return None
     if (found := library()) is None:
         return None
     x = x.contiguous()
     y = torch.empty_like(x)
     scale = None if weight is None else weight.data_ptr()
-    found.rms_norm(x.data_ptr(), scale, y.data_ptr(), x.numel() // size, size, eps)
+    found.rms_norm(bits, x.data_ptr(), scale, y.data_ptr(), x.numel() // size, size, eps)
     return y

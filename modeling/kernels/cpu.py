@@ -108,7 +108,10 @@ def _apply_by_kernel(linears: Sequence[nn.Module], x: torch.Tensor) -> Sequence[
     matrices = _matrices(linears, x)
     if matrices is None or (y := cpp_products(x.reshape(-1, x.shape[-1]), matrices)) is None:
         return None
-    return y.view(*x.shape[:-1], y.shape[1]).split([matrix.outputs for matrix in matrices], -1)
+    y = y.view(*x.shape[:-1], y.shape[1])
+    return (
+        (y,) if len(matrices) == 1 else y.split_with_sizes([matrix.codes.shape[0] for matrix in matrices], -1)
+    )
 
 
 def apply_feed_forward(
@@ -131,23 +134,23 @@ def _matrices(linears: Sequence[nn.Module], x: torch.Tensor) -> list[Matrix] | N
     """The layers' matrices, all of one format, where a compiled kernel takes these rows; otherwise None."""
     if not (can_use_shortcut(x) and x.ndim and 0 < x.numel() <= FEW_BITS_MAX_ROWS * x.shape[-1]):
         return None
+    are_few = x.numel() <= PLAIN_MAX_ROWS * x.shape[-1]
     matrices: list[Matrix] = []
     for linear in linears:
         matrix = None
         if type(linear) is nn.Linear:
-            if (
-                x.numel() <= PLAIN_MAX_ROWS * x.shape[-1]
-                and linear.bias is None
-                and _is_plain(linear, x.dtype)
-            ):
-                matrix = plain_matrix(linear.weight)
+            if are_few and _is_plain(linear, x.dtype) and linear.bias is None:
+                matrix = plain_matrix(linear._parameters["weight"])
         # Adapters' and other libraries' layers have no such attribute.
         elif "format" in linear.__dict__ and x.dtype == torch.bfloat16 and not _is_watched(linear):
             matrix = linear.for_kernel()
-        if matrix is None or (matrices and matrix[:2] != matrices[0][:2]):
+        if matrix is None:
             return None
         matrices.append(matrix)
-    return matrices if matrices[0].inputs == x.shape[-1] else None
+    first = matrices[0]
+    if len(matrices) > 1 and any(each[:2] != first[:2] for each in matrices[1:]):
+        return None
+    return matrices if first.inputs == x.shape[-1] else None
 
 
 def multiply_rows(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:

@@ -42,12 +42,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept unless the weight's is wider."""
-        if hidden_states.dtype == self.weight.dtype == torch.float32:
-            return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
-        if hidden_states.dtype == torch.bfloat16 and can_use_shortcut(hidden_states):
+        if can_use_shortcut(hidden_states):
             normalized = cpp_norm(hidden_states, self.weight, self.eps)
             if normalized is not None:
                 return normalized
+        if hidden_states.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
         return rms_normalize(hidden_states, self.eps) * self.weight
 
     def extra_repr(self) -> str:
@@ -64,7 +64,7 @@ class L2Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept."""
-        if x.dtype == torch.bfloat16 and can_use_shortcut(x):
+        if can_use_shortcut(x):
             normalized = cpp_norm(x, None, self.eps)
             if normalized is not None:
                 return normalized
