@@ -58,11 +58,10 @@ def test_wheel_holds_the_library_and_nothing_else(wheel):
     expected = set()
     for package in SETUPTOOLS["packages"]:
         folder = ROOT / SETUPTOOLS["package-dir"].get(package, package.replace(".", "/"))
-        expected |= {
-            f"{package.replace('.', '/')}/{path.name}"
-            for path in folder.glob("*.*")
-            if path.suffix in (".py", ".cpp")
-        }
+        expected |= {f"{package.replace('.', '/')}/{path.name}" for path in folder.glob("*.py")}
+    expected |= {
+        f"llamoe/modeling/kernels/cpp/{path.name}" for path in (ROOT / "modeling/kernels/cpp").iterdir()
+    }
     assert names == expected | {"llamoe/py.typed"}
 
 

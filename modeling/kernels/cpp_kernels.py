@@ -2,10 +2,10 @@
 
 A step of decoding reads every weight once. With one row, torch's products reach half to three quarters of the memory's
 speed, in float32 and bfloat16 as in 4 and 8 bits, and those of 4 and 8 bits are several times slower than bfloat16 with
-many rows. The kernels in cpp_kernels.cpp read memory at its full speed. A step is then so short that calls between
-products count: the feed-forward and the norms have kernels, too.
+many rows. The kernels in cpp/ read memory at its full speed. A step is then so short that calls between products count:
+the feed-forward and the norms have kernels, too.
 
-The file is compiled by the C++ backend of `torch.compile`, which keeps the result on disk: four seconds once. Without
+They are compiled by the C++ backend of `torch.compile`, which keeps the result on disk: four seconds once. Without
 a compiler, on a processor without AVX-512 for bfloat16, or with `LLAMOE_CPP_KERNELS=0` in the environment, torch's
 kernels are used.
 
@@ -15,6 +15,7 @@ Shapes: N rows, I inputs, O outputs, H hidden size, F intermediate size.
 import ctypes
 import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from .._private_api import compile_cpp
 
 logger = logging.getLogger("llamoe")
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
+_SOURCES = Path(__file__).parent / "cpp"
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS = {
     "products": [_POINTER] * 2 + [_SIZE] * 4 + [_INT, _SIZE] + [_POINTER, _POINTER, _SIZE] * 3,
@@ -99,7 +100,7 @@ def _compile() -> Any:
     if not torch.cpu.get_capabilities().get("avx512_bf16"):
         return None
     try:
-        found = compile_cpp(_SOURCE.read_text(encoding="utf-8"))
+        found = compile_cpp(_source("kernels.cpp"))
         if not found.is_supported():
             return None
         for name, types in _ARGUMENTS.items():
@@ -114,6 +115,12 @@ def _compile() -> Any:
         )
         return None
     return found
+
+
+def _source(name: str) -> str:
+    """A file with those that it includes, since the compiler is given a text."""
+    text = (_SOURCES / name).read_text(encoding="utf-8")
+    return re.sub(r'^#include "(.+)"$', lambda match: _source(match[1]), text, flags=re.MULTILINE)
 
 
 def _is_right(found: Any) -> bool:

@@ -1,13 +1,10 @@
 """Models in few bits together with everything else: each pair works, or is refused by name before a weight is read."""
 
 import copy
-import io
-import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_model, save_model
 from support.few_bits import (
     CLOSE,
     FAMILIES,
@@ -163,112 +160,6 @@ def test_inductor_compiles_a_layer(weights):
 def test_export(model):
     program = torch.export.export(model, (token_ids(),), dict(use_cache=False), strict=False)
     assert torch.equal(program.module()(token_ids(), use_cache=False).logits, logits(model))
-
-
-# Dtypes
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(model, dtype, monkeypatch):
-    route_by_position(monkeypatch)
-    expected = logits(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = logits(model.to(dtype))
-    assert distance(found, expected) < (CLOSE if dtype == torch.float32 else 1e-9)
-
-
-@pytest.mark.parametrize(
-    "cast",
-    [
-        lambda model: model.to(torch.float16),
-        lambda model: model.to(torch.float32),
-        lambda model: model.to(dtype=torch.float64),
-        lambda model: model.type(torch.float32),
-        lambda model: nn.Module.half(model),
-        lambda model: nn.Module.float(model),
-        lambda model: model.bfloat16(),
-    ],
-    ids=["float16", "float32", "float64", "type", "half", "float", "bfloat16"],
-)
-def test_a_cast_leaves_codes_and_scales(model, cast, monkeypatch):
-    route_by_position(monkeypatch)
-    before = {name: tensor.clone() for name, tensor in codes_and_scales(model).items()}
-    expected = logits(model)
-    model = cast(model)
-    found = logits(model)
-    assert found.dtype == model.dtype
-    assert distance(found, expected) < CLOSE
-    after = codes_and_scales(model)
-    assert after.keys() == before.keys()
-    for name, tensor in after.items():
-        assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name]), name
-
-
-def test_a_cast_within_a_class_is_refused_by_transformers():
-    for cast in (packed("text", "int4").half, packed("text", "int4").float):
-        with pytest.raises(ValueError, match="is not supported for quantized model"):
-            cast()
-
-
-# Copies
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def saved_by_torch(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_by_torch])
-def test_copies(model, copied):
-    found = copied(model)
-    assert torch.equal(logits(found), logits(model))
-    first = codes_and_scales(found)
-    assert all(
-        tensor.data_ptr() != first[name].data_ptr() for name, tensor in codes_and_scales(model).items()
-    )
-    assert found.is_quantized and found.config.quantization_config.weights in WEIGHTS
-
-
-def emptied(model):
-    model = copy.deepcopy(model)
-    for tensor in (*model.parameters(), *codes_and_scales(model).values()):
-        tensor.data.zero_()
-    return model
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dicts(model, assign):
-    other, file = emptied(model), io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    assert not any(other.load_state_dict(state, assign=assign))
-    assert torch.equal(logits(other), logits(model))
-
-
-def test_safetensors(model, tmp_path):
-    save_model(model, tmp_path / "model.safetensors")
-    other = emptied(model)
-    load_model(other, tmp_path / "model.safetensors")
-    assert torch.equal(logits(other), logits(model))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_numbers_are_no_codes(model, family, weights, strict):
-    before = {name: tensor.clone() for name, tensor in codes_and_scales(model).items()}
-    plain = AutoModelForCausalLM.from_pretrained(folder(family))
-    wanted = {"int4": "uint8", "int8": "int8"}[weights]
-    with pytest.raises(
-        RuntimeError, match=rf"q_proj.weight is torch.bfloat16, .* packed weight has torch.{wanted}"
-    ):
-        model.load_state_dict(plain.state_dict(), strict=strict)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in codes_and_scales(model).items())
 
 
 # Experts

@@ -1,0 +1,214 @@
+"""Odd inputs, addresses, processors and processes: models in few bits compute the same, or say what is wrong."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import programs
+from support.few_bits import CLOSE, WEIGHTS, distance, folder, load, logits, packed, save, token_ids
+from transformers import AutoModelForCausalLM
+
+from llamoe.modeling.kernels import cpp_kernels
+from llamoe.modeling.quantization import QuantizedLinear
+from llamoe.modeling.quantization.formats import Int4, Int8
+from llamoe.modeling.quantization.products import multiply
+
+
+@pytest.fixture(params=WEIGHTS)
+def weights(request):
+    return request.param
+
+
+# Inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (0, 4), (2, 9)])
+def test_rows_of_each_dtype_and_number(weights, dtype, shape):
+    layer = packed("dense", weights).model.layers[0].mlp.down_proj
+    x = torch.randn(*shape, 320).to(dtype)
+    y = layer(x)
+    assert y.dtype == dtype and y.shape == (*shape, 128)
+    expected = x.float() @ layer.dequantized_weight("weight", torch.float32).T
+    assert x.numel() == 0 or distance(y, expected) < 0.01  # one product in bfloat16
+    x = x.clone().requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad.shape == x.shape and x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("x", [torch.ones(3, 64), torch.ones(2, 4, 64), torch.ones(3, 320, dtype=torch.long)])
+def test_rows_of_another_size_or_of_integers(weights, x):
+    layer = packed("dense", weights).model.layers[0].mlp.down_proj
+    with pytest.raises(ValueError, match=r"takes floats \[\.\.\., 320\], not torch\.\w+ \["):
+        layer(x)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5)])
+@pytest.mark.parametrize("family", ["dense", "mixtral"])
+def test_no_tokens(family, weights, shape):
+    with pytest.raises(ValueError, match=r"with one row and one token or more"):
+        packed(family, weights)(torch.zeros(shape, dtype=torch.long))
+
+
+def shifted(tensor, offset):
+    """The same numbers at an address that is `offset` bytes after a multiple of 64."""
+    room = torch.zeros(tensor.nbytes + 128, dtype=torch.uint8)
+    start = -room.data_ptr() % 64 + offset
+    found = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    found.copy_(tensor)
+    assert found.data_ptr() % 64 == offset
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["ours", "torch's"])
+@pytest.mark.parametrize("form", [Int4(32), Int4(128), Int8()], ids=lambda form: form.key)
+@pytest.mark.parametrize("sizes", [(128, 128), (80, 240), (16, 32)])
+def test_addresses_that_kernels_do_not_expect(form, sizes, kernels, monkeypatch):
+    """torch's product for int8 reads whole vectors, and ends the process where one is not aligned."""
+    if kernels == "torch's":
+        monkeypatch.setattr(cpp_kernels, "library", lambda: None)
+    if form.refusal(sizes):
+        pytest.skip("a size that this format does not take")
+    codes, scales = form.quantize(torch.randn(sizes))
+    expected = form.matrix((codes, scales), sizes, torch.float32).T
+    for num_rows in (1, 2, 5, 23, 90):
+        x = torch.randn(num_rows, sizes[1]).bfloat16()
+        for at_codes, at_scales, at_rows in ((0, 0, 0), (1, 0, 0), (16, 2, 0), (33, 6, 10), (0, 2, 2)):
+            parts = shifted(codes, at_codes), shifted(scales, at_scales)
+            y = multiply(form, shifted(x, at_rows), parts, sizes)
+            assert distance(y, x.float() @ expected) < 0.01  # one product in bfloat16
+        for strided in (x.T.contiguous().T, x.repeat_interleave(2, 1)[:, ::2]):
+            assert distance(multiply(form, strided, (codes, scales), sizes), x.float() @ expected) < 0.01
+
+
+def test_codes_of_a_mapped_file_at_odd_addresses(weights, tmp_path):
+    """safetensors aligns nothing but the first tensor of a file."""
+    path = save(packed("mixtral", weights))
+    tensors = {"a": torch.zeros(1, dtype=torch.uint8), **load_file(path / "model.safetensors")}
+    content = {name: {"dtype": _NAMES[t.dtype], "shape": list(t.shape)} for name, t in tensors.items()}
+    end = 0
+    for name, tensor in tensors.items():
+        content[name]["data_offsets"] = [end, end + tensor.nbytes]
+        end += tensor.nbytes
+    header = json.dumps({"__metadata__": {"format": "pt"}, **content}).encode()
+    data = b"".join(
+        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()
+    )
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(logits(model), logits(packed("mixtral", weights)))
+
+
+_NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16"}
+
+
+# Other machines and processes
+
+
+ELSEWHERE = """
+import json, logging, sys, torch, llamoe
+from transformers import AutoModelForCausalLM
+
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("llamoe").addHandler(handler)
+path, ids = sys.argv[1], torch.load(sys.argv[2])
+for name in ("int4", "int8", "int4"):
+    model = AutoModelForCausalLM.from_pretrained(f"{path}/{name}")
+    with torch.no_grad():
+        found = {"logits": model(ids).logits, "row": model(ids[:1, :1]).logits}
+    model.train()(ids, labels=ids).loss
+    torch.save(found, f"{path}/{name}.pt")
+print(json.dumps([torch.backends.cpu.get_cpu_capability(), said]))
+"""
+
+
+def test_a_processor_without_the_kernels(tmp_path):
+    """Numbers are the same, and that it is slower is said once."""
+    for weights in WEIGHTS:
+        packed("text", weights).save_pretrained(tmp_path / weights)
+    torch.save(token_ids(), tmp_path / "ids.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, tmp_path, tmp_path / "ids.pt"],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": "avx2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    capability, said = json.loads(done.stdout.splitlines()[-1])
+    assert capability == "AVX2"
+    assert [sentence for sentence in said if "AVX-512" in sentence] == [
+        "This CPU has no AVX-512, which torch's 4-bit kernel needs for this layout: on the CPU, int4 weights are "
+        "unpacked for each product, which saves memory, and no time."
+    ]
+    for weights in WEIGHTS:
+        found, model = torch.load(tmp_path / f"{weights}.pt"), packed("text", weights)
+        for each, expected in (
+            (found["logits"], logits(model)),
+            (found["row"], logits(model, token_ids()[:1, :1])),
+        ):
+            error = (each - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+            # The median, for tokens that rounding sends to another expert.
+            assert error.median() < CLOSE
+
+
+NEVER_IMPORTED = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+
+assert "llamoe" not in sys.modules
+path = sys.argv[1]
+try:
+    AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
+except ValueError as error:
+    print(error)
+model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+with torch.no_grad():
+    torch.save(model(torch.load(f"{path}/ids.pt")).logits, f"{path}/found.pt")
+"""
+NOT_INSTALLED = """
+import importlib.abc, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "llamoe":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("family", ["dense", "mixtral"])
+def test_programs_that_never_imported_llamoe(family, weights, tmp_path):
+    model = packed(family, weights)
+    model.save_pretrained(tmp_path / "model")
+    torch.save(token_ids(), tmp_path / "model/ids.pt")
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = programs.run(["-c", NEVER_IMPORTED, tmp_path / "model"], env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "contains custom code" in done.stdout and "`trust_remote_code=True`" in done.stdout
+    assert torch.equal(torch.load(tmp_path / "model/found.pt"), logits(model))
+    done = programs.run(["-c", NOT_INSTALLED, tmp_path / "model"], env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == (
+        "This folder holds a llamoe model, and the package llamoe is not installed: pip install llamoe"
+    )
+
+
+def test_a_cast_is_told(caplog):
+    with caplog.at_level(logging.WARNING, logger="llamoe"):
+        model = load(folder("dense"), "int4", dtype=torch.float32)
+    assert "int4 weights are multiplied in bfloat16: the model is cast from float32." in caplog.text
+    assert model.dtype == torch.bfloat16
+    assert isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
