@@ -30,6 +30,7 @@ from ..configuration.servers import warn_of_server
 from .attention import (
     Attention,
     MaskInputs,
+    attend_one_token,
     attention_masks,
     mask_of_new_tokens,
     rules_of,
@@ -45,7 +46,7 @@ from .input_checks import (
     check_tokens,
     leave_out_attentions,
 )
-from .kernels import apply_linear
+from .kernels import apply_linear, apply_normalized_feed_forward, is_watched
 from .layers import FeedForward, RMSNorm, RotaryEmbedding, rotary_tables
 from .moe import MixtureOfExperts, Router, TrainsRouters, expert_load
 
@@ -80,17 +81,27 @@ class DecoderLayer(GradientCheckpointingLayer):
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Map `[B, T, hidden_size]` to the same shape; other arguments as in `Attention`."""
-        attended, _ = self.self_attn(
-            self.input_layernorm(hidden_states),
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
-        hidden_states = hidden_states + attended
-        feed_forward = getattr(self, self.feed_forward_name)
-        return hidden_states + feed_forward(self.post_attention_layernorm(hidden_states))
+        norm, attention = self.input_layernorm, self.self_attn
+        context = position_embeddings, attention_mask, position_ids, past_key_values
+        at_once = attend_one_token(norm, attention, hidden_states, *context, kwargs)
+        if at_once is not None:
+            hidden_states = at_once
+        else:
+            attended, _ = attention(
+                norm(hidden_states),
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+            hidden_states = hidden_states + attended
+        feed_forward, norm = getattr(self, self.feed_forward_name), self.post_attention_layernorm
+        if type(feed_forward) is FeedForward and type(norm) is RMSNorm and not is_watched(feed_forward):
+            at_once = apply_normalized_feed_forward(norm, *feed_forward.parts(), hidden_states)
+            if at_once is not None:
+                return at_once
+        return hidden_states + feed_forward(norm(hidden_states))
 
 
 class DecoderModel(LlamoePreTrainedModel):

@@ -3,7 +3,8 @@
 Reading order: cache (length and keys of a KV cache before a pass), visibility (which tokens see each other: rules,
 groups, chunk borders), positions (from padding, from lengths, of cached tokens), mask_inputs (the facts of a pass),
 varlen and chunked_sdpa (attention without a mask), masks (a real one), forms (the table of all forms, and which one a
-pass takes), cache_checks (whether a cache fits the model), layer (the module).
+pass takes), cache_checks (whether a cache fits the model), layer (the module), one_token (a
+decode step on a CPU).
 """
 
 from .cache import cached_length
@@ -11,12 +12,14 @@ from .cache_checks import check_cache
 from .forms import attention_masks
 from .layer import Attention, eager_attention_forward
 from .mask_inputs import MaskInputs, mask_of_new_tokens
+from .one_token import attend_one_token
 from .positions import without_padding_positions
 from .visibility import rules_of
 
 __all__ = [
     "Attention",
     "MaskInputs",
+    "attend_one_token",
     "attention_masks",
     "cached_length",
     "check_cache",

@@ -6,7 +6,16 @@ trust (that kernel's test before its first use). Files named `…_triton` import
 and takes long to import; the others import it only when a kernel is about to run.
 """
 
-from .cpp_kernels import Matrix, cpp_feed_forward, cpp_norm, cpp_products, plain_matrix
+from .cpp_kernels import (
+    Matrix,
+    Rotation,
+    cpp_attend,
+    cpp_feed_forward,
+    cpp_norm,
+    cpp_products,
+    cpp_project,
+    plain_matrix,
+)
 from .cpu import (
     PLAIN_MAX_ROWS,
     SHORTCUTS_ARE_ON,
@@ -14,11 +23,15 @@ from .cpu import (
     apply_gate,
     apply_linear,
     apply_linears,
+    apply_normalized_feed_forward,
     are_single_queries,
     attend_to_single_queries,
     can_use_shortcut,
     is_silu,
+    is_watched,
+    matrices_of,
     multiply_rows,
+    norm_weight,
 )
 from .few_rows import TRITON_MAX_ROWS, few_rows_experts, few_rows_fits
 from .tracing import is_exported, is_readable, is_recorded, is_tracing, is_transformed
@@ -29,18 +42,22 @@ __all__ = [
     "Matrix",
     "PLAIN_MAX_ROWS",
     "SHORTCUTS_ARE_ON",
+    "Rotation",
     "TRITON_MAX_ROWS",
     "Way",
     "apply_feed_forward",
     "apply_gate",
     "apply_linear",
     "apply_linears",
+    "apply_normalized_feed_forward",
     "are_single_queries",
     "attend_to_single_queries",
     "can_use_shortcut",
+    "cpp_attend",
     "cpp_feed_forward",
     "cpp_norm",
     "cpp_products",
+    "cpp_project",
     "describe",
     "few_rows_experts",
     "few_rows_fits",
@@ -50,7 +67,10 @@ __all__ = [
     "is_silu",
     "is_tracing",
     "is_transformed",
+    "is_watched",
+    "matrices_of",
     "multiply_rows",
+    "norm_weight",
     "plain_matrix",
     "rows_known",
     "rows_to_trust",

@@ -27,12 +27,19 @@ from .._private_api import compile_cpp
 logger = logging.getLogger("llamoe")
 
 _SOURCES = Path(__file__).parent / "cpp"
-_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+# fmt: off
 _ARGUMENTS = {
     "products": [_POINTER] * 2 + [_SIZE] * 4 + [_INT, _SIZE] + [_POINTER, _POINTER, _SIZE] * 3,
     "feed_forward": [_POINTER] * 2 + [_SIZE] * 2 + [_INT] + [_SIZE] * 5 + [_INT] + [_POINTER] * 6,
-    "rms_norm": [_SIZE] + [_POINTER] * 3 + [_SIZE] * 2 + [ctypes.c_float],
+    "project": [_SIZE] + [_POINTER] * 2 + [_FLOAT, _POINTER] + [_SIZE] * 3 + [_INT]
+    + [_POINTER, _POINTER, _SIZE] * 3 + [_SIZE] + [_POINTER] * 2 + [_SIZE, _INT, _FLOAT, _FLOAT],
+    "attend_and_project": [_SIZE] + [_POINTER] + ([_POINTER] + [_SIZE] * 2) * 2 + [_SIZE] * 4 + [_FLOAT]
+    + [_SIZE] * 2 + [_INT] + [_POINTER] * 2 + [_SIZE] + [_POINTER] * 2,
+    "normalized_feed_forward": [_SIZE] + [_POINTER] * 2 + [_FLOAT, _POINTER] + [_SIZE] * 6 + [_INT] + [_POINTER] * 6,
+    "rms_norm": [_SIZE] + [_POINTER] * 3 + [_SIZE] * 2 + [_FLOAT],
 }
+# fmt: on
 # Outputs of a 4-bit matrix are computed as many at a time.
 _BLOCK = 64
 _BITS = {torch.bfloat16: 16, torch.float32: 32}
@@ -163,10 +170,8 @@ def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor
     Returns:
         `[N, O]` in the dtype of the rows, the outputs of the matrices side by side.
     """
-    found = library()
-    if found is None or (matrices[0].bits == 4 and any(matrix.outputs % _BLOCK for matrix in matrices)):
-        return None
-    return _products(found, x_NI.contiguous(), matrices)
+    found = _library_for(matrices)
+    return None if found is None else _products(found, x_NI.contiguous(), matrices)
 
 
 def _products(found: Any, x: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor:
@@ -221,13 +226,21 @@ def cpp_feed_forward(
         num_out,
         gate.group_size,
         torch.get_num_threads(),
-        *(
-            None if tensor is None else tensor.data_ptr()
-            for matrix in (gate, up, down)
-            for tensor in ((None, None) if matrix is None else (matrix.codes, matrix.scales))
-        ),
+        *_pointers(gate, up, down),
     )
     return y_NH
+
+
+def _pointers(*matrices: Matrix | None) -> list[int | None]:
+    """The addresses of codes and scales."""
+    found: list[int | None] = []
+    for matrix in matrices:
+        if matrix is None:
+            found += (None, None)
+        else:
+            _, _, codes, scales, _ = matrix
+            found += (codes.data_ptr(), None if scales is None else scales.data_ptr())
+    return found
 
 
 def cpp_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
@@ -251,3 +264,161 @@ def cpp_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     scale = None if weight is None else weight.data_ptr()
     found.rms_norm(bits, x.data_ptr(), scale, y.data_ptr(), x.numel() // size, size, eps)
     return y
+
+
+class Rotation(NamedTuple):
+    """How queries and keys are rotated.
+
+    Attributes:
+        table: float32, on the CPU: cosines `[head_dim / 2]` and sines at other places of one memory.
+        sine_offset: numbers from the first cosine to the first sine.
+        step: numbers from one cosine to the next.
+        is_interleaved: whether a pair of channels stands side by side, or half a head apart.
+    """
+
+    table: torch.Tensor
+    sine_offset: int
+    step: int
+    is_interleaved: bool
+
+
+def cpp_project(
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    matrices: Sequence[Matrix],
+    head_dim: int,
+    rotation: Rotation | None,
+    qk_eps: float,
+    query_scale: float,
+) -> torch.Tensor | None:
+    """Queries, keys and values of one token, `[outputs]` side by side; None where there is no kernel.
+
+    Args:
+        x: of one token, `[..., H]` on the CPU.
+        norm: weight of the RMSNorm before, `[H]` in the dtype of `x`.
+        eps: its eps.
+        matrices: of queries, keys and values, for rows of the dtype of `x`.
+        head_dim: channels of a head.
+        rotation: of queries and keys, or None.
+        qk_eps: eps of the norm of each of their heads after that; 0 for none.
+        query_scale: what queries are multiplied by at last.
+    """
+    if (found := _library_for(matrices)) is None:
+        return None
+    y = x.new_empty(sum(matrix.codes.shape[0] for matrix in matrices))
+    placed: list[Any] = []
+    for matrix in matrices:
+        placed += (*_pointers(matrix), matrix.codes.shape[0])
+    turned: tuple[Any, ...] = (None, None, 0, False)
+    if rotation is not None:
+        first = rotation.table.data_ptr()
+        turned = first, first + 4 * rotation.sine_offset, rotation.step, rotation.is_interleaved
+    found.project(
+        _BITS[x.dtype],
+        x.data_ptr(),
+        norm.data_ptr(),
+        eps,
+        y.data_ptr(),
+        matrices[0].bits,
+        x.shape[-1],
+        matrices[0].group_size,
+        torch.get_num_threads(),
+        *placed,
+        head_dim,
+        *turned,
+        qk_eps,
+        query_scale,
+    )
+    return y
+
+
+def cpp_attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    output: Matrix,
+    residual: torch.Tensor,
+) -> torch.Tensor | None:
+    """`residual + output(attention)` for one token that sees all keys; None where there is no kernel.
+
+    Args:
+        queries: begins with `[heads * head_dim]` numbers.
+        keys: `[1, key heads, K, head_dim]` in the same dtype, with channels side by side.
+        values: likewise.
+        scaling: factor of the scores.
+        output: matrix of the output projection.
+        residual: contiguous.
+
+    Returns:
+        the shape of `residual`.
+    """
+    if (found := _library_for((output,))) is None:
+        return None
+    y = torch.empty_like(residual)
+    _, key_heads, count, head_dim = keys.shape
+    found.attend_and_project(
+        _BITS[residual.dtype],
+        queries.data_ptr(),
+        keys.data_ptr(),
+        keys.stride(1),
+        keys.stride(2),
+        values.data_ptr(),
+        values.stride(1),
+        values.stride(2),
+        count,
+        output.inputs // head_dim,
+        key_heads,
+        head_dim,
+        scaling,
+        output.bits,
+        output.group_size,
+        torch.get_num_threads(),
+        *_pointers(output),
+        output.codes.shape[0],
+        residual.data_ptr(),
+        y.data_ptr(),
+    )
+    return y
+
+
+def cpp_normalized_feed_forward(
+    x: torch.Tensor, norm: torch.Tensor, eps: float, gate: Matrix, up: Matrix, down: Matrix
+) -> torch.Tensor | None:
+    """`x + feed_forward(rms_norm(x))`; None where there is no kernel.
+
+    Args:
+        x: `[..., H]` on the CPU, contiguous.
+        norm: weight of the norm, `[H]` in the dtype of `x`.
+        eps: its eps.
+        gate: F outputs, output-first.
+        up: likewise.
+        down: F inputs, or more after padding.
+    """
+    if (found := _library_for((gate, up, down))) is None:
+        return None
+    y = torch.empty_like(x)
+    found.normalized_feed_forward(
+        _BITS[x.dtype],
+        x.data_ptr(),
+        norm.data_ptr(),
+        eps,
+        y.data_ptr(),
+        x.numel() // x.shape[-1],
+        gate.bits,
+        x.shape[-1],
+        gate.codes.shape[0],
+        down.inputs,
+        gate.group_size,
+        torch.get_num_threads(),
+        *_pointers(gate, up, down),
+    )
+    return y
+
+
+def _library_for(matrices: Sequence[Matrix]) -> Any:
+    """The kernels, if they take output-first matrices of these sizes."""
+    if matrices[0].bits == 4 and any(matrix.codes.shape[0] % _BLOCK for matrix in matrices):
+        return None
+    return library()

@@ -31,7 +31,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from .._private_api import is_observed
-from .cpp_kernels import Matrix, cpp_feed_forward, cpp_products, plain_matrix
+from .cpp_kernels import Matrix, cpp_feed_forward, cpp_normalized_feed_forward, cpp_products, plain_matrix
 
 SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
 """Whether shortcuts may be used at all."""
@@ -105,7 +105,7 @@ def apply_linears(linears: Sequence[nn.Module], x: torch.Tensor) -> Sequence[tor
 
 def _apply_by_kernel(linears: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor] | None:
     """The results of few rows by a compiled kernel; None where it does not know the layers."""
-    matrices = _matrices(linears, x)
+    matrices = matrices_of(linears, x)
     if matrices is None or (y := cpp_products(x.reshape(-1, x.shape[-1]), matrices)) is None:
         return None
     y = y.view(*x.shape[:-1], y.shape[1])
@@ -118,11 +118,29 @@ def apply_feed_forward(
     gate: nn.Module, up: nn.Module, down: nn.Module, act_fn: nn.Module, x: torch.Tensor
 ) -> torch.Tensor:
     """`down(act_fn(gate(x)) * up(x))`; few rows by one call."""
-    if is_silu(act_fn) and (matrices := _matrices((gate, up, down), x)) is not None:
+    if is_silu(act_fn) and (matrices := matrices_of((gate, up, down), x)) is not None:
         y = cpp_feed_forward(x.reshape(-1, x.shape[-1]), *matrices)
         if y is not None:
             return y.view(x.shape)
     return apply_linear(down, apply_gate(act_fn, apply_linear(gate, x), apply_linear(up, x)))
+
+
+def apply_normalized_feed_forward(
+    norm: nn.Module, gate: nn.Module, up: nn.Module, down: nn.Module, act_fn: nn.Module, x: torch.Tensor
+) -> torch.Tensor | None:
+    """`x + down(act_fn(gate(norm(x))) * up(norm(x)))` of few rows by one call; None where there is no kernel."""
+    if not is_silu(act_fn) or (matrices := matrices_of((gate, up, down), x)) is None or not x.is_contiguous():
+        return None
+    weight = norm_weight(norm, x)
+    return None if weight is None else cpp_normalized_feed_forward(x, weight, norm.eps, *matrices)
+
+
+def norm_weight(norm: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """The weight of an RMSNorm that nothing watches, in the dtype of `x`; otherwise None."""
+    weight = norm._parameters.get("weight")
+    if type(weight) is not nn.Parameter or weight.dtype != x.dtype or not weight.is_cpu or is_watched(norm):
+        return None
+    return weight if weight.is_contiguous() else None
 
 
 def is_silu(act_fn: nn.Module) -> bool:
@@ -130,7 +148,7 @@ def is_silu(act_fn: nn.Module) -> bool:
     return type(act_fn) is _SILU and not act_fn._forward_hooks and not act_fn._forward_pre_hooks
 
 
-def _matrices(linears: Sequence[nn.Module], x: torch.Tensor) -> list[Matrix] | None:
+def matrices_of(linears: Sequence[nn.Module], x: torch.Tensor) -> list[Matrix] | None:
     """The layers' matrices, all of one format, where a compiled kernel takes these rows; otherwise None."""
     if not (can_use_shortcut(x) and x.ndim and 0 < x.numel() <= FEW_BITS_MAX_ROWS * x.shape[-1]):
         return None
@@ -142,7 +160,7 @@ def _matrices(linears: Sequence[nn.Module], x: torch.Tensor) -> list[Matrix] | N
             if are_few and _is_plain(linear, x.dtype) and linear.bias is None:
                 matrix = plain_matrix(linear._parameters["weight"])
         # Adapters' and other libraries' layers have no such attribute.
-        elif "format" in linear.__dict__ and x.dtype == torch.bfloat16 and not _is_watched(linear):
+        elif "format" in linear.__dict__ and x.dtype == torch.bfloat16 and not is_watched(linear):
             matrix = linear.for_kernel()
         if matrix is None:
             return None
@@ -175,12 +193,13 @@ def _is_plain(linear: nn.Linear, dtype: torch.dtype) -> bool:
         and weight.layout == torch.strided
         and weight.is_contiguous()
         and weight.numel() >= _LINEAR_MIN_WEIGHTS
-        and not _is_watched(linear)
+        and not is_watched(linear)
     )
 
 
-def _is_watched(linear: nn.Module) -> bool:
-    return bool(linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
+def is_watched(module: nn.Module) -> bool:
+    """Whether a module has hooks, or another `forward`."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def _multiply_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:

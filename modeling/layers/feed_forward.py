@@ -28,6 +28,10 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.act_fn = activation(hidden_act)
 
+    def parts(self) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module]:
+        """Gate, up, down and the activation."""
+        return self.gate_proj, self.up_proj, self.down_proj, self.act_fn
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., hidden_size]` to the same shape."""
-        return apply_feed_forward(self.gate_proj, self.up_proj, self.down_proj, self.act_fn, hidden_states)
+        return apply_feed_forward(*self.parts(), hidden_states)

@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -15,6 +16,8 @@
 
 #include "few_bits.h"
 #include "numbers.h"
+
+#include "attention.h"
 
 namespace {
 
@@ -160,19 +163,6 @@ AVX512 void multiply(const void* x, int64_t rows, const Matrix* matrices, int64_
   }
 }
 
-// e to the x: two to the power of the integer part, times a polynomial of the rest (Cephes, single precision).
-AVX512 inline __m512 exponential(__m512 x) {
-  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.f)), _mm512_set1_ps(88.f));
-  const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
-  rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);
-  __m512 y = _mm512_set1_ps(1.9875691500e-4f);
-  for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(term));
-  y = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(rest, rest), y, rest), _mm512_set1_ps(1.f));
-  return _mm512_scalef_ps(y, whole);
-}
-
 // silu(gate) * up, each rounded as separate operations are.
 template <class T>
 AVX512 void apply_gate(const void* both, void* hidden, int64_t size) {
@@ -188,23 +178,22 @@ AVX512 void apply_gate(const void* both, void* hidden, int64_t size) {
 }
 
 template <class T>
-AVX512 void normalize(const void* all_x, const void* weight, void* all_y, int64_t rows, int64_t size, float eps) {
+AVX512 void scale_row(void* x, float factor, int64_t size) {
   using Number = typename T::Number;
-  const Number* x = (const Number*)all_x;
-  Number* y = (Number*)all_y;
-  for (int64_t r = 0; r < rows; r++, x += size, y += size) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < size; i += 16) {
-      const __m512 part = T::load16(x + i, mask_of(size - i, 16));
-      sum = _mm512_fmadd_ps(part, part, sum);
-    }
-    const __m512 factor = _mm512_set1_ps(1.f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / (float)size + eps));
-    for (int64_t i = 0; i < size; i += 16) {
-      const uint32_t mask = mask_of(size - i, 16);
-      __m512 part = T::round(_mm512_mul_ps(T::load16(x + i, mask), factor));
-      if (weight) part = _mm512_mul_ps(part, T::load16((const Number*)weight + i, mask));
-      T::store16(y + i, part, mask);
-    }
+  for (int64_t i = 0; i < size; i += 16) {
+    const uint32_t mask = mask_of(size - i, 16);
+    T::store16((Number*)x + i, _mm512_mul_ps(T::load16((Number*)x + i, mask), _mm512_set1_ps(factor)), mask);
+  }
+}
+
+// The sum of two rows, rounded.
+template <class T>
+AVX512 void add_rows(const void* one, const void* other, void* y, int64_t size) {
+  using Number = typename T::Number;
+  for (int64_t i = 0; i < size; i += 16) {
+    const uint32_t mask = mask_of(size - i, 16);
+    const __m512 sum = _mm512_add_ps(T::load16((const Number*)one + i, mask), T::load16((const Number*)other + i, mask));
+    T::store16((Number*)y + i, sum, mask);
   }
 }
 
@@ -215,6 +204,11 @@ extern "C" {
 int is_supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+}
+
+// x / sqrt(mean(x ** 2) + eps), rounded, times a weight, if there is one.
+void rms_norm(int64_t bits, const void* x, const void* weight, void* y, int64_t rows, int64_t size, float eps) {
+  (bits == 32 ? normalize<Single> : normalize<Brain>)(x, weight, y, rows, size, eps);
 }
 
 // Rows times up to three matrices, output-first.
@@ -246,8 +240,50 @@ AVX512 void feed_forward(const void* x, void* y, int64_t rows, int64_t bits, int
   multiply(hidden.data(), rows, &last, 1, y, threads);
 }
 
-// x / sqrt(mean(x ** 2) + eps), rounded, times a weight, if there is one.
-void rms_norm(int64_t bits, const void* x, const void* weight, void* y, int64_t rows, int64_t size, float eps) {
-  (bits == 32 ? normalize<Single> : normalize<Brain>)(x, weight, y, rows, size, eps);
+// A decoder layer's first half for one token, up to the cache: norm, the three projections, rotation if there are tables,
+// norm of queries and keys if there is an eps, and the queries' scale. `y` gets queries, keys and values side by side.
+void project(int64_t bits_of_x, const void* x, const void* norm, float eps, void* y, int64_t bits, int64_t inputs,
+             int64_t group, int threads, const char* codes0, const char* scales0, int64_t outputs0, const char* codes1,
+             const char* scales1, int64_t outputs1, const char* codes2, const char* scales2, int64_t outputs2,
+             int64_t head_dim, const float* cosines, const float* sines, int64_t table_step, int is_interleaved,
+             float qk_eps, float query_scale) {
+  const bool is_single = bits_of_x == 32;
+  std::vector<char> normalized(inputs * bytes_of(bits_of_x));
+  rms_norm(bits_of_x, x, norm, normalized.data(), 1, inputs, eps);
+  products(normalized.data(), y, 1, bits, inputs, group, threads, 3, codes0, scales0, outputs0, codes1, scales1, outputs1,
+           codes2, scales2, outputs2);
+  const int64_t heads = (outputs0 + outputs1) / head_dim;
+  if (cosines && is_single) rotate<Single>((float*)y, heads, head_dim, cosines, sines, table_step, is_interleaved);
+  if (cosines && !is_single) rotate<Brain>((uint16_t*)y, heads, head_dim, cosines, sines, table_step, is_interleaved);
+  if (qk_eps > 0) rms_norm(bits_of_x, y, nullptr, y, heads, head_dim, qk_eps);
+  if (query_scale != 1) (is_single ? scale_row<Single> : scale_row<Brain>)(y, query_scale, outputs0);
+}
+
+// The rest of the half: attention over what the cache returned, the output projection, and the residual sum.
+void attend_and_project(int64_t bits_of_x, const void* query, const void* keys, int64_t key_head_stride,
+                        int64_t key_stride, const void* values, int64_t value_head_stride, int64_t value_stride,
+                        int64_t count, int64_t heads, int64_t key_heads, int64_t head_dim, float scaling, int64_t bits,
+                        int64_t group, int threads, const char* codes, const char* scales, int64_t outputs,
+                        const void* residual, void* y) {
+  const Cached all_keys = {(const char*)keys, key_head_stride, key_stride, count};
+  const Cached all_values = {(const char*)values, value_head_stride, value_stride, count};
+  std::vector<char> attended(heads * head_dim * bytes_of(bits_of_x));
+  (bits_of_x == 32 ? attend<Single> : attend<Brain>)(query, all_keys, all_values, heads, key_heads, head_dim, scaling,
+                                                     attended.data(), threads);
+  products(attended.data(), y, 1, bits, heads * head_dim, group, threads, 1, codes, scales, outputs, nullptr, nullptr, 0,
+           nullptr, nullptr, 0);
+  (bits_of_x == 32 ? add_rows<Single> : add_rows<Brain>)(residual, y, y, outputs);
+}
+
+// A dense layer's second half: norm, feed-forward and the residual sum, for rows of `inputs` numbers.
+void normalized_feed_forward(int64_t bits_of_x, const void* x, const void* norm, float eps, void* y, int64_t rows,
+                             int64_t bits, int64_t inputs, int64_t inner, int64_t padded, int64_t group, int threads,
+                             const char* gate, const char* gate_scales, const char* up, const char* up_scales,
+                             const char* down, const char* down_scales) {
+  std::vector<char> normalized(rows * inputs * bytes_of(bits_of_x));
+  rms_norm(bits_of_x, x, norm, normalized.data(), rows, inputs, eps);
+  feed_forward(normalized.data(), y, rows, bits, 0, inputs, inner, padded, inputs, group, threads, gate, gate_scales, up,
+               up_scales, down, down_scales);
+  (bits_of_x == 32 ? add_rows<Single> : add_rows<Brain>)(x, y, y, rows * inputs);
 }
 }

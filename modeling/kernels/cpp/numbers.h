@@ -28,6 +28,8 @@ struct Single {
   static AVX512 inline __m512 load16(const float* x, uint32_t mask) { return _mm512_maskz_loadu_ps(mask, x); }
   static AVX512 inline void store16(float* y, __m512 x, uint32_t mask) { _mm512_mask_storeu_ps(y, mask, x); }
   static AVX512 inline __m512 round(__m512 x) { return x; }
+  static inline float number(float x) { return x; }
+  static inline float rounded(float x) { return x; }
 };
 
 // bfloat16 numbers, 32 in a vector.
@@ -44,6 +46,19 @@ struct Brain {
   static AVX512 inline __m512 load16(const uint16_t* x, uint32_t mask) { return widen(_mm256_maskz_loadu_epi16(mask, x)); }
   static AVX512 inline void store16(uint16_t* y, __m512 x, uint32_t mask) { _mm256_mask_storeu_epi16(y, mask, narrow(x)); }
   static AVX512 inline __m512 round(__m512 x) { return widen(narrow(x)); }
+  static inline float number(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float found;
+    std::memcpy(&found, &bits, 4);
+    return found;
+  }
+  // To the nearest number, of two to the even one; NaN stays one.
+  static inline uint16_t rounded(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
 };
 
 // Weights of a mapped file mostly lie across cache lines. To read two lines for each vector would cost a sixth of the
@@ -165,6 +180,41 @@ AVX512 void plain_columns(const typename T::Number* x, const typename T::Number*
     add_to_all<T, T::kInputs>(x + k, weights + k * stride, stride, sums, count);
   for (; k < inputs; k++) add_to_all<T, 1>(x + k, weights + k * stride, stride, sums, count);
   for (int64_t j = 0; j < count; j += T::kStep) store_sums(y + j, sums + j, mask_of(count - j, T::kStep));
+}
+
+template <class T>
+AVX512 void normalize(const void* all_x, const void* weight, void* all_y, int64_t rows, int64_t size, float eps) {
+  using Number = typename T::Number;
+  const Number* x = (const Number*)all_x;
+  Number* y = (Number*)all_y;
+  for (int64_t r = 0; r < rows; r++, x += size, y += size) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += 16) {
+      const __m512 part = T::load16(x + i, mask_of(size - i, 16));
+      sum = _mm512_fmadd_ps(part, part, sum);
+    }
+    const __m512 factor = _mm512_set1_ps(1.f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / (float)size + eps));
+    for (int64_t i = 0; i < size; i += 16) {
+      const uint32_t mask = mask_of(size - i, 16);
+      __m512 part = T::round(_mm512_mul_ps(T::load16(x + i, mask), factor));
+      if (weight) part = _mm512_mul_ps(part, T::load16((const Number*)weight + i, mask));
+      T::store16(y + i, part, mask);
+    }
+  }
+}
+
+// e to the x: two to the power of the integer part, times a polynomial of the rest (Cephes, single precision).
+AVX512 inline __m512 exponential(__m512 x) {
+  // In this order NaN stays.
+  x = _mm512_min_ps(_mm512_set1_ps(88.f), _mm512_max_ps(_mm512_set1_ps(-87.f), x));
+  const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
+  rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);
+  __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+  for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(term));
+  y = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(rest, rest), y, rest), _mm512_set1_ps(1.f));
+  return _mm512_scalef_ps(y, whole);
 }
 
 }  // namespace

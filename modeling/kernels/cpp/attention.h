@@ -1,0 +1,73 @@
+// Attention of one query a head, and what stands before it: rotation and normalization of queries and keys.
+
+namespace {
+
+// Rotates each head's pairs of channels by angles whose cosines and sines are `table_step` numbers apart. Channel j is
+// paired with the next one if pairs are interleaved, otherwise with that half a head further.
+template <class T>
+void rotate(typename T::Number* x, int64_t heads, int64_t head_dim, const float* cosines, const float* sines,
+            int64_t table_step, bool is_interleaved) {
+  const int64_t pairs = head_dim / 2, step = is_interleaved ? 2 : 1, distance = is_interleaved ? 1 : pairs;
+  for (int64_t h = 0; h < heads; h++, x += head_dim)
+    for (int64_t j = 0; j < pairs; j++) {
+      const float cosine = cosines[j * table_step], sine = sines[j * table_step];
+      const float first = T::number(x[j * step]), second = T::number(x[j * step + distance]);
+      x[j * step] = T::rounded(first * cosine - second * sine);
+      x[j * step + distance] = T::rounded(second * cosine + first * sine);
+    }
+}
+
+// Keys or values of a cache: `heads` are as many numbers apart, and so are the `count` positions of a head.
+struct Cached {
+  const char* numbers;
+  int64_t head_stride, stride, count;
+};
+
+// The output of one head's query, times `scaling`, over all keys.
+template <class T>
+AVX512 void attend_head(const typename T::Number* query, const typename T::Number* keys, int64_t key_stride,
+                        const typename T::Number* values, int64_t value_stride, int64_t count, int64_t head_dim,
+                        float scaling, float* weights, typename T::Number* y) {
+  float most = -INFINITY;
+  for (int64_t k = 0; k < count; k++) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t d = 0; d < head_dim; d += T::kStep) {
+      const uint32_t mask = mask_of(head_dim - d, T::kStep);
+      sum = T::add(sum, T::template load<false>(query + d, mask), T::template load<false>(keys + k * key_stride + d, mask));
+    }
+    weights[k] = _mm512_reduce_add_ps(sum) * scaling;
+    most = weights[k] > most ? weights[k] : most;
+  }
+  __m512 total = _mm512_setzero_ps();
+  for (int64_t k = 0; k < count; k += 16) {
+    const uint32_t mask = mask_of(count - k, 16);
+    const __m512 weight = exponential(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, weights + k), _mm512_set1_ps(most)));
+    _mm512_mask_storeu_ps(weights + k, mask, weight);
+    total = _mm512_mask_add_ps(total, mask, total, weight);
+  }
+  const __m512 factor = _mm512_set1_ps(1.f / _mm512_reduce_add_ps(total));
+  for (int64_t d = 0; d < head_dim; d += 16) {
+    const uint32_t mask = mask_of(head_dim - d, 16);
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t k = 0; k < count; k++)
+      sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[k]), T::load16(values + k * value_stride + d, mask), sum);
+    T::store16(y + d, _mm512_mul_ps(sum, factor), mask);
+  }
+}
+
+// The outputs of all heads' queries, side by side; as many heads in a row share keys and values as there are more queries.
+template <class T>
+void attend(const void* query, const Cached& keys, const Cached& values, int64_t heads, int64_t key_heads,
+            int64_t head_dim, float scaling, void* y, int threads) {
+  using Number = typename T::Number;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && heads * keys.count > 4096)
+  for (int64_t h = 0; h < heads; h++) {
+    const int64_t shared = h / (heads / key_heads);
+    std::vector<float> weights(keys.count);
+    attend_head<T>((const Number*)query + h * head_dim, (const Number*)keys.numbers + shared * keys.head_stride,
+                   keys.stride, (const Number*)values.numbers + shared * values.head_stride, values.stride,
+                   keys.count, head_dim, scaling, weights.data(), (Number*)y + h * head_dim);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,228 @@
+"""A decode step of one row in a few calls: the modules' numbers; modules are called wherever somebody looks."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.few_bits import load, save
+from support.models import draw, max_abs, mixtral_config, text_config
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import llamoe
+from llamoe.modeling import decoder
+from llamoe.modeling.kernels import cpp_kernels
+
+pytestmark = pytest.mark.skipif(
+    cpp_kernels.library() is None, reason="needs a C++ compiler, and a CPU with AVX-512 for bfloat16"
+)
+# Layers large enough for the kernels; sizes that differ, and heads of which one has no whole vector.
+SIZES = dict(
+    vocab_size=101, hidden_size=192, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3
+)
+
+
+def dense(**fields):
+    config = llamoe.LlamoeDenseConfig(**{**SIZES, "intermediate_size": 320, "head_dim": 72, **fields})
+    return draw(llamoe.LlamoeDenseForCausalLM, config)
+
+
+def text(**fields):
+    sizes = dict(SIZES, num_hidden_layers=4, intermediate_size=176, intermediate_size_mlp=336, head_dim=80)
+    config = text_config(**{**sizes, "num_local_experts": 5, "attention_chunk_size": 64, **fields})
+    return draw(llamoe.LlamoeForCausalLM, config)
+
+
+def mixtral(**fields):
+    sizes = dict(SIZES, intermediate_size=176, head_dim=80, num_local_experts=5)
+    return draw(llamoe.LlamoeMixtralForCausalLM, mixtral_config(**{**sizes, **fields}))
+
+
+CASES = {
+    "dense": dense,
+    "window": lambda: dense(sliding_window=9, layer_types=["sliding_attention", "full_attention"]),
+    "interleaved": lambda: dense(rope_interleave=True),
+    "one head": lambda: dense(num_attention_heads=1, num_key_value_heads=1, head_dim=200),
+    "llama 4": text,
+    "temperature": lambda: text(floor_scale=4, attn_scale=0.7, no_rope_layers=[1, 0, 1, 0]),
+    "mixtral": mixtral,
+}
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How many layers had their attention in one go, and how many called the modules."""
+    counts = {True: 0, False: 0}
+
+    def count(*args, original=decoder.attend_one_token):
+        found = original(*args)
+        counts[found is not None] += 1
+        return found
+
+    monkeypatch.setattr(decoder, "attend_one_token", count)
+    return counts
+
+
+def ids(length=21):
+    return torch.randint(3, 101, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def steps(model, tokens=None, first=5, **kwargs):
+    """Logits of single tokens after the first ones."""
+    tokens = ids() if tokens is None else tokens
+    cache = model(tokens[:, :first], use_cache=True).past_key_values
+    found = [
+        model(tokens[:, i : i + 1], past_key_values=cache, **kwargs).logits
+        for i in range(first, tokens.shape[1])
+    ]
+    return torch.cat(found, 1)
+
+
+def by_modules(model, monkeypatch, *args, **kwargs):
+    with monkeypatch.context() as patched:
+        patched.setattr(cpp_kernels, "_library", None)
+        return steps(model, *args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_the_modules(case, dtype, taken, monkeypatch):
+    model = CASES[case]().to(dtype)
+    expected = by_modules(model, monkeypatch)
+    assert not taken[True]
+    found = steps(model)
+    num_steps = found.shape[1] * model.config.num_hidden_layers
+    assert taken[True] >= num_steps / 2
+    if dtype == torch.float32:
+        # Sums in another order.
+        assert max_abs(found, expected) < 2e-5
+    else:
+        # Roundings of bfloat16 in another order, which may send a token to another expert: the median token.
+        errors = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+        assert errors.median() < 0.03
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize("case", ["dense", "llama 4", "mixtral"])
+def test_few_bits(case, weights, taken, monkeypatch):
+    sizes = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+    model = load(
+        save({"dense": dense, "llama 4": text, "mixtral": mixtral}[case](**sizes).bfloat16()), weights
+    )
+    found = steps(model)
+    assert taken[True] > 30
+    expected = by_modules(model, monkeypatch)
+    errors = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+    assert errors.median() < 0.03
+
+
+@torch.no_grad()
+def test_threads_change_little():
+    model = dense()
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append(steps(model, ids(900), first=880))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+def test_what_is_no_number_stays_so(taken):
+    model = dense()
+    with torch.no_grad():
+        cache = model(ids(), use_cache=True).past_key_values
+        cache.layers[0].keys[0, 1, 3, 5] = torch.nan
+        logits = model(ids()[:, :1], past_key_values=cache).logits
+    assert taken[True] and logits.isnan().all()
+
+
+def test_modules_are_called_where_somebody_looks(taken):
+    model = text()
+    expected = steps(model)
+    calls = []
+    for name in ("self_attn", "input_layernorm", "self_attn.q_proj", "self_attn.o_proj"):
+        changed = copy.deepcopy(model)
+        for layer in changed.model.layers:
+            layer.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+        found = steps(changed)
+        assert len(calls) >= found.shape[1] and max_abs(found, expected) < 2e-5
+        calls.clear()
+    taken[True] = 0
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["q_proj"]))
+    assert max_abs(steps(adapted), expected) < 2e-5 and not taken[True]
+    normed = copy.deepcopy(model)
+    for layer in normed.model.layers:
+        layer.input_layernorm = nn.LayerNorm(192, bias=False)
+    steps(normed)
+    assert not taken[True]
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    assert max_abs(steps(eager, output_attentions=True), expected) < 2e-5 and not taken[True]
+    with torch.enable_grad():
+        tokens = ids(7)
+        cache = model(tokens[:, :5], use_cache=True).past_key_values
+        model(tokens[:, 5:6], past_key_values=cache).logits.sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0 and not taken[True]
+    with torch.no_grad():
+        batch = ids(8).repeat(2, 1)
+        cache = model(batch[:, :5], use_cache=True).past_key_values
+        model(batch[:, 5:6], past_key_values=cache)
+    assert not taken[True]
+
+
+@torch.no_grad()
+def test_padding_and_other_caches(taken):
+    """A mask, or a cache of fixed length, hides keys."""
+    model = dense()
+    tokens = ids(9)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    expected = model(tokens, attention_mask=mask).logits[:, -1]
+    cache = model(tokens[:, :8], attention_mask=mask[:, :8], use_cache=True).past_key_values
+    taken[True] = 0
+    found = model(tokens[:, 8:], attention_mask=mask, past_key_values=cache).logits[:, -1]
+    assert max_abs(found, expected) < 2e-5
+    greedy = model.generate(tokens, max_new_tokens=6, do_sample=False)
+    static = model.generate(tokens, max_new_tokens=6, do_sample=False, cache_implementation="static")
+    assert torch.equal(greedy, static)
+
+
+@torch.no_grad()
+def test_hidden_states_and_routers_are_recorded():
+    model = text()
+    cache = model(ids(5), use_cache=True).past_key_values
+    given = dict(output_hidden_states=True, output_router_logits=True)
+    first, second = copy.deepcopy(cache), copy.deepcopy(cache)
+    recorded = model(ids(6)[:, 5:], past_key_values=first, **given)
+    plain = model(ids(6)[:, 5:], past_key_values=second)
+    assert max_abs(recorded.logits, plain.logits) < 2e-5
+    assert len(recorded.hidden_states) == 5 and len(recorded.router_logits) == len(model.config.moe_layers)
+
+
+def test_caches_hold_the_same():
+    model = text()
+    caches = []
+    for _ in range(2):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids()[:, :5], past_key_values=cache)
+            for i in range(5, 12):
+                model(ids()[:, i : i + 1], past_key_values=cache)
+        caches.append(cache)
+    with torch.no_grad():
+        whole = model(ids()[:, :12], use_cache=True).past_key_values
+    for ours, expected in zip(caches[0].layers, whole.layers, strict=True):
+        assert ours.keys.shape == expected.keys.shape
+        assert max_abs(ours.keys, expected.keys) < 2e-5 and max_abs(ours.values, expected.values) < 2e-5
+
+
+def test_a_saved_model_decodes_the_same(tmp_path):
+    """Weights of a mapped file lie across cache lines."""
+    model = text()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert max_abs(steps(again), steps(model)) < 2e-5
