@@ -59,7 +59,10 @@ def test_every_data_file_is_packaged():
         for path in library_files(folder)
         if path.suffix != ".py"
         and not any(
-            fnmatch(path.name, glob) for glob in SETUPTOOLS["package-data"].get(package_of(path.parent), [])
+            fnmatch(str(path.relative_to(parent)), glob)
+            for parent in path.parents
+            if ROOT in parent.parents
+            for glob in SETUPTOOLS["package-data"].get(package_of(parent), [])
         )
     ]
     assert forgotten == []
