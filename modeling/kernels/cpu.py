@@ -10,8 +10,8 @@ llamoe is imported, turns all of them off: the model then runs the formulas that
 * `apply_linear`: the same for one layer. Without those kernels, on AMD processors in float32, it calls MKL's batched
   product, with the weight's rows cut into a batch. torch calls MKL's plain product, which reaches the memory's speed on
   Intel's processors and about half of it on AMD's. On Intel's the batched one is slower.
-* `apply_normalized_feed_forward`, and `attention.one_token`: half a layer with its norm and residual sum in a call or two,
-  which otherwise are a fifth of a small model's step in few bits.
+* `apply_normalized_feed_forward`, and `attention.one_token`: half a layer with its norm and residual sum in a call or
+  two. Calls otherwise take a fifth of a small model's step in few bits.
 * `apply_gate`: SwiGLU's product takes no memory of its own. New memory costs more than the product: 8 % of a mixture's
   prefill from some 500 tokens on, and a fifth of its peak memory. One token gains nothing and loses nothing.
 * `attend_to_single_queries`: attention of one query a row, reading each key once. torch's own way copies the cached
