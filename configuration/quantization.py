@@ -43,7 +43,8 @@ class QuantizationConfig(QuantizationConfigMixin):
         format_version: int = FORMAT_VERSION,
         **kwargs: Any,
     ):
-        self.quant_method = METHOD
+        # transformers' own methods are an enumeration, others are texts.
+        self.quant_method: Any = METHOD
         self.weights = weights
         self.group_size = 32 if group_size is None and weights == "int4" else group_size
         self.experts = experts

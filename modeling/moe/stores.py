@@ -98,8 +98,8 @@ class Experts(nn.Module):
     @property
     def hidden_and_intermediate_size(self) -> tuple[int, int]:
         """H and I."""
-        sizes = self.stack_shape("down_proj")[1:]
-        return sizes[::-1] if self.is_transposed else sizes
+        _, first, second = self.stack_shape("down_proj")
+        return (second, first) if self.is_transposed else (first, second)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

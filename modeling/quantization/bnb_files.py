@@ -108,8 +108,8 @@ def facts_of(stored: Stored) -> dict[str, Any]:
     """
     try:
         content = json.loads(bytes(stored.tensor.flatten().tolist()))
-        # Each is read below.
-        content["quant_type"], tuple(content["shape"])
+        # Each is read later.
+        _ = content["quant_type"], tuple(content["shape"])
         content["dtype"] = getattr(torch, content["dtype"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(

@@ -111,8 +111,11 @@ class QuantizedExperts(Packed, Experts):
         return self.formats[name].matrix(parts, self.sizes[name], dtype)
 
     def _for_kernel(self, expert: int, x_NH: torch.Tensor) -> tuple[Matrix, Matrix] | None:
-        found = [self.format.for_kernel([part[expert] for part in self.parts(name)]) for name in STACKS]
-        return None if None in found or x_NH.dtype != torch.bfloat16 else (found[0], found[1])
+        if x_NH.dtype != torch.bfloat16:
+            return None
+        parts = ([part[expert] for part in self.parts(name)] for name in STACKS)
+        gate_up, down = (self.format.for_kernel(each) for each in parts)
+        return None if gate_up is None or down is None else (gate_up, down)
 
     def multiply_stack(self, x_NI: torch.Tensor, name: str, groups: Any, multiply: Callable) -> torch.Tensor:
         """The products of rows with their experts' matrices; arguments as in `Experts`."""

@@ -1,5 +1,7 @@
 """A linear layer whose weight is stored in few bits."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -36,7 +38,8 @@ class QuantizedLinear(Packed, nn.Linear):
     def parts(self) -> list[torch.Tensor]:
         """The parts of the weight."""
         # Twice as fast as by attribute, for each layer of each token.
-        return [self._parameters["weight"], *(self._buffers[name] for name in self._names[1:])]
+        found: list[Any] = [self._parameters["weight"], *(self._buffers[name] for name in self._names[1:])]
+        return found
 
     def for_kernel(self) -> Matrix | None:
         """The matrix for `kernels.cpp_kernels`, which knows no bias; None if they do not know this layer."""
