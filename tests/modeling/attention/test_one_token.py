@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import llamoe
 from llamoe.modeling import decoder
-from llamoe.modeling.kernels import cpp_kernels
+from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, cpp_kernels
 
 pytestmark = pytest.mark.skipif(
-    cpp_kernels.library() is None, reason="needs a C++ compiler, and a CPU with AVX-512 for bfloat16"
+    cpp_kernels.library() is None or not SHORTCUTS_ARE_ON,
+    reason="needs a C++ compiler, a CPU with AVX-512 for bfloat16, and shortcuts",
 )
 # Layers large enough for the kernels; sizes that differ, and heads of which one has no whole vector.
 SIZES = dict(
