@@ -83,7 +83,7 @@ def attend_one_token(
         matrices,
         head_dim,
         rotation,
-        0.0 if qk_norm is None else qk_norm.eps,
+        -1.0 if qk_norm is None else qk_norm.eps,
         _temperature(attention.config, position_ids) if attention.use_temperature_tuning else 1.0,
     )
     if projected is None:

@@ -83,9 +83,12 @@ class Matrix(NamedTuple):
 
 
 def plain_matrix(weight: torch.Tensor, is_input_first: bool = False) -> Matrix | None:
-    """The matrix of a contiguous weight on the CPU in bfloat16 or float32; None for another."""
+    """The matrix of a contiguous weight on the CPU in bfloat16 or float32; None for another.
+
+    Numbers of a mapped file may begin at any byte. The kernels want them at multiples of their size.
+    """
     bits = _BITS.get(weight.dtype)
-    if bits is None or not weight.is_cpu or not weight.is_contiguous():
+    if bits is None or not weight.is_cpu or not weight.is_contiguous() or weight.data_ptr() % weight.itemsize:
         return None
     return Matrix(bits, 0, weight, None, is_input_first)
 
@@ -132,6 +135,11 @@ def _source(name: str) -> str:
 
 def _is_right(found: Any) -> bool:
     """Whether the kernels agree with plain operations, for numbers of rows that run each of their forms."""
+    with torch.device("cpu"), torch.no_grad():
+        return _agrees(found)
+
+
+def _agrees(found: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
     num_out, num_in, group_size = 128, 192, 64
     codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.int32, generator=generator)
@@ -154,9 +162,11 @@ def _is_right(found: Any) -> bool:
             return False
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = x.to(dtype), codes8.to(dtype)
-            matrix = Matrix(16 if dtype == torch.bfloat16 else 32, 0, weight, None)
-            if not is_close(_products(found, x, [matrix]), x @ weight.T):
-                return False
+            # Also where rows begin within a cache line.
+            for rows in (weight, weight.flatten()[2 : 2 - num_in].view(-1, num_in)):
+                y = _products(found, x, [Matrix(_BITS[dtype], 0, rows, None)])
+                if not is_close(y, x @ rows.T):
+                    return False
     return True
 
 
@@ -171,7 +181,9 @@ def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor
         `[N, O]` in the dtype of the rows, the outputs of the matrices side by side.
     """
     found = _library_for(matrices)
-    return None if found is None else _products(found, x_NI.contiguous(), matrices)
+    if found is None or any(matrix.inputs != x_NI.shape[1] for matrix in matrices):
+        return None
+    return _products(found, x_NI.contiguous(), matrices)
 
 
 def _products(found: Any, x: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor:
@@ -210,7 +222,11 @@ def cpp_feed_forward(
     size = gate.outputs if up is not None else gate.outputs // 2
     (num_rows, num_in), num_out = x_NH.shape, down.outputs
     bits = gate.bits
-    if found is None or gate.inputs != num_in or (bits == 4 and (size % _BLOCK or num_out % _BLOCK)):
+    if (
+        found is None
+        or not _belong_together(num_in, size, gate, up, down)
+        or (bits == 4 and (size % _BLOCK or num_out % _BLOCK))
+    ):
         return None
     x_NH = x_NH.contiguous()
     y_NH = x_NH.new_empty(num_rows, num_out)
@@ -229,6 +245,17 @@ def cpp_feed_forward(
         *_pointers(gate, up, down),
     )
     return y_NH
+
+
+def _belong_together(num_in: int, size: int, gate: Matrix, up: Matrix | None, down: Matrix) -> bool:
+    """Whether sizes of a feed-forward fit: the inputs of down may be padded to a whole group."""
+    others = (gate, down) if up is None else (gate, up, down)
+    return (
+        gate.inputs == num_in
+        and (up is None or (up.inputs == num_in and up.outputs == size))
+        and 0 <= down.inputs - size < max(gate.group_size, 1)
+        and all(each.bits == gate.bits and each.group_size == gate.group_size for each in others)
+    )
 
 
 def _pointers(*matrices: Matrix | None) -> list[int | None]:
@@ -255,7 +282,9 @@ def cpp_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     bits = _BITS.get(x.dtype)
     if bits is None or not 0 < x.numel() <= _NORM_MAX_ROWS * size:
         return None
-    if weight is not None and not (weight.dtype == x.dtype and weight.is_cpu and weight.is_contiguous()):
+    if weight is not None and not (
+        weight.dtype == x.dtype and weight.is_cpu and weight.is_contiguous() and weight.shape == x.shape[-1:]
+    ):
         return None
     if (found := library()) is None:
         return None
@@ -270,9 +299,9 @@ class Rotation(NamedTuple):
     """How queries and keys are rotated.
 
     Attributes:
-        table: float32, on the CPU: cosines `[head_dim / 2]` and sines at other places of one memory.
-        sine_offset: numbers from the first cosine to the first sine.
-        step: numbers from one cosine to the next.
+        table: begins with the first cosine in float32, on the CPU.
+        sine_offset: float32 numbers from there to the first sine, which may be in another tensor that the caller keeps.
+        step: float32 numbers from one of the `head_dim / 2` cosines to the next, and from sine to sine.
         is_interleaved: whether a pair of channels stands side by side, or half a head apart.
     """
 
@@ -301,10 +330,11 @@ def cpp_project(
         matrices: of queries, keys and values, for rows of the dtype of `x`.
         head_dim: channels of a head.
         rotation: of queries and keys, or None.
-        qk_eps: eps of the norm of each of their heads after that; 0 for none.
+        qk_eps: eps of the norm of each of their heads after that; negative for none.
         query_scale: what queries are multiplied by at last.
     """
-    if (found := _library_for(matrices)) is None:
+    found = _library_for(matrices)
+    if found is None or any(matrix.inputs != x.shape[-1] for matrix in matrices):
         return None
     y = x.new_empty(sum(matrix.codes.shape[0] for matrix in matrices))
     placed: list[Any] = []
@@ -354,10 +384,17 @@ def cpp_attend(
     Returns:
         the shape of `residual`.
     """
-    if (found := _library_for((output,))) is None:
+    _, key_heads, count, head_dim = keys.shape
+    heads, rest = divmod(output.inputs, head_dim)
+    fits = (
+        not rest
+        and heads % key_heads == 0
+        and keys.shape == values.shape
+        and output.outputs == residual.shape[-1]
+    )
+    if not fits or (found := _library_for((output,))) is None:
         return None
     y = torch.empty_like(residual)
-    _, key_heads, count, head_dim = keys.shape
     found.attend_and_project(
         _BITS[residual.dtype],
         queries.data_ptr(),
@@ -368,7 +405,7 @@ def cpp_attend(
         values.stride(1),
         values.stride(2),
         count,
-        output.inputs // head_dim,
+        heads,
         key_heads,
         head_dim,
         scaling,
@@ -396,7 +433,9 @@ def cpp_normalized_feed_forward(
         up: likewise.
         down: F inputs, or more after padding.
     """
-    if (found := _library_for((gate, up, down))) is None:
+    found = _library_for((gate, up, down))
+    size = x.shape[-1]
+    if found is None or down.outputs != size or not _belong_together(size, gate.outputs, gate, up, down):
         return None
     y = torch.empty_like(x)
     found.normalized_feed_forward(

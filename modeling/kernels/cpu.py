@@ -123,7 +123,7 @@ def apply_feed_forward(
     if is_silu(act_fn) and (matrices := matrices_of((gate, up, down), x)) is not None:
         y = cpp_feed_forward(x.reshape(-1, x.shape[-1]), *matrices)
         if y is not None:
-            return y.view(x.shape)
+            return y.view(*x.shape[:-1], y.shape[1])
     return apply_linear(down, apply_gate(act_fn, apply_linear(gate, x), apply_linear(up, x)))
 
 
@@ -142,12 +142,12 @@ def norm_weight(norm: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     weight = norm._parameters.get("weight")
     if type(weight) is not nn.Parameter or weight.dtype != x.dtype or not weight.is_cpu or is_watched(norm):
         return None
-    return weight if weight.is_contiguous() else None
+    return weight if weight.is_contiguous() and weight.shape == x.shape[-1:] else None
 
 
 def is_silu(act_fn: nn.Module) -> bool:
     """Whether an activation is SiLU, and nothing watches it."""
-    return type(act_fn) is _SILU and not act_fn._forward_hooks and not act_fn._forward_pre_hooks
+    return type(act_fn) is _SILU and not is_watched(act_fn)
 
 
 def matrices_of(linears: Sequence[nn.Module], x: torch.Tensor) -> list[Matrix] | None:
@@ -161,8 +161,10 @@ def matrices_of(linears: Sequence[nn.Module], x: torch.Tensor) -> list[Matrix] |
         if type(linear) is nn.Linear:
             if are_few and _is_plain(linear, x.dtype) and linear.bias is None:
                 matrix = plain_matrix(linear._parameters["weight"])
-        # Adapters' and other libraries' layers have no such attribute.
-        elif "format" in linear.__dict__ and x.dtype == torch.bfloat16 and not is_watched(linear):
+        # Asked of the class: adapters' and other libraries' layers have no such attribute.
+        elif (
+            getattr(type(linear), "is_packed", False) and x.dtype == torch.bfloat16 and not is_watched(linear)
+        ):
             matrix = linear.for_kernel()
         if matrix is None:
             return None
@@ -176,6 +178,7 @@ def matrices_of(linears: Sequence[nn.Module], x: torch.Tensor) -> list[Matrix] |
 def multiply_rows(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     """Few rows `[N, I]` times the transpose of a matrix `[O, I]` that no `nn.Linear` holds; returns `[N, O]`."""
     is_plain = x_NI.dtype == weight_OI.dtype and type(weight_OI) in (torch.Tensor, nn.Parameter)
+    is_plain = is_plain and x_NI.shape[1:] == weight_OI.shape[1:]
     if is_plain and len(x_NI) <= PLAIN_MAX_ROWS and can_use_shortcut(x_NI):
         matrix = plain_matrix(weight_OI)
         if matrix is not None and (y_NO := cpp_products(x_NI, [matrix])) is not None:

@@ -168,9 +168,11 @@ class Experts(nn.Module):
 
     def _products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
         """The outputs of few rows, each expert by one call; None where there is no such kernel."""
+        if not self._kernel_takes(x_NH, groups):
+            return None
         out_NH = None
         for expert, start, end in groups:
-            if expert >= self.num_experts or (matrices := self._for_kernel(expert, x_NH)) is None:
+            if expert >= self.num_experts or (matrices := self._for_kernel(expert)) is None:
                 return None
             y = cpp_feed_forward(x_NH[start:end], matrices[0], None, matrices[1])
             if y is None or len(groups) == 1:
@@ -179,13 +181,16 @@ class Experts(nn.Module):
             out_NH[start:end] = y
         return out_NH
 
-    def _for_kernel(self, expert: int, x_NH: torch.Tensor) -> tuple[Matrix, Matrix] | None:
-        """The matrices of an expert, if a kernel takes them and these rows; gate and up are one."""
+    def _kernel_takes(self, x_NH: torch.Tensor, groups: list[Group]) -> bool:
+        """Whether a compiled kernel is faster for these rows, and takes their dtype."""
+        return len(x_NH) <= PLAIN_MAX_ROWS and all(
+            type(stack) is nn.Parameter and stack.dtype == x_NH.dtype
+            for stack in (self.gate_up_proj, self.down_proj)
+        )
+
+    def _for_kernel(self, expert: int) -> tuple[Matrix, Matrix] | None:
+        """The matrices of an expert, of which gate and up are one; None if there is no kernel for them."""
         stacks = self.gate_up_proj, self.down_proj
-        if len(x_NH) > PLAIN_MAX_ROWS or any(
-            type(stack) is not nn.Parameter or stack.dtype != x_NH.dtype for stack in stacks
-        ):
-            return None
         gate_up, down = (plain_matrix(stack[expert], self.is_transposed) for stack in stacks)
         return None if gate_up is None or down is None else (gate_up, down)
 

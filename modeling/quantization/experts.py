@@ -8,7 +8,7 @@ from torch import nn
 
 from ..checkpoints import forget_pages
 from ..kernels import Matrix
-from ..moe import Experts, OutputFirstExperts
+from ..moe import Experts, Group, OutputFirstExperts
 from .formats import Format
 from .packed import Packed
 from .products import multiply_groups, quantized_product
@@ -110,9 +110,11 @@ class QuantizedExperts(Packed, Experts):
         parts = [part[expert] for part in self.parts(name)]
         return self.formats[name].matrix(parts, self.sizes[name], dtype)
 
-    def _for_kernel(self, expert: int, x_NH: torch.Tensor) -> tuple[Matrix, Matrix] | None:
-        if x_NH.dtype != torch.bfloat16:
-            return None
+    def _kernel_takes(self, x_NH: torch.Tensor, groups: list[Group]) -> bool:
+        most = self.format.kernel_max_rows
+        return x_NH.dtype == torch.bfloat16 and all(end - start <= most for _, start, end in groups)
+
+    def _for_kernel(self, expert: int) -> tuple[Matrix, Matrix] | None:
         parts = ([part[expert] for part in self.parts(name)] for name in STACKS)
         gate_up, down = (self.format.for_kernel(each) for each in parts)
         return None if gate_up is None or down is None else (gate_up, down)

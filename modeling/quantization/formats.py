@@ -37,6 +37,8 @@ class Format(ABC):
     compute_dtype: torch.dtype
     alignment: ClassVar[int] = 1
     """Bytes of which the address of the codes must be a multiple for a kernel."""
+    kernel_max_rows: ClassVar[int] = 0
+    """Up to this many rows a kernel, which unpacks for each few rows, is faster than unpacking once."""
 
     @property
     @abstractmethod
@@ -88,8 +90,8 @@ class Int4(Format):
     search: bool = True
     suffixes = ("", "_scale")
     compute_dtype = torch.bfloat16
-    # Up to this many rows a kernel, which unpacks for each few rows, is faster than unpacking once: ours, and torch's.
     kernel_max_rows = 1024
+    # The same of torch's kernel.
     torch_max_rows = 80
 
     @property

@@ -51,7 +51,7 @@ struct Matrix {
     if (bits == 4) return kBlock;
     if (bits == 8 || !stride) return kOutputs;
     const int64_t share = (outputs + threads - 1) / threads;
-    return share < kColumns ? (share + 63) / 64 * 64 : kColumns;
+    return share < 1 ? 64 : share < kColumns ? (share + 63) / 64 * 64 : kColumns;
   }
 };
 
@@ -241,7 +241,7 @@ AVX512 void feed_forward(const void* x, void* y, int64_t rows, int64_t bits, int
 }
 
 // A decoder layer's first half for one token, up to the cache: norm, the three projections, rotation if there are tables,
-// norm of queries and keys if there is an eps, and the queries' scale. `y` gets queries, keys and values side by side.
+// norm of queries and keys if its eps is not negative, and the queries' scale. `y` gets queries, keys and values side by side.
 void project(int64_t bits_of_x, const void* x, const void* norm, float eps, void* y, int64_t bits, int64_t inputs,
              int64_t group, int threads, const char* codes0, const char* scales0, int64_t outputs0, const char* codes1,
              const char* scales1, int64_t outputs1, const char* codes2, const char* scales2, int64_t outputs2,
@@ -255,7 +255,7 @@ void project(int64_t bits_of_x, const void* x, const void* norm, float eps, void
   const int64_t heads = (outputs0 + outputs1) / head_dim;
   if (cosines && is_single) rotate<Single>((float*)y, heads, head_dim, cosines, sines, table_step, is_interleaved);
   if (cosines && !is_single) rotate<Brain>((uint16_t*)y, heads, head_dim, cosines, sines, table_step, is_interleaved);
-  if (qk_eps > 0) rms_norm(bits_of_x, y, nullptr, y, heads, head_dim, qk_eps);
+  if (qk_eps >= 0) rms_norm(bits_of_x, y, nullptr, y, heads, head_dim, qk_eps);
   if (query_scale != 1) (is_single ? scale_row<Single> : scale_row<Brain>)(y, query_scale, outputs0);
 }
 

@@ -205,8 +205,8 @@ AVX512 void normalize(const void* all_x, const void* weight, void* all_y, int64_
 
 // e to the x: two to the power of the integer part, times a polynomial of the rest (Cephes, single precision).
 AVX512 inline __m512 exponential(__m512 x) {
-  // In this order NaN stays.
-  x = _mm512_min_ps(_mm512_set1_ps(88.f), _mm512_max_ps(_mm512_set1_ps(-87.f), x));
+  // In this order NaN stays; above the upper limit the result is infinite.
+  x = _mm512_min_ps(_mm512_set1_ps(89.f), _mm512_max_ps(_mm512_set1_ps(-87.f), x));
   const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
   rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from llamoe import LlamoeTextConfig
 from llamoe.modeling import kernels
 from llamoe.modeling.kernels import cpp_kernels
-from llamoe.modeling.layers import FeedForward
+from llamoe.modeling.layers import FeedForward, RMSNorm
 from llamoe.modeling.moe import Experts, OutputFirstExperts
 from llamoe.modeling.quantization.formats import Int4, Int8
 
@@ -230,3 +231,90 @@ def test_layers_and_experts_take_the_kernels(dtype, num_rows, monkeypatch):
     monkeypatch.setattr(cpp_kernels, "_library", None)
     for ours, expected in zip(found, outputs(), strict=True):
         assert error(ours, expected.float()) < 4 * PLAIN[dtype]
+
+
+@for_plain
+def test_weights_at_odd_addresses_are_left_to_torch(dtype):
+    """Tensors of a safetensors file begin wherever its header ends."""
+    numbers = torch.randn(7 * 96).to(dtype)
+    content = bytearray(b"?") + numbers.view(torch.uint8).numpy().tobytes()
+    weight = torch.frombuffer(content, dtype=dtype, offset=1).view(7, 96)
+    assert torch.equal(weight.flatten(), numbers)
+    if weight.data_ptr() % dtype.itemsize:
+        assert kernels.plain_matrix(weight) is None
+    x = torch.randn(2, 96).to(dtype)
+    assert error(kernels.multiply_rows(x, weight), x.float() @ weight.float().T) < PLAIN[dtype]
+
+
+def of(num_out, num_in, is_input_first=False):
+    shape = (num_in, num_out) if is_input_first else (num_out, num_in)
+    return kernels.plain_matrix(torch.randn(shape), is_input_first)
+
+
+def test_sizes_that_do_not_fit_have_no_kernel():
+    """Kernels read by the sizes that they are told; what does not fit is for torch, which raises."""
+    x = torch.randn(2, 96)
+    assert kernels.cpp_products(x, [of(64, 96), of(64, 80)]) is None
+    for gate, up, down in (
+        (of(64, 80), of(64, 96), of(96, 64)),
+        (of(64, 96), of(64, 80), of(96, 64)),
+        (of(64, 96), of(48, 96), of(96, 64)),
+        (of(64, 96), of(64, 96), of(96, 48)),
+        (of(64, 96), of(64, 96), of(96, 80)),
+        (of(64, 96, True), None, of(96, 64, True)),
+    ):
+        assert kernels.cpp_feed_forward(x, gate, up, down) is None
+    assert kernels.cpp_norm(x, torch.ones(80), 1e-5) is None
+    norm = nn.RMSNorm(80)
+    assert kernels.norm_weight(norm, x) is None
+    projected = kernels.cpp_project(
+        x[:1], torch.ones(96), 1e-5, [of(96, 96), of(48, 80), of(48, 96)], 24, None, -1.0, 1.0
+    )
+    assert projected is None
+    queries, keys = torch.randn(96), torch.randn(1, 2, 5, 24)
+    for values, heads, output in (
+        (keys[:, :, :4], keys, of(96, 96)),
+        (keys, torch.randn(1, 3, 5, 24), of(96, 96)),
+        (keys, keys, of(80, 96)),
+        (keys, keys, of(96, 100)),
+    ):
+        assert kernels.cpp_attend(queries, heads, values, 1.0, output, x[:1]) is None
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        kernels.multiply_rows(x, torch.randn(8, 80))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["norm", "down", "up"])
+def test_edited_layers_raise_as_torch_does(change):
+    layer = FeedForward(192, 320, "silu")
+    if change == "down":
+        layer.down_proj = nn.Linear(400, 192, bias=False)
+    elif change == "up":
+        layer.up_proj = nn.Linear(192, 336, bias=False)
+    with pytest.raises(RuntimeError):
+        RMSNorm(256)(torch.randn(1, 1, 192)) if change == "norm" else layer(torch.randn(1, 1, 192))
+
+
+@for_plain
+def test_silu_of_numbers_of_all_sizes(dtype):
+    values = torch.tensor(
+        [-3e38, -1e30, -200, -89, -88.5, -88, -20, -1, 0, 1, 5, 88, 89, 200, 1e30, 3e38]
+    ).to(dtype)
+    x = torch.stack([values, torch.ones_like(values)], 1)
+    gate, up, down = (torch.tensor(numbers).to(dtype) for numbers in ([[1.0, 0]], [[0.0, 1]], [[1.0], [0]]))
+    found = kernels.cpp_feed_forward(x, *map(kernels.plain_matrix, (gate, up, down)))[:, 0]
+    expected = F.silu(values.float())
+    # Numbers below 1e-37 may be none.
+    assert ((found.float() - expected).abs() <= PLAIN[dtype] * expected.abs() + 1e-36).all()
+
+
+def test_a_default_device_changes_nothing():
+    """The test before the first use makes its numbers on the CPU."""
+    code = """
+import torch
+from llamoe.modeling.kernels import cpp_kernels
+torch.set_default_device("meta")
+assert cpp_kernels.library() is not None
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
