@@ -97,14 +97,15 @@ def in_place_of_fusing(conversions: list[Any], model: nn.Module) -> list[Any]:
 def keep_dtypes(load_config: Any, files: Iterable[str] | None, model: nn.Module) -> Any:
     """A record of the loading in which weights to be packed are read in the dtype of the files.
 
-    A cast would copy whole stacks, and round weights that are rounded again.
+    A cast would copy whole stacks, and round weights that are rounded again. Of files with several dtypes weights are
+    read in bfloat16. Releases of transformers before 5.23 would cast those without a plan to the dtype of codes.
     """
     if load_config.hf_quantizer.pre_quantized or not files:
         return load_config
     found = {header.dtype for file in files for header in read_header(file).values()} & _FLOATS.keys()
-    if len(found) != 1:
+    if not found:
         return load_config
-    dtype = _FLOATS[found.pop()]
+    dtype = _FLOATS[found.pop()] if len(found) == 1 else torch.bfloat16
     packed = [
         name
         for name, module in model.named_modules()

@@ -144,7 +144,8 @@ def test_compiled_graphs_have_the_gradient_of_the_inputs(model):
         return x.grad
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.equal(gradient(compiled), gradient(model))
+    # Some releases of torch add in another order.
+    assert distance(gradient(compiled), gradient(model)) < CLOSE
     torch.compiler.reset()
 
 
