@@ -1,21 +1,20 @@
 """Faster ways to the same numbers, each beside a plain version of the same function.
 
-Reading order: tracing (whether a compiler or tracer records the pass), cpp_kernels (products of few rows on a CPU), cpu
-(CPU shortcuts and the one guard for them), few_rows_triton, few_rows (a GPU kernel for few rows of experts), trial,
-trust (that kernel's test before its first use). Files named `…_triton` import Triton, which is not installed everywhere
-and takes long to import; the others import it only when a kernel is about to run.
+Reading order: tracing (whether a compiler or tracer records the pass), cpp_kernels (products of few rows on a CPU),
+cpp_layer (a layer for one of them), cpu (CPU shortcuts and the one guard for them), few_rows_triton, few_rows (a GPU
+kernel for few rows of experts), trial, trust (that kernel's test before its first use). Files named `…_triton` import
+Triton, which is not installed everywhere and takes long to import; the others import it only when a kernel is about to
+run.
 """
 
 from .cpp_kernels import (
     Matrix,
-    Rotation,
-    cpp_attend,
     cpp_feed_forward,
     cpp_norm,
     cpp_products,
-    cpp_project,
     plain_matrix,
 )
+from .cpp_layer import Rotation, cpp_attend, cpp_project
 from .cpu import (
     PLAIN_MAX_ROWS,
     SHORTCUTS_ARE_ON,

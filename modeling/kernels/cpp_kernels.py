@@ -42,7 +42,7 @@ _ARGUMENTS = {
 # fmt: on
 # Outputs of a 4-bit matrix are computed as many at a time.
 _BLOCK = 64
-_BITS = {torch.bfloat16: 16, torch.float32: 32}
+BITS = {torch.bfloat16: 16, torch.float32: 32}
 # Above this many rows torch's own norm, which several threads share, is faster.
 _NORM_MAX_ROWS = 128
 
@@ -87,7 +87,7 @@ def plain_matrix(weight: torch.Tensor, is_input_first: bool = False) -> Matrix |
 
     Numbers of a mapped file may begin at any byte. The kernels want them at multiples of their size.
     """
-    bits = _BITS.get(weight.dtype)
+    bits = BITS.get(weight.dtype)
     if bits is None or not weight.is_cpu or not weight.is_contiguous() or weight.data_ptr() % weight.itemsize:
         return None
     return Matrix(bits, 0, weight, None, is_input_first)
@@ -164,10 +164,17 @@ def _agrees(found: Any) -> bool:
             x, weight = x.to(dtype), codes8.to(dtype)
             # Also where rows begin within a cache line.
             for rows in (weight, weight.flatten()[2 : 2 - num_in].view(-1, num_in)):
-                y = _products(found, x, [Matrix(_BITS[dtype], 0, rows, None)])
+                y = _products(found, x, [Matrix(BITS[dtype], 0, rows, None)])
                 if not is_close(y, x @ rows.T):
                     return False
     return True
+
+
+def library_for(matrices: Sequence[Matrix]) -> Any:
+    """The kernels, if they take output-first matrices of these sizes."""
+    if matrices[0].bits == 4 and any(matrix.codes.shape[0] % _BLOCK for matrix in matrices):
+        return None
+    return library()
 
 
 def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor | None:
@@ -180,7 +187,7 @@ def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor
     Returns:
         `[N, O]` in the dtype of the rows, the outputs of the matrices side by side.
     """
-    found = _library_for(matrices)
+    found = library_for(matrices)
     if found is None or any(matrix.inputs != x_NI.shape[1] for matrix in matrices):
         return None
     return _products(found, x_NI.contiguous(), matrices)
@@ -188,18 +195,18 @@ def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor
 
 def _products(found: Any, x: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor:
     bits, group_size, *_ = matrices[0]
-    pointers: list[Any] = []
+    placed: list[Any] = []
     num_out = 0
     for _, _, codes, scales, _ in matrices:
         own = codes.shape[0]
-        pointers += (codes.data_ptr(), None if scales is None else scales.data_ptr(), own)
+        placed += (codes.data_ptr(), None if scales is None else scales.data_ptr(), own)
         num_out += own
-    pointers += (None, None, 0) * (3 - len(matrices))
+    placed += (None, None, 0) * (3 - len(matrices))
     num_rows, num_in = x.shape
     y = x.new_empty(num_rows, num_out)
     threads = torch.get_num_threads()
     found.products(
-        x.data_ptr(), y.data_ptr(), num_rows, bits, num_in, group_size, threads, len(matrices), *pointers
+        x.data_ptr(), y.data_ptr(), num_rows, bits, num_in, group_size, threads, len(matrices), *placed
     )
     return y
 
@@ -224,7 +231,7 @@ def cpp_feed_forward(
     bits = gate.bits
     if (
         found is None
-        or not _belong_together(num_in, size, gate, up, down)
+        or not belong_together(num_in, size, gate, up, down)
         or (bits == 4 and (size % _BLOCK or num_out % _BLOCK))
     ):
         return None
@@ -242,12 +249,12 @@ def cpp_feed_forward(
         num_out,
         gate.group_size,
         torch.get_num_threads(),
-        *_pointers(gate, up, down),
+        *pointers(gate, up, down),
     )
     return y_NH
 
 
-def _belong_together(num_in: int, size: int, gate: Matrix, up: Matrix | None, down: Matrix) -> bool:
+def belong_together(num_in: int, size: int, gate: Matrix, up: Matrix | None, down: Matrix) -> bool:
     """Whether sizes of a feed-forward fit: the inputs of down may be padded to a whole group."""
     others = (gate, down) if up is None else (gate, up, down)
     return (
@@ -258,7 +265,7 @@ def _belong_together(num_in: int, size: int, gate: Matrix, up: Matrix | None, do
     )
 
 
-def _pointers(*matrices: Matrix | None) -> list[int | None]:
+def pointers(*matrices: Matrix | None) -> list[int | None]:
     """The addresses of codes and scales."""
     found: list[int | None] = []
     for matrix in matrices:
@@ -279,7 +286,7 @@ def cpp_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         eps: added to the mean square.
     """
     size = x.shape[-1]
-    bits = _BITS.get(x.dtype)
+    bits = BITS.get(x.dtype)
     if bits is None or not 0 < x.numel() <= _NORM_MAX_ROWS * size:
         return None
     if weight is not None and not (
@@ -293,171 +300,3 @@ def cpp_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     scale = None if weight is None else weight.data_ptr()
     found.rms_norm(bits, x.data_ptr(), scale, y.data_ptr(), x.numel() // size, size, eps)
     return y
-
-
-class Rotation(NamedTuple):
-    """How queries and keys are rotated.
-
-    Attributes:
-        table: begins with the first cosine in float32, on the CPU.
-        sine_offset: float32 numbers from there to the first sine, which may be in another tensor that the caller keeps.
-        step: float32 numbers from one of the `head_dim / 2` cosines to the next, and from sine to sine.
-        is_interleaved: whether a pair of channels stands side by side, or half a head apart.
-    """
-
-    table: torch.Tensor
-    sine_offset: int
-    step: int
-    is_interleaved: bool
-
-
-def cpp_project(
-    x: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    matrices: Sequence[Matrix],
-    head_dim: int,
-    rotation: Rotation | None,
-    qk_eps: float,
-    query_scale: float,
-) -> torch.Tensor | None:
-    """Queries, keys and values of one token, `[outputs]` side by side; None where there is no kernel.
-
-    Args:
-        x: of one token, `[..., H]` on the CPU.
-        norm: weight of the RMSNorm before, `[H]` in the dtype of `x`.
-        eps: its eps.
-        matrices: of queries, keys and values, for rows of the dtype of `x`.
-        head_dim: channels of a head.
-        rotation: of queries and keys, or None.
-        qk_eps: eps of the norm of each of their heads after that; negative for none.
-        query_scale: what queries are multiplied by at last.
-    """
-    found = _library_for(matrices)
-    if found is None or any(matrix.inputs != x.shape[-1] for matrix in matrices):
-        return None
-    y = x.new_empty(sum(matrix.codes.shape[0] for matrix in matrices))
-    placed: list[Any] = []
-    for matrix in matrices:
-        placed += (*_pointers(matrix), matrix.codes.shape[0])
-    turned: tuple[Any, ...] = (None, None, 0, False)
-    if rotation is not None:
-        first = rotation.table.data_ptr()
-        turned = first, first + 4 * rotation.sine_offset, rotation.step, rotation.is_interleaved
-    found.project(
-        _BITS[x.dtype],
-        x.data_ptr(),
-        norm.data_ptr(),
-        eps,
-        y.data_ptr(),
-        matrices[0].bits,
-        x.shape[-1],
-        matrices[0].group_size,
-        torch.get_num_threads(),
-        *placed,
-        head_dim,
-        *turned,
-        qk_eps,
-        query_scale,
-    )
-    return y
-
-
-def cpp_attend(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    output: Matrix,
-    residual: torch.Tensor,
-) -> torch.Tensor | None:
-    """`residual + output(attention)` for one token that sees all keys; None where there is no kernel.
-
-    Args:
-        queries: begins with `[heads * head_dim]` numbers.
-        keys: `[1, key heads, K, head_dim]` in the same dtype, with channels side by side.
-        values: likewise.
-        scaling: factor of the scores.
-        output: matrix of the output projection.
-        residual: contiguous.
-
-    Returns:
-        the shape of `residual`.
-    """
-    _, key_heads, count, head_dim = keys.shape
-    heads, rest = divmod(output.inputs, head_dim)
-    fits = (
-        not rest
-        and heads % key_heads == 0
-        and keys.shape == values.shape
-        and output.outputs == residual.shape[-1]
-    )
-    if not fits or (found := _library_for((output,))) is None:
-        return None
-    y = torch.empty_like(residual)
-    found.attend_and_project(
-        _BITS[residual.dtype],
-        queries.data_ptr(),
-        keys.data_ptr(),
-        keys.stride(1),
-        keys.stride(2),
-        values.data_ptr(),
-        values.stride(1),
-        values.stride(2),
-        count,
-        heads,
-        key_heads,
-        head_dim,
-        scaling,
-        output.bits,
-        output.group_size,
-        torch.get_num_threads(),
-        *_pointers(output),
-        output.codes.shape[0],
-        residual.data_ptr(),
-        y.data_ptr(),
-    )
-    return y
-
-
-def cpp_normalized_feed_forward(
-    x: torch.Tensor, norm: torch.Tensor, eps: float, gate: Matrix, up: Matrix, down: Matrix
-) -> torch.Tensor | None:
-    """`x + feed_forward(rms_norm(x))`; None where there is no kernel.
-
-    Args:
-        x: `[..., H]` on the CPU, contiguous.
-        norm: weight of the norm, `[H]` in the dtype of `x`.
-        eps: its eps.
-        gate: F outputs, output-first.
-        up: likewise.
-        down: F inputs, or more after padding.
-    """
-    found = _library_for((gate, up, down))
-    size = x.shape[-1]
-    if found is None or down.outputs != size or not _belong_together(size, gate.outputs, gate, up, down):
-        return None
-    y = torch.empty_like(x)
-    found.normalized_feed_forward(
-        _BITS[x.dtype],
-        x.data_ptr(),
-        norm.data_ptr(),
-        eps,
-        y.data_ptr(),
-        x.numel() // x.shape[-1],
-        gate.bits,
-        x.shape[-1],
-        gate.codes.shape[0],
-        down.inputs,
-        gate.group_size,
-        torch.get_num_threads(),
-        *_pointers(gate, up, down),
-    )
-    return y
-
-
-def _library_for(matrices: Sequence[Matrix]) -> Any:
-    """The kernels, if they take output-first matrices of these sizes."""
-    if matrices[0].bits == 4 and any(matrix.codes.shape[0] % _BLOCK for matrix in matrices):
-        return None
-    return library()

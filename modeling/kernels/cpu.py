@@ -33,7 +33,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from .._private_api import is_observed
-from .cpp_kernels import Matrix, cpp_feed_forward, cpp_normalized_feed_forward, cpp_products, plain_matrix
+from .cpp_kernels import Matrix, cpp_feed_forward, cpp_products, plain_matrix
+from .cpp_layer import cpp_normalized_feed_forward
 
 SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
 """Whether shortcuts may be used at all."""
