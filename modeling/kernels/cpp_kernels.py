@@ -48,6 +48,8 @@ _NORM_MAX_ROWS = 128
 
 # The compiled kernels: False before the first use, None where there are none.
 _library: Any = False
+# Why they could not be made, until that is told.
+_reasons: list[str] = []
 
 
 class Matrix(NamedTuple):
@@ -120,9 +122,7 @@ def _compile() -> Any:
             raise RuntimeError("their results are wrong on this machine")
     except Exception as error:
         # Compilers fail in many ways, and torch's kernels do the same.
-        logger.warning(
-            "Kernels for few rows on a CPU were not compiled; torch's slower ones are used: %s", error
-        )
+        _reasons.append(str(error))
         return None
     return found
 
@@ -171,10 +171,16 @@ def _agrees(found: Any) -> bool:
 
 
 def library_for(matrices: Sequence[Matrix]) -> Any:
-    """The kernels, if they take output-first matrices of these sizes."""
+    """The kernels, if they take matrices of these sizes. That they were not compiled is told for few bits, once."""
     if matrices[0].bits == 4 and any(matrix.codes.shape[0] % _BLOCK for matrix in matrices):
         return None
-    return library()
+    found = library()
+    if _reasons and matrices[0].bits <= 8:
+        logger.warning(
+            "Kernels for few bits on a CPU were not compiled; torch's slower ones are used: %s",
+            _reasons.pop(),
+        )
+    return found
 
 
 def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor | None:
@@ -225,7 +231,7 @@ def cpp_feed_forward(
     Returns:
         `[N, H]` in the dtype of the rows.
     """
-    found = library()
+    found = library_for((gate, down))
     size = gate.outputs if up is not None else gate.outputs // 2
     (num_rows, num_in), num_out = x_NH.shape, down.outputs
     bits = gate.bits
