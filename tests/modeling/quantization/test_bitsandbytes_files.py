@@ -2,16 +2,12 @@
 
 import json
 import re
-import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import programs
 from support.bitsandbytes_models import FAMILIES, folder_of, load, logits, matrices, published
-from support.models import draw
 
-import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.modeling.moe import Experts
 
@@ -153,54 +149,3 @@ def test_every_way_to_store_plain_experts_gives_the_same(tmp_path):
     save_file(others | numbered, tmp_path / "numbered" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj\.weight is missing"):
         load(tmp_path / "numbered", "llama4", "nf4")
-
-
-MEASURE = """
-import ctypes, gc, sys, threading, time
-from pathlib import Path
-import llamoe
-from transformers import BitsAndBytesConfig
-
-def own():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon")))
-
-def load():
-    config = BitsAndBytesConfig(load_in_4bit=True) if sys.argv[2] == "quantize" else None
-    return llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], quantization_config=config)
-
-load()  # what is imported late
-gc.collect()
-ctypes.CDLL(None).malloc_trim(0)
-base, peak, done = own(), [0], threading.Event()
-def poll():
-    while not done.is_set():
-        peak[0] = max(peak[0], own())
-        time.sleep(0.0005)
-threading.Thread(target=poll).start()
-try:
-    model = load()
-finally:
-    done.set()
-if sys.argv[2] == "quantize":
-    model.save_pretrained(sys.argv[3])
-print(peak[0] - base, sum(tensor.nbytes for tensor in model.state_dict().values()))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory(tmp_path):
-    config = llamoe.LlamoeTextConfig(
-        vocab_size=101, hidden_size=512, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_local_experts=48, interleave_moe_layer_step=1, pad_token_id=0,
-    )  # fmt: skip
-    model = draw(llamoe.LlamoeForCausalLM, config).bfloat16()
-    model.save_pretrained(tmp_path / "plain")
-    matrix = 512 * 1024
-    for what, folder in (("quantize", "plain"), ("load", "packed")):
-        result = programs.run(["-c", MEASURE, tmp_path / folder, what, tmp_path / "packed"], timeout=120)
-        assert result.returncode == 0, result.stderr
-        peak, final = map(int, result.stdout.split())
-        # One expert in 16 bit, and what loading takes for a model of any size.
-        more = 3e6 + (2 * 3 * matrix if what == "quantize" else 0)
-        assert final > 40e6 and peak < 1.05 * final + more, (what, peak, final)
