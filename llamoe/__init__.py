@@ -53,7 +53,7 @@ from llamoe.modeling.decoder import (  # noqa: E402
     LlamoeMixtralModel,
     LlamoeTextModel,
 )
-from llamoe.modeling.moe import RouterWatch, watch_routers  # noqa: E402
+from llamoe.modeling.moe import ExpertTrace, RouterWatch, trace_experts, watch_routers  # noqa: E402
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
 from llamoe.modeling.processing import LlamoeProcessor, read_picture  # noqa: E402
 from llamoe.modeling.registration import adopt, release  # noqa: E402
@@ -68,6 +68,7 @@ __all__ = [
     "PRESETS",
     "CheckpointError",
     "ConfigurationError",
+    "ExpertTrace",
     "LlamoeConfig",
     "LlamoeDenseConfig",
     "LlamoeDenseForCausalLM",
@@ -104,5 +105,6 @@ __all__ = [
     "read_picture",
     "release",
     "to_stock",
+    "trace_experts",
     "watch_routers",
 ]

@@ -3,7 +3,8 @@
 Reading order: grouped_mm_limits (what torch's grouped product accepts), grouped_product (each expert's rows times its
 matrix), low_rank (what adapters add to it), stores (where the experts' numbers are, and the loop that defines their
 result), dispatch (rows sorted by expert, and which product multiplies them), layer (which experts, with what weight),
-losses (router losses and the load of experts), balancing (routers watched in training, and balanced without a loss).
+losses (router losses and the load of experts), balancing (routers watched in training, and balanced without a loss),
+trace (which experts compute which tokens).
 """
 
 from .balancing import RouterWatch, watch_routers
@@ -13,8 +14,10 @@ from .layer import MixtureOfExperts, Router
 from .losses import TrainsRouters, expert_load
 from .low_rank import LowRank, Updates
 from .stores import IMPLEMENTATION, Experts, OutputFirstExperts
+from .trace import ExpertTrace, trace_experts
 
 __all__ = [
+    "ExpertTrace",
     "Experts",
     "Group",
     "IMPLEMENTATION",
@@ -27,6 +30,7 @@ __all__ = [
     "expert_load",
     "groups_between",
     "RouterWatch",
+    "trace_experts",
     "try_kernels",
     "watch_routers",
 ]
