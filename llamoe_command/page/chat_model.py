@@ -1,0 +1,158 @@
+"""A model from a folder that answers conversations as a stream of text."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
+
+import llamoe
+from llamoe import CheckpointError
+
+from .expert_record import ExpertRecord, make_record
+
+# Processors read their settings from the first of these files that there is.
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+class ChatModel:
+    """A model with its tokenizer or processor.
+
+    It answers one conversation at a time: the experts of an answer are recorded on the model itself.
+
+    Attributes:
+        name: of its folder.
+        sees_pictures, has_experts: what it can do.
+    """
+
+    def __init__(self, folder: Path, dtype: str = "auto", device_map: str = "auto"):
+        """Load a folder; stock folders get llamoe's models.
+
+        Raises:
+            CheckpointError: the folder lacks a processor or a tokenizer.
+            OSError, ValueError: as `from_pretrained`.
+        """
+        self.name = folder.resolve().name
+        with llamoe.adopt("llama", "llama4", "mistral", "mixtral"):
+            config = AutoConfig.from_pretrained(folder)
+            self.sees_pictures = getattr(config, "vision_config", None) is not None
+            if self.sees_pictures and not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+                raise CheckpointError(
+                    f"{folder} has a model that sees pictures, but no processor: none of {' and '.join(_PROCESSOR_FILES)} "
+                    "is there. Copy it from where the model came from, or let `llamoe convert` write the folder."
+                )
+            loads = (AutoProcessor, AutoModelForImageTextToText) if self.sees_pictures else (
+                AutoTokenizer, AutoModelForCausalLM,
+            )  # fmt: skip
+            try:
+                self.processor: Any = loads[0].from_pretrained(folder)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{folder}: its tokenizer or processor cannot be read ({error})") from error
+            self.model: Any = loads[1].from_pretrained(folder, dtype=dtype, device_map=device_map)
+        self.tokenizer: Any = self.processor.tokenizer if self.sees_pictures else self.processor
+        self.has_experts = bool(getattr(self.model.config.get_text_config(), "moe_layers", None))
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.model.config.get_text_config().max_position_embeddings
+
+    def answer(
+        self, messages: list[dict[str, Any]], max_new_tokens: int, temperature: float
+    ) -> Iterator[tuple[str, ExpertRecord | None]]:
+        """Answer the last message. Closing the iterator stops the model after the token that it computes.
+
+        Args:
+            messages: of the conversation, in transformers' form; pictures are `PIL.Image.Image`.
+            max_new_tokens: most tokens of the answer; fewer where the model does not know as many positions.
+            temperature: 0 for the most probable token, else of sampling.
+
+        Yields:
+            the text so far, and at the end, with the whole text, the record of a mixture's experts.
+
+        Raises:
+            ValueError: the conversation fills all positions that the model knows.
+        """
+        inputs = self._inputs(messages)
+        length = inputs["input_ids"].shape[1]
+        if length >= self.max_tokens:
+            raise ValueError(
+                f"The conversation has {length:,} tokens, and the model knows {self.max_tokens:,} positions. Begin a "
+                "new conversation, or ask something shorter."
+            )
+        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        stopped = threading.Event()
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        outcome: list[Any] = []
+
+        def generate() -> None:
+            try:
+                with llamoe.trace_experts(self.model) if self.has_experts else nullcontext() as trace:
+                    output = self.model.generate(
+                        **inputs,
+                        **sampling,
+                        max_new_tokens=min(max_new_tokens, self.max_tokens - length),
+                        streamer=streamer,
+                        stopping_criteria=StoppingCriteriaList([_StopsWhen(stopped)]),
+                    )
+                outcome.append((output[0, length:].tolist(), trace))
+            # Whatever it is, the reader of the stream raises it.
+            except BaseException as error:
+                outcome.append(error)
+                streamer.end()
+
+        worker = threading.Thread(target=generate, daemon=True)
+        worker.start()
+        text = ""
+        try:
+            for piece in streamer:
+                text += piece
+                yield text, None
+        finally:
+            stopped.set()
+            worker.join()
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        tokens, trace = outcome[0]
+        yield text, self._record(trace, inputs, tokens) if trace is not None else None
+
+    def _inputs(self, messages: list[dict[str, Any]]) -> Any:
+        if self.tokenizer.chat_template or getattr(self.processor, "chat_template", None):
+            inputs = self.processor.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            )
+        else:
+            # A base model knows no conversations: it continues the last text.
+            inputs = self.tokenizer(messages[-1]["content"], return_tensors="pt")
+        inputs = inputs.to(self.model.device)
+        if "pixel_values" in inputs:
+            inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
+        return inputs
+
+    def _record(self, trace: Any, inputs: Any, tokens: list[int]) -> ExpertRecord:
+        if tokens[-1] in self.tokenizer.all_special_ids:
+            tokens = tokens[:-1]
+        answer = [self.tokenizer.decode([token]) for token in tokens]
+        return make_record(trace, self.model.config, self.processor, inputs, answer)
+
+
+class _StopsWhen(StoppingCriteria):
+    """A stopping criterion: an event was set."""
+
+    def __init__(self, event: threading.Event):
+        self.event = event
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)

@@ -1,0 +1,133 @@
+"""Which experts computed an answer and the picture that it is about.
+
+Shapes: L mixture layers, T tokens of prompt and answer, K experts a token.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+
+from llamoe import ExpertTrace
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The last picture of a prompt as the model sees it.
+
+    Attributes:
+        tile: the whole picture in one tile; where the processor cuts a picture into tiles, this one comes last.
+        first: position of the tile's first token; the others follow.
+        side: tokens along a side of the tile.
+    """
+
+    tile: Image.Image
+    first: int
+    side: int
+
+
+@dataclass(frozen=True)
+class ExpertRecord:
+    """The experts of every token of a prompt and its answer.
+
+    Attributes:
+        layers: names of the mixture layers.
+        num_experts: routed experts of a layer.
+        experts: the chosen experts, best first, int64 `[L, T, K]`. T ends before a token that was chosen, but never
+            computed: the last one of an answer.
+        scores: their weights, float32 `[L, T, K]`.
+        num_prompt: tokens of the prompt.
+        is_image: whether a token stands for a part of a picture, bool `[T]`.
+        answer: text of each token of the answer.
+        picture: the last picture of the prompt, or None.
+    """
+
+    layers: list[str]
+    num_experts: int
+    experts: torch.Tensor
+    scores: torch.Tensor
+    num_prompt: int
+    is_image: torch.Tensor
+    answer: list[str]
+    picture: Picture | None
+
+    def shares(self) -> dict[str, torch.Tensor]:
+        """Each expert's share of the choices, `[L, num_experts]`, for each kind of token that there is."""
+        in_prompt = torch.arange(len(self.is_image)) < self.num_prompt
+        kinds = {
+            "picture": self.is_image,
+            "prompt": in_prompt & ~self.is_image,
+            "answer": ~in_prompt,
+        }
+        return {
+            kind: torch.stack(
+                [layer[chosen].flatten().bincount(minlength=self.num_experts) for layer in self.experts]
+            )
+            / (int(chosen.sum()) * self.experts.shape[-1])
+            for kind, chosen in kinds.items()
+            if chosen.any()
+        }
+
+    def patches(self, layer: int) -> torch.Tensor:
+        """First choice of each token of the picture's tile, `[side, side]`."""
+        first, side = self.picture.first, self.picture.side
+        return self.experts[layer, first : first + side * side, 0].view(side, side)
+
+    def answered(self, layer: int) -> list[tuple[str, list[tuple[int, float]]]]:
+        """Each token of the answer with its experts and their weights; none for a token that was not computed."""
+        rows = zip(
+            self.experts[layer, self.num_prompt :].tolist(),
+            self.scores[layer, self.num_prompt :].tolist(),
+            strict=True,
+        )
+        chosen = [list(zip(experts, scores, strict=True)) for experts, scores in rows]
+        chosen += [[] for _ in range(len(self.answer) - len(chosen))]
+        return list(zip(self.answer, chosen, strict=True))
+
+
+def make_record(
+    trace: ExpertTrace, config: Any, processor: Any, inputs: dict[str, torch.Tensor], answer: list[str]
+) -> ExpertRecord:
+    """The record of an answer.
+
+    Args:
+        trace: of the run that generated it, for one row.
+        config: of the model.
+        processor: of a model that sees pictures; otherwise anything.
+        inputs: of that run; `pixel_values` is missing where there is no picture.
+        answer: text of each token of the answer.
+    """
+    text = config.get_text_config()
+    experts = trace.experts()
+    prompt = inputs["input_ids"][0].cpu()
+    is_image = torch.zeros(experts.shape[1], dtype=torch.bool)
+    picture = None
+    if "pixel_values" in inputs:
+        is_image[: len(prompt)] = prompt == config.image_token_id
+        size = config.vision_config.tokens_per_tile
+        picture = Picture(
+            _tile_of(inputs["pixel_values"][-1], processor.image_processor),
+            int(is_image.nonzero()[-1]) + 1 - size,
+            round(size**0.5),
+        )
+    return ExpertRecord(
+        [f"layer {index}" for index in text.moe_layers],
+        text.num_local_experts,
+        experts,
+        trace.scores(),
+        len(prompt),
+        is_image,
+        answer,
+        picture,
+    )
+
+
+def _tile_of(pixels: torch.Tensor, image_processor: Any) -> Image.Image:
+    """The picture of normalized pixels `[3, size, size]`."""
+    mean, std = (
+        torch.tensor(values)[:, None, None]
+        for values in (image_processor.image_mean, image_processor.image_std)
+    )
+    shown = (pixels.float().cpu() * std + mean).clamp(0, 1) * 255
+    return Image.fromarray(shown.round().byte().permute(1, 2, 0).numpy())

@@ -1,0 +1,81 @@
+"""An expert record as pictures and tables: values of gradio's components.
+
+An expert has one colour everywhere. Neighbouring numbers have hues that lie far apart.
+"""
+
+import colorsys
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from PIL import Image
+
+from .expert_record import ExpertRecord
+
+# Side of the overlay in pixels, at least: small tiles are enlarged, so that patches have sharp borders.
+_SIDE = 480
+_GOLDEN_RATIO = 0.6180339887
+
+
+def name_of(expert: int) -> str:
+    """What an expert is called on the page."""
+    return f"expert {expert}"
+
+
+def colours(num_experts: int) -> dict[str, str]:
+    """Name to colour, such as `#ff8800`."""
+    found = {}
+    for expert in range(num_experts):
+        parts = colorsys.hsv_to_rgb(expert * _GOLDEN_RATIO % 1, 0.65, 0.9)
+        found[name_of(expert)] = "#" + "".join(f"{round(part * 255):02x}" for part in parts)
+    return found
+
+
+def overlay(record: ExpertRecord, layer: int) -> tuple[Image.Image, list[tuple[np.ndarray, str]]] | None:
+    """The picture, and a mask of the patches of each expert, for `AnnotatedImage`; None without a picture."""
+    if record.picture is None:
+        return None
+    tile, patches = record.picture.tile, record.patches(layer).numpy()
+    scale = -(-_SIDE // tile.width)
+    shown = tile.resize((tile.width * scale, tile.height * scale), Image.Resampling.BICUBIC)
+    # Not every tile is a whole number of patches wide: each pixel takes the patch that it lies in.
+    patch_of_pixel = np.arange(shown.width) * len(patches) // shown.width
+    experts = patches[patch_of_pixel][:, patch_of_pixel]
+    return shown, [((experts == expert).astype(float), name_of(expert)) for expert in np.unique(patches)]
+
+
+def coloured_answer(record: ExpertRecord, layer: int) -> list[tuple[str, str | None]]:
+    """Each token with its first expert, for `HighlightedText`."""
+    return [
+        (token, name_of(experts[0][0]) if experts else None) for token, experts in record.answered(layer)
+    ]
+
+
+def answer_table(record: ExpertRecord) -> dict[str, Any]:
+    """A row for each token, a column for each layer, for `Dataframe`."""
+    of_layers = [record.answered(layer) for layer in range(len(record.layers))]
+    rows = []
+    for index, token in enumerate(record.answer):
+        cells = [
+            ", ".join(f"{expert} ({score:.2f})" for expert, score in answered[index][1]) or "not computed"
+            for answered in of_layers
+        ]
+        # Quoted, since spaces at the edges belong to a token.
+        rows.append([repr(token), *cells])
+    return {"headers": ["token", *record.layers], "data": rows}
+
+
+def heat_map(record: ExpertRecord) -> Figure:
+    """Each expert's share of the tokens of a layer, a panel for each kind of token."""
+    shares = record.shares()
+    figure = Figure(figsize=(3.4 * len(shares) + 0.8, 1.6 + 0.25 * len(record.layers)), layout="constrained")
+    panels = figure.subplots(1, len(shares), squeeze=False)[0]
+    highest = max(float(share.max()) for share in shares.values())
+    for panel, (kind, share) in zip(panels, shares.items(), strict=True):
+        drawn = panel.imshow(share.numpy(), aspect="auto", vmin=0, vmax=highest, cmap="viridis")
+        panel.set(title=kind, xlabel="expert")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.set_yticks(range(len(record.layers)), record.layers if panel is panels[0] else [])
+    figure.colorbar(drawn, ax=list(panels), format=PercentFormatter(1, decimals=0))
+    return figure
