@@ -1,5 +1,6 @@
 """The `llamoe` command.
 
 It stands beside the package `llamoe`, whose import takes seconds: options are parsed, and help and mistakes are shown,
-before that. Reading order: printing, options, cli. The functions that the commands call are in `llamoe.conversion`.
+before that. Reading order: printing, options, app (how a command is declared), write_commands, read_commands, page (the
+page of `llamoe chat`), chat_command, cli. The functions that the commands call are in `llamoe.conversion`.
 """

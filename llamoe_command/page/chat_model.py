@@ -50,8 +50,9 @@ class ChatModel:
             self.sees_pictures = getattr(config, "vision_config", None) is not None
             if self.sees_pictures and not any((folder / name).is_file() for name in _PROCESSOR_FILES):
                 raise CheckpointError(
-                    f"{folder} has a model that sees pictures, but no processor: none of {' and '.join(_PROCESSOR_FILES)} "
-                    "is there. Copy it from where the model came from, or let `llamoe convert` write the folder."
+                    f"{folder} has a model that sees pictures, but no processor: neither "
+                    f"{' nor '.join(_PROCESSOR_FILES)} is there. Copy it from where the model came from, or let "
+                    "`llamoe convert` write the folder."
                 )
             loads = (AutoProcessor, AutoModelForImageTextToText) if self.sees_pictures else (
                 AutoTokenizer, AutoModelForCausalLM,
@@ -59,7 +60,9 @@ class ChatModel:
             try:
                 self.processor: Any = loads[0].from_pretrained(folder)
             except (OSError, ValueError) as error:
-                raise CheckpointError(f"{folder}: its tokenizer or processor cannot be read ({error})") from error
+                raise CheckpointError(
+                    f"{folder}: its tokenizer or processor cannot be read ({error})"
+                ) from error
             self.model: Any = loads[1].from_pretrained(folder, dtype=dtype, device_map=device_map)
         self.tokenizer: Any = self.processor.tokenizer if self.sees_pictures else self.processor
         self.has_experts = bool(getattr(self.model.config.get_text_config(), "moe_layers", None))
@@ -94,7 +97,9 @@ class ChatModel:
             )
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stopped = threading.Event()
-        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        sampling = (
+            {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        )
         outcome: list[Any] = []
 
         def generate() -> None:

@@ -47,9 +47,7 @@ def overlay(record: ExpertRecord, layer: int) -> tuple[Image.Image, list[tuple[n
 
 def coloured_answer(record: ExpertRecord, layer: int) -> list[tuple[str, str | None]]:
     """Each token with its first expert, for `HighlightedText`."""
-    return [
-        (token, name_of(experts[0][0]) if experts else None) for token, experts in record.answered(layer)
-    ]
+    return [(token, name_of(experts[0][0]) if experts else None) for token, experts in record.answered(layer)]
 
 
 def answer_table(record: ExpertRecord) -> dict[str, Any]:

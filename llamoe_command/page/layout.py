@@ -95,7 +95,10 @@ def _experts(chat: ChatModel, record: gr.State) -> None:
             )  # fmt: skip
         load = gr.Plot(label="Shares of the tokens", elem_id="load")
         table = gr.Dataframe(
-            label="Experts of each token, with the router's weights", interactive=False, wrap=True, elem_id="table"
+            label="Experts of each token, with the router's weights",
+            interactive=False,
+            wrap=True,
+            elem_id="table",
         )
 
     def show(found: ExpertRecord | None, index: int) -> dict[Any, Any]:

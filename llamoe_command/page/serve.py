@@ -87,7 +87,9 @@ def find_port(host: str, port: int | None) -> int:
     if port is not None:
         found = _bind(host, port)
         if found is None:
-            raise ValueError(f"port {port} is taken on {host}; give another one, or --port 0 for any free one.")
+            raise ValueError(
+                f"port {port} is taken on {host}; give another one, or --port 0 for any free one."
+            )
         return found
     for candidate in range(FIRST_PORT, FIRST_PORT + _NUM_PORTS):
         if _bind(host, candidate) is not None:
@@ -107,10 +109,14 @@ def _bind(host: str, port: int) -> int | None:
         try:
             listener.bind(address)
         except PermissionError as error:
-            raise ValueError(f"port {port} needs the rights of an administrator; give one above 1023.") from error
+            raise ValueError(
+                f"port {port} needs the rights of an administrator; give one above 1023."
+            ) from error
         except OSError as error:
             if error.errno in _NOT_HERE:
-                raise ValueError(f"{host} is no address of this machine; the default is 127.0.0.1.") from error
+                raise ValueError(
+                    f"{host} is no address of this machine; the default is 127.0.0.1."
+                ) from error
             return None
         return listener.getsockname()[1]
 

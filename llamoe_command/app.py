@@ -1,0 +1,98 @@
+"""The command line program, and how a command is declared.
+
+A command of `llamoe.conversion` has the options of its function, and prints the function's report. Heavy imports stand
+inside of functions: help and mistakes are shown before torch is imported, which takes seconds.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect as signatures
+from collections.abc import Callable
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from .options import shared_options
+from .printing import print_report, progress_bar
+
+app = typer.Typer(
+    name="llamoe",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Convert, derive, quantize, inspect and compare checkpoints: LLaMA and Llama 4 of Meta and Hugging Face, and "
+    "vision towers of open_clip and CLIP.\n\nA command reads SOURCE, whose format it recognises, and writes a new "
+    "folder TARGET. It never changes SOURCE. Begin with `llamoe inspect PATH`.",
+)
+
+
+def load_conversion(*sources: Path) -> ModuleType:
+    """`llamoe.conversion`, imported once it is known that the sources exist: that takes seconds.
+
+    Raises:
+        ValueError: a source does not exist.
+    """
+    for path in sources:
+        # What cannot be looked at is told by the function.
+        with contextlib.suppress(OSError):
+            if not path.exists():
+                raise ValueError(f"{path}: no such file or folder.")
+    from transformers.utils import logging
+
+    conversion = importlib.import_module("llamoe.conversion")
+
+    # transformers' advice about configurations is meant for their authors.
+    logging.set_verbosity_error()
+    return conversion
+
+
+def writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """Register a command that calls a function of `llamoe.conversion`, and prints its report.
+
+    The decorated function is the command's declaration: its arguments, its options besides the shared ones, its help.
+
+    Args:
+        function: the function's name.
+        without: shared options that it does not have.
+    """
+
+    def register(declaration: Callable) -> Callable:
+        shared = signatures.signature(shared_options).parameters.values()
+        named = [*signatures.signature(declaration).parameters.values()]
+        named += [option for option in shared if option.name not in without]
+
+        @functools.wraps(declaration)
+        def run(*, as_json: bool, **given: Any) -> None:
+            paths = {name: value for name, value in given.items() if isinstance(value, Path)}
+            conversion = load_conversion(*(path for name, path in paths.items() if name != "target"))
+            with progress_bar(as_json) as progress:
+                report = getattr(conversion, function)(**given, progress=progress)
+            print_report(report, as_json)
+
+        run.__signature__ = signatures.Signature(named)  # pyright: ignore[reportAttributeAccessIssue]
+        run.__annotations__ = {option.name: option.annotation for option in named}
+        return app.command()(run)
+
+    return register
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"llamoe {installed_version('llamoe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,61 @@
+"""The command that opens a page to talk with a model."""
+
+import importlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from .app import app
+
+
+@app.command()
+def chat(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A model with its tokenizer or processor.")
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. The default is reached from this machine alone.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port, 0 for any free one. The default is the first free one from 7860 on."
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        typer.Option(metavar="<dtype>", help="auto (as saved), bfloat16, float16 or float32."),
+    ] = "auto",
+    device_map: Annotated[str, typer.Option(help="Where the model is placed: auto, cpu, cuda, ...")] = "auto",
+    picture: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="<file>", help="A picture to click on in the page. It can be given several times."
+        ),
+    ] = None,
+    open_browser: Annotated[
+        bool, typer.Option("--open/--no-open", help="Whether to open the page in a browser.")
+    ] = True,
+) -> None:
+    """Talk with a model in a local web page, and see which experts answer.
+
+    Drop a picture, ask, and watch the answer come. The page shows, for each layer, the expert that took each part of
+    the picture and each token of the answer.
+
+        llamoe chat examples/llamoe-tiny
+    """
+    pictures = picture or []
+    for path in [folder, *pictures]:
+        if not path.exists():
+            raise ValueError(f"{path}: no such file or folder.")
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} is no model folder: it has no config.json. `llamoe convert` makes one of other formats."
+        )
+    if missing := [name for name in ("gradio", "matplotlib") if find_spec(name) is None]:
+        raise ValueError(f"the page needs {' and '.join(missing)}: pip install 'llamoe[page]'")
+    importlib.import_module("llamoe_command.page.serve").serve(
+        folder, host, port, dtype, device_map, pictures, open_browser
+    )

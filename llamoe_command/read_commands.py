@@ -1,0 +1,77 @@
+"""Commands that write nothing: what a checkpoint is, and whether two are the same."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import app, load_conversion
+from .options import AsJson, Seed
+from .printing import print_sections, progress_bar
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH", help="A checkpoint of any format, a config.json, or the name of a preset."
+        ),
+    ],
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens in the KV cache. The default is 8192, or the model's limit if lower."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences in the KV cache.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint is and how much memory it needs.
+
+    Only headers are read, no weights.
+    The memory is that of the weights, and of the KV cache for this context and batch.
+
+        llamoe inspect Llama-4-Maverick --context 32768 --batch 4
+    """
+    # A name without a folder may be that of a preset.
+    conversion = load_conversion(*[Path(path)] if os.sep in path else [])
+    found = conversion.inspect(path, context=context, batch=batch)
+    print_sections(dataclasses.asdict(found), found.sections(), as_json)
+
+
+@app.command()
+def verify(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any format.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another checkpoint, of any format.")],
+    tokens: Annotated[int, typer.Option(help="Number of random tokens in each row.")] = 32,
+    rows: Annotated[int, typer.Option(help="Number of rows.")] = 2,
+    seed: Seed = 0,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest difference of outputs that counts as none, in standard deviations of the output. The "
+            "default is 0.0001."
+        ),
+    ] = None,
+    logits: Annotated[
+        bool, typer.Option(help="Whether to run both models, or to compare only their weights.")
+    ] = True,
+    device: Annotated[str, typer.Option(help="Device that the models run on, such as cuda.")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Check whether two checkpoints, in any formats, compute the same function.
+
+    Keys, shapes and weights are compared first.
+    Then both models run, and hidden states and logits are compared.
+
+        llamoe verify llama-2-7b-chat chat      # before and after convert
+    """
+    options = {"tokens": tokens, "rows": rows, "seed": seed, "tolerance": tolerance, "logits": logits}
+    conversion = load_conversion(a, b)
+    with progress_bar(as_json) as progress:
+        found = conversion.verify(a, b, **options, device=device, progress=progress)
+    print_sections(found.as_dict(), found.sections(), as_json)
+    same = found.same_weights if found.same_function is None else found.same_function
+    if not same:
+        raise typer.Exit(1)

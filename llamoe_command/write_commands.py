@@ -1,0 +1,243 @@
+"""Commands that write a folder: each calls one function of `llamoe.conversion` with the same options."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from .app import writes
+from .options import ActivationOfFile, Fold, Heads, Seed, Source, Tag, Target
+
+
+@writes("convert")
+def convert(
+    source: Source,
+    target: Target,
+    to: Annotated[
+        Literal["hf", "meta", "mistral"],
+        typer.Option(help="Format of TARGET: Hugging Face's, Meta's or Mistral AI's."),
+    ] = "hf",
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            help="With --to meta: number of files that each tensor is split over. It must divide the key/value heads. "
+            "The default is that of Meta's releases of this size."
+        ),
+    ] = None,
+    style: Annotated[
+        Literal["release", "unfused"],
+        typer.Option(
+            help="With --to meta, for Llama 4: tensor names of the published files, or of the modules in Meta's code."
+        ),
+    ] = "release",
+    experts: Annotated[
+        Literal["fused", "split"],
+        typer.Option(
+            help="With --to hf: stack the experts as transformers does, or write a linear layer for each."
+        ),
+    ] = "fused",
+    checksums: Annotated[
+        bool,
+        typer.Option(
+            "--checksums", help="First compare SOURCE with its checklist.chk and the checksums in .pth files."
+        ),
+    ] = False,
+    instruct: Annotated[
+        bool | None,
+        typer.Option(
+            "--instruct/--no-instruct",
+            help="Whether a model of Meta's or Mistral AI's was tuned for conversations. This decides on chat "
+            "template, stop tokens and sampling. The default goes by the folder's name.",
+        ),
+    ] = None,
+) -> None:
+    """Convert a checkpoint between Meta's or Mistral AI's format and Hugging Face's.
+
+    The tokenizer, chat template, generation settings and processor settings are converted too. The result works with
+    AutoTokenizer, AutoProcessor and generate.
+
+        llamoe convert llama-2-7b-chat chat                     # from Meta's files
+
+        llamoe convert chat meta --to meta --shards 2           # back, in two files
+
+        llamoe convert Llama-4-Scout scout --experts split      # experts one by one
+    """
+
+
+@writes("convert_vision", without=("shard_size", "layout"))
+def vision(
+    source: Source,
+    target: Target,
+    to: Annotated[
+        Literal["tower", "open_clip", "clip"],
+        typer.Option(help="Format of TARGET: llamoe's tower, open_clip's file, or transformers' CLIP."),
+    ] = "tower",
+    image_size: Annotated[
+        int | None,
+        typer.Option(
+            help="New side of the pictures in pixels. The position grid is resized as open_clip does it."
+        ),
+    ] = None,
+    fold_normalization: Fold = False,
+    activation: ActivationOfFile = None,
+    tag: Tag = None,
+    heads: Heads = None,
+) -> None:
+    """Convert a vision tower: open_clip's MetaCLIP, Hugging Face's CLIP and MetaCLIP 2, or llamoe's.
+
+    The weights do not show which activation they were trained with.
+    MetaCLIP's first releases use QuickGELU.
+
+        llamoe vision l14_400m.pt tower --activation quick_gelu --image-size 336
+    """
+
+
+@writes("upcycle")
+def upcycle(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A dense LLaMA or Mistral of any format.")],
+    target: Target,
+    experts: Annotated[int, typer.Option(help="Number of routed experts in each mixture layer.")],
+    family: Annotated[
+        Literal["llama4", "mixtral"] | None,
+        typer.Option(
+            help="Kind of mixture: Llama 4's, with a shared expert, or Mixtral's. The default is mixtral for a SOURCE "
+            "with a sliding window, else llama4."
+        ),
+    ] = None,
+    interleave: Annotated[
+        int,
+        typer.Option(
+            help="Distance between mixture layers: 1 for every layer, as in Mixtral always, 2 for every second."
+        ),
+    ] = 1,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of experts that a token is sent to. The default is 1 in Llama 4's mixtures, 2 in Mixtral's."
+        ),
+    ] = None,
+    noise: Annotated[
+        float,
+        typer.Option(
+            help="Noise on the experts' weights, as a fraction of the dense weights' standard deviation. 0 keeps the "
+            "function exactly."
+        ),
+    ] = 0.0,
+    seed: Seed = 0,
+) -> None:
+    """Make a mixture of experts from a dense LLaMA or Mistral; before training it computes the same function.
+
+    In Mixtral's mixtures every expert is a copy of the dense feed-forward (sparse upcycling, Komatsuzaki et al. 2022).
+    In Llama 4's the dense feed-forward becomes the shared expert, and the routed experts are copies of it with an
+    output of zero.
+
+        llamoe upcycle llama-2-7b moe --experts 8 --interleave 2
+
+        llamoe upcycle mistral-7b moe --family mixtral --experts 8
+    """
+
+
+@writes("merge_kv_heads")
+def gqa(
+    source: Source,
+    target: Target,
+    kv_heads: Annotated[
+        int, typer.Option(help="Number of key/value heads of the result. It must divide SOURCE's.")
+    ],
+) -> None:
+    """Merge groups of key/value heads, to turn multi-head attention into grouped-query attention.
+
+    Each group of heads is replaced by its mean (Ainslie et al. 2023).
+    The result needs some further training.
+
+        llamoe gqa llama-2-7b llama-2-7b-gqa --kv-heads 8
+    """
+
+
+@writes("assemble")
+def assemble(
+    text: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TEXT", help="The decoder with its tokenizer: a LLaMA, a mixture, or a Llama 4."
+        ),
+    ],
+    vision: Annotated[
+        Path, typer.Argument(metavar="VISION", help="The vision tower: a folder, or an open_clip file.")
+    ],
+    target: Target,
+    image_size: Annotated[
+        int | None, typer.Option(help="Side of a tile in pixels. The default is the tower's.")
+    ] = None,
+    pixel_shuffle_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="The adapter merges squares of 1/ratio by 1/ratio patches into one token. The default is 0.5."
+        ),
+    ] = None,
+    projector_dim: Annotated[
+        int | None, typer.Option(help="Width of the adapter's output. The default is the decoder's width.")
+    ] = None,
+    max_tiles: Annotated[int, typer.Option(help="Largest number of tiles that a picture is cut into.")] = 16,
+    fold_normalization: Fold = False,
+    activation: ActivationOfFile = None,
+    tag: Tag = None,
+    heads: Heads = None,
+    seed: Seed = 0,
+) -> None:
+    """Join a decoder and a vision tower into one multimodal checkpoint, ready for training.
+
+    The projector, and the adapter if the tower has none, are initialised at random.
+    Image tokens, a processor and a chat template are added.
+
+        llamoe assemble moe tower multimodal
+    """
+
+
+@writes("quantize", without=("dtype", "layout"))
+def quantize(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A model of any format, in 16 or 32 bit.")],
+    target: Target,
+    to: Annotated[
+        Literal["int4", "int8"],
+        typer.Option(
+            help="4 bits with a scale for each group of inputs, or 8 bits with one for each output."
+        ),
+    ],
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="With --to int4: inputs that share a scale, 32, 64, 128 or 256. The default is 32."
+        ),
+    ] = None,
+    experts: Annotated[
+        bool, typer.Option("--experts/--no-experts", help="Whether routed experts are quantized.")
+    ] = True,
+    linears: Annotated[
+        bool,
+        typer.Option("--linears/--no-linears", help="Whether the decoder's linear layers are quantized."),
+    ] = True,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search/--no-search",
+            help="Whether scales are searched that round best, or span the largest weights, which is faster.",
+        ),
+    ] = True,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="<name>",
+            help="A module that stays in 16 bit, or the end of the names of several. It can be given several times.",
+        ),
+    ] = None,
+) -> None:
+    """Store a model's experts and linear layers in 4 or 8 bits.
+
+    Embeddings, output head, norms, routers, vision tower and projector stay in 16 bit.
+    from_pretrained loads TARGET as it is, and convert makes 16 bit of it again.
+
+        llamoe quantize mixtral-8x7b mixtral-int4 --to int4
+
+        llamoe quantize mixtral-8x7b mixtral-int8 --to int8 --keep o_proj
+    """
