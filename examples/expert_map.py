@@ -50,24 +50,14 @@ import torch
 from transformers import AutoProcessor
 
 import llamoe
-from llamoe.modeling.moe import Router
 
 
 @torch.inference_mode()
 def first_choices(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """The expert of each token, `[mixture layers, T]`."""
-    chosen = []
-    hooks = [
-        module.register_forward_hook(lambda _, given, output: chosen.append(output[2][:, 0].cpu()))
-        for module in model.modules()
-        if isinstance(module, Router)
-    ]
-    try:
+    with llamoe.trace_experts(model) as trace:
         model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return torch.stack(chosen)
+    return trace.experts()[..., 0]
 
 
 def draw(shares: torch.Tensor, names: list[str], tile: torch.Tensor, maps: list, path: str) -> None:

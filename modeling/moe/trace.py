@@ -21,12 +21,27 @@ class ExpertTrace:
     """
 
     def __init__(self, num_layers: int):
-        self._of_layers: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_layers)]
+        self.num_layers = num_layers
+        # Layer to weights and choices, pass by pass.
+        self._passes: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def record(self, layer: int, scores: torch.Tensor, experts: torch.Tensor) -> None:
+        """Note the choices of a layer. The first layer's begin a pass.
+
+        Args:
+            layer: number among the mixture layers.
+            scores: `[T, K]`.
+            experts: `[T, K]`.
+        """
+        if layer == 0:
+            self._passes.append({})
+        # What checkpointing computes again in a backward pass is known already.
+        self._passes[-1].setdefault(layer, (scores, experts))
 
     @property
     def num_passes(self) -> int:
-        """Passes that every mixture layer has taken part in."""
-        return min(map(len, self._of_layers))
+        """Passes that every mixture layer has taken part in; those that failed half-way are left out."""
+        return len(self._complete())
 
     def experts(self, first: int = 0) -> torch.Tensor:
         """The chosen experts, best first, int64 `[L, T, K]` on the CPU.
@@ -46,12 +61,18 @@ class ExpertTrace:
         """The weights of the chosen experts, as the layers use them, float32 `[L, T, K]` on the CPU; as `experts`."""
         return self._join(0, first).float()
 
+    def _complete(self) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+        return [recorded for recorded in self._passes if len(recorded) == self.num_layers]
+
     def _join(self, which: int, first: int) -> torch.Tensor:
-        passes = self.num_passes
+        passes = self._complete()[first:]
         if not passes:
             raise ValueError("Nothing was traced: run the model inside of the `with` block.")
         return torch.stack(
-            [torch.cat([both[which].cpu() for both in layer[:passes][first:]]) for layer in self._of_layers]
+            [
+                torch.cat([recorded[layer][which].cpu() for recorded in passes])
+                for layer in range(self.num_layers)
+            ]
         )
 
 
@@ -77,13 +98,10 @@ def trace_experts(model: nn.Module) -> Iterator[ExpertTrace]:
         raise ValueError(f"{type(model).__name__} has no experts to trace: none of its layers is a mixture.")
     trace = ExpertTrace(len(routers))
 
-    def recorder(of_layer: list) -> Any:
-        return lambda _module, _args, output: of_layer.append((output[1].detach(), output[2]))
+    def recorder(layer: int) -> Any:
+        return lambda _module, _args, output: trace.record(layer, output[1].detach(), output[2])
 
-    hooks = [
-        router.register_forward_hook(recorder(of_layer))
-        for router, of_layer in zip(routers, trace._of_layers, strict=True)
-    ]
+    hooks = [router.register_forward_hook(recorder(layer)) for layer, router in enumerate(routers)]
     try:
         yield trace
     finally:
