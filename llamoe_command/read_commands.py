@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,6 +25,12 @@ def inspect(
         typer.Option(help="Tokens in the KV cache. The default is 8192, or the model's limit if lower."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences in the KV cache.")] = 1,
+    reader: Annotated[
+        Literal["gguf"] | None,
+        typer.Option(
+            "--for", help="Also say whether llama.cpp, which reads GGUF files, computes this model."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint is and how much memory it needs.
@@ -33,11 +39,17 @@ def inspect(
     The memory is that of the weights, and of the KV cache for this context and batch.
 
         llamoe inspect Llama-4-Maverick --context 32768 --batch 4
+
+    With --for the exit status is 1 where llama.cpp would compute something else, and 0 where it would not.
+
+        llamoe inspect my-model --for gguf
     """
     # A name without a folder may be that of a preset.
     conversion = load_conversion(*[Path(path)] if os.sep in path else [])
-    found = conversion.inspect(path, context=context, batch=batch)
+    found = conversion.inspect(path, context=context, batch=batch, reader=reader)
     print_sections(dataclasses.asdict(found), found.sections(), as_json)
+    if found.gguf:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from ..configuration import LlamoeConfig, from_stock
+from ..configuration import LlamoeConfig, check_for_gguf, from_stock
 from ..configuration.hub import hub_arguments, written_by
 from ..configuration.stock import to_stock
 from . import checkpoints
@@ -380,7 +380,9 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
             message += f", experts {implementation}"
         logger.info(message)
 
-    def save_pretrained(self, save_directory, *args, layout: str = "llamoe", **kwargs):
+    def save_pretrained(
+        self, save_directory, *args, layout: str = "llamoe", for_gguf: bool = False, **kwargs
+    ):
         """Save as `PreTrainedModel.save_pretrained` does; the weights have stock keys in either layout.
 
         Args:
@@ -388,9 +390,12 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
                 loads with `trust_remote_code=True` where llamoe is not imported. "stock" writes transformers' type
                 (`llama`, `llama4`, `llama4_text`), so that transformers, vLLM or llama.cpp read the folder without
                 llamoe.
+            for_gguf: refuse a model that llama.cpp would not compute as it is, since its converter to GGUF and its
+                loader fix much of an architecture (`llamoe inspect --for gguf` tells of a folder).
 
         Raises:
-            ValueError: an unknown layout, or a config that stock cannot express; nothing is written then.
+            ValueError: an unknown layout, or a config that stock cannot express, or with `for_gguf` llama.cpp; nothing
+                is written then.
         """
         if not os.fspath(save_directory):
             raise ValueError(
@@ -400,6 +405,11 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
             raise ValueError(f"save_pretrained({str(save_directory)!r}): this is a file; give a folder.")
         if layout not in ("llamoe", "stock"):
             raise ValueError(f"save_pretrained(layout={layout!r}): valid layouts are 'llamoe' and 'stock'.")
+        if for_gguf and layout != "stock":
+            raise ValueError(
+                f"save_pretrained(for_gguf=True, layout={layout!r}): llama.cpp's converter reads transformers' layout "
+                "alone; give layout='stock'."
+            )
         if layout == "stock":
             if not self._has_stock_layout:
                 raise ValueError(
@@ -408,6 +418,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
                 )
             # Raises before anything is written.
             to_stock(self.config)
+        if for_gguf:
+            check_for_gguf(self.config, type(self).__name__)
         is_packed = any(getattr(module, "is_packed", False) for module in self.modules())
         if layout != "stock" and is_packed and not packed_experts(self):
             # Packed experts are stored as they are; transformers' rules would take them apart.

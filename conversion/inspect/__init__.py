@@ -1,7 +1,7 @@
 """What a checkpoint is and how much memory it needs: `llamoe inspect`.
 
 Reading order: footprint (bytes of tensors), describe (family and sizes), open_partly (damaged
-checkpoints too), command.
+checkpoints too), gguf (what llama.cpp makes of it), command.
 """
 
 from .command import Inspection, inspect

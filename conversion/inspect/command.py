@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ...configuration import LlamoeVisionConfig, QuantizationConfig, cache_bytes, count_parameters
 from ...configuration.base import LlamoeBaseConfig
@@ -16,6 +16,7 @@ from ..hf import in_words, packed_weights
 from ..verify import tied_head
 from .describe import family_of, guess, mismatches_of, presets_like, sizes_of
 from .footprint import NOTE, Need, dtypes_of, layers_of, needs_of, parts_of
+from .gguf import answer_for_gguf
 from .open_partly import open_partly
 
 _DEFAULT_CONTEXT = 8192
@@ -46,6 +47,8 @@ class Inspection:
             stored format alone.
         dropped: tensors of the source that no model uses, and why.
         problems: what is missing or wrong, in sentences.
+        gguf: what llama.cpp would compute otherwise or not load, in sentences; None if nobody asked.
+        before_gguf: what is to do before llama.cpp's converter reads the checkpoint, in sentences.
         seconds: duration.
     """
 
@@ -68,6 +71,8 @@ class Inspection:
     needs: dict[str, Need]
     dropped: dict[str, str]
     problems: list[str]
+    gguf: list[str] | None
+    before_gguf: list[str]
     seconds: float
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -103,6 +108,9 @@ class Inspection:
             if not self.quantization:
                 rows.append(("note", NOTE))
             sections.append(("memory", rows))
+        if self.gguf is not None:
+            answers = self.gguf or ["llama.cpp computes this model as it is"]
+            sections.append(("gguf", [("", text) for text in (*answers, *self.before_gguf)]))
         wrong = [*self.problems, *self.mismatches[:_SHOWN]]
         if len(self.mismatches) > _SHOWN:
             wrong.append(f"and {len(self.mismatches) - _SHOWN:,} more tensors")
@@ -112,7 +120,11 @@ class Inspection:
 
 
 def inspect(
-    path: str | os.PathLike | Checkpoint, *, context: int | None = None, batch: int = 1
+    path: str | os.PathLike | Checkpoint,
+    *,
+    context: int | None = None,
+    batch: int = 1,
+    reader: Literal["gguf"] | None = None,
 ) -> Inspection:
     """Inspect a checkpoint by its headers: what it is and how much memory it needs.
 
@@ -122,6 +134,7 @@ def inspect(
         context: tokens of prompt and answer that the cache is computed for, the prompt read in one pass; by default
             8192, or the model's limit if that is lower.
         batch: rows that the cache is computed for.
+        reader: "gguf": also say whether llama.cpp, which reads a GGUF file of it, computes this model.
 
     Returns:
         The findings. A checkpoint with missing or damaged files is described as far as possible; `problems` names
@@ -129,10 +142,12 @@ def inspect(
 
     Raises:
         CheckpointError: the path does not exist, or nothing at it can be read.
-        ValueError: a context beyond the model's limit, or a batch below 1.
+        ValueError: a context beyond the model's limit, a batch below 1, or an unknown reader.
     """
     begin = time.perf_counter()
     check_at_least(1, batch=batch, **({} if context is None else {"context": context}))
+    if reader not in (None, "gguf"):
+        raise ValueError(f"reader = {reader!r}: valid are 'gguf' and None.")
     found, problems = open_partly(path)
     config, tensors, in_files = found.config, found.tensors, found.stored or found.tensors
     tied = {} if config is None else tied_head(config)
@@ -160,6 +175,7 @@ def inspect(
             f"the configuration asks for {counted.total:,} numbers, and the files have {stored:,}: "
             f"{len(mismatches):,} tensors do not fit"
         )
+    gguf, before_gguf = answer_for_gguf(found) if reader == "gguf" else (None, [])
     files = {file.name: file.stat().st_size for file in found.sources}
     return Inspection(
         path=str(found.path),
@@ -181,6 +197,8 @@ def inspect(
         needs=needs,
         dropped=dict(found.dropped),
         problems=problems,
+        gguf=gguf,
+        before_gguf=before_gguf,
         seconds=time.perf_counter() - begin,
     )
 
