@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import shared_options
-from .printing import print_report, progress_bar
+from .printing import print_report, progress_bar, shows_progress, status
 
 app = typer.Typer(
     name="llamoe",
@@ -32,7 +32,23 @@ app = typer.Typer(
 )
 
 
-def load_conversion(*sources: Path) -> ModuleType:
+def load(module: str, is_silent: bool) -> ModuleType:
+    """Import a module that imports torch and transformers, which takes seconds.
+
+    transformers is told to draw its progress bars only where ours are.
+    """
+    with status("loading torch and transformers …", is_silent):
+        loaded = importlib.import_module(module)
+    from transformers.utils import logging
+
+    # transformers' advice about configurations is meant for their authors.
+    logging.set_verbosity_error()
+    if not shows_progress(is_silent):
+        logging.disable_progress_bar()
+    return loaded
+
+
+def load_conversion(*sources: Path, is_silent: bool = False) -> ModuleType:
     """`llamoe.conversion`, imported once it is known that the sources exist: that takes seconds.
 
     Raises:
@@ -43,13 +59,7 @@ def load_conversion(*sources: Path) -> ModuleType:
         with contextlib.suppress(OSError):
             if not path.exists():
                 raise ValueError(f"{path}: no such file or folder.")
-    from transformers.utils import logging
-
-    conversion = importlib.import_module("llamoe.conversion")
-
-    # transformers' advice about configurations is meant for their authors.
-    logging.set_verbosity_error()
-    return conversion
+    return load("llamoe.conversion", is_silent)
 
 
 def writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
@@ -68,10 +78,12 @@ def writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable],
         named += [option for option in shared if option.name not in without]
 
         @functools.wraps(declaration)
-        def run(*, as_json: bool, **given: Any) -> None:
+        def run(*, as_json: bool, quiet: bool, **given: Any) -> None:
+            is_silent = as_json or quiet
             paths = {name: value for name, value in given.items() if isinstance(value, Path)}
-            conversion = load_conversion(*(path for name, path in paths.items() if name != "target"))
-            with progress_bar(as_json) as progress:
+            sources = (path for name, path in paths.items() if name != "target")
+            conversion = load_conversion(*sources, is_silent=is_silent)
+            with progress_bar(is_silent) as progress:
                 report = getattr(conversion, function)(**given, progress=progress)
             print_report(report, as_json)
 

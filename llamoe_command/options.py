@@ -15,6 +15,9 @@ Target = Annotated[
     Path, typer.Argument(metavar="TARGET", help="Folder to write. It must be empty, or not exist.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Show no progress. Without a terminal none is shown.")
+]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Fold = Annotated[
     bool,
@@ -59,5 +62,6 @@ def shared_options(
         bool, typer.Option("--dry-run", help="Check and plan everything, but write nothing.")
     ] = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Declares the options of the commands that write a folder."""

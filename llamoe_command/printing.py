@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +40,16 @@ class Bar:
             self.progress.update(self.task, advance=nbytes, description=escape(file))
 
 
+def shows_progress(is_silent: bool) -> bool:
+    """Whether somebody sees progress: standard error is a terminal, and the user has not asked for silence."""
+    # rich's own answer is yes in a pipe, too, where FORCE_COLOR is set, as build servers do.
+    return not is_silent and sys.stderr.isatty()
+
+
 @contextlib.contextmanager
-def progress_bar(as_json: bool) -> Iterator[Bar | None]:
+def progress_bar(is_silent: bool) -> Iterator[Bar | None]:
     """A progress bar; None where nobody would see it."""
-    console = Console(stderr=True)
-    if as_json or not console.is_terminal:
+    if not shows_progress(is_silent):
         yield None
         return
     columns = (
@@ -53,8 +59,18 @@ def progress_bar(as_json: bool) -> Iterator[Bar | None]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield Bar(progress)
+
+
+@contextlib.contextmanager
+def status(text: str, is_silent: bool) -> Iterator[None]:
+    """A line that says what takes a while, until it is done; nothing where nobody would see it."""
+    if not shows_progress(is_silent):
+        yield
+        return
+    with Console(stderr=True).status(escape(text)):
+        yield
 
 
 def print_report(report: "Report", as_json: bool) -> None:

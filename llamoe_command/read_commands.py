@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from .app import app, load_conversion
-from .options import AsJson, Seed
+from .options import AsJson, Quiet, Seed
 from .printing import print_sections, progress_bar
 
 
@@ -32,6 +32,7 @@ def inspect(
         ),
     ] = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show what a checkpoint is and how much memory it needs.
 
@@ -45,7 +46,7 @@ def inspect(
         llamoe inspect my-model --for gguf
     """
     # A name without a folder may be that of a preset.
-    conversion = load_conversion(*[Path(path)] if os.sep in path else [])
+    conversion = load_conversion(*[Path(path)] if os.sep in path else [], is_silent=as_json or quiet)
     found = conversion.inspect(path, context=context, batch=batch, reader=reader)
     print_sections(dataclasses.asdict(found), found.sections(), as_json)
     if found.gguf:
@@ -71,6 +72,7 @@ def verify(
     ] = True,
     device: Annotated[str, typer.Option(help="Device that the models run on, such as cuda.")] = "cpu",
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Check whether two checkpoints, in any formats, compute the same function.
 
@@ -80,8 +82,9 @@ def verify(
         llamoe verify llama-2-7b-chat chat      # before and after convert
     """
     options = {"tokens": tokens, "rows": rows, "seed": seed, "tolerance": tolerance, "logits": logits}
-    conversion = load_conversion(a, b)
-    with progress_bar(as_json) as progress:
+    is_silent = as_json or quiet
+    conversion = load_conversion(a, b, is_silent=is_silent)
+    with progress_bar(is_silent) as progress:
         found = conversion.verify(a, b, **options, device=device, progress=progress)
     print_sections(found.as_dict(), found.sections(), as_json)
     same = found.same_weights if found.same_function is None else found.same_function
