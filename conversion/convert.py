@@ -60,7 +60,7 @@ def convert(
     if checkpoint.kind in ("open_clip", "clip"):
         raise ValueError(f"{source}: is a vision tower; convert it with `llamoe vision` (convert_vision).")
     if checksums:
-        check_sums(checkpoint.sources)
+        check_sums(checkpoint.sources, options["progress"])
     if to == "meta":
         return save_meta(checkpoint, target, shards=shards, style=style, **options)
     if to == "mistral":

@@ -52,9 +52,12 @@ def main() -> None:
         fail(f"{arguments.model} has no config.json, so it is not a model folder; `llamoe convert` makes one")
     # Imported here: help and mistakes are shown before that, which takes seconds.
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+    from transformers.utils import logging
 
     import llamoe
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     # Load stock folders with llamoe's models.
     llamoe.adopt("llama", "llama4")
     try:

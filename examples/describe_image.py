@@ -50,6 +50,7 @@ if __name__ == "__main__":
 
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, TextStreamer
+from transformers.utils import logging
 
 # The import registers llamoe's model types with the Auto classes.
 import llamoe
@@ -92,6 +93,8 @@ def typed_content(prompt: str, pictures: list[Image.Image]) -> list[dict]:
 def main() -> None:
     """Load the model and print the answer token by token."""
     arguments = read_arguments()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     pictures = [read_picture(path) for path in arguments.image]
     content = typed_content(arguments.prompt, pictures)
     check_model(arguments.model)

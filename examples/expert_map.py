@@ -48,6 +48,7 @@ if __name__ == "__main__":
 
 import torch
 from transformers import AutoProcessor
+from transformers.utils import logging
 
 import llamoe
 
@@ -112,6 +113,8 @@ def main() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         fail("it draws with matplotlib, which is not installed: pip install matplotlib")
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     try:
         picture = llamoe.read_picture(arguments.image)
         processor = AutoProcessor.from_pretrained(arguments.model)

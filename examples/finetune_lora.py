@@ -67,6 +67,7 @@ from transformers import (
 )
 from transformers.integrations import unset_hf_deepspeed_config
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
 
 import llamoe
 
@@ -314,6 +315,8 @@ def draw_losses(history: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Train, and print what the adapter changed."""
     arguments = read_arguments()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     state = PartialState(cpu=not torch.accelerator.is_available())
     set_seed(arguments.seed)
     with state.main_process_first():

@@ -66,6 +66,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from transformers.utils import logging
 
 # The import registers llamoe's model types.
 import llamoe  # noqa: F401
@@ -138,6 +139,8 @@ def main() -> None:
         raise SystemExit(subprocess.call([sys.executable, "-m", *launch, __file__, *sys.argv[1:]]))
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     dist.init_process_group()
     train(arguments.model, arguments.parallel, arguments.steps, arguments.save)
     dist.destroy_process_group()

@@ -59,7 +59,12 @@ def load_conversion(*sources: Path, is_silent: bool = False) -> ModuleType:
         with contextlib.suppress(OSError):
             if not path.exists():
                 raise ValueError(f"{path}: no such file or folder.")
-    return load("llamoe.conversion", is_silent)
+    conversion = load("llamoe.conversion", is_silent)
+    from transformers.utils import logging
+
+    # The commands draw their own, and two at once disturb each other.
+    logging.disable_progress_bar()
+    return conversion
 
 
 def writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:

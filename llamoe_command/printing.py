@@ -28,16 +28,16 @@ class Bar:
 
     def __init__(self, progress: Progress):
         self.progress = progress
-        self.task = None
+        # Until the number of bytes is known: sources are opened and tokenizers converted before.
+        self.task = progress.add_task("preparing", total=None)
 
     def start(self, total: int) -> None:
-        """Begin; `total` is the number of bytes."""
-        self.task = self.progress.add_task("", total=total)
+        """Begin, or begin with something else; `total` is the number of bytes."""
+        self.progress.reset(self.task, total=total)
 
     def advance(self, nbytes: int, file: str) -> None:
-        """Count bytes written to a file."""
-        if self.task is not None:
-            self.progress.update(self.task, advance=nbytes, description=escape(file))
+        """Count bytes of a file."""
+        self.progress.update(self.task, advance=nbytes, description=escape(file))
 
 
 def shows_progress(is_silent: bool) -> bool:

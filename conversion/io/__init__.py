@@ -1,6 +1,6 @@
 """Checkpoint files: tensors that are read when needed, and folders that are written block by block.
 
-Reading order: lazy_tensor, run_lock, source_changes, operations, name_table, read_files, target_folder, plan,
+Reading order: lazy_tensor, run_lock, source_changes, operations, name_table, plan, read_files, target_folder,
 preallocated_files, write_checkpoint.
 """
 

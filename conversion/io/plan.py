@@ -17,13 +17,13 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 
 class Progress(Protocol):
-    """Receives the progress of writing."""
+    """Receives the progress of writing, and of comparing checksums before."""
 
     def start(self, total: int) -> None:
-        """Begin; `total` is the number of bytes of weights to write."""
+        """Begin with checksums, or with weights; `total` is the number of bytes to read, or to write."""
 
     def advance(self, nbytes: int, file: str) -> None:
-        """Count bytes that were written to a file, or were already there."""
+        """Count bytes that were read, written to a file, or were already there."""
 
 
 @dataclass

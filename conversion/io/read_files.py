@@ -6,7 +6,7 @@ memory, and a file that shrinks meanwhile causes an error instead of ending the 
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ...configuration.errors import CheckpointError
 from ...configuration.json_files import LARGE, check_regular, reading
 from ...modeling.checkpoints import Named, TensorHeader, read_header, read_records, read_torch
 from .lazy_tensor import LazyTensor
+from .plan import Progress
 from .source_changes import note
 
 DTYPES = {
@@ -173,40 +174,61 @@ def read_json(path: str | os.PathLike, *most: int) -> dict[str, Any]:
     return json_files.read_json(path, *most)
 
 
-def check_sums(paths: Sequence[Path]) -> None:
+def check_sums(paths: Sequence[Path], progress: Progress | None = None) -> None:
     """Compare weight files with their checksums, which reads them whole.
 
     Checksums are `checklist.chk` beside the file (Meta's lines of an MD5 sum and a name) and the CRC-32 of every record
     of a torch file.
+
+    Args:
+        paths: of the files.
+        progress: is told of every block.
 
     Raises:
         CheckpointError: a checksum differs.
     """
     import hashlib
 
+    def tell(nbytes: int) -> None:
+        if progress is not None:
+            progress.advance(nbytes, f"checksums of {path.name}")
+
+    listed = {path: _checklist(path.parent / "checklist.chk").get(path.name) for path in paths}
+    archives = {path for path in paths if _is_archive(path)}
+    if progress is not None:
+        progress.start(
+            sum(path.stat().st_size * ((listed[path] is not None) + (path in archives)) for path in paths)
+        )
     for path in paths:
-        listed = _checklist(path.parent / "checklist.chk").get(path.name)
-        if listed is not None:
+        if listed[path] is not None:
+            summed = hashlib.md5(usedforsecurity=False)
             with open(path, "rb") as file:
-                found = hashlib.file_digest(file, "md5").hexdigest()
-            if found != listed:
+                while piece := file.read(_PIECE):
+                    summed.update(piece)
+                    tell(len(piece))
+            if (found := summed.hexdigest()) != listed[path]:
                 raise CheckpointError(
-                    f"{path}: its MD5 sum is {found}, but checklist.chk says {listed}. Download it again."
+                    f"{path}: its MD5 sum is {found}, but checklist.chk says {listed[path]}. Download it again."
                 )
-        _check_records(path)
+        if path in archives:
+            _check_records(path, tell)
 
 
-def _check_records(path: Path) -> None:
+def _is_archive(path: Path) -> bool:
+    """Whether a file is of torch's format since 1.6; the earlier one has no checksums."""
     with open(path, "rb") as file:
-        # The format before torch 1.6 has no checksums.
-        if file.read(4) != b"PK\x03\x04":
-            return
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _check_records(path: Path, tell: Callable[[int], None]) -> None:
+    with open(path, "rb") as file:
         for name, record in read_records(path, file).items():
             file.seek(record.begin)
             left, found = record.nbytes, 0
             while left and (piece := file.read(min(left, 1 << 24))):
                 left -= len(piece)
                 found = zlib.crc32(piece, found)
+                tell(len(piece))
             if left or record.crc not in (0, found):
                 raise CheckpointError(
                     f"{path}: record {name} is damaged (CRC-32 differs). Download it again."

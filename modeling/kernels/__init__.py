@@ -1,10 +1,10 @@
 """Faster ways to the same numbers, each beside a plain version of the same function.
 
-Reading order: tracing (whether a compiler or tracer records the pass), cpp_kernels (products of few rows on a CPU),
-cpp_layer (a layer for one of them), cpu (CPU shortcuts and the one guard for them), few_rows_triton, few_rows (a GPU
-kernel for few rows of experts), trial, trust (that kernel's test before its first use). Files named `…_triton` import
-Triton, which is not installed everywhere and takes long to import; the others import it only when a kernel is about to
-run.
+Reading order: tracing (whether a compiler or tracer records the pass), waiting (what a user waits for), cpp_kernels
+(products of few rows on a CPU), cpp_layer (a layer for one of them), cpu (CPU shortcuts and the one guard for them),
+few_rows_triton, few_rows (a GPU kernel for few rows of experts), trial, trust (that kernel's test before its first
+use). Files named `…_triton` import Triton, which is not installed everywhere and takes long to import; the others
+import it only when a kernel is about to run.
 """
 
 from .cpp_kernels import (
@@ -13,6 +13,7 @@ from .cpp_kernels import (
     cpp_norm,
     cpp_products,
     plain_matrix,
+    why_no_cpp_kernels,
 )
 from .cpp_layer import Rotation, cpp_attend, cpp_project
 from .cpu import (
@@ -35,15 +36,17 @@ from .cpu import (
 from .few_rows import TRITON_MAX_ROWS, few_rows_experts, few_rows_fits
 from .tracing import is_exported, is_readable, is_recorded, is_tracing, is_transformed
 from .trial import Way, describe
-from .trust import rows_known, rows_to_trust
+from .trust import Answer, answers_on, rows_known, rows_to_trust
 
 __all__ = [
+    "Answer",
     "Matrix",
     "PLAIN_MAX_ROWS",
     "SHORTCUTS_ARE_ON",
     "Rotation",
     "TRITON_MAX_ROWS",
     "Way",
+    "answers_on",
     "apply_feed_forward",
     "apply_gate",
     "apply_linear",
@@ -73,4 +76,5 @@ __all__ = [
     "plain_matrix",
     "rows_known",
     "rows_to_trust",
+    "why_no_cpp_kernels",
 ]

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._private_api import compile_cpp
+from .waiting import told_if_long
 
 logger = logging.getLogger("llamoe")
 
@@ -48,6 +49,8 @@ _NORM_MAX_ROWS = 128
 
 # The compiled kernels: False before the first use, None where there are none.
 _library: Any = False
+# Why there are none, and what would help.
+_why_none = ("", "")
 # Why they could not be made, until that is told.
 _reasons: list[str] = []
 
@@ -103,16 +106,26 @@ def library() -> Any:
     return _library
 
 
+def why_no_cpp_kernels() -> tuple[str, str] | None:
+    """Why there are no compiled kernels, and what would help, or ""; None where there are.
+
+    The first call compiles them.
+    """
+    return None if library() is not None else _why_none
+
+
 def _compile() -> Any:
-    if (
-        os.environ.get("LLAMOE_CPP_KERNELS", "1") == "0"
-        or torch.backends.cpu.get_cpu_capability() != "AVX512"
-    ):
+    global _why_none
+    if os.environ.get("LLAMOE_CPP_KERNELS", "1") == "0":
+        _why_none = ("LLAMOE_CPP_KERNELS=0 turns them off", "unset LLAMOE_CPP_KERNELS")
         return None
-    if not torch.cpu.get_capabilities().get("avx512_bf16"):
+    capability = torch.backends.cpu.get_cpu_capability()
+    _why_none = (f"they need AVX-512 for bfloat16, and torch computes with {capability} here", "")
+    if capability != "AVX512" or not torch.cpu.get_capabilities().get("avx512_bf16"):
         return None
     try:
-        found = compile_cpp(_source("kernels.cpp"))
+        with told_if_long("llamoe: compiling kernels for this processor, once"):
+            found = compile_cpp(_source("kernels.cpp"))
         if not found.is_supported():
             return None
         for name, types in _ARGUMENTS.items():
@@ -122,6 +135,8 @@ def _compile() -> Any:
             raise RuntimeError("their results are wrong on this machine")
     except Exception as error:
         # Compilers fail in many ways, and torch's kernels do the same.
+        remedy = "install a C++ compiler, such as g++, or name one in CXX"
+        _why_none = (" ".join(str(error).split()), remedy)
         _reasons.append(str(error))
         return None
     return found

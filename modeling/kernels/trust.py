@@ -44,6 +44,7 @@ from .trial import (
     first_line,
     is_lack_of_memory,
 )
+from .waiting import told_if_long
 
 logger = logging.getLogger("llamoe")
 
@@ -91,7 +92,8 @@ def rows_to_trust(
         if answer is None:
             question = _question(device, experts)
             path = _file_for(question)
-            with _the_only_one(path):
+            told = told_if_long(f"llamoe: trying the kernel for few rows on {question['device']}, once")
+            with told, _the_only_one(path):
                 answer = _read(path, question)
                 if answer is None and (answer := _try(device, experts, stacks, ways)) is not None:
                     _write(path, question, answer)
@@ -115,6 +117,22 @@ def rows_known(device: torch.device, experts: str) -> int:
             experts,
         )
     return 0 if answer is None else answer.rows
+
+
+def answers_on(device: torch.device) -> dict[str, Answer]:
+    """All answers that are stored for a device with these versions, by the description of the experts.
+
+    Nothing runs on the device. Triton must be installed.
+    """
+    found = {}
+    path = _file_for(_question(device, ""))
+    for file in sorted(path.parent.glob("few_rows-*.json")) if path is not None else ():
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            question = _question(device, json.loads(file.read_text())["question"]["experts"])
+            # None if it was asked of another device, or of other versions.
+            if (answer := _read(file, question)) is not None:
+                found[question["experts"]] = answer
+    return found
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -292,3 +292,24 @@ def test_the_crossover_is_measured_on_a_gpu(nothing_known):
     faster = [int(rows) for rows, kernel, other in measured if float(kernel) <= float(other)]
     assert [int(rows) for rows, _, _ in measured] == [2**i for i in range(len(measured))]
     assert answer.rows == (faster[-1] if faster else 0) and len(measured) - len(faster) <= 1
+
+
+def test_stored_answers_are_listed_for_the_device_that_they_are_of(tmp_path, monkeypatch):
+    """What `llamoe doctor` shows: not those of other devices and versions, and not what is damaged."""
+    pytest.importorskip("triton", reason="needs triton, which torch brings where it is built for CUDA")
+    monkeypatch.setenv("LLAMOE_CACHE", str(tmp_path))
+    kinds = [f"torch.bfloat16 {experts} 96 80 15360 160 1 7680 96 1" for experts in (3, 5, 7)]
+    given = [
+        trust.Answer(64, times="1: 1 and 2 ms"),
+        trust.Answer(0, "with 1 rows it is wrong"),
+        trust.Answer(8),
+    ]
+    for experts, answer in zip(kinds, given, strict=True):
+        question = trust._question(CPU, experts)
+        trust._write(trust._file_for(question), question, answer)
+    other = {**trust._question(CPU, kinds[0]), "driver": "another"}
+    trust._write(trust._file_for(other), other, trust.Answer(1))
+    damaged = trust._file_for(trust._question(CPU, kinds[2]))
+    damaged.write_text(damaged.read_text()[:-9])
+    (tmp_path / "few_rows-nothing.json").write_text("[]")
+    assert trust.answers_on(CPU) == dict(zip(kinds[:2], given[:2], strict=True))

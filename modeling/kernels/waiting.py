@@ -1,0 +1,35 @@
+"""Tells a user at a terminal what is waited for: compiling and trying kernels takes seconds, once on a machine."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from transformers.utils import logging
+
+# Seconds after which something is said.
+_PATIENCE = 1.0
+
+
+@contextlib.contextmanager
+def told_if_long(text: str) -> Iterator[None]:
+    """A context that shows a text on a terminal if it lasts, until it ends.
+
+    It goes the way of transformers' progress bars, and is silent where they are turned off.
+    """
+    shown: list[Any] = []
+
+    def show() -> None:
+        # Without a terminal `disable=None` draws nothing.
+        shown.append(logging.tqdm(desc=text, bar_format="{desc}", leave=False, disable=None))
+
+    timer = threading.Timer(_PATIENCE, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        for line in shown:
+            line.close()
