@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from .app import app
 from .chat_command import chat
+from .doctor_command import doctor
 from .read_commands import inspect, verify
 from .write_commands import assemble, convert, gqa, quantize, upcycle, vision
 
@@ -19,6 +20,7 @@ __all__ = [
     "assemble",
     "chat",
     "convert",
+    "doctor",
     "gqa",
     "inspect",
     "main",

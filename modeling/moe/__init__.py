@@ -8,7 +8,7 @@ trace (which experts compute which tokens).
 """
 
 from .balancing import RouterWatch, watch_routers
-from .dispatch import try_kernels
+from .dispatch import choose_path, try_kernels, why_not
 from .grouped_product import Group, groups_between
 from .layer import MixtureOfExperts, Router
 from .losses import TrainsRouters, expert_load
@@ -27,10 +27,12 @@ __all__ = [
     "Router",
     "TrainsRouters",
     "Updates",
+    "choose_path",
     "expert_load",
     "groups_between",
     "RouterWatch",
     "trace_experts",
     "try_kernels",
     "watch_routers",
+    "why_not",
 ]

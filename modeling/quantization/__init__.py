@@ -10,7 +10,7 @@ bnb_experts, bnb_files (what folders hold), bnb_loading, bnb_quantizers.
 from .bnb_loading import ExpertsOfCheckpoint, packed_experts
 from .bnb_quantizers import QuantizesExperts, naming_plain_layers, register_bitsandbytes
 from .experts import QuantizedExperts
-from .formats import Format
+from .formats import Format, reads_int4_layout
 from .linear import QuantizedLinear
 from .loading import QuantizeExperts, check_found, keep_dtypes, refusing_at_once, shapes_in_files
 from .quantizer import LlamoeQuantizer, check_request, register_quantizers, saving_dequantized
@@ -28,6 +28,7 @@ __all__ = [
     "keep_dtypes",
     "naming_plain_layers",
     "packed_experts",
+    "reads_int4_layout",
     "refusing_at_once",
     "register_bitsandbytes",
     "register_quantizers",

@@ -20,6 +20,8 @@ from llamoe import conversion
 from llamoe_command import cli
 
 COMMANDS = ("convert", "vision", "upcycle", "gqa", "assemble", "quantize", "inspect", "verify")
+# Those that call no function of `llamoe.conversion`.
+OTHERS = ("chat", "doctor")
 
 
 @pytest.fixture
@@ -159,7 +161,7 @@ def test_inspect_prints_sections(source, capsys):
     assert run(capsys, "inspect", "llama-4-scout")[0] == 0
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, *OTHERS])
 def test_help_teaches(name):
     done = CliRunner().invoke(cli.app, [name, "--help"])
     assert done.exit_code == 0
@@ -167,7 +169,7 @@ def test_help_teaches(name):
 
 
 @pytest.mark.parametrize("width", [80, 110])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, *OTHERS])
 def test_help_breaks_neither_types_nor_examples(name, width):
     done = CliRunner().invoke(
         cli.app, [name, "-h"], env={"COLUMNS": str(width), "TERMINAL_WIDTH": str(width)}
@@ -177,7 +179,9 @@ def test_help_breaks_neither_types_nor_examples(name, width):
     examples = [line for line in examples if line.startswith("llamoe ")]
     assert examples
     assert set(examples) <= set(lines)
-    assert [line for line in lines if line.count("<") != line.count(">")] == []
+    # A range, as in <int range> [0<=x<=65535], is no type.
+    plain = [line.replace("<=", "") for line in lines]
+    assert [line for line in plain if line.count("<") != line.count(">")] == []
 
 
 def test_version_is_told():
@@ -221,6 +225,7 @@ def test_help_and_mistakes_wait_for_no_import():
     cases = [
         (["--help"], 0),
         (["convert", "-h"], 0),
+        (["doctor", "-h"], 0),
         (["--version"], 0),
         (["convert", "nowhere", "out"], 2),
         (["verify", "nowhere", "out"], 2),

@@ -1,0 +1,284 @@
+"""Which devices there are, and which implementation serves each step on them.
+
+The library's own guards are asked, on small models; nothing here knows their rules. torch and llamoe are imported,
+which takes seconds.
+
+Shapes: R rows of experts, which are tokens times experts a token.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from transformers.utils import (
+    is_bitsandbytes_available,
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_flash_attn_4_available,
+)
+
+import llamoe
+from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, Answer, answers_on, why_no_cpp_kernels
+from llamoe.modeling.moe import IMPLEMENTATION, choose_path, try_kernels, why_not
+from llamoe.modeling.quantization import reads_int4_layout
+
+# Rows of a step of decoding, and of a long prompt or a training step.
+_FEW, _MANY = 1, 4096
+_PATHS = {
+    "loop": "a loop over the hit experts",
+    "kernel": "llamoe's Triton kernel for few rows",
+    "grouped": "torch's grouped product",
+}
+_FLASH = {
+    "flash_attention_2": is_flash_attn_2_available,
+    "flash_attention_3": is_flash_attn_3_available,
+    "flash_attention_4": is_flash_attn_4_available,
+}
+_TORCH_PRODUCTS = "torch's products"
+_CPP = "llamoe's C++ kernels"
+# Experts that `--try` tries: of the sizes of a small mixture, 100 MB.
+_TRIED = {"hidden_size": 1024, "intermediate_size": 2048, "num_local_experts": 8}
+
+
+@dataclass
+class Step:
+    """What serves a step.
+
+    Attributes:
+        device: as torch names it.
+        step: of a model's computation.
+        served_by: the implementation.
+        why: why it is not a faster one; "" where there is none.
+        advice: what would help; "" where nothing does.
+    """
+
+    device: str
+    step: str
+    served_by: str
+    why: str = ""
+    advice: str = ""
+
+
+def devices() -> list[torch.device]:
+    """The devices that torch can use here, the CPU first."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if kind is not None else 0
+    return [torch.device("cpu"), *(torch.device(kind.type, index) for index in range(count))]
+
+
+def describe_devices() -> dict[str, dict[str, Any]]:
+    """Name and sizes of each device; memory in bytes."""
+    return {str(device): _describe(device) for device in devices()}
+
+
+def _describe(device: torch.device) -> dict[str, Any]:
+    if device.type == "cpu":
+        capabilities, memory = torch.cpu.get_capabilities(), psutil.virtual_memory()
+        return {
+            "name": capabilities.get("cpu_name") or capabilities.get("architecture"),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "bfloat16_instructions": bool(capabilities.get("avx512_bf16")),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory": memory.total,
+            "free_memory": memory.available,
+        }
+    if device.type == "cuda":
+        properties, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
+        return {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory": total,
+            "free_memory": free,
+        }
+    return {"name": device.type}
+
+
+def advice_on_devices() -> list[str]:
+    """What hinders torch from using a GPU that the machine has."""
+    if torch.accelerator.is_available() or not Path("/proc/driver/nvidia/version").exists():
+        return []
+    if not torch.backends.cuda.is_built():
+        return ["the machine has an NVIDIA driver, but this torch is built without CUDA: install one with it"]
+    return [
+        f"the machine has an NVIDIA driver, but torch {torch.__version__} (CUDA {torch.version.cuda}) sees no device: "
+        "run nvidia-smi, and look at CUDA_VISIBLE_DEVICES and the driver's version"
+    ]
+
+
+def find_steps(try_kernel: bool = False) -> list[Step]:
+    """What serves each step on each device.
+
+    The CPU's kernels are compiled if they were not before, which takes some seconds once.
+
+    Args:
+        try_kernel: whether the kernel for few rows is tried on each GPU now, in some tens of seconds.
+    """
+    found: list[Step] = []
+    for device in devices():
+        name, is_cpu = str(device), device.type == "cpu"
+        found += [*([_few_rows_on_cpu()] if is_cpu else []), *_few_bits(name, is_cpu)]
+        try:
+            found += _steps_of_models(device, try_kernel)
+        except (ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            advice = (
+                "unset LLAMOE_EXPERTS" if "LLAMOE_EXPERTS" in reason else "see what torch alone says of it"
+            )
+            found.append(Step(name, "models", "none can be made", reason, advice))
+    return found
+
+
+def _steps_of_models(device: torch.device, try_kernel: bool) -> Iterator[Step]:
+    name = str(device)
+    models = {
+        family: {dtype: _tiny(family, device, dtype) for dtype in (torch.bfloat16, torch.float32)}
+        for family in ("Llama 4", "Mixtral")
+    }
+    one = models["Mixtral"][torch.bfloat16]
+    yield _attention(device, one.config._attn_implementation)
+    if device.type == "cuda":
+        yield _flash_attention(device)
+    implementation = one.config._experts_implementation
+    if implementation != IMPLEMENTATION:
+        yield Step(
+            name, "experts", implementation, "LLAMOE_EXPERTS names it",
+            "unset LLAMOE_EXPERTS, and llamoe chooses by sizes, dtype and device",
+        )  # fmt: skip
+    else:
+        for step, rows, needs_gradient in (
+            ("experts, one token", _FEW, False),
+            ("experts, many tokens", _MANY, False),
+            ("experts, training", _MANY, True),
+        ):
+            yield Step(name, step, _paths(models, rows, needs_gradient))
+    if device.type != "cpu":
+        yield _kernel_for_few_rows(device, one, try_kernel)
+
+
+def _tiny(family: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> Any:
+    """A mixture of one layer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_local_experts": 4} | sizes
+    shared = {"vocab_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    if family == "Mixtral":
+        made = llamoe.LlamoeMixtralForCausalLM, llamoe.LlamoeMixtralConfig(**sizes, **shared)
+    else:
+        made = llamoe.LlamoeForCausalLM, llamoe.LlamoeTextConfig(**sizes, **shared, intermediate_size_mlp=128)
+    model_class, config = made
+    with device:
+        return model_class(config).to(dtype).eval()
+
+
+def _experts(model: Any) -> Any:
+    return next(module for module in model.modules() if getattr(module, "takes_llamoe_paths", False))
+
+
+def _attention(device: torch.device, implementation: str) -> Step:
+    served_by = f"{implementation}, torch's scaled_dot_product_attention"
+    if implementation != "sdpa":
+        served_by = implementation
+    elif device.type == "cuda":
+        query = torch.zeros(1, 4, 128, 64, device=device, dtype=torch.bfloat16)
+        fits = can_use_flash_attention(SDPAParams(query, query, query, None, 0.0, True, False))
+        served_by += f", {'with' if fits else 'without'} torch's own FlashAttention in bfloat16"
+    return Step(str(device), "attention", served_by)
+
+
+def _flash_attention(device: torch.device) -> Step:
+    found = [name for name, is_available in _FLASH.items() if is_available()]
+    if found:
+        return Step(str(device), "FlashAttention", f"{', '.join(found)}, where attn_implementation names it")
+    return Step(str(device), "FlashAttention", "not installed; attention is served by sdpa")
+
+
+def _few_rows_on_cpu() -> Step:
+    """Linear layers and feed-forwards of a step of decoding, and the experts among them."""
+    step = "products of few rows"
+    if not SHORTCUTS_ARE_ON:
+        why = "LLAMOE_CPU_SHORTCUTS=0 turns llamoe's off"
+        return Step("cpu", step, _TORCH_PRODUCTS, why, "unset LLAMOE_CPU_SHORTCUTS")
+    if (absence := why_no_cpp_kernels()) is not None:
+        return Step("cpu", step, _TORCH_PRODUCTS, *absence)
+    return Step("cpu", step, f"{_CPP}, which are compiled and have passed their test")
+
+
+def _paths(models: dict[str, dict[torch.dtype, Any]], rows: int, needs_gradient: bool) -> str:
+    """The paths of both families in both dtypes, in words."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for family, by_dtype in models.items():
+        for dtype, model in by_dtype.items():
+            # As for a compiler: answers of earlier trials are looked up, and none is made.
+            path = choose_path(_experts(model), rows, dtype, needs_gradient, is_traced=True)
+            named = found.setdefault(_PATHS[path], {})
+            named.setdefault(family, []).append(str(dtype).removeprefix("torch."))
+    if len(found) == 1:
+        return next(iter(found))
+    told = {
+        words: ", ".join(
+            family if len(dtypes) == len(models[family]) else f"{family} in {' and '.join(dtypes)}"
+            for family, dtypes in families.items()
+        )
+        for words, families in found.items()
+    }
+    return "; ".join(f"{words} ({where})" for words, where in told.items())
+
+
+def _kernel_for_few_rows(device: torch.device, model: Any, try_kernel: bool) -> Step:
+    name, step = str(device), "kernel for few rows of experts"
+    if reason := why_not("kernel", _experts(model), 1, torch.bfloat16, False):
+        return Step(name, step, "cannot be used", reason)
+    if try_kernel:
+        try_kernels(_tiny("Mixtral", device, torch.bfloat16, **_TRIED))
+    answers = answers_on(device)
+    if not answers:
+        return Step(
+            name, step, "not proven here", "it was never tried with these versions on this device",
+            "`llamoe doctor --try` tries it now; otherwise the first pass without gradients does, for its experts",
+        )  # fmt: skip
+    told = "; ".join(f"{_sizes(experts)}: {_verdict(answer)}" for experts, answer in answers.items())
+    failed = [answer.failure for answer in answers.values() if answer.failure]
+    if not failed:
+        return Step(name, step, f"proven here: {told}")
+    advice = "torch's grouped product takes its place; report what it says with this page"
+    return Step(name, step, told, failed[0], advice)
+
+
+def _sizes(experts: str) -> str:
+    dtype, num_experts, hidden, intermediate, *_ = experts.split()
+    return f"{num_experts} experts of {hidden} x {intermediate} in {dtype.removeprefix('torch.')}"
+
+
+def _verdict(answer: Answer) -> str:
+    if answer.failure:
+        return "wrong, not used"
+    return f"up to {answer.rows} rows" if answer.rows else "right, but slower than the other way, not used"
+
+
+def _few_bits(name: str, is_cpu: bool) -> Iterator[Step]:
+    unpacked = f"unpacked for each product, then {_TORCH_PRODUCTS}"
+    if not is_cpu:
+        yield Step(name, "int4 and int8", unpacked)
+    elif (absence := why_no_cpp_kernels()) is None:
+        yield Step(name, "int4 and int8", _CPP)
+    else:
+        yield Step(name, "int4", "torch's kernel" if reads_int4_layout() else unpacked, *absence)
+        yield Step(name, "int8", "torch's kernel", *absence)
+    served_by = "bitsandbytes" if is_bitsandbytes_available() else "nothing: it is not installed"
+    yield Step(name, "bitsandbytes' 4 and 8 bits", served_by)
+
+
+def advice_on_steps(steps: list[Step]) -> list[str]:
+    """One line for each thing that would help, with the steps that it would help."""
+    helped: dict[tuple[str, str, str], list[str]] = {}
+    for step in steps:
+        if step.advice:
+            helped.setdefault((step.device, step.why, step.advice), []).append(step.step)
+    return [
+        f"{', '.join(named)} on {device}: {why.rstrip('.')}; {advice}"
+        for (device, why, advice), named in helped.items()
+    ]

@@ -1,0 +1,195 @@
+"""`llamoe doctor`: what is installed, which devices there are, what serves each step, and what is missing."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import metadata, version
+
+import psutil
+import pytest
+import torch
+from support import programs
+
+from llamoe.modeling.kernels import why_no_cpp_kernels
+from llamoe_command.doctor_packages import EXTRAS
+
+DOCTOR = ("-m", "llamoe", "doctor")
+# Kernels are compiled for these processors alone; on others the reason is another one.
+has_kernels = pytest.mark.skipif(
+    why_no_cpp_kernels() is not None, reason="needs a C++ compiler, and a CPU with AVX-512 for bfloat16"
+)
+
+
+def told(*options, **environment):
+    """What the command says in JSON, with these environment variables."""
+    done = programs.run([*DOCTOR, "--json", *options], env={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def served(content, step, device="cpu"):
+    found = [row for row in content["steps"] if (row["device"], row["step"]) == (device, step)]
+    assert len(found) == 1, step
+    return found[0]
+
+
+def package(content, name):
+    return next(row for row in content["packages"] if row["name"] == name)
+
+
+def blocking(*modules):
+    """A program: the command in a process where these modules cannot be found."""
+    return f"""
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {modules!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from llamoe_command.cli import main
+main(["doctor", "--json"])
+"""
+
+
+def test_it_tells_what_is_here():
+    content = told()
+    assert content["versions"]["llamoe"] == version("llamoe")
+    for name in ("torch", "transformers", "accelerate", "safetensors", "peft"):
+        assert package(content, name)["version"] == version(name)
+        assert package(content, name)["is_needed"]
+    assert package(content, "transformers")["wanted"] == "<6,>=5.21.0"
+    cpu = content["devices"]["cpu"]
+    assert cpu["memory"] == psutil.virtual_memory().total
+    assert cpu["instructions"] == torch.backends.cpu.get_cpu_capability()
+    assert len(content["devices"]) == 1 + torch.accelerator.device_count()
+    assert served(content, "attention")["served_by"].startswith("sdpa")
+    assert served(content, "experts, one token")["served_by"] == "a loop over the hit experts"
+    # Output-first experts of 16 bits alone are multiplied by torch's product on a CPU.
+    many = served(content, "experts, many tokens")["served_by"]
+    assert "torch's grouped product (Mixtral in bfloat16)" in many
+    assert "a loop over the hit experts (Llama 4, Mixtral in float32)" in many
+    assert served(content, "experts, training")["served_by"] == "torch's grouped product"
+
+
+def test_the_text_has_every_section():
+    done = programs.run(DOCTOR)
+    assert done.returncode == 0, done.stderr
+    titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert [title for title in titles if not title.startswith("on cuda")] == [
+        title
+        for title in (
+            "versions",
+            "optional packages",
+            "devices",
+            "on cpu",
+            "on a GPU",
+            "environment",
+            "advice",
+        )
+        if title != "on a GPU" or not torch.accelerator.is_available()
+    ]
+    assert re.search(
+        rf"^  torch +{re.escape(torch.__version__.partition('+')[0])}", done.stdout, re.MULTILINE
+    )
+
+
+@has_kernels
+def test_compiled_kernels_serve_where_they_can():
+    content = told()
+    assert "C++ kernels" in served(content, "products of few rows")["served_by"]
+    assert "C++ kernels" in served(content, "int4 and int8")["served_by"]
+    assert not [line for line in content["advice"] if " on cpu" in line]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "step", "served_by"),
+    [
+        ("LLAMOE_CPP_KERNELS", "0", "products of few rows", "torch's products"),
+        ("LLAMOE_CPP_KERNELS", "0", "int8", "torch's kernel"),
+        ("LLAMOE_CPU_SHORTCUTS", "0", "products of few rows", "torch's products"),
+        ("LLAMOE_EXPERTS", "llamoe_loop", "experts", "llamoe_loop"),
+    ],
+)
+def test_a_variable_changes_what_serves_and_is_named(name, value, step, served_by):
+    content = told(**{name: value})
+    found = served(content, step)
+    assert found["served_by"] == served_by
+    assert name in found["why"]
+    assert content["environment"][name] == value
+    assert [line for line in content["advice"] if step in line.partition(":")[0] and f"unset {name}" in line]
+
+
+def test_a_wrong_name_of_experts_is_told():
+    content = told(LLAMOE_EXPERTS="nothing")
+    assert [line for line in content["advice"] if "LLAMOE_EXPERTS" in line and "'nothing'" in line]
+
+
+@has_kernels
+def test_a_missing_compiler_is_told(tmp_path):
+    # As a user starts it: the compiler's name is read when torch is imported.
+    done = subprocess.run(
+        [sys.executable, *DOCTOR, "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CXX": "/nowhere", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert served(content, "products of few rows")["served_by"] == "torch's products"
+    assert "/nowhere" in served(content, "products of few rows")["why"]
+    # One line, whatever number of steps it would help.
+    assert len([line for line in content["advice"] if "install a C++ compiler" in line]) == 1
+
+
+def test_a_missing_package_is_told_with_its_advice():
+    # In a process that has imported none of them yet.
+    program = blocking("sentencepiece", "flash_attn", "kernels")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert package(content, "sentencepiece")["version"] is None
+    lines = [line for line in content["advice"] if line.startswith("sentencepiece is missing")]
+    assert len(lines) == 1
+    assert lines[0].endswith("pip install 'llamoe[tokenizers]'")
+    # What serves GPUs alone is missed only where there is one.
+    of_gpus = [line for line in content["advice"] if line.startswith(("flash-attn is", "kernels is"))]
+    assert len(of_gpus) == (2 if torch.accelerator.is_available() else 0)
+
+
+def test_without_torch_the_rest_is_told():
+    done = subprocess.run([sys.executable, "-c", blocking("torch")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert content["advice"][0].startswith("llamoe cannot be imported")
+    assert [line for line in content["advice"] if line.startswith("torch is missing")]
+    assert content["steps"] == []
+    assert package(content, "rich")["version"] == version("rich")
+
+
+def test_a_version_below_the_bound_is_told(tmp_path):
+    # Metadata that is found before that of the package.
+    folder = tmp_path / "tiktoken-0.1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: tiktoken\nVersion: 0.1.0\n")
+    pytest.importorskip("tiktoken", reason="needs the extra llamoe[tokenizers]")
+    content = told(PYTHONPATH=str(tmp_path))
+    assert package(content, "tiktoken")["version"] == "0.1.0"
+    assert "tiktoken is 0.1.0, llamoe needs >=0.12.0: pip install 'tiktoken>=0.12.0'" in content["advice"]
+
+
+def test_a_package_that_cannot_be_imported_is_told_by_try(tmp_path):
+    (tmp_path / "tiktoken.py").write_text("raise RuntimeError('its library is spoilt')\n")
+    pytest.importorskip("tiktoken", reason="needs the extra llamoe[tokenizers]")
+    looked = told(PYTHONPATH=str(tmp_path))
+    assert not [line for line in looked["advice"] if "spoilt" in line]
+    tried = told("--try", PYTHONPATH=str(tmp_path))
+    assert [line for line in tried["advice"] if "cannot be imported (its library is spoilt)" in line]
+
+
+def test_every_extra_for_users_has_its_purpose():
+    extras = set(metadata("llamoe").get_all("Provides-Extra"))
+    assert extras - {"dev", "docs", "test"} <= set(EXTRAS)

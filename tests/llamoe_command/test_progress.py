@@ -1,0 +1,163 @@
+"""Progress: drawn on a terminal, and nowhere else; the terminal is a real one (`pty`)."""
+
+import contextlib
+import os
+import pty
+import termios
+import threading
+from pathlib import Path
+
+import pytest
+from support import programs
+from support.models import make_asymmetric, stock_dense_config
+from transformers import LlamaForCausalLM
+
+import llamoe
+from llamoe.conversion import convert
+
+ROOT = Path(__file__).parents[2]
+# What rich and tqdm draw with.
+DRAWN = ("\x1b[", "\r")
+LOADING = "loading torch and transformers"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    make_asymmetric(LlamaForCausalLM(stock_dense_config())).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs Python; returns what it wrote to standard error, a terminal or a file, and to standard output."""
+
+    def run(*arguments, on_terminal=True, **environment):
+        environment = {**os.environ, "TERM": "xterm", **environment}
+        if not on_terminal:
+            done = programs.run(arguments, env=environment)
+            assert done.returncode == 0, done.stderr
+            return done.stderr, done.stdout
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 120))
+        reader = threading.Thread(target=read_to_end, args=(ours, written := bytearray()))
+        reader.start()
+        process = programs.start(arguments, tmp_path / "output", os.ttyname(theirs), env=environment)
+        process.join(300)
+        os.close(theirs)
+        reader.join()
+        os.close(ours)
+        assert process.exitcode == 0, written.decode()
+        return written.decode(), (tmp_path / "output").read_text()
+
+    return run
+
+
+def read_to_end(terminal, written):
+    # The end of a terminal that no program has open any more is an error.
+    with contextlib.suppress(OSError):
+        while piece := os.read(terminal, 1 << 16):
+            written.extend(piece)
+
+
+# Of each command what it draws besides the line about torch.
+COMMANDS = {
+    "convert": "preparing",
+    "verify": "preparing",
+    "inspect": "",
+    "doctor": "looking at packages",
+}
+
+
+def words(name, source, tmp_path):
+    more = {
+        "convert": [source, tmp_path / "out"],
+        "verify": [source, source],
+        "inspect": [source],
+        "doctor": [],
+    }
+    return ["-m", "llamoe", name, *more[name]]
+
+
+@pytest.mark.parametrize(("name", "drawn"), COMMANDS.items())
+def test_a_command_draws_on_a_terminal(name, drawn, source, tmp_path, run):
+    errors, output = run(*words(name, source, tmp_path))
+    assert LOADING in errors
+    assert drawn in errors
+    assert not any(sign in output for sign in DRAWN)
+
+
+@pytest.mark.parametrize("option", ["--quiet", "--json"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_nothing_is_drawn_where_nobody_wants_it(name, option, source, tmp_path, run):
+    errors, output = run(*words(name, source, tmp_path), option)
+    assert errors == ""
+    assert output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_nothing_is_drawn_into_a_pipe(name, source, tmp_path, run):
+    """Also where a build server says that it understands colours."""
+    errors, output = run(*words(name, source, tmp_path), on_terminal=False, FORCE_COLOR="1")
+    assert errors == ""
+    assert output
+
+
+def test_checksums_have_a_bar(tmp_path, run):
+    llamoe.LlamoeDenseForCausalLM(llamoe.LlamoeDenseConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=1, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=8,
+    )).save_pretrained(tmp_path / "model")  # fmt: skip
+    convert(tmp_path / "model", tmp_path / "meta", to="meta")
+    errors, _ = run("-m", "llamoe", "convert", tmp_path / "meta", tmp_path / "back", "--checksums")
+    assert "checksums of consolidated.00.pth" in errors
+
+
+LOAD = """
+import sys
+from llamoe_command.app import load
+llamoe = load("llamoe", is_silent={is_silent})
+llamoe.LlamoeDenseForCausalLM.from_pretrained(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_silent", "on_terminal", "is_drawn"),
+    [(False, True, True), (True, True, False), (False, False, False)],
+)
+def test_transformers_bars_are_drawn_where_ours_are(is_silent, on_terminal, is_drawn, source, run):
+    errors, _ = run("-c", LOAD.format(is_silent=is_silent), source, on_terminal=on_terminal)
+    assert ("Loading weights" in errors) == is_drawn
+    assert (LOADING in errors) == is_drawn
+
+
+COMPILE = """
+from transformers.utils import logging
+import llamoe
+from llamoe.modeling.kernels import why_no_cpp_kernels
+{switch}
+print(why_no_cpp_kernels())
+"""
+
+
+@pytest.mark.parametrize(
+    ("switch", "on_terminal", "is_told"),
+    [("", True, True), ("logging.disable_progress_bar()", True, False), ("", False, False)],
+)
+def test_compiling_kernels_is_told_on_a_terminal(switch, on_terminal, is_told, tmp_path, run):
+    # A new folder for what is compiled, so that it is.
+    new = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    errors, output = run("-c", COMPILE.format(switch=switch), on_terminal=on_terminal, **new)
+    if output.strip() != "None":
+        pytest.skip("needs a C++ compiler, and a CPU with AVX-512 for bfloat16")
+    assert ("compiling kernels for this processor" in errors) == is_told
+
+
+@pytest.mark.parametrize(("on_terminal", "is_drawn"), [(True, True), (False, False)])
+def test_examples_draw_on_a_terminal_alone(on_terminal, is_drawn, run):
+    words = ["--model", ROOT / "examples/llamoe-tiny", "--image", ROOT / "examples/pictures/two_shapes.png"]
+    script = ROOT / "examples/describe_image.py"
+    errors, output = run(script, *words, "--max-new-tokens", "4", on_terminal=on_terminal)
+    assert output.strip()
+    assert ("Loading weights" in errors) == is_drawn
+    assert on_terminal or errors == ""
