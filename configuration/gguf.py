@@ -3,7 +3,11 @@
 A GGUF file has fewer fields than a config.json. The rest is fixed by the architecture's code in llama.cpp, so that
 another model converts without an error and then computes something else. Each rule here is read from that source, at
 commit 0c1e57098, which llama-cpp-python 0.3.36 carries: `conversion/base.py`, `llama.py` and `llama4.py` write the
-file, `src/models/llama.cpp` and `llama4.cpp` read it and compute, `tools/mtmd/models/llama4.cpp` is the vision tower.
+file, `src/models/llama.cpp` and `llama4.cpp` read it and compute.
+
+It computes no Llama 4's vision tower as transformers does, and says "known to have degraded quality". The converter
+writes the norm before the feed-forward under a name that is read as another norm, and `tools/mtmd/models/llama4.cpp`
+hands the tokens of a picture on with rows and columns swapped.
 
 Only contexts up to `max_position_embeddings` count. A window or a chunk that is no shorter changes nothing.
 """
@@ -17,7 +21,6 @@ from .base import LlamoeBaseConfig
 from .checks import enumerate_words
 from .errors import ConfigurationError
 from .mixture import LlamoeTextConfig
-from .multimodal import LlamoeConfig
 from .stock import to_stock
 from .vision import LlamoeVisionConfig
 
@@ -42,15 +45,15 @@ _ATTN_SCALE = 0.1
 _PERIOD = 4
 _EXPERTS_WITHOUT_QK_NORM = 128
 
-_ELSEWHERE = "Serve this model with transformers or vLLM."
+_ELSEWHERE = "Serve this model with transformers."
 
 
 def gguf_problems(config: LlamoeBaseConfig, architecture: str | None = None) -> list[str]:
     """Sentences on what llama.cpp would not compute as this model does; none if it computes the same.
 
     Args:
-        config: of any model of ours. Of a multimodal one both files are meant: the decoder's, and the tower's that the
-            converter writes with `--mmproj`.
+        config: of any model of ours. Of a multimodal one the decoder is meant: the tower, for which the converter
+            writes a file of its own, is computed otherwise in any case (see the module's text).
         architecture: name of the class that the model is saved from; by default what the configuration says, if it
             says anything.
     """
@@ -68,8 +71,6 @@ def gguf_problems(config: LlamoeBaseConfig, architecture: str | None = None) -> 
     problems += _of_decoder(text)
     problems += _of_rope(text.rope_parameters)
     problems += _of_llama4(text) if isinstance(text, LlamoeTextConfig) else _of_windows(text)
-    if isinstance(config, LlamoeConfig):
-        problems += _of_tower(config.vision_config)
     return problems
 
 
@@ -218,7 +219,7 @@ def _of_llama4(config: LlamoeTextConfig) -> Iterator[str]:
         yield (
             f"moe_layers = {config.moe_layers}: llama.cpp expects a mixture in every interleave_moe_layer_step-th "
             f"layer, {mixtures} here, and stops at a file with others. Change interleave_moe_layer_step if one says "
-            "the same, or serve this model with transformers or vLLM."
+            "the same, or serve this model with transformers."
         )
     if not config.num_local_experts or not config.num_experts_per_tok:
         yield (
@@ -262,18 +263,3 @@ def _of_temperature(config: LlamoeTextConfig, has_positions_free: bool) -> Itera
         f"attn_scale = {config.attn_scale:g}: llama.cpp computes every Llama 4 with True, {_FLOOR_SCALE} and "
         f"{_ATTN_SCALE}, so that logits differ from position {same} on. {todo if same else _ELSEWHERE}"
     )
-
-
-def _of_tower(config: LlamoeVisionConfig) -> Iterator[str]:
-    """The file of `--mmproj`. What `to_stock` cannot express is no matter of this function."""
-    rope: dict[str, Any] = config.rope_parameters or {}
-    todo = (
-        "Its decoder converts: save the language model alone, or answer questions about pictures elsewhere."
-    )
-    if rope.get("rope_type", "default") != "default" or rope.get("rope_theta", 10000.0) != 10000.0:
-        yield (
-            f"vision_config.rope_parameters = {rope}: llama.cpp rotates patches with rope_theta = 10000 and no "
-            f"scaling. {todo}"
-        )
-    if config.num_channels != 3:
-        yield f"vision_config.num_channels = {config.num_channels}: llama.cpp reads pictures of 3. {todo}"

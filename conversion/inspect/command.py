@@ -48,7 +48,7 @@ class Inspection:
         dropped: tensors of the source that no model uses, and why.
         problems: what is missing or wrong, in sentences.
         gguf: what llama.cpp would compute otherwise or not load, in sentences; None if nobody asked.
-        before_gguf: what is to do before llama.cpp's converter reads the checkpoint, in sentences.
+        gguf_notes: what else there is to know and to do before llama.cpp's converter reads the checkpoint.
         seconds: duration.
     """
 
@@ -72,7 +72,7 @@ class Inspection:
     dropped: dict[str, str]
     problems: list[str]
     gguf: list[str] | None
-    before_gguf: list[str]
+    gguf_notes: list[str]
     seconds: float
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -110,7 +110,7 @@ class Inspection:
             sections.append(("memory", rows))
         if self.gguf is not None:
             answers = self.gguf or ["llama.cpp computes this model as it is"]
-            sections.append(("gguf", [("", text) for text in (*answers, *self.before_gguf)]))
+            sections.append(("gguf", [("", text) for text in (*answers, *self.gguf_notes)]))
         wrong = [*self.problems, *self.mismatches[:_SHOWN]]
         if len(self.mismatches) > _SHOWN:
             wrong.append(f"and {len(self.mismatches) - _SHOWN:,} more tensors")
@@ -175,7 +175,7 @@ def inspect(
             f"the configuration asks for {counted.total:,} numbers, and the files have {stored:,}: "
             f"{len(mismatches):,} tensors do not fit"
         )
-    gguf, before_gguf = answer_for_gguf(found) if reader == "gguf" else (None, [])
+    gguf, gguf_notes = answer_for_gguf(found) if reader == "gguf" else (None, [])
     files = {file.name: file.stat().st_size for file in found.sources}
     return Inspection(
         path=str(found.path),
@@ -198,7 +198,7 @@ def inspect(
         dropped=dict(found.dropped),
         problems=problems,
         gguf=gguf,
-        before_gguf=before_gguf,
+        gguf_notes=gguf_notes,
         seconds=time.perf_counter() - begin,
     )
 

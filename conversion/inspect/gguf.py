@@ -5,24 +5,29 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ...configuration import gguf_problems
+from ...configuration import LlamoeConfig, gguf_problems
 from ...configuration.quantization import METHOD
 from ..checkpoint import Checkpoint, model_class
 from ..io import open_weights, read_json
 
+_PICTURES = (
+    "This is the decoder's answer. llama.cpp makes other features of pictures than Llama 4's tower: ask about pictures "
+    "with transformers."
+)
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json")
 
 
 def answer_for_gguf(found: Checkpoint) -> tuple[list[str], list[str]]:
-    """Sentences: what llama.cpp would compute otherwise, and what is to do before its converter reads the checkpoint.
+    """Sentences: what llama.cpp would compute otherwise, and what there is to know and to do before it is converted.
 
-    Nothing is to do for a preset or a config.json alone, which no converter reads.
+    No converter reads a preset or a config.json alone, so that nothing is to do for it.
     """
     config = found.config
     if config is None:
         return ["There is no configuration, by which llama.cpp's converter chooses an architecture."], []
+    notes = [_PICTURES] if isinstance(config, LlamoeConfig) else []
     if not found.sources:
-        return gguf_problems(config), []
+        return gguf_problems(config), notes
     path = found.path / "config.json"
     raw: dict[str, Any] = read_json(path) if path.is_file() else {}
     method = (raw.get("quantization_config") or {}).get("quant_method")
@@ -32,17 +37,16 @@ def answer_for_gguf(found: Checkpoint) -> tuple[list[str], list[str]]:
     is_stock = raw.get("model_type") not in (None, config.model_type)
     # What is converted before is a causal language model then.
     problems = gguf_problems(config, None if is_stock else model_class(config).__name__)
-    steps = []
     if not is_stock or _has_split_experts(found):
-        steps.append(
+        notes.append(
             "llama.cpp's converter reads stock's layout alone: run `llamoe convert PATH FOLDER --layout stock` and "
             "give it that folder."
         )
     if raw and not found.companions.keys() & set(_TOKENIZERS):
-        steps.append(
+        notes.append(
             "llama.cpp's converter needs the tokenizer's files in the folder: save the tokenizer there, too."
         )
-    return problems, steps
+    return problems, notes
 
 
 def _has_split_experts(found: Checkpoint) -> bool:

@@ -32,8 +32,8 @@ def text(**fields):
     return LlamoeTextConfig(**{**TEXT, "num_experts_per_tok": 2, **FIXED, **fields})
 
 
-def multimodal(vision=(), **fields):
-    return LlamoeConfig(text_config=text(**fields), vision_config={**VISION, **dict(vision)})
+def multimodal(**fields):
+    return LlamoeConfig(text_config=text(**fields), vision_config=VISION)
 
 
 WINDOWED = ["sliding_attention"] * 3
@@ -99,11 +99,6 @@ REFUSED = {
     ),
     "biases": (text(attention_bias=True), "attention_bias = True"),
     "decoder of a multimodal model": (multimodal(use_qk_norm=False), "use_qk_norm = False"),
-    "rotation of patches": (
-        multimodal({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
-        "vision_config.rope_parameters",
-    ),
-    "channels": (multimodal({"num_channels": 4}), "vision_config.num_channels = 4"),
     "tower": (LlamoeVisionConfig(**VISION), "only beside its decoder"),
 }
 TAKEN = {

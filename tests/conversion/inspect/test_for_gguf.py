@@ -14,6 +14,8 @@ from llamoe_command import cli
 
 FIXED = dict(attention_chunk_size=8192, floor_scale=8192)
 TINY = EXAMPLES / "llamoe-tiny"
+# Of a multimodal model, whatever else there is to say.
+PICTURES = inspect("llama-4-scout", reader="gguf").gguf_notes
 
 
 def run(capsys, *words):
@@ -35,29 +37,32 @@ def stock(tmp_path):
 def test_nothing_is_said_unless_somebody_asks(capsys):
     found = inspect(TINY)
     assert found.gguf is None
-    assert found.before_gguf == []
+    assert found.gguf_notes == []
     assert "gguf" not in dict(found.sections())
     assert run(capsys, "mistral-7b-v0.1")[0] == 0
 
 
 def test_a_folder_that_the_converter_reads(stock, capsys):
     found = inspect(stock, reader="gguf")
-    assert found.gguf == found.before_gguf == []
-    assert dict(found.sections())["gguf"] == [("", "llama.cpp computes this model as it is")]
+    assert found.gguf == []
+    assert found.gguf_notes == PICTURES
+    assert dict(found.sections())["gguf"][0] == ("", "llama.cpp computes this model as it is")
     assert run(capsys, stock, "--for", "gguf")[0] == 0
+    assert inspect("llama-3-8b", reader="gguf").gguf_notes == []
 
 
 def test_what_is_to_do_before(stock, tmp_path, capsys):
     """It is no fault of the model: the exit status stays 0."""
-    (step,) = inspect(TINY, reader="gguf").before_gguf
+    *pictures, step = inspect(TINY, reader="gguf").gguf_notes
+    assert pictures == PICTURES
     assert "`llamoe convert PATH FOLDER --layout stock`" in step
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (stock / name).unlink()
-    (step,) = inspect(stock, reader="gguf").before_gguf
+    _, step = inspect(stock, reader="gguf").gguf_notes
     assert "tokenizer" in step
     status, out = run(capsys, stock, "--for", "gguf", "--json")
     assert status == 0
-    assert json.loads(out)["before_gguf"] == [step]
+    assert json.loads(out)["gguf_notes"] == [*PICTURES, step]
 
 
 @pytest.mark.parametrize("made", ["split", "packed", "meta"])
@@ -71,12 +76,10 @@ def test_other_forms_are_converted_before(made, stock, tmp_path):
         convert(stock, folder, to="meta")
     found = inspect(folder, reader="gguf")
     assert found.gguf == []
-    assert any("--layout stock" in step for step in found.before_gguf)
+    assert any("--layout stock" in step for step in found.gguf_notes)
     # What the step gives is read.
     convert(folder, tmp_path / "again", layout="stock")
-    assert not any(
-        "--layout stock" in step for step in inspect(tmp_path / "again", reader="gguf").before_gguf
-    )
+    assert not any("--layout stock" in step for step in inspect(tmp_path / "again", reader="gguf").gguf_notes)
 
 
 def test_what_llama_cpp_would_misread_ends_with_1(tmp_path, capsys):

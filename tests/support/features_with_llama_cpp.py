@@ -1,0 +1,43 @@
+"""Computes the features of one picture with llama.cpp's library for pictures, in a process of its own.
+
+python tests/support/features_with_llama_cpp.py DECODER.gguf TOWER.gguf PIXELS.npy FEATURES.npy
+
+The pixels are `[height, width, 3]` in uint8, of the tower's size; the features `[tokens, hidden]`.
+"""
+
+import ctypes
+import sys
+
+import llama_cpp
+import numpy as np
+from llama_cpp import mtmd_cpp
+
+if __name__ == "__main__":
+    decoder, tower, pixels, features = sys.argv[1:]
+    picture = np.load(pixels)
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(decoder.encode(), llama_cpp.llama_model_default_params())
+    options = mtmd_cpp.mtmd_context_params_default()
+    options.use_gpu = options.warmup = False
+    context = mtmd_cpp.mtmd_init_from_file(tower.encode(), model, options)
+    height, width, _ = picture.shape
+    data = (ctypes.c_uint8 * picture.size).from_buffer_copy(picture.tobytes())
+    bitmaps = (mtmd_cpp.mtmd_bitmap_p_ctypes * 1)(mtmd_cpp.mtmd_bitmap_init(width, height, data))
+    marker = mtmd_cpp.mtmd_default_marker()
+    text = mtmd_cpp.mtmd_input_text(marker, len(marker), False, True)
+    chunks = mtmd_cpp.mtmd_input_chunks_init()
+    assert mtmd_cpp.mtmd_tokenize(context, chunks, ctypes.byref(text), bitmaps, 1) == 0
+    every = [
+        mtmd_cpp.mtmd_input_chunks_get(chunks, index)
+        for index in range(mtmd_cpp.mtmd_input_chunks_size(chunks))
+    ]
+    # Beside texts for the tokens around a picture.
+    (chunk,) = (
+        chunk
+        for chunk in every
+        if mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE
+    )
+    assert mtmd_cpp.mtmd_encode_chunk(context, chunk) == 0
+    shape = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk), llama_cpp.llama_model_n_embd(model)
+    found = mtmd_cpp.mtmd_get_output_embd(context)
+    np.save(features, np.ctypeslib.as_array(found, (shape[0] * shape[1],)).reshape(shape))

@@ -1,0 +1,316 @@
+"""GGUF files that llama.cpp's converter writes of our folders, in llama.cpp: the same logits, or what was refused.
+
+`llamoe.configuration.gguf_problems` says what llama.cpp makes of a model. Here llama.cpp says it. What it computes
+otherwise is compared with our model as a sentence says that llama.cpp reads it, with the same weights.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.models import DENSE, MIXTRAL, TEXT, VISION, draw, scaled_rope
+from support.paths import EXAMPLES
+from transformers import AutoTokenizer
+
+import llamoe
+from llamoe.configuration import gguf_problems
+from llamoe.conversion.checkpoint import model_class
+
+ROOT = Path(__file__).parents[2]
+CONVERTER = os.environ.get("LLAMA_CPP_CONVERTER", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llama_cpp") is None or not Path(CONVERTER).is_file(),
+        reason="needs llama-cpp-python, which pip builds with cmake, and in LLAMA_CPP_CONVERTER the path of its "
+        "convert_hf_to_gguf.py, in vendor/llama.cpp of the archive that `pip download --no-deps --no-binary :all: "
+        "llama-cpp-python` gives",
+    ),
+]
+
+# The tokenizer has 784 tokens. llama.cpp wants one, and no text is split here.
+COMMON = dict(vocab_size=811, bos_token_id=0, eos_token_id=1)
+LENGTH = 53
+# Both compute in float32, with sums in other orders. Measured: at most 4e-6 of logits whose deviation is about 1, 2e-5
+# of the larger ones of a tied head, 4e-5 of thousands of tokens.
+TOLERANCE = 2e-4
+
+
+def dense(**fields):
+    return llamoe.LlamoeDenseConfig(**{**DENSE, "hidden_size": 84, **COMMON, **fields})
+
+
+def mixtral(**fields):
+    return llamoe.LlamoeMixtralConfig(**{**MIXTRAL, "sliding_window": None, **COMMON, **fields})
+
+
+def text(**fields):
+    fixed = dict(attention_chunk_size=8192, floor_scale=8192, num_experts_per_tok=2)
+    return llamoe.LlamoeTextConfig(**{**TEXT, **fixed, **COMMON, **fields})
+
+
+def multimodal(**fields):
+    special = dict(image_token_index=99, boi_token_index=97, eoi_token_index=98)
+    return llamoe.LlamoeConfig(text_config=text(**fields), vision_config=VISION, **special)
+
+
+YARN = scaled_rope("yarn")["rope_parameters"] | {"beta_fast": 32.0}
+
+
+def yarn(**fields):
+    return {"rope_parameters": {**YARN, **fields}}
+
+
+def rope(**fields):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **fields}}
+
+
+SAME = {
+    "dense": dense(),
+    "tied": dense(tie_word_embeddings=True),
+    "biases": dense(attention_bias=True, mlp_bias=True),
+    "linear": dense(**scaled_rope("linear")),
+    "llama3": dense(**scaled_rope("llama3")),
+    "yarn": dense(**yarn()),
+    "window": dense(sliding_window=256),
+    "mixtral": mixtral(),
+    "mixtral, tied, one expert each": mixtral(num_experts_per_tok=1, tie_word_embeddings=True),
+    "text": text(),
+    "text, tied, one expert each": text(num_experts_per_tok=1, tie_word_embeddings=True),
+    "text, llama3, all mixtures": text(**scaled_rope("llama3"), interleave_moe_layer_step=1),
+    "text, yarn": text(**yarn()),
+    "text, 128 experts": text(num_local_experts=128, use_qk_norm=False),
+    "text, dense layers alone": text(num_local_experts=1, num_experts_per_tok=1, interleave_moe_layer_step=0),
+    "multimodal": multimodal(),
+}
+# What is refused, and the fields as llama.cpp reads them.
+OTHERWISE = {
+    "activation": (dense(hidden_act="gelu"), {"hidden_act": "silu"}),
+    "activation of experts": (text(hidden_act="gelu"), {"hidden_act": "silu"}),
+    "dynamic": (dense(**scaled_rope("dynamic")), rope()),
+    "longrope": (dense(**scaled_rope("longrope")), rope()),
+    "proportional": (dense(**scaled_rope("proportional")), rope()),
+    "yarn's blend": (dense(**yarn(beta_fast=4.0, beta_slow=2.0)), yarn()),
+    "yarn's factor": (dense(**yarn(attention_factor=1.5)), yarn()),
+    "yarn's scales": (dense(**yarn(mscale=0.7, mscale_all_dim=0.4)), yarn()),
+    "yarn's rounding": (dense(**yarn(truncate=False)), yarn()),
+    "no norm": (text(use_qk_norm=False), {"use_qk_norm": True}),
+    "a norm": (text(num_local_experts=128), {"use_qk_norm": False}),
+    "rotation": (text(no_rope_layers=[1, 1, 0, 1, 1]), {"no_rope_layers": [1, 1, 1, 0, 1]}),
+}
+# What is refused, the fields as llama.cpp reads them, and the tokens that it computes as we do.
+BEYOND = {
+    "window": (dense(sliding_window=16), {"sliding_window": None, "layer_types": None}, 16),
+    "window of experts": (mixtral(sliding_window=16), {"sliding_window": None, "layer_types": None}, 16),
+    "chunk": (text(attention_chunk_size=16), {"attention_chunk_size": 8192}, 16),
+    "temperature": (text(floor_scale=8, attn_scale=0.5), {"floor_scale": 8192, "attn_scale": 0.1}, 7),
+}
+STOPPED = {
+    "biases": (text(attention_bias=True), "wrong number of tensors"),
+    "no chunk": (text(attention_chunk_size=None), "GGML_ASSERT(f_attn_temp_scale != 0.0f) failed"),
+    "mixtures": (text(moe_layers=[1, 2]), "'blk.2.ffn_gate.weight' not found"),
+    "no experts": (
+        text(num_local_experts=0, num_experts_per_tok=0, interleave_moe_layer_step=0),
+        "cannot have zero experts",
+    ),
+    "layers": (
+        dense(num_hidden_layers=513, hidden_size=12, intermediate_size=6),
+        "n_layer_all <= LLAMA_MAX_LAYERS",
+    ),
+    "experts": (
+        mixtral(num_local_experts=1025, num_hidden_layers=1, hidden_size=12, intermediate_size=6),
+        "n_expert <= LLAMA_MAX_EXPERTS",
+    ),
+}
+
+
+def save(model, folder, **options):
+    model.save_pretrained(folder, layout="stock", **options)
+    AutoTokenizer.from_pretrained(EXAMPLES / "llamoe-tiny").save_pretrained(folder)
+
+
+def convert(folder, *options, file=None):
+    """The GGUF file in float32 that llama.cpp's converter writes of a folder, and the process that wrote it."""
+    file = file or folder.with_suffix(".gguf")
+    script = ROOT / "benchmarks/gguf_converter.py"
+    words = [script, CONVERTER, folder, "--outfile", file, "--outtype", "f32", *options]
+    return file, subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+
+
+def run_llama_cpp(file, ids):
+    """Logits `[tokens, vocabulary]` of llama.cpp, None where it stops; and what it says."""
+    tokens, logits = file.with_suffix(".ids.npy"), file.with_suffix(".npy")
+    np.save(tokens, ids.numpy())
+    script = ROOT / "tests/support/logits_with_llama_cpp.py"
+    done = subprocess.run(
+        [sys.executable, script, file, tokens, logits], capture_output=True, text=True, check=False
+    )
+    return torch.from_numpy(np.load(logits)) if done.returncode == 0 else None, done.stderr
+
+
+def in_llama_cpp(model, folder, ids, **options):
+    """Logits of a model's GGUF file."""
+    save(model, folder, **options)
+    file, done = convert(folder)
+    assert done.returncode == 0, done.stderr
+    logits, told = run_llama_cpp(file, ids)
+    assert logits is not None, told
+    return logits
+
+
+@torch.no_grad()
+def ours(model, ids):
+    return model(input_ids=ids[None], use_cache=False).logits[0]
+
+
+def draw_ids(length=LENGTH):
+    # No image tokens.
+    return torch.randint(100, 780, (length,))
+
+
+def as_read(model, **fields):
+    """A model with the same weights and other fields."""
+    config = type(model.config)(**model.config.to_dict() | fields)
+    other = type(model)(config).eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def differences(a, b):
+    """The largest difference of each position's logits."""
+    return (a - b).abs().amax(-1)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_llama_cpp_computes_what_we_compute(name, tmp_path, record_parity):
+    config = SAME[name]
+    model = draw(model_class(config), config)
+    ids = draw_ids()
+    error = differences(ours(model, ids), in_llama_cpp(model, tmp_path / "model", ids, for_gguf=True)).max()
+    record_parity(type(model).__name__, "llama.cpp", "float32", error.item(), f"GGUF, {name}")
+    assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_is_refused_is_computed_as_the_sentence_says(name, tmp_path):
+    config, fields = OTHERWISE[name]
+    assert gguf_problems(config)
+    model = draw(model_class(config), config)
+    ids = draw_ids()
+    logits = in_llama_cpp(model, tmp_path / "model", ids)
+    assert differences(ours(model, ids), logits).max() > 50 * TOLERANCE
+    assert differences(ours(as_read(model, **fields), ids), logits).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_is_refused_for_its_length_is_the_same_up_to_the_position_that_is_told(name, tmp_path):
+    config, fields, same = BEYOND[name]
+    (problem,) = gguf_problems(config)
+    assert f"position {same} on" in problem
+    assert f"max_position_embeddings = {same}" in problem
+    model = draw(model_class(config), config)
+    ids = draw_ids()
+    logits = in_llama_cpp(model, tmp_path / "model", ids)
+    error = differences(ours(model, ids), logits)
+    assert error[:same].max() < TOLERANCE
+    assert error[same] > 10 * TOLERANCE
+    assert differences(ours(as_read(model, **fields), ids), logits).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_llama_cpp_stops_at_what_is_refused_for_that(name, tmp_path):
+    config, told = STOPPED[name]
+    assert gguf_problems(config)
+    save(draw(model_class(config), config), tmp_path / "model")
+    file, done = convert(tmp_path / "model")
+    assert done.returncode == 0, done.stderr
+    logits, errors = run_llama_cpp(file, draw_ids())
+    assert logits is None
+    assert told in errors
+
+
+@pytest.mark.parametrize("name", ["LlamoeDenseForSequenceClassification", "LlamoeTextModel"])
+def test_the_converter_stops_at_classes_that_are_refused(name, tmp_path):
+    model_type = getattr(llamoe, name)
+    config = text() if "Text" in name else dense()
+    (problem,) = gguf_problems(config, name)
+    save(draw(model_type, config), tmp_path / "model")
+    _, done = convert(tmp_path / "model")
+    assert done.returncode != 0
+    assert "is not supported" in done.stderr
+    assert "knows" in problem
+
+
+def test_the_converter_stops_at_a_mixture_of_kinds_of_attention(tmp_path):
+    config = dense(
+        sliding_window=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    )
+    model = draw(llamoe.LlamoeDenseForCausalLM, config)
+    assert any("Ministral" in problem for problem in gguf_problems(config, type(model).__name__))
+    save(model, tmp_path / "model")
+    _, done = convert(tmp_path / "model")
+    assert done.returncode != 0
+    assert "MinistralForCausalLM is not supported" in done.stderr
+
+
+def test_a_base_model_gives_the_hidden_states_that_its_embedding_reads(tmp_path):
+    """llama.cpp takes the embedding for the head that is not there."""
+    model = draw(llamoe.LlamoeDenseModel, dense())
+    ids = draw_ids()
+    logits = in_llama_cpp(model, tmp_path / "model", ids, for_gguf=True)
+    with torch.no_grad():
+        states = model(input_ids=ids[None]).last_hidden_state[0]
+    expected = states @ model.embed_tokens.weight.T
+    assert differences(expected, logits).max() < TOLERANCE * expected.std()
+
+
+def test_llama_cpp_makes_other_features_of_pictures(tmp_path):
+    """A multimodal model is judged by its decoder. If llama.cpp repairs its tower, the notes have to change."""
+    folder = tmp_path / "model"
+    llamoe.conversion.convert(EXAMPLES / "llamoe-tiny", folder, layout="stock")
+    file, _ = convert(folder)
+    tower, done = convert(folder, "--mmproj", file=tmp_path / "tower.gguf")
+    assert done.returncode == 0, done.stderr
+    # Every pixel its own, so that an order of rows and columns shows.
+    pixels = torch.randint(0, 256, (112, 112, 3), dtype=torch.uint8)
+    np.save(tmp_path / "pixels.npy", pixels.numpy())
+    script = ROOT / "tests/support/features_with_llama_cpp.py"
+    words = [script, file, tower, tmp_path / "pixels.npy", tmp_path / "features.npy"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "known to have degraded quality" in done.stderr
+    features = torch.from_numpy(np.load(tmp_path / "features.npy"))
+    model = llamoe.LlamoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        pixel_values = pixels.permute(2, 0, 1)[None] / 127.5 - 1
+        expected = model.get_image_features(pixel_values=pixel_values).pooler_output.reshape(16, -1)
+    assert features.shape == expected.shape
+    likeness = torch.cosine_similarity(features, expected)
+    assert likeness.max() < 0.9
+
+
+def test_chunks_and_temperature_of_long_contexts_are_the_same(tmp_path, record_parity):
+    """Seventy tokens lie in the second chunk, where temperature grows, too."""
+    config = text(
+        max_position_embeddings=16384,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        attn_scale=0.1,
+    )
+    model = draw(llamoe.LlamoeForCausalLM, config)
+    ids = draw_ids(8192 + 70)
+    logits = in_llama_cpp(model, tmp_path / "model", ids, for_gguf=True)
+    error = differences(ours(model, ids), logits)
+    record_parity("LlamoeForCausalLM", "llama.cpp", "float32", error.max().item(), "GGUF, two chunks")
+    assert error.max() < TOLERANCE
+    # Without what is compared, the last ones would be others.
+    for fields in ({"attention_chunk_size": 16384}, {"attn_temperature_tuning": False}):
+        error = differences(ours(as_read(model, **fields), ids), logits)
+        assert error[:8191].max() < TOLERANCE
+        assert error[8192:].max() > 10 * TOLERANCE
