@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import Cache, GenerationMixin, PreTrainedConfig, ProcessorMixin
 
-from ..configuration.errors import CheckpointError
+from ..configuration.errors import CheckpointError, told_to_clients
 from .attention import rules_of
 from .input_checks import check_tensors
 from .moe import try_kernels
@@ -112,7 +112,8 @@ class ChunkedGeneration(CheckedGeneration):
         def checked_add_request(input_ids, request_id=None, max_new_tokens=None, *args, **kwargs):
             if max_new_tokens is None:
                 max_new_tokens = manager.generation_config.max_new_tokens
-            self._check_request(input_ids, max_new_tokens, request_id)
+            with told_to_clients():
+                self._check_request(input_ids, max_new_tokens, request_id)
             return add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
 
         manager.add_request = checked_add_request

@@ -11,10 +11,8 @@ import os
 import re
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +23,7 @@ from support import programs
 from support.conversions import META_LLAMA_2
 from support.documents import NOT_RUN, PAGES, ROOT, blocks, read
 from support.models import draw
+from support.served import Server, free_port
 from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 from transformers import (
     AutoModelForImageTextToText,
@@ -89,42 +88,6 @@ STAND_INS = {
 }
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
-
-
-class Server:
-    """`transformers serve` in a process of its own, on a free port in place of 8000."""
-
-    def __init__(self, folder):
-        self.log, self.folder, self.process, self.words = folder / "log", folder, None, None
-        self.port = free_port()
-
-    def start(self, words):
-        if self.words == words:
-            return
-        assert self.process is None, "one server is enough for these pages"
-        self.words = words
-        command = ["-m", "transformers.cli.transformers", *words[1:], "--port", self.port]
-        own = {"HF_MODULES_CACHE": str(self.folder / "modules"), "PYTHONPATH": os.pathsep.join(sys.path)}
-        self.process = programs.start(command, self.log, self.log, ROOT, os.environ | own)
-        for _ in range(1200):
-            with socket.socket() as client:
-                if client.connect_ex(("localhost", self.port)) == 0:
-                    return
-            assert self.process.is_alive(), self.log.read_text()
-            time.sleep(0.1)
-        raise TimeoutError(self.log.read_text())
-
-    def stop(self):
-        if self.process is not None:
-            self.process.terminate()
-            self.process.join(60)
-            assert not self.process.is_alive()
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("server"))
@@ -179,7 +142,7 @@ def run_command(words, server):
         except SystemExit as end:
             status = end.code
         assert not status, words
-    elif words[:2] == ["transformers", "serve"]:
+    elif words[:2] == ["transformers", "serve"] or words[:2] == ["python", "-c"] and "serve" in words:
         pytest.importorskip("fastapi", reason="the extra serve is not installed")
         server.start(words)
     else:

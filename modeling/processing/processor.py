@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.image_utils import SizeDict
 from transformers.models.llama4.image_processing_llama4 import find_supported_resolutions, get_best_fit
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.processing_utils import MultiModalData
 
-from ...configuration.hub import MODULE_NAME, write_module
+from ...configuration.errors import told_to_clients
+from ...configuration.hub import MODULE_NAME, hub_arguments, write_module
 from .pictures import read_pictures_in
 
 
@@ -69,11 +71,13 @@ class LlamoeProcessor(Llama4Processor):
             raise ValueError("text is an empty list; expected one text or more.")
         return super().__call__(images=images, text=text, **kwargs)
 
+    @told_to_clients()
     def apply_chat_template(self, conversation, *args, **kwargs):
         """A conversation as one text or as its tokens; arguments as in `Llama4Processor`.
 
         Raises:
-            ValueError: a conversation without a message, or a picture that cannot be read.
+            ValueError: a conversation without a message, or a picture that cannot be read. `transformers serve` answers
+                with what it says, as status 400.
         """
         is_list = isinstance(conversation, (list, tuple))
         if (
@@ -86,6 +90,19 @@ class LlamoeProcessor(Llama4Processor):
                 '[{"role": "user", "content": "..."}].'
             )
         return super().apply_chat_template(conversation, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """Load as `ProcessorMixin.from_pretrained`; for `AutoProcessor`, the tokenizer where that is all there is.
+
+        The tokenizer of a multimodal folder names this class, also where it is saved by itself beside a text model.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except OSError:
+            if not kwargs.get("_from_auto") or not _is_of_texts(pretrained_model_name_or_path, kwargs):
+                raise
+            return AutoTokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """Save as `ProcessorMixin.save_pretrained`, and in a form that loads without llamoe imported."""
@@ -176,3 +193,13 @@ class LlamoeProcessor(Llama4Processor):
         return MultiModalData(
             num_image_tokens=[count * tokens_per_tile for count in tiles], num_image_patches=tiles
         )
+
+
+def _is_of_texts(name_or_path: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a folder's model takes no pictures."""
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(name_or_path, **hub_arguments(kwargs))
+    except (OSError, ValueError):
+        # A processor without a model beside it.
+        return False
+    return bool(content) and "vision_config" not in content

@@ -6,7 +6,13 @@ import pytest
 from support import programs
 from support.models import make_asymmetric, stock_multimodal_config
 from support.paths import TINY, environment
-from transformers import AutoProcessor, Llama4Config, Llama4ForConditionalGeneration
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 
 import llamoe
 
@@ -190,3 +196,27 @@ def test_a_stock_config_by_hand_stays_stocks(folders):
     config = Llama4Config.from_pretrained(folders / "stock")
     assert type(AutoProcessor.from_pretrained(folders / "stock", config=config)) is Llama4Processor
     assert Llama4ForConditionalGeneration.config_class is Llama4Config
+
+
+@pytest.mark.parametrize("layout", ["llamoe", "stock"])
+def test_a_text_model_beside_the_tokenizer_of_a_processor_gives_the_tokenizer(folders, tmp_path, layout):
+    """The tokenizer's file names the processor's class, but nothing of a processor is there."""
+    AutoProcessor.from_pretrained(folders / "ours").save_pretrained(tmp_path / "processor")
+    AutoTokenizer.from_pretrained(tmp_path / "processor").save_pretrained(tmp_path / "text")
+    content = json.loads((tmp_path / "text/tokenizer_config.json").read_text())
+    assert content["processor_class"] == "LlamoeProcessor"
+    with pytest.raises(OSError, match="image processor"):
+        found(tmp_path / "text")
+    model = llamoe.LlamoeForConditionalGeneration(stock_multimodal_config())
+    model.language_model.save_pretrained(tmp_path / "text", layout=layout)
+    tokenizer = AutoProcessor.from_pretrained(tmp_path / "text")
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    assert (
+        tokenizer("what is").input_ids == AutoTokenizer.from_pretrained(folders / "ours")("what is").input_ids
+    )
+    with pytest.raises(OSError, match="image processor"):
+        llamoe.LlamoeProcessor.from_pretrained(tmp_path / "text")
+    # A model with pictures needs what is missing.
+    model.save_pretrained(tmp_path / "text", layout=layout)
+    with pytest.raises(OSError, match="image processor"):
+        found(tmp_path / "text")

@@ -1,0 +1,305 @@
+"""`transformers serve` with our folders, asked by the `openai` client: it answers as the model does by itself."""
+
+import functools
+import importlib
+import struct
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from PIL import Image
+from support import programs
+from support.documents import read
+from support.paths import EXAMPLES, ROOT, TINY
+from support.pictures import encode
+from support.served import Server, asked, data_url, environment, python_arguments
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+import llamoe
+
+openai = pytest.importorskip("openai", reason="needs the extra serve: pip install -e '.[vision,serve]'")
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install -e '.[vision,serve]'")
+
+MODEL = "examples/llamoe-tiny"
+WITH_FLAG = ["transformers", "serve", MODEL, "--trust-remote-code"]
+WITH_IMPORT = "import llamoe; from transformers.cli.transformers import main; main()"
+WITH_ADOPTION = "import llamoe; llamoe.adopt(); from transformers.cli.transformers import main; main()"
+# By default its cache takes most of the machine's memory, and half a minute.
+BATCHING = [
+    "--continuous-batching", "--cb-num-blocks", "64", "--cb-block-size", "32", "--cb-max-batch-tokens", "256",
+]  # fmt: skip
+TWO_SHAPES = (EXAMPLES / "pictures/two_shapes.png").read_bytes()
+PICTURES = {name: EXAMPLES / f"pictures/{name}.png" for name in ("two_shapes", "three_shapes")}
+# Each with the picture that it is about.
+QUESTIONS = [
+    ("What is in the picture?", "two_shapes"),
+    ("What is in the picture?", "three_shapes"),
+    ("How many shapes are there?", "two_shapes"),
+    ("How many shapes are there?", "three_shapes"),
+    ("What colour is the circle?", "two_shapes"),
+    ("Is there a star?", "three_shapes"),
+    ("Where is the square?", "two_shapes"),
+    ("Hello", None),
+]
+# No token ends an answer.
+ENDLESS = {"logit_bias": {"1": -100.0, "4": -100.0, "5": -100.0}}
+
+
+class Client:
+    """Asks a server's model by the `openai` client, and once only: a refusal is not tried again."""
+
+    def __init__(self, server, model=MODEL):
+        self.model = model
+        self.client = openai.OpenAI(
+            base_url=server.address,
+            api_key="none",
+            max_retries=0,
+            timeout=120,
+            http_client=openai.DefaultHttpxClient(trust_env=False),
+        )
+
+    def create(self, question, picture=None, **options):
+        messages = asked(question, picture)
+        return self.client.chat.completions.create(model=self.model, messages=messages, **options)
+
+    def answer(self, question, picture=None, **options):
+        return self.create(question, picture, **options).choices[0].message.content
+
+    def pieces(self, question, picture=None, **options):
+        stream = self.create(question, picture, stream=True, **options)
+        return [piece for chunk in stream if (piece := chunk.choices[0].delta.content)]
+
+    def refusal(self, question, picture=None, **options):
+        with pytest.raises(openai.BadRequestError) as refused:
+            self.create(question, picture, **options)
+        return refused.value.body["detail"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start(WITH_FLAG)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(server):
+    return Client(server)
+
+
+@pytest.fixture
+def another_server(tmp_path):
+    server = Server(tmp_path)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def by_itself():
+    """What `generate` answers in this process."""
+    model = AutoModelForImageTextToText.from_pretrained(TINY)
+    processor = AutoProcessor.from_pretrained(TINY)
+
+    @functools.cache
+    def answer(question, picture=None):
+        pictures = [{"type": "image", "image": llamoe.read_picture(PICTURES[picture])}] if picture else []
+        chat = [{"role": "user", "content": [*pictures, {"type": "text", "text": question}]}]
+        inputs = processor.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        tokens = model.generate(**inputs, max_new_tokens=64)[0, inputs["input_ids"].shape[1] :]
+        return processor.decode(tokens, skip_special_tokens=True)
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    """The language model of llamoe-tiny in a folder of its own."""
+    folder = tmp_path_factory.mktemp("text")
+    AutoModelForCausalLM.from_pretrained(TINY).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stock_folder(tmp_path_factory):
+    """llamoe-tiny in transformers' layout."""
+    folder = tmp_path_factory.mktemp("stock")
+    AutoModelForImageTextToText.from_pretrained(TINY).save_pretrained(folder, layout="stock")
+    AutoProcessor.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+def url_of(name):
+    return data_url(PICTURES[name].read_bytes()) if name else None
+
+
+def ask_all(client, questions, **options):
+    """What a server answers to clients that all ask at once."""
+    with ThreadPoolExecutor(len(questions)) as threads:
+        waiting = [
+            threads.submit(client.answer, text, url_of(picture), **options) for text, picture in questions
+        ]
+        return [answer.result() for answer in waiting]
+
+
+def test_a_text_and_a_picture_are_answered_as_by_generate(client, by_itself):
+    completion = client.create("What is in the picture?", data_url(TWO_SHAPES))
+    assert completion.choices[0].message.content == "a red circle on the left and a blue square on the right."
+    assert completion.choices[0].message.content == by_itself("What is in the picture?", "two_shapes")
+    assert completion.choices[0].finish_reason == "stop"
+    assert client.answer("Hello") == by_itself("Hello")
+    cut = client.create("Hello", max_tokens=3)
+    assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 3)
+
+
+def test_a_stream_joins_to_the_same_answer(client, by_itself):
+    for question, picture in QUESTIONS[0], QUESTIONS[-1]:
+        pieces = client.pieces(question, url_of(picture))
+        assert len(pieces) > 3
+        assert "".join(pieces) == by_itself(question, picture)
+
+
+def test_eight_clients_at_once_get_what_each_gets_alone(client, by_itself):
+    alone = [by_itself(*question) for question in QUESTIONS]
+    assert len(set(alone)) > 5
+    assert ask_all(client, QUESTIONS) == alone
+
+
+def test_a_client_that_hangs_up_in_a_stream_leaves_the_server_free(client, by_itself):
+    """Nobody waits for the rest of its answer, which would take longer than a client waits."""
+    stream = client.create("Hello", stream=True, max_tokens=10**6, **ENDLESS)
+    pieces = (chunk.choices[0].delta.content for chunk in stream)
+    assert [next(pieces) for _ in range(20)]
+    stream.close()
+    assert client.answer("What is in the picture?", data_url(TWO_SHAPES)) == by_itself(*QUESTIONS[0])
+
+
+def png_of_size(width, height):
+    """A PNG file that says it is of this size, and has no pixels."""
+
+    def chunk(name, content):
+        check = zlib.crc32(name + content)
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", check)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+BROKEN = {
+    "cut off": (data_url(TWO_SHAPES[: len(TWO_SHAPES) // 2]), "is damaged and cannot be read as a picture"),
+    "a text": (data_url(b"I am a picture."), "is no picture, or of another format; expected a JPEG, PNG"),
+    "no base64": ("data:image/png;base64,@@@@", "neither a file nor an address"),
+    "empty": (data_url(b""), "is no picture"),
+    "a large one": (data_url(png_of_size(10_000, 10_000)), "10,000 x 10,000 pixels are more than 89,478,485"),
+    "a huge one": (data_url(png_of_size(60_000, 60_000)), "has too many pixels. Make the picture smaller"),
+    "another format": (data_url(encode(Image.new("RGB", (8, 8)), "TIFF")), "or of another format"),
+    "a name": ("no_such_picture.png", "no such picture"),
+    "nowhere": ("http://localhost:1/picture.png", "cannot be fetched"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_picture_is_refused_in_words_that_reach_the_client(client, kind):
+    url, words = BROKEN[kind]
+    for options in ({}, {"stream": True}):
+        assert words in client.refusal("What is in the picture?", url, **options)
+    # The connection is kept, and the server lives.
+    assert "red circle" in client.answer("What is in the picture?", data_url(TWO_SHAPES))
+
+
+def test_a_marker_without_a_picture_is_refused_in_words_that_reach_the_client(client):
+    assert "1 image markers (<|image|>), but 0 images were given" in client.refusal("What is in <|image|>?")
+
+
+def test_outside_of_a_request_a_refusal_stays_an_error_of_python():
+    importlib.import_module("transformers.cli.serving.server")
+    picture = {"type": "image", "url": BROKEN["cut off"][0]}
+    with pytest.raises(ValueError, match="cannot be read as a picture"):
+        AutoProcessor.from_pretrained(TINY).apply_chat_template(
+            [{"role": "user", "content": [picture]}], tokenize=True, return_dict=True
+        )
+
+
+def test_a_start_without_flag_and_without_import_ends_with_what_the_page_quotes(tmp_path):
+    ended = programs.run(python_arguments(["transformers", "serve", MODEL]), ROOT, environment(tmp_path))
+    assert ended.returncode == 1
+    said = " ".join(ended.stderr.split())
+    page = " ".join(line.lstrip("> ") for line in read("docs/serving.md").splitlines())
+    for sentence in (
+        f"ValueError: The repository {MODEL} contains custom code which must be executed to correctly load the model.",
+        "Please pass the argument `trust_remote_code=True` to allow custom code to be run.",
+    ):
+        assert sentence in said
+        assert sentence in page
+
+
+@pytest.mark.slow
+def test_llamoe_imported_first_needs_no_flag(another_server, by_itself, text_folder):
+    another_server.start(["python", "-c", WITH_IMPORT, "serve", MODEL])
+    client = Client(another_server)
+    assert [client.answer(text, url_of(picture)) for text, picture in QUESTIONS] == [
+        by_itself(*question) for question in QUESTIONS
+    ]
+    another_server.start(["python", "-c", WITH_IMPORT, "serve", str(text_folder)])
+    assert Client(another_server, str(text_folder)).answer("Hello") == by_itself("Hello")
+
+
+@pytest.mark.slow
+def test_continuous_batching_answers_texts_of_one_chunk(another_server, text_folder, by_itself):
+    """Eight at once, streams and one that hangs up; what does not fit into a chunk is refused in words."""
+    another_server.start(["transformers", "serve", str(text_folder), "--trust-remote-code", *BATCHING])
+    client = Client(another_server, str(text_folder))
+    texts = ["Hello", "Where is the star?", "How many shapes are there?", "Is there a circle?"]
+    alone = [by_itself(text) for text in texts]
+    assert len(set(alone)) == len(texts)
+    assert ask_all(client, [(text, None) for text in texts * 2], max_tokens=64) == alone * 2
+    assert "".join(client.pieces("Hello", max_tokens=64)) == alone[0]
+    stream = client.create("Hello", stream=True, max_tokens=400)
+    next(iter(stream))
+    stream.close()
+    # By default the server asks for 1024 new tokens, and a chunk of this model has 512.
+    for options in ({}, {"max_tokens": 500}, {"stream": True}):
+        refusal = client.refusal("Hello", **options)
+        assert "must fit into one chunk (attention_chunk_size = 512): lower max_new_tokens" in refusal
+    assert client.answer("Where is the star?", max_tokens=64) == alone[1]
+    assert "CB: True" in another_server.log.read_text()
+
+
+@pytest.mark.slow
+def test_with_continuous_batching_models_with_pictures_are_served_one_by_one(another_server, by_itself):
+    another_server.start([*WITH_FLAG, *BATCHING])
+    assert ask_all(Client(another_server), QUESTIONS) == [by_itself(*question) for question in QUESTIONS]
+    assert (
+        "LlamoeForConditionalGeneration does not support continuous batching"
+        in another_server.log.read_text()
+    )
+
+
+@pytest.mark.slow
+def test_adoption_serves_stock_folders_with_pictures_by_our_classes(another_server, stock_folder, by_itself):
+    another_server.start(["python", "-c", WITH_ADOPTION, "serve", str(stock_folder), *BATCHING])
+    client = Client(another_server, str(stock_folder))
+    assert client.answer("What is in the picture?", data_url(TWO_SHAPES)) == by_itself(*QUESTIONS[0])
+    assert BROKEN["cut off"][1] in client.refusal("What is in the picture?", BROKEN["cut off"][0])
+    # The only place where the server names the class.
+    assert "LlamoeForConditionalGeneration does not support" in another_server.log.read_text()
+
+
+def test_adoption_does_not_reach_the_servers_text_models(text_folder, tmp_path):
+    """The server takes their class from `transformers` by its name in config.json; docs/limits.md says so."""
+    from transformers.cli.serving.model_manager import ModelManager
+
+    AutoModelForCausalLM.from_pretrained(text_folder).save_pretrained(tmp_path, layout="stock")
+    AutoTokenizer.from_pretrained(text_folder).save_pretrained(tmp_path)
+    classes = {}
+    with llamoe.adopt():
+        for folder in (text_folder, tmp_path):
+            manager = ModelManager(force_model=str(folder))
+            (loaded,) = manager.loaded_models.values()
+            classes[folder] = type(loaded.model).__name__
+            manager.shutdown()
+    assert classes == {text_folder: "LlamoeForCausalLM", tmp_path: "Llama4ForCausalLM"}
