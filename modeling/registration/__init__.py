@@ -1,6 +1,6 @@
-"""Our model classes in the registries of transformers.
+"""Our model classes in the registries of transformers, and of vLLM.
 
-Reading order: auto_classes, adoption.
+Reading order: auto_classes, adoption, vllm_plugin (which vLLM imports, and nothing here).
 """
 
 from .adoption import adopt, release

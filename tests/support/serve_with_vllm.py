@@ -1,0 +1,140 @@
+"""Serves tiny models by vLLM's own engine and native classes on a CPU, and prints how far its logits are from ours.
+
+Run as a program, with the names of `SERVED` or all: vLLM changes the process that imports it. It needs a build of vLLM
+for CPUs. Prints a line of JSON for each: its name, the native class, the largest difference. Exit status 77: vLLM or
+its compiled part cannot be imported, and standard error says why.
+"""
+
+import json
+import os
+import sys
+import tempfile
+
+import torch
+from support.load_with_vllm import CANNOT_IMPORT
+from support.models import IMAGE_TOKEN, LENGTH, MODELS, ROPES, max_abs
+from support.pictures import drawn, make_processor
+
+from llamoe import LlamoeProcessor
+
+# vLLM's attention on the CPU knows heads of 32 channels, and its experts sizes in multiples of 32.
+SIZES = dict(hidden_size=96, intermediate_size=64, head_dim=32)
+# On a CPU a block of the cache holds 32 tokens or a multiple, and a chunk whole blocks.
+BLOCK = 32
+WINDOW = dict(sliding_window=16)
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+TEXT = dict(num_experts_per_tok=1, attention_chunk_size=BLOCK, num_hidden_layers=4)
+ROPE = dict(rope_type="linear", rope_theta=10000.0, factor=4)
+# Name to our class and the fields of its text.
+SERVED = {
+    "dense": ("LlamoeDenseForCausalLM", {}),
+    "dense, biases": ("LlamoeDenseForCausalLM", dict(attention_bias=True, mlp_bias=True)),
+    "dense, tied, swish": ("LlamoeDenseForCausalLM", dict(tie_word_embeddings=True, hidden_act="swish")),
+    "dense, window": ("LlamoeDenseForCausalLM", WINDOW),
+    "dense, some windows": ("LlamoeDenseForCausalLM", {**WINDOW, "layer_types": MIXED}),
+    **{
+        f"dense, {name}": (
+            "LlamoeDenseForCausalLM",
+            dict(rope_parameters={"rope_type": name, "rope_theta": 10000.0, **ROPES[name]}),
+        )
+        for name in ("llama3", "yarn", "yarn-mscale")
+    },
+    "dense, linear by an integer": ("LlamoeDenseForCausalLM", dict(rope_parameters=ROPE)),
+    "mixtral": ("LlamoeMixtralForCausalLM", {}),
+    "mixtral, no window": ("LlamoeMixtralForCausalLM", dict(sliding_window=None)),
+    "text": ("LlamoeForCausalLM", TEXT),
+    "text, every layer a mixture, no chunks, no tuning": (
+        "LlamoeForCausalLM",
+        {
+            **TEXT,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": None,
+            "attn_temperature_tuning": False,
+        },
+    ),
+    "text, no mixtures": (
+        "LlamoeForCausalLM",
+        {**TEXT, "moe_layers": [], "num_local_experts": 0, "num_experts_per_tok": 0},
+    ),
+    "multimodal": ("LlamoeForConditionalGeneration", TEXT),
+    "multimodal, tied": ("LlamoeForConditionalGeneration", {**TEXT, "tie_word_embeddings": True}),
+}
+
+
+def logits_of(entries, count: int) -> torch.Tensor:
+    """vLLM's records of tokens as a tensor `[positions, vocabulary]`; their numbers are raw logits here."""
+    return torch.tensor([[entry[token].logprob for token in range(count)] for entry in entries])
+
+
+def compare(name: str) -> tuple[str, float]:
+    """The class that vLLM served a model with, and the largest difference of its logits from ours."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    class_name, fields = SERVED[name]
+    case = next(case for case in MODELS if case.name == class_name)
+    ours = case.make(**{**SIZES, **fields})
+    if ours.config.get_text_config().tie_word_embeddings:
+        ours.get_input_embeddings().weight.data.mul_(SIZES["hidden_size"] ** -0.5)
+    prompt = {"prompt_token_ids": case.inputs(padding=(0,), length=LENGTH)["input_ids"][0].tolist()}
+    pictures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if case.has_images:
+            processor = make_processor(LlamoeProcessor)
+            processor.save_pretrained(folder)
+            # The processor's words are fewer than the model's tokens.
+            ids = [token % 11 + 1 for token in prompt["prompt_token_ids"]]
+            marker = processor.image_token_id
+            prompt = {"prompt_token_ids": ids[:3] + [marker] + ids[3:], "multi_modal_data": {}}
+            prompt["multi_modal_data"]["image"] = drawn("RGB")
+            text = f"what {processor.image_token}"
+            pictures["pixel_values"] = processor(images=drawn("RGB"), text=text, return_tensors="pt")[
+                "pixel_values"
+            ]
+            ours.config.image_token_index = processor.tokenizer.convert_tokens_to_ids("<|patch|>")
+            assert ours.config.image_token_index != IMAGE_TOKEN
+        ours.save_pretrained(folder)
+        llm = LLM(
+            folder,
+            dtype="float32",
+            block_size=BLOCK,
+            enforce_eager=True,
+            logprobs_mode="raw_logits",
+            max_logprobs=-1,
+            max_model_len=128,
+            max_num_seqs=1,
+            skip_tokenizer_init=not case.has_images,
+        )
+        # A few tokens more, each computed from the cache.
+        sampling = SamplingParams(
+            max_tokens=4, temperature=0, logprobs=-1, prompt_logprobs=-1, detokenize=False, ignore_eos=True
+        )
+        (result,) = llm.generate([prompt], sampling, use_tqdm=False)
+        served = llm.apply_model(lambda model: type(model).__name__)[0]
+        (output,) = result.outputs
+        # The first prompt token follows nothing.
+        entries = result.prompt_logprobs[1:] + output.logprobs
+        theirs = logits_of(entries, ours.config.get_text_config().vocab_size)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+    ids = torch.tensor([result.prompt_token_ids + output.token_ids[:-1]])
+    with torch.no_grad():
+        expected = ours(input_ids=ids, **pictures).logits[0]
+    assert 0.3 < expected.std() < 3, expected.std()
+    return served, max_abs(theirs, expected)
+
+
+if __name__ == "__main__":
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+    )
+    try:
+        import vllm._C  # noqa: F401
+    except ImportError as error:
+        print(f"vLLM or its compiled part cannot be imported: {error}", file=sys.stderr)
+        sys.exit(CANNOT_IMPORT)
+    for name in sys.argv[1:] or SERVED:
+        print(json.dumps([name, *compare(name)]), flush=True)
