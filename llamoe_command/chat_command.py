@@ -1,13 +1,14 @@
 """The command that opens a page to talk with a model."""
 
-import importlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from .app import app
+from .app import app, load
+from .options import Quiet
+from .page.address import find_port
 
 
 @app.command()
@@ -38,6 +39,7 @@ def chat(
     open_browser: Annotated[
         bool, typer.Option("--open/--no-open", help="Whether to open the page in a browser.")
     ] = True,
+    quiet: Quiet = False,
 ) -> None:
     """Talk with a model in a local web page, and see which experts answer.
 
@@ -56,6 +58,13 @@ def chat(
         )
     if missing := [name for name in ("gradio", "matplotlib") if find_spec(name) is None]:
         raise ValueError(f"the page needs {' and '.join(missing)}: pip install 'llamoe[page]'")
-    importlib.import_module("llamoe_command.page.serve").serve(
-        folder, host, port, dtype, device_map, pictures, open_browser
+    free_port = find_port(host, port)
+    load("llamoe_command.page.serve", quiet).serve(
+        folder,
+        host,
+        free_port,
+        dtype=dtype,
+        device_map=device_map,
+        pictures=pictures,
+        open_browser=open_browser,
     )

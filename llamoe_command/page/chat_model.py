@@ -27,14 +27,23 @@ from .expert_record import ExpertRecord, make_record
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
+MAX_QUESTIONS = 32
+"""Questions that are answered or wait at once; more are refused."""
+
+# Seconds after which a question that waits looks whether somebody still wants to know.
+_LOOK_UP = 0.2
+
+
 class ChatModel:
     """A model with its tokenizer or processor.
 
-    It answers one conversation at a time: the experts of an answer are recorded on the model itself.
+    It answers one question at a time, since it records the experts on the model itself.
 
     Attributes:
         name: of its folder.
-        sees_pictures, has_experts: what it can do.
+        sees_pictures: whether prompts may hold pictures.
+        knows_conversations: whether it has a chat template; otherwise it continues the last message.
+        has_experts: whether answers come with a record of their experts.
     """
 
     def __init__(self, folder: Path, dtype: str = "auto", device_map: str = "auto"):
@@ -54,18 +63,24 @@ class ChatModel:
                     f"{' nor '.join(_PROCESSOR_FILES)} is there. Copy it from where the model came from, or let "
                     "`llamoe convert` write the folder."
                 )
-            loads = (AutoProcessor, AutoModelForImageTextToText) if self.sees_pictures else (
-                AutoTokenizer, AutoModelForCausalLM,
-            )  # fmt: skip
+            reader, loader = (
+                (AutoProcessor, AutoModelForImageTextToText)
+                if self.sees_pictures
+                else (AutoTokenizer, AutoModelForCausalLM)
+            )
             try:
-                self.processor: Any = loads[0].from_pretrained(folder)
+                self.processor: Any = reader.from_pretrained(folder)
             except (OSError, ValueError) as error:
                 raise CheckpointError(
                     f"{folder}: its tokenizer or processor cannot be read ({error})"
                 ) from error
-            self.model: Any = loads[1].from_pretrained(folder, dtype=dtype, device_map=device_map)
+            # Llama 4's processor always has one. A base model has none: it continues a text.
+            self.knows_conversations = bool(self.processor.chat_template)
+            self.model: Any = loader.from_pretrained(folder, dtype=dtype, device_map=device_map)
         self.tokenizer: Any = self.processor.tokenizer if self.sees_pictures else self.processor
         self.has_experts = bool(getattr(self.model.config.get_text_config(), "moe_layers", None))
+        self._room = threading.BoundedSemaphore(MAX_QUESTIONS)
+        self._is_free = threading.Lock()
 
     @property
     def max_tokens(self) -> int:
@@ -75,7 +90,9 @@ class ChatModel:
     def answer(
         self, messages: list[dict[str, Any]], max_new_tokens: int, temperature: float
     ) -> Iterator[tuple[str, ExpertRecord | None]]:
-        """Answer the last message. Closing the iterator stops the model after the token that it computes.
+        """Answer the last message, after those that were asked before.
+
+        Closing the iterator stops the model after the token that it computes.
 
         Args:
             messages: of the conversation, in transformers' form; pictures are `PIL.Image.Image`.
@@ -86,39 +103,46 @@ class ChatModel:
             the text so far, and at the end, with the whole text, the record of a mixture's experts.
 
         Raises:
-            ValueError: the conversation fills all positions that the model knows.
+            ValueError: the conversation fills all positions that the model knows, or too many wait already.
         """
-        inputs = self._inputs(messages)
-        length = inputs["input_ids"].shape[1]
-        if length >= self.max_tokens:
-            raise ValueError(
-                f"The conversation has {length:,} tokens, and the model knows {self.max_tokens:,} positions. Begin a "
-                "new conversation, or ask something shorter."
-            )
+        if not self._room.acquire(blocking=False):
+            raise ValueError(f"{MAX_QUESTIONS} questions are waiting already. Ask again in a moment.")
+        try:
+            while not self._is_free.acquire(timeout=_LOOK_UP):
+                # Whoever asked may have gone: the iterator is closed here.
+                yield "", None
+            yield from self._stream(messages, max_new_tokens, temperature)
+        finally:
+            self._room.release()
+
+    def _stream(
+        self, messages: list[dict[str, Any]], max_new_tokens: int, temperature: float
+    ) -> Iterator[tuple[str, ExpertRecord | None]]:
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stopped = threading.Event()
-        sampling = (
-            {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-        )
-        outcome: list[Any] = []
+        outcome: list[ExpertRecord | BaseException | None] = []
 
-        def generate() -> None:
+        def work() -> None:
             try:
-                with llamoe.trace_experts(self.model) if self.has_experts else nullcontext() as trace:
-                    output = self.model.generate(
-                        **inputs,
-                        **sampling,
-                        max_new_tokens=min(max_new_tokens, self.max_tokens - length),
+                outcome.append(
+                    self._generate(
+                        self._inputs(messages),
+                        max_new_tokens,
+                        do_sample=temperature > 0,
+                        temperature=temperature if temperature > 0 else None,
                         streamer=streamer,
                         stopping_criteria=StoppingCriteriaList([_StopsWhen(stopped)]),
                     )
-                outcome.append((output[0, length:].tolist(), trace))
+                )
             # Whatever it is, the reader of the stream raises it.
             except BaseException as error:
                 outcome.append(error)
                 streamer.end()
+            finally:
+                # Here, and not where the stream is read: nobody may read it to its end.
+                self._is_free.release()
 
-        worker = threading.Thread(target=generate, daemon=True)
+        worker = threading.Thread(target=work, name="answer", daemon=True)
         worker.start()
         text = ""
         try:
@@ -130,27 +154,37 @@ class ChatModel:
             worker.join()
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
-        tokens, trace = outcome[0]
-        yield text, self._record(trace, inputs, tokens) if trace is not None else None
+        yield text, outcome[0]
+
+    def _generate(self, inputs: Any, max_new_tokens: int, **options: Any) -> ExpertRecord | None:
+        length = inputs["input_ids"].shape[1]
+        if length >= self.max_tokens:
+            raise ValueError(
+                f"The conversation has {length:,} tokens, and the model knows {self.max_tokens:,} positions. Begin a "
+                "new conversation, or ask something shorter."
+            )
+        max_new_tokens = min(max_new_tokens, self.max_tokens - length)
+        with llamoe.trace_experts(self.model) if self.has_experts else nullcontext() as trace:
+            output = self.model.generate(**inputs, max_new_tokens=max_new_tokens, **options)
+        if trace is None:
+            return None
+        tokens = output[0, length:].tolist()
+        if tokens[-1] in self.tokenizer.all_special_ids:
+            tokens = tokens[:-1]
+        answer = [self.tokenizer.decode([token]) for token in tokens]
+        return make_record(trace, self.model.config, self.processor, inputs, answer)
 
     def _inputs(self, messages: list[dict[str, Any]]) -> Any:
-        if self.tokenizer.chat_template or getattr(self.processor, "chat_template", None):
+        if self.knows_conversations:
             inputs = self.processor.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
             )
         else:
-            # A base model knows no conversations: it continues the last text.
             inputs = self.tokenizer(messages[-1]["content"], return_tensors="pt")
         inputs = inputs.to(self.model.device)
         if "pixel_values" in inputs:
             inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
         return inputs
-
-    def _record(self, trace: Any, inputs: Any, tokens: list[int]) -> ExpertRecord:
-        if tokens[-1] in self.tokenizer.all_special_ids:
-            tokens = tokens[:-1]
-        answer = [self.tokenizer.decode([token]) for token in tokens]
-        return make_record(trace, self.model.config, self.processor, inputs, answer)
 
 
 class _StopsWhen(StoppingCriteria):

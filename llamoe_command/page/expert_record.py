@@ -27,7 +27,8 @@ class Picture:
     side: int
 
 
-@dataclass(frozen=True)
+# Compared by identity: gradio hashes what it keeps, and tensors have no equality that is one truth.
+@dataclass(frozen=True, eq=False)
 class ExpertRecord:
     """The experts of every token of a prompt and its answer.
 

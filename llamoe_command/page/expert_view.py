@@ -15,6 +15,8 @@ from .expert_record import ExpertRecord
 
 # Side of the overlay in pixels, at least: small tiles are enlarged, so that patches have sharp borders.
 _SIDE = 480
+# Of the colours over the picture, which stays visible.
+_OPACITY = 0.6
 _GOLDEN_RATIO = 0.6180339887
 
 
@@ -42,7 +44,7 @@ def overlay(record: ExpertRecord, layer: int) -> tuple[Image.Image, list[tuple[n
     # Not every tile is a whole number of patches wide: each pixel takes the patch that it lies in.
     patch_of_pixel = np.arange(shown.width) * len(patches) // shown.width
     experts = patches[patch_of_pixel][:, patch_of_pixel]
-    return shown, [((experts == expert).astype(float), name_of(expert)) for expert in np.unique(patches)]
+    return shown, [((experts == expert) * _OPACITY, name_of(expert)) for expert in np.unique(patches)]
 
 
 def coloured_answer(record: ExpertRecord, layer: int) -> list[tuple[str, str | None]]:

@@ -1,6 +1,8 @@
 """The page: a conversation, and the experts of its last answer."""
 
+import logging
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ from .expert_view import answer_table, coloured_answer, colours, heat_map, overl
 
 _NO_ANSWER = "Ask something: the experts of the last answer are shown here."
 _QUESTION = "What is in the picture?"
+_MAX_NEW_TOKENS = 4096
+_FAILED = "No answer"
+
+logger = logging.getLogger("llamoe")
 
 
 def make_page(chat: ChatModel, pictures: Sequence[Path] = ()) -> gr.Blocks:
@@ -36,13 +42,6 @@ def make_page(chat: ChatModel, pictures: Sequence[Path] = ()) -> gr.Blocks:
 
 
 def _chat(chat: ChatModel, record: gr.State, pictures: Sequence[Path]) -> None:
-    placeholder = "Drop a picture here, and ask about it." if chat.sees_pictures else "Ask something."
-    box = {"placeholder": placeholder, "stop_btn": True, "autofocus": True, "elem_id": "question"}
-    if chat.sees_pictures:
-        textbox = gr.MultimodalTextbox(file_types=["image"], file_count="single", sources=["upload"], **box)
-    else:
-        textbox = gr.Textbox(submit_btn=True, **box)
-
     def check(message: Any, *_: Any) -> dict[str, Any]:
         try:
             _read(message)
@@ -52,29 +51,61 @@ def _chat(chat: ChatModel, record: gr.State, pictures: Sequence[Path]) -> None:
 
     def answer(
         message: Any, history: list[dict[str, Any]], max_new_tokens: int, temperature: float
-    ) -> Iterator[tuple[str, ExpertRecord | None]]:
+    ) -> Iterator[tuple[str | dict[str, Any], ExpertRecord | None]]:
         try:
-            messages = [*map(_as_chat_message, history), {"role": "user", "content": _read(message)}]
+            messages = [
+                *map(_as_chat_message, _answered(history)),
+                {"role": "user", "content": _read(message)},
+            ]
             yield from chat.answer(_plain_text(messages, chat), max_new_tokens, temperature)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise gr.Error(" ".join(str(error).split()), print_exception=False) from error
+        # An error in an event leaves gradio's box for the question locked, so it is told as a message.
+        except Exception as error:
+            if not isinstance(error, (OSError, ValueError)):
+                logger.exception("a question was not answered")
+            sentence = " ".join(str(error).split()) or type(error).__name__
+            yield {"role": "assistant", "content": sentence, "metadata": {"title": _FAILED}}, None
 
     gr.ChatInterface(
         answer,
         multimodal=chat.sees_pictures,
-        chatbot=gr.Chatbot(show_label=False, scale=1, elem_id="conversation"),
-        textbox=textbox,
+        chatbot=gr.Chatbot(show_label=False, height="60vh", buttons=["copy"], elem_id="conversation"),
+        textbox=_question_box(chat),
         validator=check,
         examples=[[{"text": _QUESTION, "files": [str(path)]}] for path in pictures] or None,
         run_examples_on_click=False,
-        additional_inputs=[
-            gr.Slider(1, min(4096, chat.max_tokens), value=min(256, chat.max_tokens), step=1, label="Longest answer, in tokens"),
-            gr.Slider(0, 2, value=0, step=0.05, label="Temperature (0: always the most probable token)"),
-        ],
-        additional_inputs_accordion=gr.Accordion("Settings", open=False),
+        additional_inputs=_settings(chat),
+        additional_inputs_accordion=gr.Accordion("Settings", open=False, render=False),
         additional_outputs=[record],
+        # The model itself lets questions wait for each other.
+        concurrency_limit=None,
         api_name="chat",
+    )
+
+
+def _question_box(chat: ChatModel) -> gr.Textbox | gr.MultimodalTextbox:
+    shared = {"stop_btn": True, "autofocus": True, "elem_id": "question", "render": False}
+    if chat.sees_pictures:
+        return gr.MultimodalTextbox(
+            placeholder="Drop a picture here, and ask about it.",
+            file_types=["image"],
+            file_count="multiple",
+            sources=["upload"],
+            **shared,
+        )
+    return gr.Textbox(placeholder="Ask something.", submit_btn=True, **shared)
+
+
+def _settings(chat: ChatModel) -> list[gr.Slider]:
+    longest = min(_MAX_NEW_TOKENS, chat.max_tokens)
+    length = gr.Slider(
+        1, longest, value=min(256, longest), step=1, label="Longest answer, in tokens", elem_id="length",
+        render=False,
     )  # fmt: skip
+    temperature = gr.Slider(
+        0, 2, value=0, step=0.05, label="Temperature (0: always the most probable token)",
+        elem_id="temperature", render=False,
+    )  # fmt: skip
+    return [length, temperature]
 
 
 def _experts(chat: ChatModel, record: gr.State) -> None:
@@ -93,7 +124,8 @@ def _experts(chat: ChatModel, record: gr.State) -> None:
                 label="Which expert took which token of the answer", color_map=color_map, show_legend=True,
                 elem_id="answered",
             )  # fmt: skip
-        load = gr.Plot(label="Shares of the tokens", elem_id="load")
+        gr.Markdown("Share of the tokens that each expert took")
+        load = gr.Plot(show_label=False, elem_id="load")
         table = gr.Dataframe(
             label="Experts of each token, with the router's weights",
             interactive=False,
@@ -138,12 +170,18 @@ def _picture(path: str) -> dict[str, Any]:
         raise ValueError(str(error).replace(str(Path(path)), Path(path).name)) from error
 
 
+def _answered(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without questions that have no answer: templates want both in turns."""
+    said = [message for message in history if (message.get("metadata") or {}).get("title") != _FAILED]
+    pairs = pairwise([*said, {"role": "user"}])
+    return [message for message, after in pairs if (message["role"], after["role"]) != ("user", "user")]
+
+
 def _as_chat_message(message: dict[str, Any]) -> dict[str, Any]:
     """A message of gradio's history in transformers' form."""
-    content = [
-        _picture(part["file"]["path"]) if part["type"] == "file" else {"type": "text", "text": part["text"]}
-        for part in message["content"]
-    ]
+    said = message["content"]
+    parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
+    content = [_picture(part["file"]["path"]) if part["type"] == "file" else part for part in parts]
     return {"role": message["role"], "content": content}
 
 

@@ -1,0 +1,251 @@
+"""The page in a browser: a picture in, an answer and its experts out; mistakes are sentences, and the page lives on."""
+
+import os
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from PIL import Image
+from support import chat_folders
+from support.browser import ChatWindow, PageServer, chromium, require_browser
+from support.paths import EXAMPLES, TINY
+
+require_browser()
+pytestmark = pytest.mark.slow
+
+TWO, THREE = (EXAMPLES / "pictures" / name for name in ("two_shapes.png", "three_shapes.png"))
+QUESTION = "What is in the picture?"
+ABOUT_TWO = "a red circle on the left and a blue square on the right."
+ABOUT_THREE = "a green triangle on the left, a yellow star in the middle and a purple circle on the right."
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    server = PageServer(TINY, "--picture", TWO)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory):
+    """A dense model, large enough that its 4,096 tokens take minutes."""
+    folder = tmp_path_factory.mktemp("chat") / "llama"
+    chat_folders.write_llama(folder, hidden_size=768, num_hidden_layers=8, max_position_embeddings=8192)
+    server = PageServer(folder)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def window(browser, tiny):
+    window = ChatWindow(browser, tiny.address)
+    yield window
+    window.page.close()
+
+
+def loaded_sizes(locator):
+    """Widths of pictures as the browser has decoded them; 0 where it could not."""
+    return [
+        image.evaluate("image => image.decode().then(() => image.naturalWidth, () => 0)")
+        for image in locator.all()
+    ]
+
+
+def test_a_picture_gets_an_answer_and_its_experts_are_shown(window):
+    window.ask(QUESTION, THREE)
+    assert window.wait_for_answer() == ABOUT_THREE
+    window.page.get_by_role("tab", name="Experts").click()
+    window.wait_for_text("#answered", "triangle")
+    # The picture, and a mask over it for each expert that took a part of it.
+    window.page.locator("#overlay img").nth(1).wait_for()
+    sizes = loaded_sizes(window.page.locator("#overlay img"))
+    assert len(sizes) >= 2 and min(sizes) >= 480
+    assert min(loaded_sizes(window.page.locator("#load img"))) > 300
+    assert "expert 2" in window.page.locator("#overlay").inner_text()
+    window.wait_for_text("#table", "triangle")
+    assert re.search(r"\d \(0\.\d\d\)", window.page.locator("#table").inner_text())
+
+    # Another layer has other experts.
+    def overlay():
+        return [image.get_attribute("src") for image in window.page.locator("#overlay img").all()]
+
+    before = overlay()
+    window.page.locator("#layer input").click()
+    window.page.get_by_role("option", name="layer 3").click()
+    for _ in range(100):
+        if len(overlay()) >= 2 and overlay()[1:] != before[1:]:
+            break
+        time.sleep(0.1)
+    assert overlay()[1:] != before[1:]
+
+
+def test_the_conversation_goes_on(window):
+    window.ask(QUESTION, TWO)
+    assert window.wait_for_answer() == ABOUT_TWO
+    window.ask("How many shapes are there?")
+    assert window.wait_for_answer(2)
+    assert window.answers()[0] == ABOUT_TWO
+
+
+def test_the_given_picture_is_there_to_click_on(window):
+    window.page.locator("#conversation .example").first.click()
+    window.page.locator("#question .thumbnail-item").wait_for()
+    window.page.locator("#question .submit-button").click()
+    assert window.wait_for_answer() == ABOUT_TWO
+
+
+def test_settings_reach_the_model(window):
+    window.page.get_by_text("Settings").click()
+    window.page.locator("#length input[type=number]").fill("3")
+    window.page.locator("#length input[type=number]").press("Tab")
+    window.ask(QUESTION, TWO)
+    assert window.wait_for_answer() == "a red circle"
+
+
+def test_nothing_comes_from_the_network(window, tiny):
+    window.ask(QUESTION, TWO)
+    window.wait_for_answer()
+    assert len(window.requests) > 10
+    assert {url for url in window.requests if not url.startswith((tiny.address, "data:", "blob:"))} == set()
+
+
+@pytest.fixture
+def spoilt(tmp_path):
+    whole = TWO.read_bytes()
+    (tmp_path / "text.png").write_text("I am no picture. " * 9)
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    Image.new("1", (20_000, 20_000)).save(tmp_path / "huge.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("text.png", "text.png: is no picture, or of another format; expected a JPEG"),
+        ("cut.png", "cut.png: is damaged and cannot be read as a picture"),
+        ("huge.png", "huge.png: has too many pixels. Make the picture smaller"),
+    ],
+)
+def test_a_broken_picture_is_a_sentence_and_the_page_lives_on(window, spoilt, name, says):
+    window.ask(QUESTION, spoilt / name)
+    window.wait_for_text("#question", says)
+    assert str(spoilt) not in window.page.content()
+    window.page.reload()
+    window.page.wait_for_selector("#question textarea")
+    window.ask(QUESTION, TWO)
+    assert window.wait_for_answer() == ABOUT_TWO
+
+
+def test_a_file_that_is_too_large_is_refused(window, tmp_path):
+    (tmp_path / "large.png").write_bytes(os.urandom(21_000_000))
+    window.page.locator("#question input[type=file]").first.set_input_files(tmp_path / "large.png")
+    window.wait_for_text(".toast-body", "exceed the maximum allowed size of 20")
+    window.ask(QUESTION, TWO)
+    assert window.wait_for_answer() == ABOUT_TWO
+
+
+def test_an_empty_question_is_a_sentence(window):
+    window.ask("  ", TWO)
+    window.wait_for_text("#question", "The question is empty")
+
+
+def test_a_conversation_that_is_too_long_is_a_sentence(window):
+    window.ask("shape " * 600)
+    window.wait_for_text("#conversation", "and the model knows 512 positions")
+    # The question without an answer does not count as part of the conversation.
+    window.ask(QUESTION, TWO)
+    assert window.wait_for_answer(2) == ABOUT_TWO
+
+
+# A model that answers for minutes
+
+
+def idle(server):
+    """Whether the server rests within half a minute: a model that answers takes all of a processor."""
+    for _ in range(30):
+        before = server.seconds_of_work()
+        time.sleep(1)
+        if server.seconds_of_work() - before < 0.3:
+            return True
+    return False
+
+
+def begin_endless_answer(browser, server):
+    window = ChatWindow(browser, server.address)
+    window.page.get_by_text("Settings").click()
+    window.page.locator("#length input[type=number]").fill("4096")
+    window.page.locator("#length input[type=number]").press("Tab")
+    window.ask("Hello")
+    window.page.locator("#conversation .bot .message-content").wait_for()
+    return window
+
+
+def test_a_text_model_has_the_page_without_pictures_and_experts(browser, endless):
+    window = ChatWindow(browser, endless.address)
+    assert window.page.locator("input[type=file]").count() == 0
+    assert window.page.get_by_role("tab", name="Experts").count() == 0
+    window.page.close()
+
+
+def test_stop_stops_the_model(browser, endless):
+    window = begin_endless_answer(browser, endless)
+    assert not idle_now(endless)
+    window.page.locator("#question .stop-button").click()
+    assert idle(endless)
+    assert 0 < len(window.answers()[0])
+    window.page.locator("#length input[type=number]").fill("5")
+    window.page.locator("#length input[type=number]").press("Tab")
+    window.ask("Hello again")
+    window.wait_for_answer(2)
+    window.page.close()
+
+
+def idle_now(server):
+    before = server.seconds_of_work()
+    time.sleep(1)
+    return server.seconds_of_work() - before < 0.3
+
+
+def test_a_closed_window_stops_the_model(browser, endless):
+    window = begin_endless_answer(browser, endless)
+    assert not idle_now(endless)
+    window.page.close()
+    assert idle(endless)
+
+
+def test_a_hundred_questions_are_answered_or_refused_in_a_sentence(browser, endless):
+    from gradio_client import Client
+
+    def ask(index):
+        # A conversation of its own each.
+        client = Client(endless.address, verbose=False)
+        return str(client.predict(f"Question {index}", 30, 0.0, api_name="/chat"))
+
+    with ThreadPoolExecutor(100) as people:
+        answers = list(people.map(ask, range(100)))
+    refused = [answer for answer in answers if "32 questions are waiting already. Ask again" in answer]
+    assert 0 < len(refused) < 100
+    assert all(answers)
+    window = ChatWindow(browser, endless.address)
+    window.page.get_by_text("Settings").click()
+    window.page.locator("#length input[type=number]").fill("5")
+    window.page.locator("#length input[type=number]").press("Tab")
+    window.ask("And now?")
+    assert window.wait_for_answer()
+    window.page.close()
+
+
+def test_ctrl_c_ends_it(tmp_path):
+    server = PageServer(chat_folders.write_llama(tmp_path / "llama"))
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(30) in (0, 130)
+    assert "Traceback" not in server.log.read_text()
+    server.close()

@@ -1,0 +1,213 @@
+"""A model that answers conversations as a stream, and the record of its experts."""
+
+import threading
+
+import pytest
+import torch
+from support import chat_folders
+from support.paths import EXAMPLES, TINY
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import llamoe
+
+pytest.importorskip("gradio", reason="the page is not installed: pip install 'llamoe[page]'")
+
+from llamoe_command.page.chat_model import MAX_QUESTIONS, ChatModel
+
+TWO, THREE = (EXAMPLES / "pictures" / name for name in ("two_shapes.png", "three_shapes.png"))
+QUESTION = "What is in the picture?"
+ABOUT_TWO = "a red circle on the left and a blue square on the right."
+ABOUT_THREE = "a green triangle on the left, a yellow star in the middle and a purple circle on the right."
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return ChatModel(TINY)
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory):
+    return ChatModel(chat_folders.write_llama(tmp_path_factory.mktemp("chat") / "llama"))
+
+
+def ask(text, *pictures):
+    content = [{"type": "image", "image": llamoe.read_picture(path)} for path in pictures]
+    return [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
+
+
+def generated(chat, messages, **options):
+    """Ids of prompt and answer, as `generate` gives them without the page."""
+    processor = AutoProcessor.from_pretrained(TINY)
+    model = AutoModelForImageTextToText.from_pretrained(TINY)
+    inputs = processor.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    ).to(dtype=model.dtype)
+    return inputs, model, model.generate(**inputs, do_sample=False, max_new_tokens=64)
+
+
+def test_the_stream_grows_to_the_answer_of_generate(tiny):
+    *pieces, (text, record) = list(tiny.answer(ask(QUESTION, THREE), 64, 0))
+    inputs, _, row = generated(tiny, ask(QUESTION, THREE))
+    expected = tiny.tokenizer.decode(row[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert text == expected
+    assert len(pieces) > 3
+    assert all(text.startswith(piece) and none is None for piece, none in pieces)
+    assert "".join(record.answer) == expected
+
+
+def test_the_record_is_what_the_routers_chose(tiny):
+    """From the logits of one pass over prompt and answer, which the page never runs."""
+    record = list(tiny.answer(ask(QUESTION, THREE), 64, 0))[-1][1]
+    inputs, model, row = generated(tiny, ask(QUESTION, THREE))
+    inputs = {**inputs, "input_ids": row[:, :-1], "attention_mask": torch.ones_like(row[:, :-1])}
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    with torch.no_grad():
+        logits = torch.stack(model.float()(**inputs, output_router_logits=True).router_logits)
+    # The page computes in the folder's bfloat16, where near ties may go the other way.
+    assert (record.experts[..., 0] == logits.argmax(-1)).float().mean() > 0.97
+    layers = len(model.config.text_config.moe_layers)
+    assert record.layers == [f"layer {index}" for index in model.config.text_config.moe_layers]
+    assert record.experts.shape == (layers, row.shape[1] - 1, 1)
+    is_image = row[0, :-1] == model.config.image_token_id
+    assert torch.equal(record.is_image, is_image)
+    for layer in range(layers):
+        assert torch.equal(record.patches(layer).flatten(), record.experts[layer, is_image, 0][-16:])
+
+
+def test_shares_of_each_kind_of_token_add_up_to_one(tiny):
+    record = list(tiny.answer(ask(QUESTION, TWO), 64, 0))[-1][1]
+    shares = record.shares()
+    assert list(shares) == ["picture", "prompt", "answer"]
+    for share in shares.values():
+        assert share.shape == (len(record.layers), record.num_experts)
+        assert torch.allclose(share.sum(-1), torch.ones(len(record.layers)))
+    expected = record.experts[1, record.is_image, 0].bincount(minlength=record.num_experts)
+    assert torch.allclose(shares["picture"][1], expected / expected.sum())
+
+
+def test_of_several_pictures_the_last_is_shown(tiny):
+    record = list(tiny.answer(ask(QUESTION, TWO, THREE), 8, 0))[-1][1]
+    alone = list(tiny.answer(ask(QUESTION, THREE), 8, 0))[-1][1]
+    assert record.picture.tile.tobytes() == alone.picture.tile.tobytes()
+    assert record.picture.first > alone.picture.first
+    # Where the tile begins, sixteen image tokens follow, and no image token stands behind them.
+    first = record.picture.first
+    assert record.is_image[first : first + 16].all() and not record.is_image[first + 16 :].any()
+
+
+def test_a_question_without_a_picture_has_a_record_without_one(tiny):
+    record = list(tiny.answer(ask("Who are you?"), 16, 0))[-1][1]
+    assert record.picture is None
+    assert list(record.shares()) == ["prompt", "answer"]
+
+
+def test_tokens_of_the_answer_are_named_with_their_experts(tiny):
+    record = list(tiny.answer(ask(QUESTION, TWO), 5, 0))[-1][1]
+    answered = record.answered(0)
+    assert [token for token, _ in answered] == record.answer and len(answered) == 5
+    # The last token was chosen, but never computed.
+    assert [len(experts) for _, experts in answered] == [1, 1, 1, 1, 0]
+    expert, score = answered[2][1][0]
+    assert (expert, score) == (
+        record.experts[0, record.num_prompt + 2, 0],
+        record.scores[0, record.num_prompt + 2, 0],
+    )
+
+
+def test_a_mixture_with_two_experts_a_token_is_recorded(tmp_path):
+    chat = ChatModel(chat_folders.write_mixtral(tmp_path / "mixtral"))
+    assert type(chat.model) is llamoe.LlamoeMixtralForCausalLM
+    record = list(chat.answer([{"role": "user", "content": "Hello there"}], 6, 0))[-1][1]
+    assert record.experts.shape[2] == 2
+    assert torch.allclose(record.scores.sum(-1), torch.ones(record.scores.shape[:2]), atol=1e-2)
+
+
+def test_temperature_samples(endless):
+    torch.manual_seed(0)
+    greedy, again, *sampled = (
+        list(endless.answer([{"role": "user", "content": "Hello"}], 12, temperature))[-1]
+        for temperature in (0, 0, 1.5, 1.5)
+    )
+    assert greedy == again
+    assert len({greedy[0], *(text for text, _ in sampled)}) == 3
+    assert greedy[1] is None  # no experts, no record
+
+
+def test_length_is_what_was_asked_and_never_beyond_the_positions(endless, monkeypatch):
+    messages = [{"role": "user", "content": "a " * 200}]
+    length = len(endless.processor.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+    assert length < endless.max_tokens == 256
+    rows, generate = [], endless.model.generate
+    monkeypatch.setattr(endless.model, "generate", lambda **given: rows.append(generate(**given)) or rows[-1])
+    for most in (4096, 3):
+        list(endless.answer(messages, most, 0))
+    assert [row.shape[1] for row in rows] == [256, length + 3]
+    with pytest.raises(ValueError, match=r"has \d+ tokens, and the model knows 256 positions"):
+        list(endless.answer([{"role": "user", "content": "a " * 300}], 4, 0))
+
+
+def workers():
+    return [thread for thread in threading.enumerate() if thread.name == "answer"]
+
+
+def test_closing_the_stream_stops_the_model(endless):
+    answer = endless.answer([{"role": "user", "content": "Hello"}], 200, 0)
+    next(answer)
+    assert len(workers()) == 1
+    answer.close()
+    assert workers() == []
+
+
+def test_questions_wait_for_each_other(tiny):
+    """Experts of one would stand in the record of another."""
+    first, second = tiny.answer(ask(QUESTION, THREE), 64, 0), tiny.answer(ask(QUESTION, TWO), 64, 0)
+    next(first)
+    assert next(second)[0] in ("", "a")
+    records = [list(answer)[-1][1] for answer in (second, first)]
+    for record, expected in zip(records, (ABOUT_TWO, ABOUT_THREE), strict=True):
+        assert "".join(record.answer) == expected
+        assert record.experts.shape[1] == record.num_prompt + len(record.answer)
+
+
+def test_too_many_questions_are_refused_until_some_are_answered(endless):
+    question = [{"role": "user", "content": "Hello"}]
+    waiting = [endless.answer(question, 200, 0) for _ in range(MAX_QUESTIONS)]
+    for answer in waiting:
+        next(answer)
+    with pytest.raises(ValueError, match="32 questions are waiting already"):
+        next(endless.answer(question, 200, 0))
+    for answer in waiting:
+        answer.close()
+    assert list(endless.answer(question, 4, 0))[-1][0]
+    assert workers() == []
+
+
+def test_an_error_of_the_model_is_the_readers(endless, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(endless.model, "generate", fail)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        list(endless.answer([{"role": "user", "content": "Hello"}], 8, 0))
+    monkeypatch.undo()
+    assert list(endless.answer([{"role": "user", "content": "Hello"}], 8, 0))[-1][0]
+
+
+def test_a_base_model_continues_the_last_text(tmp_path):
+    folder = chat_folders.write_llama(tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    chat = ChatModel(folder)
+    assert not chat.knows_conversations
+    text = list(chat.answer([{"role": "user", "content": "a red circle"}], 5, 0))[-1][0]
+    inputs = chat.tokenizer("a red circle", return_tensors="pt")
+    row = chat.model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    assert text == chat.tokenizer.decode(row[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_a_folder_without_what_a_chat_needs_is_refused(tmp_path):
+    folder = chat_folders.copy_tiny(tmp_path / "blind", "processor_config.json")
+    with pytest.raises(llamoe.CheckpointError, match="sees pictures, but no processor"):
+        ChatModel(folder)
+    folder = chat_folders.copy_tiny(tmp_path / "mute", "tokenizer*")
+    with pytest.raises(llamoe.CheckpointError, match="tokenizer or processor cannot be read"):
+        ChatModel(folder)

@@ -1,0 +1,147 @@
+"""The page of `llamoe chat` in a process of its own, and Debian's Chromium, without a window, that looks at it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+# The sandbox wants a user other than root. The others keep Chromium from asking its maker's servers.
+ARGUMENTS = (
+    "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+# For a page's elements, on a machine that does other things besides.
+PATIENCE = 60_000
+
+
+def require_browser():
+    """Skip the tests of a module where they cannot run."""
+    if find_spec("gradio") is None:
+        pytest.skip("the page is not installed: pip install 'llamoe[page]'", allow_module_level=True)
+    if find_spec("playwright") is None:
+        pytest.skip(
+            "playwright, which drives the browser, is missing: pip install playwright",
+            allow_module_level=True,
+        )
+    if CHROMIUM is None:
+        pytest.skip("Chromium is missing: apt-get install chromium", allow_module_level=True)
+
+
+class PageServer:
+    """A running `llamoe chat`.
+
+    Attributes:
+        address: of the page.
+        process: a `subprocess.Popen`.
+    """
+
+    def __init__(self, folder, *words):
+        self.log = Path(tempfile.mkdtemp()) / "log"
+        # No display: nothing may try to open a window.
+        env = {
+            name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")
+        }
+        command = [sys.executable, "-m", "llamoe", "chat", str(folder), "--port", "0", *map(str, words)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        try:
+            self.address = self._wait_for_address()
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def _wait_for_address(self):
+        for _ in range(1200):
+            if found := re.search(r"answers at (http://\S+)", self.log.read_text()):
+                return found[1]
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.1)
+        raise AssertionError(self.log.read_text())
+
+    def seconds_of_work(self):
+        """Processor time that the process has taken; only on Linux."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait(60)
+        shutil.rmtree(self.log.parent)
+
+
+@contextmanager
+def chromium():
+    """A browser; `new_page` opens a window that nobody sees."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+        yield browser
+        browser.close()
+
+
+class ChatWindow:
+    """The page as a person sees and uses it.
+
+    Attributes:
+        page: playwright's page.
+        requests: addresses that it has loaded.
+    """
+
+    def __init__(self, browser, address, width=1100, height=1000):
+        self.page = browser.new_page(viewport={"width": width, "height": height})
+        self.page.set_default_timeout(PATIENCE)
+        self.requests = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(address)
+        self.page.wait_for_selector("#question textarea")
+
+    def drop(self, *pictures):
+        """Drop pictures on the box of the question, and wait until they are sent."""
+        with self.page.expect_response(lambda response: "/upload" in response.url):
+            self.page.locator("#question input[type=file]").first.set_input_files(
+                [str(path) for path in pictures]
+            )
+
+    def ask(self, text, *pictures):
+        """Type a question, drop pictures beside it, send it."""
+        if pictures:
+            self.drop(*pictures)
+            self.page.locator("#question .thumbnail-item").nth(len(pictures) - 1).wait_for()
+        self.page.locator("#question textarea").fill(text)
+        self.page.locator("#question .submit-button").click()
+
+    def answers(self):
+        """Texts of all answers."""
+        return [
+            found.inner_text().strip()
+            for found in self.page.locator("#conversation .bot .message-content").all()
+        ]
+
+    def wait_for_answer(self, count=1):
+        """The text of an answer that is complete."""
+        self.page.wait_for_function(
+            """count => {
+                const answers = document.querySelectorAll("#conversation .bot .message-content");
+                const isOver = !document.querySelector("#question .stop-button, #question textarea:disabled");
+                return isOver && answers.length >= count && answers[count - 1].innerText != "Loading content";
+            }""",
+            arg=count,
+        )
+        return self.answers()[count - 1]
+
+    def wait_for_text(self, place, text):
+        """Wait until an element shows a text, or fail with what it shows."""
+        from playwright.sync_api import expect
+
+        expect(self.page.locator(place).first).to_contain_text(text, timeout=PATIENCE)

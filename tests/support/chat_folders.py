@@ -1,0 +1,45 @@
+"""Folders of models to talk with: tokenizer and template of the small model, weights drawn at random."""
+
+import shutil
+
+from support.models import draw
+from support.paths import TINY
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+SIZES = dict(
+    hidden_size=72, intermediate_size=92, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+    head_dim=20, max_position_embeddings=256, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+)  # fmt: skip
+
+
+def write_llama(folder, **sizes):
+    """A stock dense model that answers without an end."""
+    return _write(folder, LlamaForCausalLM, LlamaConfig, sizes)
+
+
+def write_mixtral(folder, **sizes):
+    """A stock mixture that sees no pictures and answers without an end."""
+    return _write(
+        folder, MixtralForCausalLM, MixtralConfig, {"num_local_experts": 5, "sliding_window": None, **sizes}
+    )
+
+
+def _write(folder, model_class, config_class, sizes):
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    model = draw(model_class, config_class(vocab_size=len(tokenizer), **SIZES | sizes))
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def copy_tiny(folder, *without):
+    """A copy of the small model's folder, without some files."""
+    return shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns(*without))
