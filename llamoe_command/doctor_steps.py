@@ -7,6 +7,7 @@ Shapes: R rows of experts, which are tokens times experts a token.
 """
 
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,14 +74,20 @@ def devices() -> list[torch.device]:
 
 def describe_devices() -> dict[str, dict[str, Any]]:
     """Name and sizes of each device; memory in bytes."""
-    return {str(device): _describe(device) for device in devices()}
+    found: dict[str, dict[str, Any]] = {}
+    for device in devices():
+        try:
+            found[str(device)] = _describe(device)
+        except RuntimeError as error:
+            found[str(device)] = {"name": f"cannot be used: {' '.join(str(error).split())}"}
+    return found
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         capabilities, memory = torch.cpu.get_capabilities(), psutil.virtual_memory()
         return {
-            "name": capabilities.get("cpu_name") or capabilities.get("architecture"),
+            "name": capabilities.get("cpu_name") or platform.machine(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "bfloat16_instructions": bool(capabilities.get("avx512_bf16")),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -240,7 +247,7 @@ def _kernel_for_few_rows(device: torch.device, model: Any, try_kernel: bool) -> 
             name, step, "not proven here", "it was never tried with these versions on this device",
             "`llamoe doctor --try` tries it now; otherwise the first pass without gradients does, for its experts",
         )  # fmt: skip
-    told = "; ".join(f"{_sizes(experts)}: {_verdict(answer)}" for experts, answer in answers.items())
+    told = "; ".join(f"{_sizes(experts)}: {_verdict(answer)}" for experts, answer in sorted(answers.items()))
     failed = [answer.failure for answer in answers.values() if answer.failure]
     if not failed:
         return Step(name, step, f"proven here: {told}")

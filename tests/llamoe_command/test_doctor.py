@@ -190,6 +190,37 @@ def test_a_package_that_cannot_be_imported_is_told_by_try(tmp_path):
     assert [line for line in tried["advice"] if "cannot be imported (its library is spoilt)" in line]
 
 
+def test_what_a_trial_of_the_kernel_found_is_told(tmp_path):
+    """Under Triton's interpreter, which takes the place of a GPU: never tried, right, slower, wrong."""
+    pytest.importorskip("triton", reason="needs triton, which torch brings where it is built for CUDA")
+    program = """
+import torch
+from llamoe.modeling.kernels import trust
+from llamoe_command import doctor_steps as steps
+device = torch.device("cpu")
+model = steps._tiny("Mixtral", device, torch.bfloat16)
+
+def show():
+    step = steps._kernel_for_few_rows(device, model, False)
+    print(step.served_by, "|", step.why, "|", step.advice)
+
+show()
+for experts, answer in ((3, trust.Answer(64)), (5, trust.Answer(0)), (7, trust.Answer(0, "with 2 rows it fails"))):
+    question = trust._question(device, f"torch.bfloat16 {experts} 96 80 1 2 3 4 5 6")
+    trust._write(trust._file_for(question), question, answer)
+    show()
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "LLAMOE_CACHE": str(tmp_path)}
+    done = programs.run(["-c", program], env=environment)
+    assert done.returncode == 0, done.stderr
+    never, right, _, wrong = done.stdout.splitlines()
+    assert never.startswith("not proven here | it was never tried")
+    assert "`llamoe doctor --try` tries it now" in never
+    assert right == "proven here: 3 experts of 96 x 80 in bfloat16: up to 64 rows |  | "
+    assert "5 experts of 96 x 80 in bfloat16: right, but slower than the other way, not used" in wrong
+    assert "7 experts of 96 x 80 in bfloat16: wrong, not used | with 2 rows it fails | torch's" in wrong
+
+
 def test_every_extra_for_users_has_its_purpose():
     extras = set(metadata("llamoe").get_all("Provides-Extra"))
     assert extras - {"dev", "docs", "test"} <= set(EXTRAS)
