@@ -107,8 +107,9 @@ WITH-dev := vision test dev
 WITH-bench := bench
 WITH-docs := docs
 
+# Python compiles the modules that it imports; pip would compile all, which is a third of an installation's work.
 $(VENV)/.installed-%: pyproject.toml | $(BIN)
-	$(PIP) install -q -e '.[$*]'
+	$(PIP) install -q --no-compile -e '.[$*]'
 	@touch $(WITH-$*:%=$(VENV)/.installed-%)
 
 $(BIN):
