@@ -17,7 +17,7 @@ from .expert_view import answer_table, coloured_answer, colours, heat_map, overl
 _NO_ANSWER = "Ask something: the experts of the last answer are shown here."
 _QUESTION = "What is in the picture?"
 _MAX_NEW_TOKENS = 4096
-_FAILED = "No answer"
+_FAILED = "**No answer.**"
 
 logger = logging.getLogger("llamoe")
 
@@ -51,19 +51,17 @@ def _chat(chat: ChatModel, record: gr.State, pictures: Sequence[Path]) -> None:
 
     def answer(
         message: Any, history: list[dict[str, Any]], max_new_tokens: int, temperature: float
-    ) -> Iterator[tuple[str | dict[str, Any], ExpertRecord | None]]:
+    ) -> Iterator[tuple[str, ExpertRecord | None]]:
         try:
-            messages = [
-                *map(_as_chat_message, _answered(history)),
-                {"role": "user", "content": _read(message)},
-            ]
+            earlier = _answered([_as_chat_message(message) for message in history])
+            messages = [*earlier, {"role": "user", "content": _read(message)}]
             yield from chat.answer(_plain_text(messages, chat), max_new_tokens, temperature)
         # An error in an event leaves gradio's box for the question locked, so it is told as a message.
         except Exception as error:
             if not isinstance(error, (OSError, ValueError)):
                 logger.exception("a question was not answered")
             sentence = " ".join(str(error).split()) or type(error).__name__
-            yield {"role": "assistant", "content": sentence, "metadata": {"title": _FAILED}}, None
+            yield f"{_FAILED} {sentence}", None
 
     gr.ChatInterface(
         answer,
@@ -170,11 +168,16 @@ def _picture(path: str) -> dict[str, Any]:
         raise ValueError(str(error).replace(str(Path(path)), Path(path).name)) from error
 
 
-def _answered(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages without questions that have no answer: templates want both in turns."""
-    said = [message for message in history if (message.get("metadata") or {}).get("title") != _FAILED]
+    said = [message for message in messages if not _is_failure(message)]
     pairs = pairwise([*said, {"role": "user"}])
     return [message for message, after in pairs if (message["role"], after["role"]) != ("user", "user")]
+
+
+def _is_failure(message: dict[str, Any]) -> bool:
+    texts = [part["text"] for part in message["content"] if part["type"] == "text"]
+    return message["role"] == "assistant" and "".join(texts).startswith(_FAILED)
 
 
 def _as_chat_message(message: dict[str, Any]) -> dict[str, Any]:
