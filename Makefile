@@ -15,6 +15,7 @@ ONLY ?=
 MODEL ?= examples/llamoe-tiny
 IMAGE ?= examples/pictures/two_shapes.png
 QUESTION ?= What is in the picture?
+PICTURES := $(wildcard examples/pictures/*.png)
 
 VENV := .venv
 BIN := $(VENV)/bin/python
@@ -28,7 +29,7 @@ NOT_IN_WHEEL := test_benchmarks.py test_layout.py test_readme.py test_snippets.p
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo train-tiny test test-lowest fuzz kill lint format installed-names types docs wheel bench clean
+.PHONY: help demo chat train-tiny test test-lowest fuzz kill lint format installed-names types docs wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +38,9 @@ demo: $(VENV)/.installed-vision ## ask the small model in the repository about a
 	@echo "picture:  $(IMAGE)"
 	@echo "question: $(QUESTION)"
 	@HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN) examples/describe_image.py --model $(MODEL) --image $(IMAGE) --prompt "$(QUESTION)"
+
+chat: $(VENV)/.installed-page ## open a page to talk with that model and see its experts, or with another: MODEL=folder
+	@HF_HUB_OFFLINE=1 $(BIN) -m llamoe chat $(MODEL) $(if $(filter examples/llamoe-tiny,$(MODEL)),$(PICTURES:%=--picture %)) $(ARGS)
 
 train-tiny: $(VENV)/.installed-vision ## train that model anew, in an hour and a half of two cores: ARGS="--out folder"
 	HF_HUB_OFFLINE=1 $(BIN) examples/tiny/train.py $(ARGS)
@@ -102,8 +106,9 @@ clean: ## remove what was built or installed here
 
 # The extras that come with an extra.
 WITH-vision := vision
-WITH-test := vision test
-WITH-dev := vision test dev
+WITH-page := vision page
+WITH-test := vision page test
+WITH-dev := vision page test dev
 WITH-bench := bench
 WITH-docs := docs
 

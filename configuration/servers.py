@@ -1,10 +1,14 @@
-"""Differences between inference servers' computation and this library's, reported when a server builds a model.
+"""What inference servers compute differently from this library, and how a server's client learns of an error.
 
-vLLM and SGLang run transformers models with their own attention and experts in place of ours. The attention
-implementation that a server writes into the configuration beforehand tells which one builds the model. The
-differences come from their sources: vLLM 0.33.0 `model_executor/models/transformers`, SGLang 0.5.23
-`srt/models/transformers.py`.
+The differences are reported when a server builds a model. vLLM and SGLang run transformers models with their own
+attention and experts in place of ours. The attention implementation that a server writes into the configuration
+beforehand tells which one builds the model. The differences come from their sources: vLLM 0.33.0
+`model_executor/models/transformers`, SGLang 0.5.23 `srt/models/transformers.py`.
 """
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from transformers import PreTrainedConfig
 from transformers.utils import logging
@@ -51,3 +55,37 @@ def differences(config: PreTrainedConfig, server: str) -> list[str]:
             "`llamoe convert MODEL FOLDER --experts split`, whose experts it reads."
         )
     return found
+
+
+@contextmanager
+def told_to_clients() -> Iterator[None]:
+    """Context in which a ValueError reaches the client of `transformers serve`, as status 400 with the error's words.
+
+    The server answers an error with a bare 500 and closes the connection. FastAPI, by which it answers, passes on the
+    words of its own `HTTPException` alone. Outside of a server's requests the error stays what it is.
+
+    Raises:
+        HTTPException: a ValueError, while `transformers serve` answers a request.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not _answers_a_client():
+            raise
+        from fastapi import HTTPException
+
+        raise HTTPException(status_code=400, detail=str(error)) from error
+
+
+def _answers_a_client() -> bool:
+    # Requests are handled on an event loop. Elsewhere in the server's process, a test's say, callers catch ValueError.
+    if "transformers.cli.serving.server" not in sys.modules:
+        return False
+    # The command's help does without it.
+    import asyncio
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -102,7 +102,9 @@ def _requirements_of(distribution: str, extra: str | None) -> Iterator[Requireme
             # What applies without the extra, too, is not the extra's.
             is_general = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             if applies and is_general == (extra is None):
-                yield requirement
+                # An extra of llamoe's may ask for another one.
+                if requirement.name != "llamoe":
+                    yield requirement
                 for inner in sorted(requirement.extras):
                     yield from _requirements_of(requirement.name, inner)
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import Cache, GenerationMixin, PreTrainedConfig, ProcessorMixin
 
-from ..configuration.errors import CheckpointError, told_to_clients
+from ..configuration.errors import CheckpointError
+from ..configuration.servers import told_to_clients
 from .attention import rules_of
 from .input_checks import check_tensors
 from .moe import try_kernels

@@ -17,8 +17,8 @@ from transformers.models.llama4.image_processing_llama4 import find_supported_re
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.processing_utils import MultiModalData
 
-from ...configuration.errors import told_to_clients
 from ...configuration.hub import MODULE_NAME, hub_arguments, write_module
+from ...configuration.servers import told_to_clients
 from .pictures import read_pictures_in
 
 
