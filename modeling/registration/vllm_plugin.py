@@ -3,7 +3,7 @@
 vLLM calls `register` in each of its processes. It names our architectures in vLLM's registry of models, and for each a
 hook in the table of what vLLM adjusts in a model's configuration. The hook replaces our configuration by the stock one
 that the native class reads, before anything is built from it, or refuses it. `--model-impl transformers` passes over
-both: our own classes run then, with the differences that `configuration/servers.py` tells.
+both: then vLLM's transformers backend is given our own class.
 
 `to_stock` refuses what no stock class computes. Refused here is what stock computes and vLLM's native class does not:
 it ignores the field, or always computes one way.
@@ -55,7 +55,7 @@ def register() -> None:
     except (ImportError, AttributeError, KeyError) as error:
         logger.warning(
             "llamoe's plugin is made for vLLM 0.32 and 0.33, and leaves this vLLM as it is (%s: %s). "
-            "--model-impl transformers serves llamoe's folders with their own classes.",
+            "`transformers serve` runs llamoe's own classes.",
             type(error).__name__,
             error,
         )
@@ -106,8 +106,8 @@ def native_config(config: LlamoeBaseConfig, architecture: str) -> PreTrainedConf
         data = _stock_fields(config)
     except ValueError as error:
         raise ValueError(
-            f"vLLM's native class cannot serve this model: {str(error).rstrip('.')}. Serve it with "
-            "--model-impl transformers, which runs llamoe's own class."
+            f"vLLM's native class cannot serve this model: {str(error).rstrip('.')}. `transformers serve` "
+            "runs llamoe's own class."
         ) from None
     # Ministral has no class of its own there; Mistral's reads the kinds of its layers.
     is_windowed = data["model_type"] in ("mistral", "ministral")

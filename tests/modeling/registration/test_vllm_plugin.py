@@ -121,14 +121,12 @@ def test_parameters_that_say_nothing_are_left_out_and_factors_are_no_integers():
 def test_what_the_native_class_computes_otherwise_is_refused(case, fields, says):
     with pytest.raises(ValueError, match=f"^vLLM's native class cannot serve this model: .*{says}") as caught:
         native_config(case, **fields)
-    assert str(caught.value).endswith(
-        ". Serve it with --model-impl transformers, which runs llamoe's own class."
-    )
+    assert str(caught.value).endswith(". `transformers serve` runs llamoe's own class.")
 
 
 @pytest.mark.parametrize("name", sorted(set(vllm_plugin.OURS) - set(vllm_plugin.NATIVE)))
 def test_classes_without_a_native_one_are_refused(name):
-    with pytest.raises(ValueError, match=f"there is none for {name}. Serve it with"):
+    with pytest.raises(ValueError, match=f"there is none for {name}. `transformers serve` runs"):
         vllm_plugin.native_config(DENSE.make_config(), name)
 
 
