@@ -1,0 +1,449 @@
+"""TRL trains our models: on texts and pictures, by answers, by preferences, by rewards.
+
+Where transformers has a class for the same weights that TRL can train, losses and gradients are its. TRL takes the
+model's base and its head apart; of transformers' Llama 4 it does not find the base.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.models import draw, stock_dense_config, stock_mixtral_config, stock_text_config
+from support.paths import EXAMPLES, TINY
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    AutoTokenizer,
+)
+
+import llamoe
+from llamoe.modeling.moe.layer import Router
+from llamoe.modeling.moe.losses import load_balancing_loss
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install trl"
+    ),
+]
+
+# Of the small model's tokenizer.
+VOCABULARY = 784
+MODELS = {
+    "dense": (llamoe.LlamoeDenseForCausalLM, stock_dense_config(vocab_size=VOCABULARY)),
+    "mixtral": (llamoe.LlamoeMixtralForCausalLM, stock_mixtral_config(vocab_size=VOCABULARY)),
+    "llama4": (llamoe.LlamoeForCausalLM, stock_text_config(vocab_size=VOCABULARY)),
+}
+TEXTS = ["a red circle on the left.", "there are three shapes.", "a blue square.", "i do not see a star."]
+QUESTIONS = {
+    "two_shapes.png": ("What is in the picture?", "a red circle on the left and a blue square on the right."),
+    "three_shapes.png": ("How many shapes are there?", "there are three shapes."),
+}
+# What the model did not say, so that there is something to learn.
+LESSON = "the picture is nice."
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return AutoProcessor.from_pretrained(TINY)
+
+
+@pytest.fixture
+def options(tmp_path):
+    """Options that all of TRL's trainers take, for a few steps in float32 on a CPU."""
+    return dict(
+        output_dir=str(tmp_path / "run"),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        max_steps=3,
+        per_device_train_batch_size=2,
+        save_strategy="no",
+        logging_steps=1,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        disable_tqdm=True,
+    )
+
+
+def tiny_model():
+    return AutoModelForImageTextToText.from_pretrained(TINY, dtype=torch.float32)
+
+
+def both_classes(name, folder, auto_class=AutoModelForCausalLM):
+    """The same weights in our class and in transformers', from folders of their own."""
+    model_class, config = MODELS[name]
+    kwargs = {}
+    if auto_class is AutoModelForSequenceClassification:
+        kwargs["num_labels"] = 1
+        model_class = getattr(llamoe, model_class.__name__.replace("CausalLM", "SequenceClassification"))
+    ours = draw(model_class, llamoe.from_stock(type(config)(**{**config.to_dict(), **kwargs})))
+    for layout in ("llamoe", "stock"):
+        ours.save_pretrained(folder / layout, layout=layout)
+    ours, stock = (auto_class.from_pretrained(folder / layout) for layout in ("llamoe", "stock"))
+    assert type(stock).__module__.startswith("transformers.") and type(ours) is model_class
+    return ours, stock
+
+
+def dataset(rows):
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
+def turn(role, text):
+    return [{"role": role, "content": text}]
+
+
+def picture_rows(make_row):
+    """A row for each picture, from its question and its answer."""
+    rows = []
+    for name, (question, answer) in QUESTIONS.items():
+        picture = llamoe.read_picture(EXAMPLES / "pictures" / name)
+        rows.append({"images": [picture], **make_row(question, answer)})
+    return dataset(rows)
+
+
+def prompts_and_completions(lesson=None):
+    return picture_rows(
+        lambda question, answer: {
+            "prompt": turn("user", question),
+            "completion": turn("assistant", lesson or answer),
+        }
+    )
+
+
+def train(trainer):
+    """Trains; returns what the trainer wrote at each step, whose losses are numbers."""
+    trainer.train()
+    log = [line for line in trainer.state.log_history if "loss" in line]
+    assert len(log) == trainer.args.max_steps
+    assert all(torch.tensor([line["loss"], line["grad_norm"]]).isfinite().all() for line in log)
+    return log
+
+
+def changed(before, model):
+    """Names of the parameters that are not as before."""
+    return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def check_same_training(mine, its):
+    """Losses and gradients of each step; only the first has the very same weights."""
+    for step, (a, b) in enumerate(zip(mine, its, strict=True)):
+        tolerance = 1e-5 if step == 0 else 1e-4
+        assert a["loss"] == pytest.approx(b["loss"], rel=tolerance)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=10 * tolerance)
+        assert a.get("aux_loss", 0.0) == pytest.approx(b.get("aux_loss", 0.0), rel=tolerance)
+
+
+@torch.no_grad()
+def balancing_loss(model, batch):
+    """The load-balancing loss over the tokens of all mixture layers together, as TRL computes it."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits = model(**inputs, output_router_logits=True).router_logits
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    return load_balancing_loss(logits, routers, batch["attention_mask"], is_pooled=True).item()
+
+
+def sft(model, data, processing_class, options, peft_config=None, **more):
+    from trl import SFTConfig, SFTTrainer
+
+    return SFTTrainer(
+        model=model,
+        args=SFTConfig(**{**options, **more}),
+        train_dataset=data,
+        processing_class=processing_class,
+        peft_config=peft_config,
+    )
+
+
+def dpo(model, data, processing_class, options, **more):
+    from trl import DPOConfig, DPOTrainer
+
+    args = DPOConfig(**{**options, **more})
+    return DPOTrainer(model=model, args=args, train_dataset=data, processing_class=processing_class)
+
+
+@pytest.mark.parametrize("name", ["dense", "mixtral"])
+def test_sft_on_texts_is_that_of_stocks_class(name, tmp_path, tokenizer, options):
+    data = dataset([{"text": text} for text in TEXTS])
+    mine, its = (train(sft(model, data, tokenizer, options)) for model in both_classes(name, tmp_path))
+    check_same_training(mine, its)
+    assert ("aux_loss" in mine[0]) == (name == "mixtral")
+
+
+def test_sft_on_texts_trains_a_llama_4_mixture_on_stocks_loss(tmp_path, tokenizer, options):
+    """TRL adds Mixtral's load-balancing loss with the configuration's coefficient, unless it is told not to."""
+    ours, stock = both_classes("llama4", tmp_path)
+    data = dataset([{"text": text} for text in TEXTS[:2]])
+    before = weights(ours)
+    trainer = sft(ours, data, tokenizer, options, router_aux_loss_coef=0.0)
+    batch = next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad():
+        expected = stock(**batch).loss.item()
+    log = train(trainer)
+    assert log[0]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert log[-1]["loss"] < log[0]["loss"] - 0.1
+    assert "aux_loss" not in log[0]
+    assert changed(before, ours) == set(before)
+
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "llamoe")
+    # Of llamoe's own losses TRL knows none.
+    ours.config.router_z_loss_coef = 1.0
+    balance = balancing_loss(ours, batch)
+    first = train(sft(ours, data, tokenizer, options))[0]
+    assert first["aux_loss"] == pytest.approx(balance, rel=1e-5)
+    assert ours.config.router_aux_loss_coef > 0
+    assert first["loss"] == pytest.approx(expected + ours.config.router_aux_loss_coef * balance, rel=1e-5)
+
+
+def test_packed_texts_do_not_see_each_other(tokenizer, options):
+    """Without flash attention, too: what tells them apart are their positions."""
+    model_class, config = MODELS["llama4"]
+    model = draw(model_class, llamoe.from_stock(config))
+    data = dataset([{"text": text} for text in TEXTS])
+    packed = sft(model, data, tokenizer, options, packing=True, max_length=64, router_aux_loss_coef=0.0)
+    batch = next(iter(packed.get_train_dataloader()))
+    assert "attention_mask" not in batch and (batch["position_ids"] == 0).sum() == len(TEXTS)
+    with torch.no_grad():
+        together = model(**batch, fused_lm_head=True)
+        alone = []
+        for text in TEXTS:
+            ids = tokenizer(text + tokenizer.eos_token, return_tensors="pt")["input_ids"]
+            logits = model(input_ids=ids).logits[0, :-1]
+            alone.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+    given = together.log_probs[together.label_mask]
+    assert given.sort().values == pytest.approx(torch.cat(alone).sort().values, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dense", "mixtral", "llama4"])
+def test_preferences_between_texts(name, tmp_path, tokenizer, options):
+    """DPO reads its reference model from the folder; its class is the one that config.json names."""
+    ours, stock = both_classes(name, tmp_path)
+    rows = [{"prompt": "what? ", "chosen": text, "rejected": "no."} for text in TEXTS[:2]]
+    data = dataset(rows)
+    trainer = dpo(ours, data, tokenizer, options)
+    assert type(trainer.ref_model) is type(ours)
+    mine = train(trainer)
+    assert mine[-1]["loss"] < mine[0]["loss"] - 0.05
+    assert mine[-1]["rewards/margins"] > mine[0]["rewards/margins"]
+    if name != "llama4":
+        check_same_training(mine, train(dpo(stock, data, tokenizer, options)))
+
+
+@pytest.mark.parametrize("name", ["dense", "mixtral", "llama4"])
+def test_rewards_are_learnt_from_preferences(name, tmp_path, tokenizer, options):
+    from trl import RewardConfig, RewardTrainer
+
+    data = dataset([{"chosen": text, "rejected": "no."} for text in TEXTS[:2]])
+    if name == "llama4":
+        config = llamoe.from_stock(MODELS[name][1])
+        config.num_labels = 1
+        models = [draw(llamoe.LlamoeForSequenceClassification, config)]
+    else:
+        models = both_classes(name, tmp_path, AutoModelForSequenceClassification)
+    logs = []
+    for model in models:
+        args = RewardConfig(**options)
+        trainer = RewardTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
+        logs.append(train(trainer))
+    models[0].save_pretrained(tmp_path / "learnt")
+    learnt = AutoModelForSequenceClassification.from_pretrained(tmp_path / "learnt")
+    assert type(learnt) is type(models[0]) and not changed(weights(models[0]), learnt)
+    assert logs[0][-1]["loss"] < logs[0][0]["loss"]
+    assert logs[0][-1]["margin"] > logs[0][0]["margin"]
+    if len(logs) == 2:
+        check_same_training(*logs)
+
+
+COLUMNS = {
+    "prompt and completion": (
+        lambda q, a: {"prompt": turn("user", q), "completion": turn("assistant", a)},
+        {},
+    ),
+    "messages, answers only": (
+        lambda q, a: {"messages": turn("user", q) + turn("assistant", a)},
+        {"assistant_only_loss": True},
+    ),
+    "messages": (lambda q, a: {"messages": turn("user", q) + turn("assistant", a)}, {}),
+    "prompt and completion, all": (
+        lambda q, a: {"prompt": turn("user", q), "completion": turn("assistant", a)},
+        {"completion_only_loss": False},
+    ),
+    "text in columns without a chat": (lambda q, a: {"prompt": f"<|image|>{q}", "completion": a}, {}),
+}
+"""Columns beside `images`, from a question and its answer, and options of `SFTConfig`."""
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_what_is_in_the_loss(columns, processor, options):
+    """docs/evaluation.md has this as a table."""
+    make_row, more = COLUMNS[columns]
+    trainer = sft(tiny_model(), picture_rows(make_row), processor, options, max_length=None, **more)
+    batch = trainer.data_collator([dict(row) for row in trainer.train_dataset])
+    patch = trainer.model.config.image_token_id
+    ids, labels = batch["input_ids"], batch["labels"]
+    assert (ids == patch).sum() == 2 * trainer.model.config.vision_config.tokens_per_tile
+    learnt = [processor.decode(row[mask]) for row, mask in zip(ids, labels != -100, strict=True)]
+    answers = [answer for _, answer in QUESTIONS.values()]
+    if columns == "text in columns without a chat":
+        # Nor is an end of the answer learnt: TRL adds none.
+        assert learnt == answers
+    elif columns in ("messages", "prompt and completion, all"):
+        whole = [
+            processor.decode(row[mask]) for row, mask in zip(ids, batch["attention_mask"].bool(), strict=True)
+        ]
+        assert learnt == whole and (labels == patch).sum() == (ids == patch).sum()
+    else:
+        assert learnt == [f"{answer}<|eot|>" for answer in answers]
+    if columns not in ("messages", "prompt and completion, all"):
+        assert not (labels == patch).any()
+
+    # Labels that are left out change nothing: the loss is that of the others, by the model's own logits.
+    text_config = trainer.model.config.text_config
+    balance = text_config.router_aux_loss_coef * balancing_loss(trainer.model, batch)
+    with torch.no_grad():
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "pixel_values")}
+        logits = trainer.model(**inputs).logits[:, :-1].transpose(1, 2)
+        loss = trainer.compute_loss(trainer.model, batch).item()
+    nll = torch.nn.functional.cross_entropy(logits, labels[:, 1:], ignore_index=-100).item()
+    assert loss == pytest.approx(nll + balance, rel=1e-5, abs=1e-6)
+
+
+def test_predicting_an_image_token_gets_no_gradient(processor, options):
+    """Looked at where the next token is one of a picture: what the decoder gives there."""
+    largest = {}
+    for columns in ("prompt and completion", "messages"):
+        data = picture_rows(COLUMNS[columns][0])
+        trainer = sft(tiny_model(), data, processor, options, max_length=None, router_aux_loss_coef=0.0)
+        model, states = trainer.model, []
+        model.model.language_model.norm.register_forward_hook(lambda *call, to=states: to.append(call[-1]))
+        batch = trainer.data_collator([dict(row) for row in data])
+        is_image = batch["input_ids"][:, 1:] == model.config.image_token_id
+        gradient = torch.autograd.grad(trainer.compute_loss(model, batch), states)[0]
+        largest[columns] = gradient[:, :-1][is_image].abs().amax(-1)
+    assert (largest["prompt and completion"] == 0).all()
+    assert (largest["messages"] > 0).all()
+
+
+def test_sft_with_pictures_learns_and_is_saved(tmp_path, processor, options):
+    """With TRL's own defaults, checkpointing among them; the folder opens, and the lesson is said."""
+    data = prompts_and_completions(LESSON)
+    trainer = sft(tiny_model(), data, processor, options, max_length=None, max_steps=25)
+    assert trainer.args.gradient_checkpointing
+    before = weights(trainer.model)
+    log = train(trainer)
+    assert log[-1]["loss"] < 0.5 * log[0]["loss"]
+    names = changed(before, trainer.model)
+    parts = ("feed_forward.experts.gate_up_proj", "router", "vision_model", "multi_modal_projector")
+    assert all(any(part in name for name in names) for part in parts)
+    trainer.save_model(tmp_path / "saved")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
+    assert type(model) is llamoe.LlamoeForConditionalGeneration
+    assert model.config.text_config.output_router_logits
+    state = trainer.model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    picture = {"type": "image", "path": str(EXAMPLES / "pictures/two_shapes.png")}
+    question = {"type": "text", "text": QUESTIONS["two_shapes.png"][0]}
+    chat = [{"role": "user", "content": [picture, question]}]
+    saved = AutoProcessor.from_pretrained(tmp_path / "saved")
+    inputs = saved.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    given = model.eval().generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert saved.decode(given[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True) == LESSON
+
+
+def test_an_adapter_is_trained_by_its_folders_name(tmp_path, options):
+    """TRL makes model, processor and adapter itself."""
+    from peft import PeftModel
+
+    config = llamoe.lora_config(tiny_model(), r=4)
+    trainer = sft(
+        str(TINY), prompts_and_completions(LESSON), None, options, config, max_length=None, max_steps=4
+    )
+    assert type(trainer.model.get_base_model()) is llamoe.LlamoeForConditionalGeneration
+    log = train(trainer)
+    assert log[-1]["loss"] < log[0]["loss"]
+    trainer.save_model(tmp_path / "adapter")
+    learnt = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    experts = [
+        tensor for name, tensor in learnt.items() if "feed_forward.experts" in name and "lora_B" in name
+    ]
+    assert experts and all(tensor.abs().max() > 0 for tensor in experts)
+    opened = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter")
+    batch = trainer.data_collator([dict(row) for row in trainer.train_dataset])
+    with torch.no_grad():
+        ours, its = (model.eval()(**batch).logits for model in (opened, trainer.model))
+    assert torch.equal(ours, its)
+
+
+def test_a_cut_through_a_picture_is_refused(processor, options):
+    """By TRL's words, for which ours has to be the error that it looks for."""
+    trainer = sft(tiny_model(), prompts_and_completions(), processor, options, max_length=12)
+    with pytest.raises(ValueError, match=r"max_length` \(12\) is too short"):
+        trainer.train()
+
+
+def test_preferences_between_answers_about_pictures(processor, options):
+    """The reference model is the folder's; in its first step DPO knows no preference, and learns one."""
+    data = picture_rows(
+        lambda question, answer: {
+            "prompt": turn("user", question),
+            "chosen": turn("assistant", LESSON),
+            "rejected": turn("assistant", answer),
+        }
+    )
+    more = dict(max_length=None, learning_rate=1e-4, router_aux_loss_coef=0.0)
+    trainer = dpo(tiny_model(), data, processor, options, **more)
+    before = weights(trainer.model)
+    log = train(trainer)
+    assert log[0]["loss"] == pytest.approx(torch.tensor(2.0).log().item(), rel=1e-4)
+    assert log[-1]["loss"] < log[0]["loss"] - 0.05
+    assert {name for name in changed(before, trainer.model) if "experts" in name}
+
+
+def test_grpo_rewards_answers_about_pictures(processor, options):
+    """Answers are drawn, judged by a function of ours, and the likelier the better."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    seen = []
+
+    def few_letters(completions, answer, **_):
+        texts = [completion[0]["content"] for completion in completions]
+        seen.extend(zip(texts, answer, strict=True))
+        return [-float(len(text)) for text in texts]
+
+    data = picture_rows(lambda question, answer: {"prompt": turn("user", question), "answer": answer})
+    args = GRPOConfig(
+        **{**options, "per_device_train_batch_size": 4, "learning_rate": 1e-4, "max_steps": 2},
+        num_generations=4,
+        max_completion_length=16,
+        temperature=2.0,
+    )
+    trainer = GRPOTrainer(
+        model=tiny_model(),
+        args=args,
+        train_dataset=data,
+        processing_class=processor,
+        reward_funcs=few_letters,
+    )
+    before = weights(trainer.model)
+    log = train(trainer)
+    assert len(seen) == 8 and len({text for text, _ in seen}) > 2
+    assert "<|patch|>" not in "".join(text for text, _ in seen)
+    assert any(line["reward_std"] > 0 for line in log)
+    names = changed(before, trainer.model)
+    assert any("experts" in name for name in names) and any("vision_model" in name for name in names)
