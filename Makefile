@@ -29,7 +29,7 @@ NOT_IN_WHEEL := test_benchmarks.py test_layout.py test_readme.py test_snippets.p
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo chat train-tiny test test-lowest fuzz kill lint format installed-names types docs wheel bench clean
+.PHONY: help demo chat train-tiny test test-tools test-lowest fuzz kill lint format installed-names types docs wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ train-tiny: $(VENV)/.installed-vision ## train that model anew, in an hour and a
 
 test: $(VENV)/.installed-test ## run the test suite
 	$(BIN) $(PYTEST) $(ARGS)
+
+test-tools: $(VENV)/.installed-tools ## run the slow tests of others' programs on our models, with lm-eval and TRL, too
+	$(BIN) $(PYTEST) --run-slow tests/tools tests/llamoe_command/page $(ARGS)
 
 # The oldest versions that pyproject.toml allows, and the wheel in place of the checkout: the tests run in a folder
 # that holds nothing but them and the examples.
@@ -104,17 +107,19 @@ clean: ## remove what was built or installed here
 	rm -rf $(VENV) $(LOWEST) build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+EXTRAS-tools := test,evaluate
 # The extras that come with an extra.
 WITH-vision := vision
 WITH-page := vision page
 WITH-test := vision page test
 WITH-dev := vision page test dev
+WITH-tools := vision page test tools
 WITH-bench := bench
 WITH-docs := docs
 
 # Python compiles the modules that it imports; pip would compile all, which is a third of an installation's work.
 $(VENV)/.installed-%: pyproject.toml | $(BIN)
-	$(PIP) install -q --no-compile -e '.[$*]'
+	$(PIP) install -q --no-compile -e '.[$(or $(EXTRAS-$*),$*)]'
 	@touch $(WITH-$*:%=$(VENV)/.installed-%)
 
 $(BIN):

@@ -85,6 +85,7 @@ _COMPOSITE_TYPES = ("llama4", "llamoe")
 # Outputs that are no predictions. `Trainer` gathers the others over a whole evaluation, and returns the logits alone
 # if nothing else is left.
 KEYS_TO_IGNORE_AT_INFERENCE = [
+    "cache",
     "past_key_values",
     "aux_loss",
     "router_logits",

@@ -23,6 +23,7 @@ EXTRAS = {
     "page": "the page of `llamoe chat`",
     "serve": "`transformers serve`, and a client for it",
     "bitsandbytes": "weights in 4 and 8 bits in bitsandbytes' formats (llamoe's own need nothing)",
+    "evaluate": "evaluating with lm-eval, training with TRL",
     "bench": "the figure of `make bench`",
 }
 _NEEDED = "llamoe itself"

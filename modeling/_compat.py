@@ -4,6 +4,9 @@ Supported: torch >= 2.11, transformers >= 5.21 and < 6, accelerate >= 1.13, peft
 what both ends of these ranges share.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +42,56 @@ def _metadata_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "(none)"
+
+
+def _transformers_release() -> tuple[int, ...]:
+    return tuple(int(part) for part in _metadata_version("transformers").split(".")[:2] if part.isdigit())
+
+
+CACHE = "cache" if _transformers_release() >= (5, 24) else "past_key_values"
+"""The name by which transformers hands models a KV cache, and takes it from their outputs; 5.24 changed it."""
+
+PAGED_CACHE = "paged_cache" if CACHE == "cache" else "cache"
+"""The keyword by which our models hand on the cache of continuous batching, beside other arguments of attention."""
+
+
+def takes_cache(forward: Callable) -> Callable:
+    """A forward with an argument `past_key_values`, which transformers from 5.24 on calls `cache`, too.
+
+    The cache of continuous batching, which 5.24 gives by the same name, is handed on as `PAGED_CACHE`.
+    """
+    if CACHE == "past_key_values":
+        return forward
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    @functools.wraps(forward)
+    def takes_either(*args: Any, **kwargs: Any) -> Any:
+        if "cache" in kwargs:
+            cache = kwargs.pop("cache")
+            if isinstance(cache, PagedAttentionCache):
+                kwargs[PAGED_CACHE] = cache
+            elif cache is not None and kwargs.get("past_key_values") is not None:
+                raise ValueError("cache and past_key_values are two names of one argument; give one of them.")
+            elif cache is not None:
+                kwargs["past_key_values"] = cache
+        return forward(*args, **kwargs)
+
+    # `generate` refuses what the signature lacks. peft looks for the former name.
+    signature = inspect.signature(forward)
+    parameters = list(signature.parameters.values())
+    parameters.insert(-1, inspect.Parameter("cache", inspect.Parameter.KEYWORD_ONLY, default=None))
+    takes_either.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    return takes_either
+
+
+def fill_paged_cache(key: Any, value: Any, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Keys and values of continuous batching after a layer's new ones, `[1, heads, T, head_dim]`.
+
+    Before 5.24 implementations of attention did it, to which the cache is left. `kwargs` are their arguments, which
+    the cache changes.
+    """
+    cache = kwargs.pop(PAGED_CACHE, None) if CACHE == "cache" else None
+    return (key, value) if cache is None else cache.update(key, value, layer_idx, kwargs=kwargs)
 
 
 def offloads_everything() -> bool:

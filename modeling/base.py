@@ -18,6 +18,7 @@ from ..configuration import LlamoeConfig, check_for_gguf, from_stock
 from ..configuration.hub import hub_arguments, written_by
 from ..configuration.stock import to_stock
 from . import checkpoints
+from ._compat import takes_cache
 from .adapters import LoadsAdapters
 from .attention import MaskInputs, attention_masks
 from .moe import IMPLEMENTATION, Experts, Router
@@ -51,7 +52,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -154,11 +155,12 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
         return True
 
     @staticmethod
+    @takes_cache
     def create_masks_for_generate(
         config: PreTrainedConfig,
         inputs_embeds: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        past_key_values: Any,
+        past_key_values: Any = None,
         position_ids: torch.Tensor | None = None,
         **_,
     ) -> dict[str, Any] | torch.Tensor | None:

@@ -19,6 +19,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling, logging
 
 from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
+from ._compat import CACHE, takes_cache
 from .attention import mask_of_new_tokens
 from .base import LlamoePreTrainedModel
 from .input_checks import check_answers, check_class_labels, check_labels, check_padding_token, check_tensors
@@ -65,6 +66,7 @@ class SequenceClassifier(TrainsRouters, Head, GenericForSequenceClassification, 
 
     input_modalities = ("text",)
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -126,7 +128,7 @@ class SequenceClassifier(TrainsRouters, Head, GenericForSequenceClassification, 
         output = SequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

@@ -27,6 +27,7 @@ from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextCo
 from ..configuration.decoder import DecoderConfig
 from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
 from ..configuration.servers import warn_of_server
+from ._compat import CACHE, takes_cache
 from .attention import (
     Attention,
     MaskInputs,
@@ -71,6 +72,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -128,6 +130,7 @@ class DecoderModel(LlamoePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -196,11 +199,12 @@ class DecoderModel(LlamoePreTrainedModel):
                 position_embeddings=position_embeddings,
                 attention_mask=mask_mapping[attention_type],
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                # By this name transformers takes it away under gradient checkpointing.
+                **{CACHE: past_key_values},
                 **kwargs,
             )
         return MoeModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+            last_hidden_state=self.norm(hidden_states), **{CACHE: past_key_values if use_cache else None}
         )
 
 
@@ -278,6 +282,7 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -354,7 +359,7 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
             loss=loss,
             aux_loss=aux_loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=router_logits if balance else None,

@@ -15,6 +15,7 @@ from transformers import Cache, GenerationMixin, PreTrainedConfig, ProcessorMixi
 
 from ..configuration.errors import CheckpointError
 from ..configuration.servers import told_to_clients
+from ._compat import CACHE
 from .attention import rules_of
 from .input_checks import check_tensors
 from .moe import try_kernels
@@ -48,6 +49,9 @@ class CheckedGeneration(GenerationMixin):
             for name, value in given.items():
                 if value is not None and value.ndim and len(value) == 0:
                     raise ValueError(f"{name} is of shape {list(value.shape)}; expected: one row or more.")
+        if "past_key_values" in kwargs:
+            # The name that transformers had for it before; it would warn of this line.
+            kwargs[CACHE] = kwargs.pop("past_key_values")
         try_kernels(self)  # pyright: ignore[reportArgumentType]
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -93,7 +97,7 @@ class ChunkedGeneration(CheckedGeneration):
         # second draft, only pad tokens on the left are: the others were generated or written.
         prepare = super()._prepare_attention_mask_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         mask = prepare(inputs_tensor, generation_config, model_kwargs)
-        past_key_values = model_kwargs.get("past_key_values")
+        past_key_values = model_kwargs.get(CACHE)
         if isinstance(past_key_values, Cache) and past_key_values.get_seq_length() > 0:
             mask = (mask.cumsum(-1) > 0).to(mask.dtype)
         return mask
@@ -241,7 +245,7 @@ class MultimodalGeneration(ChunkedGeneration):
             return inputs
         for name in ("pixel_values", "mm_encoder_outputs"):
             inputs.pop(name, None)
-        if is_first_pass(kwargs.get("past_key_values")):
+        if is_first_pass(kwargs.get(CACHE)):
             # An assistant's first pass, which transformers counts as a later one. It gets the features of the model
             # that it assists, which it cannot use if their size differs.
             encoder_outputs = kwargs.get("mm_encoder_outputs")

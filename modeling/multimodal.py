@@ -19,6 +19,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling
 
 from ..configuration import LlamoeConfig
+from ._compat import PAGED_CACHE, takes_cache
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import MultimodalGeneration, is_first_pass
@@ -99,6 +100,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         output.pooler_output = self.multi_modal_projector(output.last_hidden_state)
         return output
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -135,8 +137,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         check_inputs(
             self.config.text_config, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values
         )
-        # `cache` is a paged cache.
-        is_first = is_first_pass(past_key_values) and "cache" not in kwargs
+        is_first = is_first_pass(past_key_values) and PAGED_CACHE not in kwargs
         inputs_embeds, image_hidden_states = self._merge(
             input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, is_first
         )
@@ -320,6 +321,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, Gene
         """Replace the language model head."""
         self.language_model.set_output_embeddings(value)
 
+    @takes_cache
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .._compat import PAGED_CACHE, fill_paged_cache
 from ..kernels import apply_linear, apply_linears
 from ..layers import L2Norm, rotary_tables, rotate
 from .forms import attend_in_form, fail_split_rows
@@ -125,6 +126,8 @@ class Attention(nn.Module):
 
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
+        elif PAGED_CACHE in kwargs:
+            key, value = fill_paged_cache(key, value, self.layer_idx, kwargs)
 
         implementation = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)

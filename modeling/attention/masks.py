@@ -8,6 +8,7 @@ from typing import Any
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_bidirectional_mask
 from transformers.utils import is_torchdynamo_compiling
 
+from .._compat import CACHE
 from .._private_api import mask_implementations
 from .mask_inputs import MaskInputs
 from .visibility import Rule
@@ -24,7 +25,7 @@ def real_mask(inputs: MaskInputs, rule: Rule) -> Any:
         return None
     if not getattr(inputs.config, "is_causal", True) and not rule.is_local:
         return create_bidirectional_mask(
-            inputs.config, inputs.inputs_embeds, inputs.attention_mask, past_key_values=inputs.past_key_values
+            inputs.config, inputs.inputs_embeds, inputs.attention_mask, **{CACHE: inputs.past_key_values}
         )
     keys, groups = inputs.keys(rule), inputs.groups(rule)
     return ALL_MASK_ATTENTION_FUNCTIONS[inputs.implementation](

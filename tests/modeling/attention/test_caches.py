@@ -20,6 +20,7 @@ from transformers.generation import utils as generation_utils
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import llamoe
+from llamoe.modeling._compat import CACHE
 from llamoe.modeling.attention import check_cache
 
 PROMPT, NEW = 29, 20  # over the chunk borders at 32 and 48
@@ -437,3 +438,18 @@ def test_chunks_of_one_token():
         assert max_abs(torch.cat(pieces, 1), expected) < 2e-5
     given = dict(max_new_tokens=5, do_sample=False, eos_token_id=-1)
     assert torch.equal(model.generate(IDS, **given), model.generate(IDS, use_cache=False, **given))
+
+
+@pytest.mark.skipif(CACHE != "cache", reason="transformers before 5.24 has one name for the cache")
+@for_models("is_text")
+def test_the_cache_has_two_names(case):
+    model, inputs = case.make().eval(), case.row(case.inputs(), 2)
+    caches = [DynamicCache(config=model.config.get_text_config()) for _ in range(2)]
+    by_names = [
+        run(model, **inputs, **{name: cache})
+        for name, cache in zip(("cache", "past_key_values"), caches, strict=True)
+    ]
+    assert torch.equal(*by_names)
+    assert [cache.get_seq_length() for cache in caches] == [inputs["input_ids"].shape[1]] * 2
+    with pytest.raises(ValueError, match="two names of one argument"):
+        model(**inputs, cache=caches[0], past_key_values=caches[1])
