@@ -13,6 +13,7 @@ from support.models import (
     max_abs,
     multimodal_config,
     new_tokens,
+    run,
     text_config,
 )
 from transformers import Cache, DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache, cache_utils
