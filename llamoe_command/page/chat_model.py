@@ -130,6 +130,8 @@ class ChatModel:
                         max_new_tokens,
                         do_sample=temperature > 0,
                         temperature=temperature if temperature > 0 else None,
+                        # Beams, which a folder's settings may ask for, have no text before they end.
+                        num_beams=1,
                         streamer=streamer,
                         stopping_criteria=StoppingCriteriaList([_StopsWhen(stopped)]),
                     )

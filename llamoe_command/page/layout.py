@@ -17,6 +17,10 @@ from .expert_view import answer_table, coloured_answer, colours, heat_map, overl
 _NO_ANSWER = "Ask something: the experts of the last answer are shown here."
 _QUESTION = "What is in the picture?"
 _MAX_NEW_TOKENS = 4096
+# Experts of which each has a place in a legend.
+_MOST_IN_LEGEND = 16
+# How often pictures that were sent are deleted, and how old they are then, in seconds.
+_CACHE = (3600, 86400)
 _FAILED = "**No answer.**"
 
 logger = logging.getLogger("llamoe")
@@ -29,7 +33,9 @@ def make_page(chat: ChatModel, pictures: Sequence[Path] = ()) -> gr.Blocks:
         chat: the model.
         pictures: to click on, for a model that sees them.
     """
-    with gr.Blocks(title=f"llamoe: {chat.name}", analytics_enabled=False, fill_height=True) as page:
+    with gr.Blocks(
+        title=f"llamoe: {chat.name}", analytics_enabled=False, fill_height=True, delete_cache=_CACHE
+    ) as page:
         gr.Markdown(f"## {chat.name}")
         record = gr.State(None)
         with gr.Tabs():
@@ -119,8 +125,8 @@ def _experts(chat: ChatModel, record: gr.State) -> None:
                 visible=chat.sees_pictures,
             )  # fmt: skip
             answered = gr.HighlightedText(
-                label="Which expert took which token of the answer", color_map=color_map, show_legend=True,
-                elem_id="answered",
+                label="Which expert took which token of the answer", color_map=color_map,
+                show_legend=config.num_local_experts <= _MOST_IN_LEGEND, elem_id="answered",
             )  # fmt: skip
         gr.Markdown("Share of the tokens that each expert took")
         load = gr.Plot(show_label=False, elem_id="load")

@@ -193,6 +193,11 @@ def test_an_error_of_the_model_is_the_readers(endless, monkeypatch):
     assert list(endless.answer([{"role": "user", "content": "Hello"}], 8, 0))[-1][0]
 
 
+def test_a_folder_that_asks_for_beams_streams_all_the_same(endless, monkeypatch):
+    monkeypatch.setattr(endless.model.generation_config, "num_beams", 3)
+    assert len(list(endless.answer([{"role": "user", "content": "Hello"}], 8, 0))) > 3
+
+
 def test_a_base_model_continues_the_last_text(tmp_path):
     folder = chat_folders.write_llama(tmp_path / "base")
     (folder / "chat_template.jinja").unlink()
