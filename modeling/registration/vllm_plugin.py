@@ -46,11 +46,12 @@ def register() -> None:
     Where this vLLM lacks what is needed, a warning says so, and its folders are served as without the plugin.
     """
     try:
-        from vllm import ModelRegistry
-        from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+        from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
+        from vllm.model_executor.models import config  # pyright: ignore[reportMissingImports]
 
         # Without this hook the native classes would read our configurations.
-        _ = VerifyAndUpdateConfig.verify_and_update_model_config
+        base, hooks = config.VerifyAndUpdateConfig, config.MODELS_CONFIG_MAP
+        _ = base.verify_and_update_model_config
         known = {name: ModelRegistry.models[native] for name, native in NATIVE.items()}
     except (ImportError, AttributeError, KeyError) as error:
         logger.warning(
@@ -61,13 +62,13 @@ def register() -> None:
         )
         return
 
-    class HandsOver(VerifyAndUpdateConfig):
+    class HandsOver(base):
         verify_and_update_model_config = staticmethod(hand_over)
 
     for name, native in known.items():
         # By its name, so that nothing is imported before it is needed.
         ModelRegistry.register_model(name, f"{native.module_name}:{native.class_name}")
-    MODELS_CONFIG_MAP.update(dict.fromkeys(OURS, HandsOver))
+    hooks.update(dict.fromkeys(OURS, HandsOver))
 
 
 def hand_over(model_config: Any) -> None:
@@ -142,7 +143,7 @@ def _check_quantization(config: LlamoeBaseConfig) -> None:
         fail(config, "quantization_config['quant_method']", method, problem, "none: the model in 16 bit")
 
 
-def _llama4_fields(text: LlamoeTextConfig) -> dict[str, Any]:
+def _llama4_fields(text: Any) -> dict[str, Any]:
     """The fields from which vLLM derives which layers are mixtures and which have chunks."""
     if text.attention_bias:
         fail(text, "attention_bias", True, "vLLM's Llama 4 has no biases", "False")

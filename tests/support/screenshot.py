@@ -1,6 +1,6 @@
 """Draws docs/chat.png: the page's two views side by side, as a browser shows them.
 
-    python tests/support/screenshot.py docs/chat.png
+python tests/support/screenshot.py docs/chat.png
 """
 
 import io
