@@ -4,12 +4,16 @@ import gc
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 # Before anything imports torch or transformers, and inherited by the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# peft's BOFT builds an extension under a lock file in this folder. A killed run leaves it behind, and later ones wait.
+_extensions = tempfile.TemporaryDirectory()
+os.environ["TORCH_EXTENSIONS_DIR"] = _extensions.name
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers with a thread per core each would spend their time waiting for one another.
     cores_each = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
