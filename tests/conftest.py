@@ -12,8 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # peft's BOFT builds an extension under a lock file in this folder. A killed run leaves it behind, and later ones wait.
-_extensions = tempfile.TemporaryDirectory()
-os.environ["TORCH_EXTENSIONS_DIR"] = _extensions.name
+os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers with a thread per core each would spend their time waiting for one another.
     cores_each = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
@@ -42,6 +41,7 @@ def pytest_collection_finish(session):
 def pytest_sessionfinish(session):
     """Let Python find its libraries' objects when it ends: some complain about what is left."""
     gc.unfreeze()
+    shutil.rmtree(os.environ["TORCH_EXTENSIONS_DIR"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):
