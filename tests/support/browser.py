@@ -140,6 +140,15 @@ class ChatWindow:
         )
         return self.answers()[count - 1]
 
+    def wait_for_some_text(self):
+        """Wait until the first answer has begun."""
+        self.page.wait_for_function(
+            """() => {
+                const answer = document.querySelector("#conversation .bot .message-content");
+                return answer && !["", "Loading content"].includes(answer.innerText.trim());
+            }"""
+        )
+
     def wait_for_text(self, place, text):
         """Wait until an element shows a text, or fail with what it shows."""
         from playwright.sync_api import expect

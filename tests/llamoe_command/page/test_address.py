@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import pytest
 from support import chat_folders
@@ -71,6 +72,9 @@ def test_without_a_display_no_browser_is_opened(monkeypatch):
     assert has_display()
 
 
+@pytest.mark.skipif(
+    find_spec("gradio") is None, reason="the page is not installed: pip install 'llamoe[page]'"
+)
 def test_what_is_wrong_with_the_command_is_told_before_anything_is_loaded(tmp_path):
     (tmp_path / "text").mkdir()
     with taken() as port:

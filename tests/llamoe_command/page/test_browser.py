@@ -184,7 +184,7 @@ def begin_endless_answer(browser, server):
     window.page.locator("#length input[type=number]").fill("4096")
     window.page.locator("#length input[type=number]").press("Tab")
     window.ask("Hello")
-    window.page.locator("#conversation .bot .message-content").wait_for()
+    window.wait_for_some_text()
     return window
 
 
