@@ -81,7 +81,7 @@ def _answers_a_client() -> bool:
     # Requests are handled on an event loop. Elsewhere in the server's process, a test's say, callers catch ValueError.
     if "transformers.cli.serving.server" not in sys.modules:
         return False
-    # The command's help does without it.
+    # Imported here, since `--help` needs no asyncio.
     import asyncio
 
     try:

@@ -144,7 +144,7 @@ def main() -> None:
         for values in (processor.image_processor.image_mean, processor.image_processor.image_std)
     )
     step = -(-len(maps) // arguments.layers)
-    names = [f"layer {index}" for index in text.moe_layers]
+    names = [f"layer {index}" for index in sorted(text.moe_layers)]
     maps = list(zip(names, maps, strict=True))[::step]
     draw(shares, names, (tile * std + mean).clamp(0, 1), maps, arguments.out)
     print(f"wrote {arguments.out}")

@@ -52,6 +52,10 @@ def chat(
     for path in [folder, *pictures]:
         if not path.exists():
             raise ValueError(f"{path}: no such file or folder.")
+    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} is an adapter, not a model: merge it into its model (merge_and_unload of peft), and save that."
+        )
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} is no model folder: it has no config.json. `llamoe convert` makes one of other formats."

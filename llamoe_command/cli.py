@@ -1,8 +1,8 @@
 """The command `llamoe`: all commands, and what becomes of errors.
 
 Results go to standard output, as text or with `--json` as JSON; progress and errors go to standard error. Exit status:
-0 for success, 1 if `verify` finds a difference, 2 for wrong options or an unusable source, 3 if reading or writing
-failed, 130 if interrupted.
+0 for success, 1 if `verify` finds a difference or `inspect --for` a problem, 2 for wrong options or an unusable source,
+3 if reading or writing failed, 130 if interrupted.
 """
 
 import json
@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 _INTERRUPTED = "interrupted; --resume goes on with what is on the disk, where a folder was being written"
+# Commands that write no folder.
+_WRITE_NOTHING = ("chat", "doctor", "inspect", "verify")
 
 
 def main(args: list[str] | None = None) -> None:
@@ -38,11 +40,12 @@ def main(args: list[str] | None = None) -> None:
     given = sys.argv[1:] if args is None else args
     # Read here, since errors are JSON too where the options cannot be parsed.
     as_json = "--json" in given
+    interrupted = "interrupted" if given and given[0] in _WRITE_NOTHING else _INTERRUPTED
     try:
         app(given)
     except SystemExit as end:
         if end.code == 130:
-            _fail(_INTERRUPTED, 130, as_json)
+            _fail(interrupted, 130, as_json)
         if end.code == 2 and as_json:
             print(json.dumps({"error": "wrong options; standard error says which", "status": 2}))
         raise
@@ -54,7 +57,7 @@ def main(args: list[str] | None = None) -> None:
     except (ImportError, RuntimeError, MemoryError) as error:
         _fail(str(error) or type(error).__name__, 3, as_json)
     except KeyboardInterrupt:
-        _fail(_INTERRUPTED, 130, as_json)
+        _fail(interrupted, 130, as_json)
 
 
 def _fail(error: object, status: int, as_json: bool) -> NoReturn:

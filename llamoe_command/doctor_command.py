@@ -51,11 +51,15 @@ def doctor(
         reason = " ".join(str(error).split()) or type(error).__name__
         content["advice"].append(f"llamoe cannot be imported, so that no step can be shown: {reason}")
     else:
+        from transformers.utils import logging
+
+        # The line of `status` takes the place of what kernels tell while they are compiled.
+        logging.disable_progress_bar()
         with status("compiling and testing kernels …", is_silent):
             content["steps"] = steps.find_steps(try_all)
         content["devices"] = steps.describe_devices()
         content["advice"] += [*steps.advice_on_devices(), *steps.advice_on_steps(content["steps"])]
-    has_gpu = len(content["devices"]) > 1
+    has_gpu = any(name.startswith("cuda") for name in content["devices"])
     content["advice"] += [
         package.advice for package in found if package.advice and (has_gpu or not package.needs_gpu)
     ]

@@ -35,7 +35,10 @@ OTHERS = {
         "pip install flash-attn --no-build-isolation",
     ),
     "kernels": ("FlashAttention without a compiler, from the Hub", "pip install kernels"),
-    "vllm": ("serving with vLLM", "pip install vllm"),
+    "vllm": (
+        "serving with vLLM",
+        "pip install vllm, then llamoe anew, since vLLM takes an older transformers",
+    ),
 }
 # Packages that are imported by another name.
 _MODULES = {
@@ -44,7 +47,7 @@ _MODULES = {
     "pillow": "PIL",
     "protobuf": "google.protobuf",
 }
-# Of these the rest of the command finds out whether they can be imported, or they take a minute.
+# Importing it takes a minute.
 _NOT_TRIED = ("vllm",)
 
 

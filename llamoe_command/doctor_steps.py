@@ -135,7 +135,9 @@ def find_steps(try_kernel: bool = False) -> list[Step]:
         except (ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             advice = (
-                "unset LLAMOE_EXPERTS" if "LLAMOE_EXPERTS" in reason else "see what torch alone says of it"
+                "unset LLAMOE_EXPERTS"
+                if "LLAMOE_EXPERTS" in reason
+                else "try an operation of torch on this device without llamoe"
             )
             found.append(Step(name, "models", "none can be made", reason, advice))
     return found
@@ -251,7 +253,7 @@ def _kernel_for_few_rows(device: torch.device, model: Any, try_kernel: bool) -> 
     failed = [answer.failure for answer in answers.values() if answer.failure]
     if not failed:
         return Step(name, step, f"proven here: {told}")
-    advice = "torch's grouped product takes its place; report what it says with this page"
+    advice = "torch's grouped product takes its place; report the failure with what doctor prints"
     return Step(name, step, told, failed[0], advice)
 
 

@@ -76,7 +76,7 @@ def takes_cache(forward: Callable) -> Callable:
                 kwargs["past_key_values"] = cache
         return forward(*args, **kwargs)
 
-    # `generate` refuses what the signature lacks. peft looks for the former name.
+    # The signature shows both names: `generate` refuses arguments that it lacks, and peft looks for the former one.
     signature = inspect.signature(forward)
     parameters = list(signature.parameters.values())
     parameters.insert(-1, inspect.Parameter("cache", inspect.Parameter.KEYWORD_ONLY, default=None))

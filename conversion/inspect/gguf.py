@@ -18,9 +18,9 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json")
 
 
 def answer_for_gguf(found: Checkpoint) -> tuple[list[str], list[str]]:
-    """Sentences: what llama.cpp would compute otherwise, and what there is to know and to do before it is converted.
+    """Sentences on what llama.cpp would compute otherwise, and on what to know and to do before the conversion.
 
-    No converter reads a preset or a config.json alone, so that nothing is to do for it.
+    A preset or a config.json alone has nothing to convert, so nothing to do is named for it.
     """
     config = found.config
     if config is None:
@@ -35,7 +35,7 @@ def answer_for_gguf(found: Checkpoint) -> tuple[list[str], list[str]]:
         config = copy.deepcopy(config)
         config.quantization_config = raw["quantization_config"]
     is_stock = raw.get("model_type") not in (None, config.model_type)
-    # What is converted before is a causal language model then.
+    # `llamoe convert` writes a causal language model.
     problems = gguf_problems(config, None if is_stock else model_class(config).__name__)
     if not is_stock or _has_split_experts(found):
         notes.append(

@@ -15,7 +15,7 @@ def find_port(host: str, port: int | None) -> int:
     """A port that is free now.
 
     Raises:
-        ValueError: it is taken, all are, or the host is none of this machine's.
+        ValueError: the port is taken, all ports that are tried are, or the host is no address of this machine.
     """
     if port is not None:
         found = _bind(host, port)
@@ -38,7 +38,9 @@ def _bind(host: str, port: int) -> int | None:
     except (OSError, OverflowError) as error:
         raise ValueError(f"{host}:{port} is no address of this machine ({error}).") from error
     with socket.socket(family, kind) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # On Windows it would let a port be taken twice.
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
         except PermissionError as error:
@@ -66,7 +68,7 @@ def is_loopback(host: str) -> bool:
 
 
 def has_display() -> bool:
-    """Whether a browser with windows can open here; on a terminal alone another kind might, and block it."""
+    """Whether a browser with windows can open here; without a display a text browser would block the terminal."""
     return sys.platform in ("darwin", "win32") or any(
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")
     )

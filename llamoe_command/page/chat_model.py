@@ -1,8 +1,9 @@
 """A model from a folder that answers conversations as a stream of text."""
 
+import queue
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 MAX_QUESTIONS = 32
 """Questions that are answered or wait at once; more are refused."""
 
-# Seconds after which a question that waits looks whether somebody still wants to know.
-_LOOK_UP = 0.2
+# Longest time in seconds without a sign of life: whoever reads an answer can leave it then.
+_PATIENCE = 0.2
+# What a folder's settings may ask otherwise: a stream is of one row, and a record of one pass a token.
+_ONE_PASS_A_TOKEN = {
+    "num_beams": 1, "use_cache": True, "return_dict_in_generate": False, "prompt_lookup_num_tokens": None,
+    "guidance_scale": None,
+}  # fmt: skip
 
 
 class ChatModel:
@@ -50,11 +56,11 @@ class ChatModel:
         """Load a folder; stock folders get llamoe's models.
 
         Raises:
-            CheckpointError: the folder lacks a processor or a tokenizer.
+            CheckpointError: the folder lacks a processor, a tokenizer or weights.
             OSError, ValueError: as `from_pretrained`.
         """
         self.name = folder.resolve().name
-        with llamoe.adopt("llama", "llama4", "mistral", "mixtral"):
+        with llamoe.adopt():
             config = AutoConfig.from_pretrained(folder)
             self.sees_pictures = getattr(config, "vision_config", None) is not None
             if self.sees_pictures and not any((folder / name).is_file() for name in _PROCESSOR_FILES):
@@ -76,7 +82,15 @@ class ChatModel:
                 ) from error
             # Llama 4's processor always has one. A base model has none: it continues a text.
             self.knows_conversations = bool(self.processor.chat_template)
-            self.model: Any = loader.from_pretrained(folder, dtype=dtype, device_map=device_map)
+            self.model: Any
+            self.model, loading = loader.from_pretrained(
+                folder, dtype=dtype, device_map=device_map, output_loading_info=True
+            )
+        if missing := sorted(loading["missing_keys"]):
+            raise CheckpointError(
+                f"{folder} holds no model that answers: {', '.join(missing[:3])} would be random. Take the folder of a "
+                "causal language model."
+            )
         self.tokenizer: Any = self.processor.tokenizer if self.sees_pictures else self.processor
         self.has_experts = bool(getattr(self.model.config.get_text_config(), "moe_layers", None))
         self._room = threading.BoundedSemaphore(MAX_QUESTIONS)
@@ -108,8 +122,8 @@ class ChatModel:
         if not self._room.acquire(blocking=False):
             raise ValueError(f"{MAX_QUESTIONS} questions are waiting already. Ask again in a moment.")
         try:
-            while not self._is_free.acquire(timeout=_LOOK_UP):
-                # Whoever asked may have gone: the iterator is closed here.
+            # The iterator can be closed at a `yield` alone.
+            while not self._is_free.acquire(timeout=_PATIENCE):
                 yield "", None
             yield from self._stream(messages, max_new_tokens, temperature)
         finally:
@@ -118,7 +132,9 @@ class ChatModel:
     def _stream(
         self, messages: list[dict[str, Any]], max_new_tokens: int, temperature: float
     ) -> Iterator[tuple[str, ExpertRecord | None]]:
-        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = TextIteratorStreamer(
+            self.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=_PATIENCE
+        )
         stopped = threading.Event()
         outcome: list[ExpertRecord | BaseException | None] = []
 
@@ -130,8 +146,6 @@ class ChatModel:
                         max_new_tokens,
                         do_sample=temperature > 0,
                         temperature=temperature if temperature > 0 else None,
-                        # Beams, which a folder's settings may ask for, have no text before they end.
-                        num_beams=1,
                         streamer=streamer,
                         stopping_criteria=StoppingCriteriaList([_StopsWhen(stopped)]),
                     )
@@ -139,21 +153,29 @@ class ChatModel:
             # Whatever it is, the reader of the stream raises it.
             except BaseException as error:
                 outcome.append(error)
-                streamer.end()
+                streamer.on_finalized_text("", stream_end=True)
             finally:
-                # Here, and not where the stream is read: nobody may read it to its end.
+                # Here, since the reader may leave before the end.
                 self._is_free.release()
 
         worker = threading.Thread(target=work, name="answer", daemon=True)
-        worker.start()
+        try:
+            worker.start()
+        except RuntimeError:
+            self._is_free.release()
+            raise
         text = ""
         try:
-            for piece in streamer:
-                text += piece
+            while True:
+                # Nothing comes while the model reads the prompt.
+                with suppress(queue.Empty):
+                    if (piece := next(streamer, None)) is None:
+                        break
+                    text += piece
                 yield text, None
         finally:
             stopped.set()
-            worker.join()
+        worker.join()
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
         yield text, outcome[0]
@@ -167,14 +189,24 @@ class ChatModel:
             )
         max_new_tokens = min(max_new_tokens, self.max_tokens - length)
         with llamoe.trace_experts(self.model) if self.has_experts else nullcontext() as trace:
-            output = self.model.generate(**inputs, max_new_tokens=max_new_tokens, **options)
-        if trace is None:
+            output = self.model.generate(
+                **inputs, max_new_tokens=max_new_tokens, **_ONE_PASS_A_TOKEN, **options
+            )
+        tokens = output[0].tolist()
+        # Settings of a folder may ask for further passes, whose experts belong to no token of the answer.
+        if trace is None or trace.experts().shape[1] != len(tokens) - 1:
             return None
-        tokens = output[0, length:].tolist()
         if tokens[-1] in self.tokenizer.all_special_ids:
             tokens = tokens[:-1]
-        answer = [self.tokenizer.decode([token]) for token in tokens]
-        return make_record(trace, self.model.config, self.processor, inputs, answer)
+        return make_record(trace, self.model.config, self.processor, inputs, self._texts(tokens, length))
+
+    def _texts(self, tokens: list[int], first: int) -> list[str]:
+        """The text of each token from `first` on, as it stands behind the one before: alone, some lose their space."""
+        decode = self.tokenizer.decode
+        return [
+            decode(tokens[index - 1 : index + 1]).removeprefix(decode(tokens[index - 1 : index]))
+            for index in range(first, len(tokens))
+        ]
 
     def _inputs(self, messages: list[dict[str, Any]]) -> Any:
         if self.knows_conversations:

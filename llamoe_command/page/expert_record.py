@@ -27,7 +27,7 @@ class Picture:
     side: int
 
 
-# Compared by identity: gradio hashes what it keeps, and tensors have no equality that is one truth.
+# Compared by identity: gradio hashes what it keeps, and `==` of tensors gives a tensor.
 @dataclass(frozen=True, eq=False)
 class ExpertRecord:
     """The experts of every token of a prompt and its answer.
@@ -87,6 +87,11 @@ class ExpertRecord:
         return list(zip(self.answer, chosen, strict=True))
 
 
+def layer_names(config: Any) -> list[str]:
+    """Names of a model's mixture layers in their order."""
+    return [f"layer {index}" for index in sorted(config.get_text_config().moe_layers)]
+
+
 def make_record(
     trace: ExpertTrace, config: Any, processor: Any, inputs: dict[str, torch.Tensor], answer: list[str]
 ) -> ExpertRecord:
@@ -113,7 +118,7 @@ def make_record(
             round(size**0.5),
         )
     return ExpertRecord(
-        [f"layer {index}" for index in text.moe_layers],
+        layer_names(config),
         text.num_local_experts,
         experts,
         trace.scores(),

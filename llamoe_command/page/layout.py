@@ -11,10 +11,10 @@ import gradio as gr
 import llamoe
 
 from .chat_model import ChatModel
-from .expert_record import ExpertRecord
+from .expert_record import ExpertRecord, layer_names
 from .expert_view import answer_table, coloured_answer, colours, heat_map, overlay
 
-_NO_ANSWER = "Ask something: the experts of the last answer are shown here."
+_NO_ANSWER = "Ask something: the experts of the last answer are shown here, if it was not stopped."
 _QUESTION = "What is in the picture?"
 _MAX_NEW_TOKENS = 4096
 # Experts of which each has a place in a legend.
@@ -114,7 +114,7 @@ def _settings(chat: ChatModel) -> list[gr.Slider]:
 
 def _experts(chat: ChatModel, record: gr.State) -> None:
     config = chat.model.config.get_text_config()
-    layers = [(f"layer {layer}", index) for index, layer in enumerate(config.moe_layers)]
+    layers = [(name, index) for index, name in enumerate(layer_names(config))]
     color_map = colours(config.num_local_experts)
     note = gr.Markdown(_NO_ANSWER)
     with gr.Column(visible=False) as column:
@@ -137,21 +137,22 @@ def _experts(chat: ChatModel, record: gr.State) -> None:
             elem_id="table",
         )
 
-    def show(found: ExpertRecord | None, index: int) -> dict[Any, Any]:
+    def show_layer(found: ExpertRecord | None, index: int) -> dict[Any, Any]:
         if found is None:
-            return {note: gr.Markdown(visible=True), column: gr.Column(visible=False)}
-        return {
-            note: gr.Markdown(visible=False),
-            column: gr.Column(visible=True),
-            picture: gr.AnnotatedImage(overlay(found, index), visible=found.picture is not None),
-            answered: coloured_answer(found, index),
-            load: heat_map(found),
-            table: answer_table(found),
-        }
+            return {}
+        shown = gr.AnnotatedImage(overlay(found, index), visible=found.picture is not None)
+        return {picture: shown, answered: coloured_answer(found, index)}
 
-    shown = [note, column, picture, answered, load, table]
-    record.change(show, [record, layer], shown, show_progress="hidden", api_visibility="private")
-    layer.change(show, [record, layer], shown, show_progress="hidden", api_visibility="private")
+    def show(found: ExpertRecord | None, index: int) -> dict[Any, Any]:
+        is_there = {note: gr.Markdown(visible=found is None), column: gr.Column(visible=found is not None)}
+        if found is None:
+            return is_there
+        return is_there | show_layer(found, index) | {load: heat_map(found), table: answer_table(found)}
+
+    of_layer = [picture, answered]
+    of_all = [note, column, *of_layer, load, table]
+    record.change(show, [record, layer], of_all, show_progress="hidden", api_visibility="private")
+    layer.change(show_layer, [record, layer], of_layer, show_progress="hidden", api_visibility="private")
 
 
 def _read(message: Any) -> list[dict[str, Any]]:
@@ -170,7 +171,7 @@ def _picture(path: str) -> dict[str, Any]:
     try:
         return {"type": "image", "image": llamoe.read_picture(path)}
     except ValueError as error:
-        # Uploads lie in long folders that say nothing to who sent them.
+        # The folder of an uploaded file means nothing to whoever sent it.
         raise ValueError(str(error).replace(str(Path(path)), Path(path).name)) from error
 
 
@@ -182,8 +183,9 @@ def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_failure(message: dict[str, Any]) -> bool:
-    texts = [part["text"] for part in message["content"] if part["type"] == "text"]
-    return message["role"] == "assistant" and "".join(texts).startswith(_FAILED)
+    """Whether it tells why there is no answer, or is empty: somebody stopped the answer while it waited."""
+    text = "".join(part["text"] for part in message["content"] if part["type"] == "text")
+    return message["role"] == "assistant" and (not text or text.startswith(_FAILED))
 
 
 def _as_chat_message(message: dict[str, Any]) -> dict[str, Any]:

@@ -54,8 +54,11 @@ def serve(
     if pictures and not chat.sees_pictures:
         raise ValueError(f"{folder} has no vision tower, so its page takes no --picture.")
     page = make_page(chat, pictures)
+    # The page's library asks its own address when it starts, and would ask a proxy for it.
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), host)))
     page.launch(
-        server_name=host,
+        server_name=f"[{host}]" if ":" in host else host,
         server_port=port,
         max_file_size=MAX_FILE_SIZE,
         allowed_paths=[str(path.resolve()) for path in pictures],
@@ -72,7 +75,10 @@ def serve(
     address = url_of(host, port)
     print(f"{chat.name} answers at {address} (end with Ctrl-C)", flush=True)
     if not is_loopback(host):
-        print(f"llamoe: everybody who reaches {address} can use the page", file=sys.stderr)
+        print(
+            f"llamoe: everybody who reaches port {port} of this machine (host {host}) can use the page",
+            file=sys.stderr,
+        )
     if open_browser and has_display():
         webbrowser.open(address)
     try:

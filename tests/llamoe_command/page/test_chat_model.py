@@ -1,18 +1,22 @@
 """A model that answers conversations as a stream, and the record of its experts."""
 
+import json
 import threading
+import time
 
 import pytest
 import torch
 from support import chat_folders
 from support.paths import EXAMPLES, TINY
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerFast
 
 import llamoe
 
 pytest.importorskip("gradio", reason="the page is not installed: pip install 'llamoe[page]'")
 
 from llamoe_command.page.chat_model import MAX_QUESTIONS, ChatModel
+from llamoe_command.page.expert_record import layer_names
 
 TWO, THREE = (EXAMPLES / "pictures" / name for name in ("two_shapes.png", "three_shapes.png"))
 QUESTION = "What is in the picture?"
@@ -150,12 +154,21 @@ def workers():
     return [thread for thread in threading.enumerate() if thread.name == "answer"]
 
 
+def wait_until_idle():
+    """The model ends after the token that it computes."""
+    for _ in range(100):
+        if not workers():
+            return
+        time.sleep(0.1)
+    raise AssertionError(workers())
+
+
 def test_closing_the_stream_stops_the_model(endless):
     answer = endless.answer([{"role": "user", "content": "Hello"}], 200, 0)
     next(answer)
     assert len(workers()) == 1
     answer.close()
-    assert workers() == []
+    wait_until_idle()
 
 
 def test_questions_wait_for_each_other(tiny):
@@ -179,7 +192,7 @@ def test_too_many_questions_are_refused_until_some_are_answered(endless):
     for answer in waiting:
         answer.close()
     assert list(endless.answer(question, 4, 0))[-1][0]
-    assert workers() == []
+    wait_until_idle()
 
 
 def test_an_error_of_the_model_is_the_readers(endless, monkeypatch):
@@ -196,6 +209,57 @@ def test_an_error_of_the_model_is_the_readers(endless, monkeypatch):
 def test_a_folder_that_asks_for_beams_streams_all_the_same(endless, monkeypatch):
     monkeypatch.setattr(endless.model.generation_config, "num_beams", 3)
     assert len(list(endless.answer([{"role": "user", "content": "Hello"}], 8, 0))) > 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_cache": False},
+        {"return_dict_in_generate": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"num_beams": 2},
+    ],
+    ids=str,
+)
+def test_settings_of_a_folder_change_no_record(tmp_path, settings):
+    """They may ask for passes over tokens that were computed before."""
+    folder = chat_folders.write_mixtral(tmp_path / "mixtral")
+    question = [{"role": "user", "content": "Hello there"}]
+    expected = list(ChatModel(folder).answer(question, 6, 0))[-1]
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    text, record = list(ChatModel(folder).answer(question, 6, 0))[-1]
+    assert text == expected[0]
+    assert torch.equal(record.experts, expected[1].experts)
+
+
+def test_tokens_keep_the_space_that_a_tokenizer_strips_from_the_first(tmp_path):
+    """As the tokenizers of LLaMA 1 and 2, Mistral and Mixtral do."""
+    folder = chat_folders.write_mixtral(tmp_path / "mixtral")
+    words = {word: index for index, word in enumerate(["<unk>", "\u2581the", "\u2581cat", "\u2581sat", "s"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    chat = ChatModel(folder)
+    assert chat.tokenizer.decode([1]) == "the"
+    assert chat._texts([1, 2, 3, 4], 1) == [" cat", " sat", "s"]
+
+
+def test_a_folder_without_a_head_is_refused(tmp_path):
+    """Its answers would come from random weights."""
+    folder = chat_folders.write_mixtral(tmp_path / "mixtral")
+    AutoModel.from_pretrained(folder).save_pretrained(folder)
+    with pytest.raises(
+        llamoe.CheckpointError, match=r"holds no model that answers: lm_head.weight would be random"
+    ):
+        ChatModel(folder)
+
+
+def test_layers_are_named_in_their_order():
+    config = llamoe.LlamoeTextConfig(num_hidden_layers=4, moe_layers=[3, 1])
+    assert layer_names(config) == ["layer 1", "layer 3"]
 
 
 def test_a_base_model_continues_the_last_text(tmp_path):
