@@ -46,10 +46,11 @@ class PageServer:
 
     def __init__(self, folder, *words):
         self.log = Path(tempfile.mkdtemp()) / "log"
-        # No display: nothing may try to open a window.
-        env = {
-            name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")
-        }
+        # No display: nothing may try to open a window. And a proxy that answers nobody, as in some offices: nothing may
+        # ask it for this machine.
+        env = os.environ | {"HTTP_PROXY": "http://127.0.0.1:1", "HTTPS_PROXY": "http://127.0.0.1:1"}
+        for name in ("DISPLAY", "WAYLAND_DISPLAY", "NO_PROXY", "no_proxy"):
+            env.pop(name, None)
         command = [sys.executable, "-m", "llamoe", "chat", str(folder), "--port", "0", *map(str, words)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -243,8 +244,25 @@ def test_a_hundred_questions_are_answered_or_refused_in_a_sentence(browser, endl
     window.page.close()
 
 
-def test_ctrl_c_ends_it(tmp_path):
-    server = PageServer(chat_folders.write_llama(tmp_path / "llama"))
+# The command
+
+
+def has_ipv6():
+    try:
+        with socket.socket(socket.AF_INET6) as listener:
+            listener.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_ctrl_c_ends_it(tmp_path, host):
+    if host == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    server = PageServer(chat_folders.write_llama(tmp_path / "llama"), "--host", host)
+    with socket.create_connection((host, int(server.address.rpartition(":")[2]))):
+        pass
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(30) in (0, 130)
     assert "Traceback" not in server.log.read_text()
