@@ -48,8 +48,8 @@ train-tiny: $(VENV)/.installed-vision ## train that model anew, in an hour and a
 test: $(VENV)/.installed-test ## run the test suite
 	$(BIN) $(PYTEST) $(ARGS)
 
-test-tools: $(VENV)/.installed-tools ## run the slow tests of others' programs on our models, with lm-eval and TRL, too
-	$(BIN) $(PYTEST) --run-slow tests/tools tests/llamoe_command/page $(ARGS)
+test-tools: $(VENV)/.installed-tools ## run the slow tests of the command, and of others' programs on our models
+	$(BIN) $(PYTEST) --run-slow tests/tools tests/llamoe_command $(ARGS)
 
 # The oldest versions that pyproject.toml allows, and the wheel in place of the checkout: the tests run in a folder
 # that holds nothing but them and the examples.

@@ -118,6 +118,7 @@ def test_compiled_kernels_serve_where_they_can():
         ("LLAMOE_EXPERTS", "llamoe_loop", "experts", "llamoe_loop"),
     ],
 )
+@pytest.mark.slow
 def test_a_variable_changes_what_serves_and_is_named(name, value, step, served_by):
     content = told(**{name: value})
     found = served(content, step)
@@ -185,6 +186,7 @@ def test_a_version_below_the_bound_is_told(tmp_path):
     assert "tiktoken is 0.1.0, llamoe needs >=0.12.0: pip install 'tiktoken>=0.12.0'" in content["advice"]
 
 
+@pytest.mark.slow
 def test_a_package_that_cannot_be_imported_is_told_by_try(tmp_path):
     (tmp_path / "tiktoken.py").write_text("raise RuntimeError('its library is spoilt')\n")
     pytest.importorskip("tiktoken", reason="needs the extra llamoe[tokenizers]")

@@ -60,6 +60,12 @@ def read_to_end(terminal, written):
             written.extend(piece)
 
 
+def first_always(*values):
+    """Parameters of which the first is tested always, and the others where slow tests run: each starts a process."""
+    first, *others = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*first), *(pytest.param(*other, marks=pytest.mark.slow) for other in others)]
+
+
 # Of each command what it draws besides the line about torch.
 COMMANDS = {
     "convert": "preparing",
@@ -79,7 +85,7 @@ def words(name, source, tmp_path):
     return ["-m", "llamoe", name, *more[name]]
 
 
-@pytest.mark.parametrize(("name", "drawn"), COMMANDS.items())
+@pytest.mark.parametrize(("name", "drawn"), first_always(*COMMANDS.items()))
 def test_a_command_draws_on_a_terminal(name, drawn, source, tmp_path, run):
     errors, output = run(*words(name, source, tmp_path))
     assert LOADING in errors
@@ -87,15 +93,15 @@ def test_a_command_draws_on_a_terminal(name, drawn, source, tmp_path, run):
     assert not any(sign in output for sign in DRAWN)
 
 
-@pytest.mark.parametrize("option", ["--quiet", "--json"])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("option", first_always("--quiet", "--json"))
+@pytest.mark.parametrize("name", first_always(*COMMANDS))
 def test_nothing_is_drawn_where_nobody_wants_it(name, option, source, tmp_path, run):
     errors, output = run(*words(name, source, tmp_path), option)
     assert errors == ""
     assert output
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", first_always(*COMMANDS))
 def test_nothing_is_drawn_into_a_pipe(name, source, tmp_path, run):
     """Also where a build server says that it understands colours."""
     errors, output = run(*words(name, source, tmp_path), on_terminal=False, FORCE_COLOR="1")
@@ -123,7 +129,7 @@ llamoe.LlamoeDenseForCausalLM.from_pretrained(sys.argv[1])
 
 @pytest.mark.parametrize(
     ("is_silent", "on_terminal", "is_drawn"),
-    [(False, True, True), (True, True, False), (False, False, False)],
+    first_always((False, True, True), (True, True, False), (False, False, False)),
 )
 def test_transformers_bars_are_drawn_where_ours_are(is_silent, on_terminal, is_drawn, source, run):
     errors, _ = run("-c", LOAD.format(is_silent=is_silent), source, on_terminal=on_terminal)
@@ -142,7 +148,7 @@ print(why_no_cpp_kernels())
 
 @pytest.mark.parametrize(
     ("switch", "on_terminal", "is_told"),
-    [("", True, True), ("logging.disable_progress_bar()", True, False), ("", False, False)],
+    first_always(("", True, True), ("logging.disable_progress_bar()", True, False), ("", False, False)),
 )
 def test_compiling_kernels_is_told_on_a_terminal(switch, on_terminal, is_told, tmp_path, run):
     # A new folder for what is compiled, so that it is.
@@ -153,7 +159,7 @@ def test_compiling_kernels_is_told_on_a_terminal(switch, on_terminal, is_told, t
     assert ("compiling kernels for this processor" in errors) == is_told
 
 
-@pytest.mark.parametrize(("on_terminal", "is_drawn"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("on_terminal", "is_drawn"), first_always((False, False), (True, True)))
 def test_examples_draw_on_a_terminal_alone(on_terminal, is_drawn, run):
     words = ["--model", ROOT / "examples/llamoe-tiny", "--image", ROOT / "examples/pictures/two_shapes.png"]
     script = ROOT / "examples/describe_image.py"
