@@ -72,7 +72,7 @@ def register() -> None:
 
 
 def hand_over(model_config: Any) -> None:
-    """Give a `ModelConfig` of vLLM's the stock configuration in place of ours.
+    """Put the stock configuration into vLLM's `ModelConfig` in place of ours.
 
     Raises:
         ValueError: the native class would compute something else, or has no counterpart to ours.

@@ -1,9 +1,12 @@
-"""Folders of models to talk with: tokenizer and template of the small model, weights drawn at random."""
+"""Folders of models to talk with, and what the small model says of the repository's pictures.
+
+Folders have tokenizer and template of the small model, and weights drawn at random.
+"""
 
 import shutil
 
 from support.models import draw
-from support.paths import TINY
+from support.paths import EXAMPLES, TINY
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
@@ -12,6 +15,11 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+
+TWO, THREE = (EXAMPLES / "pictures" / name for name in ("two_shapes.png", "three_shapes.png"))
+QUESTION = "What is in the picture?"
+ABOUT_TWO = "a red circle on the left and a blue square on the right."
+ABOUT_THREE = "a green triangle on the left, a yellow star in the middle and a purple circle on the right."
 
 SIZES = dict(
     hidden_size=72, intermediate_size=92, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,

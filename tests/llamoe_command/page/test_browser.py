@@ -11,15 +11,11 @@ import pytest
 from PIL import Image
 from support import chat_folders
 from support.browser import ChatWindow, PageServer, chromium, require_browser
-from support.paths import EXAMPLES, TINY
+from support.chat_folders import ABOUT_THREE, ABOUT_TWO, QUESTION, THREE, TWO
+from support.paths import TINY
 
 require_browser()
 pytestmark = pytest.mark.slow
-
-TWO, THREE = (EXAMPLES / "pictures" / name for name in ("two_shapes.png", "three_shapes.png"))
-QUESTION = "What is in the picture?"
-ABOUT_TWO = "a red circle on the left and a blue square on the right."
-ABOUT_THREE = "a green triangle on the left, a yellow star in the middle and a purple circle on the right."
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 from support import chat_folders
-from support.paths import EXAMPLES, TINY
+from support.chat_folders import ABOUT_THREE, ABOUT_TWO, QUESTION, THREE, TWO
+from support.paths import TINY
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerFast
 
@@ -17,11 +18,6 @@ pytest.importorskip("gradio", reason="the page is not installed: pip install 'll
 
 from llamoe_command.page.chat_model import MAX_QUESTIONS, ChatModel
 from llamoe_command.page.expert_record import layer_names
-
-TWO, THREE = (EXAMPLES / "pictures" / name for name in ("two_shapes.png", "three_shapes.png"))
-QUESTION = "What is in the picture?"
-ABOUT_TWO = "a red circle on the left and a blue square on the right."
-ABOUT_THREE = "a green triangle on the left, a yellow star in the middle and a purple circle on the right."
 
 
 @pytest.fixture(scope="module")
