@@ -59,7 +59,7 @@ def main() -> None:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     # Load stock folders with llamoe's models.
-    llamoe.adopt("llama", "llama4")
+    llamoe.adopt()
     try:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         model: Any = AutoModelForCausalLM.from_pretrained(
