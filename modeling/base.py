@@ -21,6 +21,7 @@ from . import checkpoints
 from ._compat import takes_cache
 from .adapters import LoadsAdapters
 from .attention import MaskInputs, attention_masks
+from .elsewhere import KeepsExpertsElsewhere, claim, install, take_out
 from .moe import IMPLEMENTATION, Experts, Router
 from .parallel import Distributed
 from .quantization import (
@@ -29,7 +30,6 @@ from .quantization import (
     QuantizedExperts,
     QuantizedLinear,
     QuantizeExperts,
-    QuantizesExperts,
     check_found,
     check_request,
     keep_dtypes,
@@ -38,6 +38,7 @@ from .quantization import (
     refusing_at_once,
     saving_dequantized,
     shapes_in_files,
+    tell_of_plain_experts,
 )
 
 logger = logging.getLogger("llamoe")
@@ -47,7 +48,7 @@ logger = logging.getLogger("llamoe")
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "llamoe", "quanto", "torchao")
 
 
-class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
+class LlamoePreTrainedModel(LoadsAdapters, Distributed, KeepsExpertsElsewhere, checkpoints.SavesWhole):
     """Base of every llamoe model."""
 
     base_model_prefix = "model"
@@ -177,7 +178,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
         if isinstance(module, QuantizedLinear):
             return
         super()._init_weights(module)
-        if isinstance(module, Experts) and not module.is_packed:
+        if isinstance(module, Experts) and not (module.is_packed or module.is_elsewhere):
             std = self.config.get_text_config().initializer_range
             init.normal_(module.gate_up_proj, mean=0.0, std=std)
             init.normal_(module.down_proj, mean=0.0, std=std)
@@ -221,7 +222,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
         elif name_or_path is not None and not kwargs.get("gguf_file"):
             config = cls._config_if_quantized(config or name_or_path, kwargs)
         cls._check_quantization(config, kwargs.get("quantization_config"))
-        with checkpoints.loading() as state:
+        with take_out(kwargs), checkpoints.loading() as state:
             if name_or_path is not None and os.path.isdir(name_or_path):
                 quantization = getattr(config, "quantization_config", None)
                 quantized = bool(kwargs.get("quantization_config") or quantization)
@@ -230,22 +231,11 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
                     name_or_path, subfolder, variant, use_safetensors, quantized
                 )
             result = super().from_pretrained(name_or_path, *model_args, **kwargs)
-        model = result[0] if isinstance(result, tuple) else result
+            model = result[0] if isinstance(result, tuple) else result
+            install(model)
         model._log_backends()
         if getattr(model, "is_quantized", False):
-            quantizer, reason = getattr(model, "hf_quantizer", None), "the checkpoint holds them so"
-            takes_experts = isinstance(quantizer, LlamoeQuantizer | QuantizesExperts)
-            if not takes_experts:
-                reason = f"{_name(model.quantization_method)} quantizes linear layers only"
-            # Nothing is said of experts that somebody has excepted just now.
-            stacks = [
-                module.gate_up_proj
-                for module in model.modules()
-                if isinstance(module, Experts)
-                and not module.is_packed
-                and not (takes_experts and not quantizer.pre_quantized)
-            ]
-            checkpoints.tell_of_experts(model, stacks, reason)
+            tell_of_plain_experts(model, _name(model.quantization_method))
         return result
 
     @classmethod
@@ -262,6 +252,8 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, checkpoints.SavesWhole):
         files = checkpoint_files if state_dict is None else None
         if files:
             checkpoints.check_files(files, load_config.pretrained_model_name_or_path)
+        if is_whole:
+            claim(model, files, load_config)
         quantizer = load_config.hf_quantizer
         is_ours = isinstance(quantizer, LlamoeQuantizer)
         held = None

@@ -63,7 +63,7 @@ def refuse_for_packed(config: Any, model: nn.Module) -> None:
             continue
         if asked := _what_needs_numbers(config, name, module):
             raise ValueError(
-                f"{asked} needs the numbers of {name}, which is stored as {module.format.key}: choose LoRA with "
+                f"{asked} needs the numbers of {name}, which is {_how(module)}: choose LoRA with "
                 'init_lora_weights=True, "gaussian" or "eva", or call model.dequantize() first.'
             )
 
@@ -71,7 +71,7 @@ def refuse_for_packed(config: Any, model: nn.Module) -> None:
 def _packed(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Each packed module, by its name without those of adapters around it."""
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedExperts | QuantizedLinear):
+        if isinstance(module, QuantizedExperts | QuantizedLinear) or getattr(module, "is_elsewhere", False):
             yield name.replace(".base_layer", ""), module
 
 
@@ -102,6 +102,10 @@ def _what_needs_numbers(config: Any, name: str, module: Any) -> str | None:
     return None if variant is None else f"{variant}={getattr(config, variant)!r}"
 
 
+def _how(module: Any) -> str:
+    return f"on {module.store.place!r}" if module.is_elsewhere else f"stored as {module.format.key}"
+
+
 def refuse_merging(module: nn.Module) -> None:
     """Refuse to merge adapters into packed weights.
 
@@ -113,6 +117,11 @@ def refuse_merging(module: nn.Module) -> None:
     """
     for name, layer in module.named_modules():
         base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
+        if getattr(base, "is_elsewhere", False):
+            raise ValueError(
+                f"{name or base.name} is {_how(base)}, where nothing is written: load the model into memory to merge "
+                "adapters into it, or save the adapters alone."
+            )
         if isinstance(base, QuantizedExperts | QuantizedLinear):
             raise ValueError(
                 f"{name or type(base).__name__} is stored as {base.format.key}, into which no adapter can be merged: "

@@ -8,8 +8,8 @@ trace (which experts compute which tokens).
 """
 
 from .balancing import RouterWatch, watch_routers
-from .dispatch import choose_path, try_kernels, why_not
-from .grouped_product import Group, groups_between
+from .dispatch import choose_path, is_torchs_product, try_kernels, why_not
+from .grouped_product import Group, groups_between, multiply_groups
 from .layer import MixtureOfExperts, Router
 from .losses import TrainsRouters, expert_load
 from .low_rank import LowRank, Updates
@@ -30,6 +30,8 @@ __all__ = [
     "choose_path",
     "expert_load",
     "groups_between",
+    "is_torchs_product",
+    "multiply_groups",
     "RouterWatch",
     "trace_experts",
     "try_kernels",

@@ -171,6 +171,11 @@ def _grouped_mm(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tens
     return F.grouped_mm(x_NI, weight_EIO.to(x_NI.dtype), offs=ends_E)
 
 
+def is_torchs_product(multiply: Callable) -> bool:
+    """Whether a product that stacks are given is torch's grouped one."""
+    return multiply is _grouped_mm
+
+
 def _grouped_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     return grouped_product(x_NI, weight_EIO.to(x_NI.dtype), ends_E)
 
@@ -308,7 +313,7 @@ def why_not(
 
 def compute_dtype(experts: Any) -> torch.dtype:
     """Dtype in which experts are computed: autocast's, or the weights' own."""
-    device_type, dtype = experts.down_proj.device.type, experts.dtype
+    device_type, dtype = experts.device.type, experts.dtype
     # Autocast leaves float64 alone. Packed weights have one dtype for their products.
     is_cast = device_type != "meta" and dtype != torch.float64 and not experts.is_packed
     return (

@@ -62,6 +62,8 @@ class Experts(nn.Module):
     updates: Updates | None = None
     # Whether the stacks hold codes of few bits, which nothing here can multiply.
     is_packed = False
+    # Whether the stacks are on disk or in RAM, from where one matrix at a time is brought.
+    is_elsewhere = False
     is_transposed: bool
 
     def __init__(self, config: PreTrainedConfig):
@@ -86,10 +88,19 @@ class Experts(nn.Module):
         """The experts' matrices of a stack, each `[in, out]`."""
         return self.input_first(name).unbind(0)
 
+    def matrix(self, name: str, expert: int) -> torch.Tensor:
+        """One expert's matrix of a stack, `[in, out]`."""
+        return self.input_first(name)[expert]
+
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
         return self.down_proj.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the products."""
+        return self.down_proj.device
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a stack in the family's own order."""
@@ -172,9 +183,12 @@ class Experts(nn.Module):
             return None
         out_NH = None
         for expert, start, end in groups:
-            if expert >= self.num_experts or (matrices := self._for_kernel(expert)) is None:
+            if expert >= self.num_experts:
                 return None
-            y = cpp_feed_forward(x_NH[start:end], matrices[0], None, matrices[1])
+            gate_up, down = (self.matrix_for_kernel(name, expert) for name in ("gate_up_proj", "down_proj"))
+            if gate_up is None or down is None:
+                return None
+            y = cpp_feed_forward(x_NH[start:end], gate_up, None, down)
             if y is None or len(groups) == 1:
                 return y
             out_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
@@ -188,11 +202,9 @@ class Experts(nn.Module):
             for stack in (self.gate_up_proj, self.down_proj)
         )
 
-    def _for_kernel(self, expert: int) -> tuple[Matrix, Matrix] | None:
-        """The matrices of an expert, of which gate and up are one; None if there is no kernel for them."""
-        stacks = self.gate_up_proj, self.down_proj
-        gate_up, down = (plain_matrix(stack[expert], self.is_transposed) for stack in stacks)
-        return None if gate_up is None or down is None else (gate_up, down)
+    def matrix_for_kernel(self, name: str, expert: int) -> Matrix | None:
+        """An expert's matrix of a stack; None if there is no kernel for it."""
+        return plain_matrix(getattr(self, name)[expert], self.is_transposed)
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.

@@ -8,11 +8,17 @@ bnb_experts, bnb_files (what folders hold), bnb_loading, bnb_quantizers.
 """
 
 from .bnb_loading import ExpertsOfCheckpoint, packed_experts
-from .bnb_quantizers import QuantizesExperts, naming_plain_layers, register_bitsandbytes
+from .bnb_quantizers import (
+    QuantizesExperts,
+    naming_plain_layers,
+    register_bitsandbytes,
+    tell_of_plain_experts,
+)
 from .experts import QuantizedExperts
 from .formats import Format, reads_int4_layout
 from .linear import QuantizedLinear
 from .loading import QuantizeExperts, check_found, keep_dtypes, refusing_at_once, shapes_in_files
+from .products import multiply_groups as multiply_packed_groups
 from .quantizer import LlamoeQuantizer, check_request, register_quantizers, saving_dequantized
 
 __all__ = [
@@ -26,6 +32,7 @@ __all__ = [
     "check_found",
     "check_request",
     "keep_dtypes",
+    "multiply_packed_groups",
     "naming_plain_layers",
     "packed_experts",
     "reads_int4_layout",
@@ -34,4 +41,5 @@ __all__ = [
     "register_quantizers",
     "saving_dequantized",
     "shapes_in_files",
+    "tell_of_plain_experts",
 ]

@@ -106,6 +106,10 @@ class QuantizedExperts(Packed, Experts):
         """The matrices `[in, out]` that the parts mean."""
         return [self._matrix(name, expert, self.dtype).T for expert in range(self.num_experts)]
 
+    def matrix(self, name: str, expert: int) -> torch.Tensor:
+        """The matrix `[in, out]` that an expert's parts mean."""
+        return self._matrix(name, expert, self.dtype).T
+
     def _matrix(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
         parts = [part[expert] for part in self.parts(name)]
         return self.formats[name].matrix(parts, self.sizes[name], dtype)
@@ -114,10 +118,9 @@ class QuantizedExperts(Packed, Experts):
         most = self.format.kernel_max_rows
         return x_NH.dtype == torch.bfloat16 and all(end - start <= most for _, start, end in groups)
 
-    def _for_kernel(self, expert: int) -> tuple[Matrix, Matrix] | None:
-        parts = ([part[expert] for part in self.parts(name)] for name in STACKS)
-        gate_up, down = (self.format.for_kernel(each) for each in parts)
-        return None if gate_up is None or down is None else (gate_up, down)
+    def matrix_for_kernel(self, name: str, expert: int) -> Matrix | None:
+        """An expert's matrix of a stack; None if there is no kernel for it."""
+        return self.format.for_kernel([part[expert] for part in self.parts(name)])
 
     def multiply_stack(self, x_NI: torch.Tensor, name: str, groups: Any, multiply: Callable) -> torch.Tensor:
         """The products of rows with their experts' matrices; arguments as in `Experts`."""

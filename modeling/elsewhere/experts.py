@@ -1,0 +1,312 @@
+"""Routed experts whose matrices are elsewhere: a store beside the resident stack (`moe.stores`).
+
+A product asks for one matrix at a time. It is in a slot of the memory for recently used ones, or it is brought there;
+the slots are a stack of the same kind as the model's, so that the same kernels multiply it, in the same order.
+
+Shapes: N rows, E experts, S slots, I columns in, O columns out.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..kernels import cpp_feed_forward, is_recorded
+from ..moe import Experts, Group, groups_between, is_torchs_product, multiply_groups
+from ..quantization import multiply_packed_groups
+from .pieces import STACKS
+from .store import Store
+
+_REGISTERED: "weakref.WeakValueDictionary[int, ExpertsElsewhere]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+class ExpertsElsewhere(Experts):
+    """The experts of one layer, of which a `Store` has the matrices.
+
+    Their parameters are for those that ask for names, shapes and dtypes, and for saving: maps of the file where it has
+    whole stacks, else on the meta device. Products do not read them.
+    """
+
+    is_elsewhere = True
+
+    def __init__(self, experts: Experts, name: str, dtype: torch.dtype):
+        """Take the place of empty experts.
+
+        Args:
+            experts: on the meta device, plain or packed.
+            name: of the experts in the model, for errors.
+            dtype: of the products.
+        """
+        nn.Module.__init__(self)
+        self.__dict__.update({k: v for k, v in experts.__dict__.items() if k not in nn.Module().__dict__})
+        self.act_fn = experts.act_fn
+        # Not a submodule: nothing of it is in the model.
+        self.__dict__["_shapes"] = experts
+        self.name = name
+        self.is_packed = experts.is_packed
+        self.is_transposed = experts.is_transposed
+        self._dtype = dtype
+        self.number = next(_NUMBERS)
+        _REGISTERED[self.number] = self
+        self.store: Store | None = None
+
+    def __deepcopy__(self, memo: dict) -> "ExpertsElsewhere":
+        """A copy of the layer, with the same store."""
+        new = ExpertsElsewhere(self._shapes, self.name, self._dtype)
+        new.train(self.training)
+        new.store = self.store
+        for own_name, parameter in self._parameters.items():
+            new.register_parameter(own_name, parameter)
+        for own_name, buffer in self._buffers.items():
+            new.register_buffer(own_name, buffer)
+        memo[id(self)] = new
+        return new
+
+    def __reduce__(self):
+        raise TypeError(
+            f"{self.name} cannot be pickled: its experts are in the files of the checkpoint. Save the model by "
+            "save_pretrained, or load it in each process."
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the products."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the rows."""
+        return self.store.device
+
+    def stack_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a stack in the family's own order."""
+        return self._shapes.stack_shape(name)
+
+    def unpacked_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the stacks, by their names."""
+        return {name: self.stack_shape(name) for name in STACKS}
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        # `model.to(device)` moves what computes; experts follow the rows.
+        moved = fn(torch.empty(0, dtype=self._dtype))
+        if moved.dtype != self._dtype and not self.is_packed:
+            raise ValueError(
+                f"{self.name} is read in {self._dtype} from where it lies, and cannot become {moved.dtype} in place: "
+                f"load the model with dtype={moved.dtype}."
+            )
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `Experts.forward`.
+
+        Raises:
+            ValueError: these experts are to be trained, or an experts implementation wants whole stacks.
+        """
+        if self.training and torch.is_grad_enabled():
+            for own_name, parameter in self._parameters.items():
+                if parameter.requires_grad:
+                    raise ValueError(
+                        f"{self.name}.{own_name} shall be trained, but is on {self.store.place!r}, where nothing can "
+                        "change it: set requires_grad_(False) for it, as LoRA does, or load it into memory."
+                    )
+        chosen = self.config._experts_implementation
+        if chosen not in (None, "llamoe", "llamoe_loop", "llamoe_grouped", "eager"):
+            raise ValueError(
+                f'experts_implementation="{chosen}" needs stacks in memory, but {self.name} is on '
+                f'{self.store.place!r}: choose "llamoe".'
+            )
+        return super().forward(*args, **kwargs)
+
+    def matrices(self, name: str) -> "_Matrices":
+        """The experts' matrices `[in, out]`, each read when it is asked for."""
+        return _Matrices(self, name)
+
+    def input_first(self, name: str) -> torch.Tensor:
+        """Refused: there is no such tensor.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"{self.name}.{name} is on {self.store.place!r}, and is no stack in memory.")
+
+    def multiply_stack(self, x_NI: torch.Tensor, name: str, groups: Any, multiply: Callable) -> torch.Tensor:
+        """The products of rows with their experts' matrices; arguments as in `Experts`."""
+        if not isinstance(groups, list):
+            is_grouped = is_torchs_product(multiply)
+            x = x_NI.to(self.dtype) if self.is_packed else x_NI
+            return product_elsewhere(x, self.number, name, groups, False, is_grouped)
+        return self.multiply_groups(x_NI.to(self.dtype) if self.is_packed else x_NI, name, groups)
+
+    def multiply_groups(
+        self,
+        x_NI: torch.Tensor,
+        name: str,
+        groups: list[Group],
+        transposed: bool = False,
+        is_grouped: bool = False,
+    ) -> torch.Tensor:
+        """Each group of rows times its expert's matrix; for neither gradients nor compilers.
+
+        Args:
+            x_NI: `[N, I]`, or `[N, O]` if `transposed`.
+            name: of the stack.
+            groups: cover all rows in their order; numbers from E on stand for no expert.
+            transposed: whether the matrices are multiplied from the other side, as in a backward pass.
+            is_grouped: by torch's grouped product.
+        """
+        hit = [group for group in groups if group[0] < self.num_experts]
+        out_NO = None
+        if name == "gate_up_proj":
+            self.store.prefetch(self.name, "down_proj", _experts(hit))
+        sizes = [(expert, end - start) for expert, start, end in hit]
+        with closing(self.store.walk(self.name, name, sizes)) as found:
+            for (_, start, end), (slots, slot) in zip(hit, found, strict=True):
+                x = x_NI[start:end].to(slots.down_proj.device)
+                y = _product(slots, x, name, slot, transposed, is_grouped).to(x_NI.device)
+                if len(groups) == 1:
+                    return y
+                if out_NO is None:
+                    out_NO = x_NI.new_empty(len(x_NI), y.shape[1])
+                out_NO[start:end] = y
+        if out_NO is None:
+            out_NO = x_NI.new_empty(len(x_NI), self.size_out(name, transposed))
+        for expert, start, end in groups:
+            if expert >= self.num_experts:
+                out_NO[start:end].zero_()
+        return out_NO
+
+    def size_out(self, name: str, transposed: bool) -> int:
+        """Columns of a stack's products."""
+        first, second = self.stack_shape(name)[1:]
+        return first if self.is_transposed == transposed else second
+
+    def _products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
+        if self.store.is_remote or not self.store.slots[self.name]._kernel_takes(x_NH, groups):
+            return None
+        if any(expert >= self.num_experts for expert, _, _ in groups):
+            return None
+        sizes = [(expert, end - start) for expert, start, end in groups]
+        self.store.prefetch(self.name, "down_proj", _experts(groups))
+        out_NH = None
+        with closing(self.store.walk(self.name, "gate_up_proj", sizes)) as gate_ups:
+            for size, (_, start, end), (slots, slot) in zip(sizes, groups, gate_ups, strict=True):
+                gate_up = slots.matrix_for_kernel("gate_up_proj", slot)
+                # A down matrix is let go before the next gate is waited for, so that threads cannot block each other.
+                with closing(self.store.walk(self.name, "down_proj", [size])) as downs:
+                    down = slots.matrix_for_kernel("down_proj", next(downs)[1])
+                    if gate_up is None or down is None:
+                        return None
+                    y = cpp_feed_forward(x_NH[start:end], gate_up, None, down)
+                if y is None or len(groups) == 1:
+                    return y
+                out_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
+                out_NH[start:end] = y
+        return out_NH
+
+    def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
+        """As `Experts.fits_grouped_mm`."""
+        return self.store.slots[self.name].fits_grouped_mm(device or self.device, dtype)
+
+    def extra_repr(self) -> str:
+        """Show the sizes and the place in `print(model)`."""
+        hidden_size, intermediate_size = self.hidden_and_intermediate_size
+        form = f", format={self.format.key}" if self.is_packed else ""
+        place = None if self.store is None else self.store.place
+        return f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}{form}, on={place!r}"
+
+
+class _Matrices:
+    """What the loop over experts asks for a matrix."""
+
+    def __init__(self, experts: ExpertsElsewhere, name: str):
+        self.experts, self.name = experts, name
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        store, layer = self.experts.store, self.experts.name
+        with closing(store.walk(layer, self.name, [(expert, 1)], may_compute=False)) as found:
+            slots, slot = next(found)
+            matrix = slots.matrix(self.name, slot)
+            # The slot is free for another expert when this returns.
+            return matrix.to(self.experts.device, copy=True)
+
+
+def _experts(groups: Iterable[Group]) -> list[int]:
+    return list(dict.fromkeys(expert for expert, _, _ in groups))
+
+
+def _product(
+    slots: Experts, x_NI: torch.Tensor, name: str, slot: int, transposed: bool, is_grouped: bool
+) -> torch.Tensor:
+    """Rows times one matrix of a stack, by the product that whole stacks take."""
+    group = [(0, 0, len(x_NI))]
+    if slots.is_packed:
+        parts = [part[slot : slot + 1] for part in slots.parts(name)]
+        return multiply_packed_groups(slots.formats[name], x_NI, parts, slots.sizes[name], group, transposed)
+    weight_1IO = slots.input_first(name)[slot : slot + 1]
+    weight_1IO = weight_1IO.transpose(1, 2) if transposed else weight_1IO
+    if is_grouped:
+        ends = torch.tensor([len(x_NI)], dtype=torch.int32, device=x_NI.device)
+        return F.grouped_mm(x_NI, weight_1IO.to(x_NI.dtype), offs=ends)
+    return multiply_groups(x_NI, weight_1IO, group)
+
+
+# The host counts the rows; a captured CUDA stream cannot wait for it.
+@torch.library.custom_op("llamoe::product_elsewhere", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _product_elsewhere(
+    x_NI: torch.Tensor, number: int, name: str, ends_E: torch.Tensor, transposed: bool, is_grouped: bool
+) -> torch.Tensor:
+    experts = _REGISTERED[number]
+    with torch.no_grad():
+        groups = groups_between(ends_E, len(x_NI))
+        y = experts.multiply_groups(x_NI, name, groups, transposed, is_grouped)
+        # The results of operators may not be views.
+        return y.clone(memory_format=torch.contiguous_format) if y._base is not None else y.contiguous()
+
+
+def product_elsewhere(
+    x_NI: torch.Tensor, number: int, name: str, ends_E: torch.Tensor, transposed: bool, is_grouped: bool
+) -> torch.Tensor:
+    """`ExpertsElsewhere.multiply_groups` for autograd and compilers.
+
+    Args:
+        x_NI: `[N, I]`, or `[N, O]` if `transposed`, sorted by expert.
+        number: of the experts: operators take no objects.
+        name: of the stack.
+        ends_E: `[E]` integers, the index after each expert's last row.
+        transposed: as in `multiply_groups`.
+        is_grouped: as in `multiply_groups`.
+    """
+    if is_recorded(x_NI) or (x_NI.requires_grad and torch.is_grad_enabled()):
+        return _product_elsewhere(x_NI, number, name, ends_E, transposed, is_grouped)
+    return _REGISTERED[number].multiply_groups(
+        x_NI, name, groups_between(ends_E, len(x_NI)), transposed, is_grouped
+    )
+
+
+@_product_elsewhere.register_fake
+def _(x_NI, number, name, ends_E, transposed, is_grouped):
+    return x_NI.new_empty(x_NI.shape[0], _REGISTERED[number].size_out(name, transposed))
+
+
+def _save(ctx, inputs, output):
+    _, ctx.number, ctx.name, ends_E, ctx.transposed, ctx.is_grouped = inputs
+    # The copy of a model may be gone before its last backward pass.
+    ctx.experts = _REGISTERED[ctx.number]
+    ctx.save_for_backward(ends_E)
+
+
+def _differentiate(ctx, grad):
+    (ends_E,) = ctx.saved_tensors
+    grad_x = product_elsewhere(
+        grad.contiguous(), ctx.number, ctx.name, ends_E, not ctx.transposed, ctx.is_grouped
+    )
+    return grad_x, None, None, None, None, None
+
+
+_product_elsewhere.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,300 @@
+"""From a device map that names experts to a model whose experts are elsewhere.
+
+transformers and accelerate know modules and devices. So the names of experts are taken out of the map first; while the
+model loads, these experts have no weights at all, and no one reads them; then each gets its store.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from ...configuration.checks import listed
+from ..moe import Experts
+from ..quantization import LlamoeQuantizer
+from .budget import ExpertsMemory
+from .experts import ExpertsElsewhere
+from .pieces import Stored, find_pieces
+from .statistics import ExpertsStatistics
+from .store import Store, with_stacks
+
+ALL = "experts"
+"""In a device map: the routed experts of all layers."""
+
+
+@dataclass
+class _Request:
+    """What `from_pretrained` was asked for, and what came of it.
+
+    Attributes:
+        places: names of experts, or `ALL`, to devices.
+        memory: for recently used experts.
+        is_explicit: whether the caller named a memory.
+        claimed: layers to their place and what the files have.
+        shapes: layers to the empty experts.
+    """
+
+    places: dict[str, Any]
+    memory: ExpertsMemory
+    is_explicit: bool
+    claimed: dict[str, tuple[str, Stored]] = field(default_factory=dict)
+    shapes: dict[str, Experts] = field(default_factory=dict)
+
+
+_current: ContextVar[_Request | None] = ContextVar("llamoe_experts_elsewhere", default=None)
+
+
+@contextmanager
+def take_out(kwargs: dict[str, Any]) -> Iterator[None]:
+    """Context of a load, in which experts are elsewhere as the arguments of `from_pretrained` ask.
+
+    `experts_memory` leaves the arguments, and experts leave their `device_map`.
+
+    Raises:
+        ValueError: a memory that is none, or that no experts need.
+    """
+    memory = kwargs.pop("experts_memory", None)
+    device_map = kwargs.get("device_map")
+    is_explicit = memory is not None
+    if not isinstance(memory, ExpertsMemory):
+        memory = ExpertsMemory(memory)
+    if is_explicit and not isinstance(device_map, Mapping):
+        if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+            raise ValueError(
+                f"experts_memory={memory.size} beside device_map={device_map!r}, which places whole layers: "
+                'give device_map={"experts": "disk"} or {"": 0, "experts": "cpu"}, or what llamoe.plan_placement plans.'
+            )
+        device_map = {ALL: "disk"} if device_map is None else {"": device_map, ALL: "disk"}
+    places = {}
+    if isinstance(device_map, Mapping):
+        # Other devices than these two may stand for all layers, too.
+        places = {
+            name: device
+            for name, device in device_map.items()
+            if name == ALL or (isinstance(name, str) and name.endswith(f".{ALL}") and _name(device))
+        }
+    if is_explicit and not any(_name(device) for device in places.values()):
+        raise ValueError(
+            f"experts_memory={memory.size} is for experts on disk or in RAM, but device_map names none: add "
+            '"experts": "disk" (or "cpu").'
+        )
+    if places:
+        rest = {name: device for name, device in device_map.items() if name not in places}
+        kwargs["device_map"] = rest or {"": _default_device()}
+        if kwargs.get("distributed_config") is not None or kwargs.get("tp_plan") is not None:
+            raise ValueError(
+                "Experts on disk or in RAM are for one process: leave distributed_config and tp_plan out, or the "
+                "experts out of device_map."
+            )
+    token = _current.set(_Request(places, memory, is_explicit) if places else None)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _name(device: Any) -> str | None:
+    """The device "disk" or "cpu"; None for others."""
+    text = str(device)
+    return text if text in ("disk", "cpu") else None
+
+
+def _default_device() -> Any:
+    return torch.accelerator.current_device_index() if torch.accelerator.is_available() else "cpu"
+
+
+def _device_of(name: str, device_map: Mapping[str, Any]) -> Any:
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
+
+
+def _main_device(device_map: Mapping[str, Any]) -> torch.device:
+    """The device to which accelerate brings what is elsewhere."""
+    found = (device for device in device_map.values() if _name(device) is None)
+    return torch.device(next(found, "cpu"))
+
+
+def claim(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
+    """Take the experts that were asked for out of an empty model, before its weights are read.
+
+    Raises:
+        CheckpointError: the checkpoint lacks an expert, or has it in another shape.
+        ValueError: a model without experts, weights that are in no safetensors file, or experts that are to be
+            quantized while they are loaded.
+    """
+    request = _current.get()
+    if request is None:
+        return
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    if ALL in request.places and not layers:
+        raise ValueError(
+            f"device_map[{ALL!r}] = {request.places[ALL]!r}, but {type(model).__name__} has no routed experts."
+        )
+    device_map = load_config.device_map
+    places = {name: device for name, device in request.places.items() if name != ALL}
+    if ALL in request.places:
+        places = {**dict.fromkeys(layers, request.places[ALL]), **places}
+    chosen: dict[str, Any] = {}
+    for name, device in places.items():
+        stays = _name(device) is None or name not in layers
+        # Experts in RAM are where the rest of their layer computes.
+        if stays or (_name(device) == "cpu" and _rows_device(name, device_map).type == "cpu"):
+            device_map[name] = device
+        else:
+            chosen[name] = device
+    if not chosen:
+        if request.is_explicit:
+            raise ValueError(
+                "experts_memory is for experts on disk, or in RAM beside an accelerator; here they are where they are "
+                'computed. Leave it out, or give device_map={"experts": "disk"}.'
+            )
+        return
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        if load_config.disk_offload_folder is not None and files and not request.is_explicit:
+            device_map.update(chosen)
+            return
+        found = "a state dict in memory" if not files else str(files[0])
+        raise ValueError(
+            f"device_map puts experts on {listed(sorted({str(d) for d in chosen.values()}))}, from where they are read "
+            f"out of safetensors files, but the weights are {found}: convert first, by `llamoe convert IN OUT`."
+        )
+    quantizer = load_config.hf_quantizer
+    for name in chosen:
+        is_read_so = isinstance(quantizer, LlamoeQuantizer) and quantizer.pre_quantized
+        if layers[name].is_packed and not is_read_so:
+            raise ValueError(
+                f"device_map puts {name} on {chosen[name]!r}, where experts are read as they are stored, but they are to "
+                f"be {layers[name].format.key}: quantize the checkpoint first, by `llamoe quantize IN OUT --to int4`, and load "
+                "OUT."
+            )
+    dtype = load_config.dtype if isinstance(load_config.dtype, torch.dtype) else None
+    taken = {name: layers[name] for name in chosen}
+    stored = find_pieces(taken, files, _renaming(model, load_config), dtype)
+    ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+    for name, experts in taken.items():
+        own_dtype = dtype or _stored_dtype(stored[name])
+        empty = with_stacks(
+            experts,
+            experts.num_experts,
+            lambda shape, packed, own=own_dtype, experts=experts: torch.empty(
+                shape, dtype=packed if experts.is_packed else own, device="meta"
+            ),
+        )
+        request.shapes[name] = empty
+        request.claimed[name] = chosen[name], stored[name]
+        model.set_submodule(name, ExpertsElsewhere(empty, name, empty.dtype))
+        ignored.add(re.escape(name[name.find("layers.") :]) + r"\.")
+    model._keys_to_ignore_on_load_unexpected = ignored
+
+
+def _renaming(model: Any, load_config: Any) -> Callable[[str], list[str]]:
+    """A function that gives the names which a file's key may have in the model."""
+    renamings = [rule for rule in load_config.weight_mapping or () if isinstance(rule, WeightRenaming)]
+    patterns = [(re.compile(f"^{old}"), new) for old, new in model._checkpoint_prefixes.items()]
+    prefix = f"{model.base_model_prefix}."
+
+    def names(key: str) -> list[str]:
+        renamed, _ = rename_source_key(key, renamings, [])
+        found = [renamed, *(pattern.sub(new, renamed) for pattern, new in patterns)]
+        # A model without its head, or the other way round.
+        return [*found, *(prefix + name for name in found), *(name.removeprefix(prefix) for name in found)]
+
+    return names
+
+
+def _stored_dtype(stored: Stored) -> torch.dtype:
+    return stored.pieces["down_proj"][0][0].dtype
+
+
+def _rows_device(name: str, device_map: Mapping[str, Any]) -> torch.device:
+    """Where the layer of these experts computes."""
+    device = _device_of(name.rpartition(".")[0], device_map)
+    return _main_device(device_map) if device is None or _name(device) else torch.device(device)
+
+
+def install(model: nn.Module) -> None:
+    """Give the experts that were taken out their stores, once everything else is loaded."""
+    request = _current.get()
+    if request is None or not request.claimed:
+        return
+    device_map = getattr(model, "hf_device_map", None) or {"": "cpu"}
+    stores: list[Store] = []
+    places = {(str(place), _rows_device(name, device_map)) for name, (place, _) in request.claimed.items()}
+    try:
+        for place, device in sorted(places, key=str):
+            names = [
+                name
+                for name, (own, _) in request.claimed.items()
+                if (str(own), _rows_device(name, device_map)) == (place, device)
+            ]
+            layers = {name: request.shapes[name] for name in names}
+            stored = {name: request.claimed[name][1] for name in names}
+            store = Store(layers, stored, place, device, request.memory)
+            stores.append(store)
+            for name in names:
+                _connect(model.get_submodule(name), store, stored[name])
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
+    model.hf_device_map = {**device_map, **{name: place for name, (place, _) in request.claimed.items()}}
+
+
+def _connect(experts: ExpertsElsewhere, store: Store, stored: Stored) -> None:
+    experts.store = store
+    shapes: Any = experts._shapes
+    for own_name in [*shapes._parameters, *shapes._buffers]:
+        tensor = getattr(shapes, own_name).data
+        if own_name in stored.whole:
+            path, name = stored.whole[own_name]
+            with safe_open(path, framework="pt") as file:
+                tensor = file.get_tensor(name)
+        if own_name in shapes._parameters:
+            is_float = tensor.is_floating_point() and not experts.is_packed
+            experts.register_parameter(own_name, nn.Parameter(tensor, requires_grad=is_float))
+        else:
+            experts.register_buffer(own_name, tensor)
+
+
+class KeepsExpertsElsewhere:
+    """What a model with experts elsewhere can be asked."""
+
+    def _stores(self) -> list[Store]:
+        found = (
+            module.store
+            for module in self.modules()
+            if isinstance(module, ExpertsElsewhere)  # type: ignore[attr-defined]
+        )
+        return list(dict.fromkeys(store for store in found if store is not None))
+
+    def experts_statistics(self, reset: bool = False) -> dict[str, ExpertsStatistics]:
+        """Hits, misses, bytes and time of each layer whose experts are on disk or in RAM.
+
+        Args:
+            reset: whether to count from 0 again.
+
+        Returns:
+            the name of the layer's experts to a copy of its counts; empty where all experts are on the device.
+        """
+        found = {layer: counts for store in self._stores() for layer, counts in store.statistics.items()}
+        result = {layer: counts + ExpertsStatistics() for layer, counts in found.items()}
+        if reset:
+            for counts in found.values():
+                counts.reset()
+        return result
+
+    def close(self) -> None:
+        """Close the files and end the threads of experts elsewhere; a closed model refuses to compute.
+
+        What nobody refers to any more is closed, too. Does nothing for other models.
+        """
+        for store in self._stores():
+            store.close()

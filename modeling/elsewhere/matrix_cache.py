@@ -1,0 +1,205 @@
+"""Slots of one preallocated memory that hold the matrices used last, and the rule by which one makes room.
+
+Threads share a cache. A matrix is *held* while somebody multiplies by it, and is not replaced then. A thread waits for
+a slot only while it holds none in this cache, so that somebody can always go on.
+"""
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol
+
+# Matrices that are asked for before the product that needs them.
+_LOOK_AHEAD = 4
+
+
+class Job(Protocol):
+    """A matrix on its way to a slot."""
+
+    def is_done(self) -> bool:
+        """Whether nobody writes to the slot any more."""
+
+    def finish(self) -> None:
+        """Wait until the matrix is there; raise if it did not come."""
+
+
+class Policy(Protocol):
+    """Says which matrix makes room. All calls come one at a time."""
+
+    def touch(self, key: Hashable) -> None:
+        """A matrix was asked for; it is in the cache now."""
+
+    def forget(self, key: Hashable) -> None:
+        """A matrix has left the cache."""
+
+    def victim(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
+        """The matrix to replace, of those that can go; None if none can."""
+
+
+class LeastRecentlyUsed:
+    """The matrix whose last use is the longest ago makes room."""
+
+    def __init__(self):
+        self._keys: OrderedDict[Hashable, None] = OrderedDict()
+
+    def touch(self, key: Hashable) -> None:
+        """See `Policy`."""
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+
+    def forget(self, key: Hashable) -> None:
+        """See `Policy`."""
+        self._keys.pop(key, None)
+
+    def victim(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
+        """See `Policy`."""
+        return next((key for key in self._keys if can_go(key)), None)
+
+
+class _Entry:
+    """A matrix in a slot, or on its way there."""
+
+    def __init__(self, key: Hashable, slot: int):
+        self.key, self.slot = key, slot
+        self.holders = 1
+        self.job: Any = None
+        self.is_there = False
+        self.failed = False
+
+
+class MatrixCache:
+    """A number of slots for matrices of one size.
+
+    Args:
+        slots: their number.
+        policy: says which matrix makes room.
+        fetch: begins to bring a matrix, given its key, to a slot.
+        count: told of a key, and whether it was there.
+        waited: told of a key, and the seconds that a product waited for it.
+        left: told of a slot when nobody multiplies by it any more.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        policy: Policy,
+        fetch: Callable[[Any, int], Job],
+        count: Callable[[Any, bool], None],
+        waited: Callable[[Any, float], None],
+        left: Callable[[int], None] = lambda slot: None,
+    ):
+        self.slots = slots
+        self._policy, self._fetch, self._left = policy, fetch, left
+        self._count, self._waited = count, waited
+        self._entries: dict[Hashable, _Entry] = {}
+        self._free = list(range(slots))[::-1]
+        self._condition = threading.Condition()
+
+    def __contains__(self, key: Hashable) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_there
+
+    @property
+    def has_free_slots(self) -> bool:
+        """Whether a matrix can come without another going."""
+        return bool(self._free)
+
+    def walk(self, keys: Sequence[Hashable]) -> Iterator[int]:
+        """The slots of matrices, one after the other; each is held until the next is asked for.
+
+        The next ones are fetched meanwhile.
+        """
+        held: deque[_Entry] = deque()
+        begun = 0
+        try:
+            for _ in keys:
+                while begun < len(keys) and len(held) < min(_LOOK_AHEAD, self.slots):
+                    entry = self._hold(keys[begun], may_wait=not held)
+                    if entry is None:
+                        break
+                    held.append(entry)
+                    begun += 1
+                self._await(held[0])
+                yield held[0].slot
+                self._release(held.popleft())
+        finally:
+            for entry in held:
+                self._release(entry)
+
+    def prefetch(self, keys: Sequence[Hashable]) -> None:
+        """Begin to fetch matrices of which there is room now, without waiting for them."""
+        for key in keys[: self.slots]:
+            entry = self._hold(key, may_wait=False)
+            if entry is None:
+                return
+            self._release(entry)
+
+    def _hold(self, key: Hashable, may_wait: bool) -> _Entry | None:
+        with self._condition:
+            while True:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    entry.holders += 1
+                    self._policy.touch(key)
+                    self._count(key, True)
+                    return entry
+                if (slot := self._slot()) is not None:
+                    break
+                if not may_wait:
+                    return None
+                # A matrix that was fetched ahead tells nobody that it has come.
+                self._condition.wait(timeout=0.01)
+            entry = self._entries[key] = _Entry(key, slot)
+            self._policy.touch(key)
+            self._count(key, False)
+            try:
+                entry.job = self._fetch(key, slot)
+            except BaseException:
+                self._drop(entry)
+                self._free.append(slot)
+                self._condition.notify_all()
+                raise
+            return entry
+
+    def _slot(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        victim = self._policy.victim(self._can_go)
+        if victim is None:
+            return None
+        entry = self._entries[victim]
+        self._drop(entry)
+        return entry.slot
+
+    def _can_go(self, key: Hashable) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.holders == 0 and (entry.is_there or entry.job.is_done())
+
+    def _drop(self, entry: _Entry) -> None:
+        self._policy.forget(entry.key)
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+
+    def _await(self, entry: _Entry) -> None:
+        if entry.is_there:
+            return
+        begin = time.perf_counter()
+        try:
+            entry.job.finish()
+        except BaseException:
+            with self._condition:
+                entry.failed = True
+                self._drop(entry)
+            raise
+        entry.is_there = True
+        self._waited(entry.key, time.perf_counter() - begin)
+
+    def _release(self, entry: _Entry) -> None:
+        with self._condition:
+            entry.holders -= 1
+            if entry.holders == 0:
+                self._left(entry.slot)
+                if entry.failed:
+                    self._free.append(entry.slot)
+                self._condition.notify_all()

@@ -1,0 +1,250 @@
+"""Threads that read experts from files, in large requests, straight to where they are needed.
+
+A file is opened once. Before and after each matrix is read, the path must still lead to the file that was opened, with
+the same size and time of change: what is read is never half of one version and half of another.
+"""
+
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+from ...configuration.errors import CheckpointError
+from .pieces import Piece
+
+# Bytes of one request: large enough for a drive's full rate, small enough that several threads share an expert.
+_REQUEST_BYTES = 4 << 20
+# Direct reads begin and end at multiples of this.
+_BLOCK = 4096
+# Smaller matrices would be read with much around them.
+_LEAST_BYTES_OF_DIRECT = 1 << 20
+
+
+class _File:
+    """An open file, and what it was when it was opened."""
+
+    def __init__(self, path: str, is_direct: bool):
+        self.path = path
+        self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self.direct: int | None = None
+        try:
+            self.identity = _identity(os.fstat(self.file))
+            if hasattr(os, "posix_fadvise"):
+                # What lies around an expert is not needed.
+                os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)
+            if is_direct and hasattr(os, "O_DIRECT"):
+                self.direct = _open_direct(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self, what: str) -> None:
+        """Raise a `CheckpointError` if the path does not lead to this file as it was."""
+        try:
+            now = _identity(os.stat(self.path))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: cannot be read any more while {what} is needed ({error.strerror}). Bring the file back, "
+                "and load the model again."
+            ) from error
+        if now != self.identity:
+            raise CheckpointError(
+                f"{self.path}: has changed since the model was loaded ({self.identity[2]:,} bytes then, {now[2]:,} "
+                f"now), and {what} is needed. Load the model again."
+            )
+
+    def close(self) -> None:
+        for descriptor in (self.file, self.direct):
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _open_direct(path: str) -> int | None:
+    """A descriptor that reads past the page cache; None where the file system has no such reads."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        with mmap.mmap(-1, _BLOCK) as memory:
+            os.preadv(descriptor, [memory], 0)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+class Readers:
+    """A pool of threads with the files that they read."""
+
+    def __init__(self, threads: int, direct: bool | None):
+        self._direct = direct
+        self._threads = threads
+        self._files: dict[str, _File] = {}
+        self._lock = threading.Lock()
+        self._buffers = threading.local()
+        self._pool: ThreadPoolExecutor | None = None
+        self._is_closed = False
+
+    def open(self, path: str, largest: int) -> None:
+        """Open a file; `largest` is the largest matrix that is read from it, in bytes."""
+        with self._lock:
+            if path not in self._files:
+                is_direct = largest >= _LEAST_BYTES_OF_DIRECT if self._direct is None else self._direct
+                self._files[path] = _File(path, is_direct)
+
+    @property
+    def reads_directly(self) -> bool:
+        """Whether files are read past the page cache."""
+        return any(file.direct is not None for file in self._files.values())
+
+    def start(
+        self, pieces: list[tuple[Piece, torch.Tensor]], what: str, count: Callable[[int], None]
+    ) -> "Reading":
+        """Begin to read pieces into memory.
+
+        Args:
+            pieces: each with its place, a tensor of the piece's shape.
+            what: name of the expert, for errors.
+            count: called with the bytes of each request.
+
+        Raises:
+            CheckpointError: a file has changed, or is gone; or the model is closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise closed(what)
+            files = {piece.path: self._files[piece.path] for piece, _ in pieces}
+            for file in files.values():
+                file.check(what)
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="llamoe-experts")
+            pool = self._pool
+            jobs = []
+            for piece, place in pieces:
+                row = piece.nbytes // piece.shape[0]
+                step = max(1, _REQUEST_BYTES // row)
+                for first in range(0, piece.shape[0], step):
+                    rows = place[first : first + step]
+                    begin, size = piece.begin + first * row, len(rows) * row
+                    file = files[piece.path]
+                    jobs.append(pool.submit(self._read, file, begin, size, rows, piece.dtype, what, count))
+        return Reading(jobs, list(files.values()), what)
+
+    def _read(
+        self,
+        file: _File,
+        begin: int,
+        size: int,
+        rows: torch.Tensor,
+        dtype: torch.dtype,
+        what: str,
+        count: Callable[[int], None],
+    ) -> None:
+        try:
+            if file.direct is None and rows.dtype == dtype and rows.is_contiguous() and rows.is_cpu:
+                target = memoryview(rows.view(-1).view(torch.uint8).numpy())
+                count(_fill(file.file, target, begin, size))
+                return
+            block = 1 if file.direct is None else _BLOCK
+            first = begin // block * block
+            length = -(-(begin + size - first) // block) * block
+            buffer = self._buffer(length)
+            descriptor = file.file if file.direct is None else file.direct
+            count(_fill(descriptor, memoryview(buffer)[:length], first, begin + size - first))
+            stored = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=begin - first)
+            if stored.data_ptr() % dtype.itemsize:
+                stored = stored.clone()
+            rows.copy_(stored.view(dtype).view(rows.shape))
+        except OSError as error:
+            raise CheckpointError(
+                f"{file.path}: {what} cannot be read: {error.strerror or error} (bytes {begin:,} to {begin + size:,}). "
+                "Check the drive, and ask again."
+            ) from error
+        except _Short as short:
+            raise CheckpointError(
+                f"{file.path}: {what} cannot be read: {short.got:,} bytes came of {short.wanted:,} from byte {begin:,} "
+                "on. The file was cut short; copy it again, and load the model again."
+            ) from None
+
+    def _buffer(self, size: int) -> mmap.mmap:
+        """Memory of this thread, which begins at a page."""
+        buffer = getattr(self._buffers, "memory", None)
+        if buffer is None or len(buffer) < size:
+            self._buffers.memory = buffer = mmap.mmap(-1, max(size, _REQUEST_BYTES + 2 * _BLOCK))
+        return buffer
+
+    def close(self) -> None:
+        """End the threads and close the files."""
+        with self._lock:
+            self._is_closed = True
+            pool, self._pool = self._pool, None
+            files, self._files = self._files, {}
+        if pool is not None:
+            # Python waits for threads at its own end, where the last reference may be dropped by one of them.
+            is_own = threading.current_thread().name.startswith("llamoe-experts")
+            pool.shutdown(wait=not is_own and not sys.is_finalizing(), cancel_futures=True)
+        for file in files.values():
+            file.close()
+
+
+class Reading:
+    """A matrix that is being read (`matrix_cache.Job`)."""
+
+    def __init__(self, jobs: list[Future], files: list[_File], what: str):
+        self._jobs, self._files, self._what = jobs, files, what
+
+    def is_done(self) -> bool:
+        """Whether no thread writes any more."""
+        return all(job.done() for job in self._jobs)
+
+    def finish(self) -> None:
+        """Wait for all threads, also after an error: memory that one still writes cannot be used again.
+
+        Raises:
+            CheckpointError: a file could not be read, or changed meanwhile; or the model was closed.
+        """
+        wait(self._jobs)
+        if any(job.cancelled() for job in self._jobs):
+            raise closed(self._what)
+        for job in self._jobs:
+            if (error := job.exception()) is not None:
+                raise error
+        # A file that changed while it was read may have given half of each version.
+        for file in self._files:
+            file.check(self._what)
+
+
+class _Short(Exception):
+    def __init__(self, got: int, wanted: int):
+        super().__init__()
+        self.got, self.wanted = got, wanted
+
+
+def _fill(descriptor: int, memory: memoryview, begin: int, needed: int) -> int:
+    """Read until `needed` bytes are there, and return how many came.
+
+    Direct reads ask for whole blocks, and get fewer at the end of a file.
+    """
+    got = 0
+    while got < needed:
+        count = os.preadv(descriptor, [memory[got:]], begin + got)
+        if count <= 0:
+            raise _Short(got, needed)
+        got += count
+    return got
+
+
+def closed(what: str) -> CheckpointError:
+    """The error of a model that was closed."""
+    return CheckpointError(
+        f"{what} is needed, but the model was closed by model.close(), and its experts are on disk. Load it again."
+    )

@@ -1,0 +1,303 @@
+"""The matrices of experts that are elsewhere, for all layers of a model: slots, and how a matrix comes to one.
+
+Experts on disk are read into slots in RAM. Experts in RAM are copied into slots on the accelerator, or their rows are
+computed on the CPU. Where rows are on an accelerator and experts on disk, the slots are in RAM, and a matrix is brought
+from there for one product, or its rows are computed there.
+
+Shapes: S slots, E experts.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..moe import Experts
+from .budget import ExpertsMemory, default_size
+from .copies import Copied, Copies
+from .costs import Costs, measure
+from .matrix_cache import Job, MatrixCache
+from .pieces import STACKS, Stored, part_names
+from .reading import Readers, Reading, closed
+from .statistics import ExpertsStatistics
+
+Key = tuple[str, int]
+"""A layer's name and an expert."""
+
+
+def with_stacks(
+    experts: Experts, num_experts: int, make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+) -> Experts:
+    """Experts of the same kind and sizes with stacks of their own.
+
+    Args:
+        experts: on any device, or none.
+        num_experts: their number.
+        make: a tensor of a shape and dtype.
+    """
+    new: Any = object.__new__(type(experts))
+    nn.Module.__init__(new)
+    new.__dict__.update({k: v for k, v in experts.__dict__.items() if k not in nn.Module().__dict__})
+    new.act_fn = experts.act_fn
+    new.num_experts = num_experts
+    for name, tensor in [*experts._parameters.items(), *experts._buffers.items()]:
+        made = make((num_experts, *tensor.shape[1:]), tensor.dtype)
+        if name in experts._parameters:
+            new.register_parameter(name, nn.Parameter(made, requires_grad=False))
+        else:
+            new.register_buffer(name, made)
+    return new
+
+
+def bytes_of_expert(experts: Experts) -> int:
+    """Bytes of one expert's matrices in memory."""
+    return sum(
+        math.prod(tensor.shape[1:]) * tensor.itemsize
+        for tensor in [*experts._parameters.values(), *experts._buffers.values()]
+    )
+
+
+def _parts(experts: Experts, stack: str, expert: int) -> list[torch.Tensor]:
+    return [getattr(experts, name).data[expert] for name in part_names(experts, stack)]
+
+
+class _Slots:
+    """The slots of all layers whose experts have the same sizes."""
+
+    def __init__(self, store: Any, experts: Experts, count: int, device: torch.device):
+        is_pinned = device.type == "cpu" and store.is_remote and torch.accelerator.is_available()
+
+        def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device, pin_memory=is_pinned)
+
+        self.experts = with_stacks(experts, count, make)
+        self.costs: Costs | None = None
+        # A store that refers to itself would outlive its model, with threads and files, until Python looks for cycles.
+        store, slots = weakref.proxy(store), self.experts
+        self.caches = {}
+        for stack in STACKS:
+            copies = None if device.type == "cpu" else Copies(device)
+            self.caches[stack] = MatrixCache(
+                count,
+                store.memory.policy(),
+                lambda key, slot, stack=stack, copies=copies: store.fetch(slots, key, stack, slot, copies),
+                # An expert is asked for by its first matrix.
+                lambda key, is_there, stack=stack: store.count(key, is_there, stack),
+                lambda key, seconds: store.waited(key, seconds),
+                (lambda slot: None) if copies is None else copies.leave,
+            )
+
+
+class Store:
+    """Where the experts of a model are that are not on the device that computes.
+
+    Args:
+        layers: name to the experts of a layer, on the meta device, with their dtype in memory.
+        stored: name to the places in the files.
+        place: "disk" or "cpu".
+        device: of the rows.
+        memory: what the caller of `from_pretrained` chose.
+        is_remote: whether the rows are computed on an accelerator; None: whether `device` is one.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, Experts],
+        stored: Mapping[str, Stored],
+        place: str,
+        device: torch.device,
+        memory: ExpertsMemory,
+        is_remote: bool | None = None,
+    ):
+        self.place, self.device, self.memory = place, device, memory
+        self.is_remote = device.type != "cpu" if is_remote is None else is_remote
+        self.statistics = {layer: ExpertsStatistics() for layer in layers}
+        self._stored, self._layers = stored, layers
+        self._readers = Readers(memory.readers, memory.direct)
+        # Called too when nothing refers to the model any more: no thread and no file outlives it.
+        self.close = weakref.finalize(self, self._readers.close)
+        self._in_ram: dict[str, Experts] = {}
+        # One at a time: more would need as much of the accelerator's memory.
+        self._groups: dict[str, _Slots] = {}
+        try:
+            for layer in layers:
+                pieces = [piece for stack in STACKS for each in stored[layer].pieces[stack] for piece in each]
+                largest = max(piece.nbytes for piece in pieces)
+                for path in {piece.path for piece in pieces}:
+                    self._readers.open(path, largest)
+            self._make_slots()
+            if place == "cpu":
+                for layer in layers:
+                    self._in_ram[layer] = self._read_whole(layer)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def slots(self) -> dict[str, Experts]:
+        """Of each layer the experts that hold what is in memory."""
+        return {layer: group.experts for layer, group in self._groups.items()}
+
+    @property
+    def reads_directly(self) -> bool:
+        """Whether files are read past the system's page cache."""
+        return self._readers.reads_directly
+
+    def _make_slots(self) -> None:
+        alike: dict[tuple, list[str]] = {}
+        for layer, experts in self._layers.items():
+            tensors = [*experts._parameters.items(), *experts._buffers.items()]
+            key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors)
+            alike.setdefault(key, []).append(layer)
+        needed = {
+            key: sum(self._layers[layer].num_experts for layer in layers) for key, layers in alike.items()
+        }
+        sizes = {key: bytes_of_expert(self._layers[layers[0]]) for key, layers in alike.items()}
+        total = sum(needed[key] * sizes[key] for key in alike)
+        budget = min(default_size(), total) if self.memory.size is None else self.memory.size
+        largest = max(sizes.values())
+        if budget < sum(sizes.values()):
+            layer = next(layers[0] for key, layers in alike.items() if sizes[key] == largest)
+            raise ValueError(
+                f"experts_memory={budget:,} bytes: one expert of {layer} takes {largest:,} bytes"
+                f"{f', and there are {len(sizes)} kinds of experts' if len(sizes) > 1 else ''}. Give at least "
+                f"{sum(sizes.values()):,}."
+            )
+        where = self.device if self.place == "cpu" else torch.device("cpu")
+        for key, layers in alike.items():
+            share = budget * (needed[key] * sizes[key]) / total
+            count = max(1, min(needed[key], int(share) // sizes[key]))
+            group = _Slots(self, self._layers[layers[0]], count, where)
+            self._groups |= dict.fromkeys(layers, group)
+
+    def _read_whole(self, layer: str) -> Experts:
+        experts = self._layers[layer]
+        is_pinned = self.device.type != "cpu"
+        whole = with_stacks(
+            experts,
+            experts.num_experts,
+            lambda shape, dtype: torch.empty(shape, dtype=dtype, pin_memory=is_pinned),
+        )
+        for stack in STACKS:
+            for expert in range(experts.num_experts):
+                # Counted by nobody: this is loading.
+                self._start_reading(whole, (layer, expert), stack, expert, lambda _: None).finish()
+        return whole
+
+    def _start_reading(
+        self, target: Experts, key: Key, stack: str, index: int, count: Callable[[int], None]
+    ) -> Reading:
+        layer, expert = key
+        parts = _parts(target, stack, index)
+        pieces = [
+            (piece, piece.place(parts, target.is_transposed))
+            for piece in self._stored[layer].pieces[stack][expert]
+        ]
+        return self._readers.start(pieces, f"expert {expert} of {layer}", count)
+
+    def fetch(self, slots: Experts, key: Key, stack: str, slot: int, copies: "Copies | None") -> Job:
+        """Begin to bring a matrix to a slot."""
+        layer, expert = key
+        statistics = self.statistics[layer]
+        if self.place == "disk":
+            return self._start_reading(slots, key, stack, slot, lambda size: statistics.add(bytes_read=size))
+        if not self.close.alive:
+            raise closed(f"expert {expert} of {layer}")
+        pairs = list(zip(_parts(slots, stack, slot), _parts(self._in_ram[layer], stack, expert), strict=True))
+        statistics.add(bytes_read=sum(source.nbytes for _, source in pairs))
+        return Copied(pairs) if copies is None else copies.start(pairs, slot)
+
+    def count(self, key: Key, is_there: bool, stack: str) -> None:
+        """Note that a matrix was asked for."""
+        if stack == STACKS[0]:
+            self.statistics[key[0]].add(hits=int(is_there), misses=int(not is_there))
+
+    def waited(self, key: Key, seconds: float) -> None:
+        """Note that a product waited."""
+        self.statistics[key[0]].add(seconds=seconds)
+
+    def prefetch(self, layer: str, stack: str, experts: Sequence[int]) -> None:
+        """Begin to bring matrices that will be needed soon, as far as there is room."""
+        if self.place == "disk":
+            self._groups[layer].caches[stack].prefetch([(layer, expert) for expert in experts])
+
+    def walk(
+        self, layer: str, stack: str, rows: Sequence[tuple[int, int]], may_compute: bool = True
+    ) -> Iterator[tuple[Experts, int]]:
+        """For each expert with its number of rows, a stack and the index of the matrix in it, until the next one.
+
+        Args:
+            layer: name.
+            stack: name.
+            rows: experts, and how many rows each has.
+            may_compute: whether the stack may be in RAM where the rows are on an accelerator.
+        """
+        group = self._groups[layer]
+        cache = group.caches[stack]
+        if self.place == "cpu":
+            yield from self._walk_ram(layer, stack, rows, may_compute)
+            return
+        with closing(cache.walk([(layer, expert) for expert, _ in rows])) as found:
+            for (_, num_rows), slot in zip(rows, found, strict=True):
+                if self.is_remote and (
+                    not may_compute or self._way(layer, stack, group.experts, slot, num_rows) == "bring"
+                ):
+                    yield self._moved(group.experts, stack, slot), 0
+                    continue
+                if self.is_remote and stack == STACKS[0]:
+                    self.statistics[layer].add(computed=1)
+                yield group.experts, slot
+
+    def _walk_ram(
+        self, layer: str, stack: str, rows: Sequence[tuple[int, int]], may_compute: bool
+    ) -> Iterator[tuple[Experts, int]]:
+        group, whole = self._groups[layer], self._in_ram[layer]
+        cache = group.caches[stack]
+        is_brought = [
+            not may_compute
+            or (layer, expert) in cache
+            or self._way(layer, stack, whole, expert, num_rows) == "bring"
+            for expert, num_rows in rows
+        ]
+        keys = [(layer, expert) for (expert, _), brought in zip(rows, is_brought, strict=True) if brought]
+        with closing(cache.walk(keys)) as found:
+            for (expert, _), brought in zip(rows, is_brought, strict=True):
+                if brought:
+                    yield group.experts, next(found)
+                    continue
+                if not self.close.alive:
+                    raise closed(f"expert {expert} of {layer}")
+                if stack == STACKS[0]:
+                    self.statistics[layer].add(misses=1, computed=1)
+                yield whole, expert
+                if cache.has_free_slots and self.memory.misses == "auto":
+                    # Beside the next products; there it is a hit.
+                    cache.prefetch([(layer, expert)])
+
+    def _way(self, layer: str, stack: str, experts: Experts, expert: int, num_rows: int) -> str:
+        if self.memory.misses != "auto":
+            return self.memory.misses
+        group = self._groups[layer]
+        if group.costs is None:
+            x = torch.zeros(64, self._layers[layer].stack_shape(stack)[1 if experts.is_transposed else 2])
+            x = x.to(experts.dtype)
+            matrix = experts.matrix(stack, expert)
+            group.costs = measure(
+                lambda: self._moved(experts, stack, expert), lambda rows: torch.mm(x[:rows], matrix)
+            )
+        return group.costs.cheaper(num_rows)
+
+    def _moved(self, experts: Experts, stack: str, index: int) -> Experts:
+        """Experts on the accelerator with this one matrix in both stacks' places."""
+        moved = with_stacks(experts, 1, lambda shape, dtype: torch.empty(0, dtype=dtype, device=self.device))
+        for name, part in zip(part_names(experts, stack), _parts(experts, stack, index), strict=True):
+            tensor = part[None].to(self.device, non_blocking=True)
+            if name in moved._parameters:
+                moved._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+            else:
+                moved._buffers[name] = tensor
+        return moved
