@@ -397,6 +397,7 @@ class LlamoePreTrainedModel(LoadsAdapters, Distributed, KeepsExpertsElsewhere, c
             )
         if os.path.isfile(save_directory):
             raise ValueError(f"save_pretrained({str(save_directory)!r}): this is a file; give a folder.")
+        self.check_saving()
         if layout not in ("llamoe", "stock"):
             raise ValueError(f"save_pretrained(layout={layout!r}): valid layouts are 'llamoe' and 'stock'.")
         if for_gguf and layout != "stock":

@@ -59,6 +59,20 @@ class ParamWrapper(layer.ParamWrapper):
                 if factor.device.type != "meta":
                     dist.broadcast(factor.data, group=mesh.get_group(), group_src=0)
 
+    def _move_adapter_to_device_of_base_layer(
+        self, adapter_name: str, device: torch.device | None = None
+    ) -> None:
+        experts: Any = self.get_base_layer()
+        if not experts.is_elsewhere:
+            super()._move_adapter_to_device_of_base_layer(adapter_name, device)
+            return
+        # Weights that are elsewhere have no data, or are not where the rows are.
+        dtype = None if experts.is_packed else experts.dtype
+        for factors in (self.lora_A, self.lora_B):
+            # An adapter that a file is read for has no data yet.
+            if adapter_name in factors and not factors[adapter_name].weight.is_meta:
+                factors[adapter_name].to(device=device or experts.device, dtype=dtype)
+
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
         experts: Any = self.get_base_layer()
         if not experts.is_packed:

@@ -1,7 +1,7 @@
 """Routed experts whose matrices are elsewhere: a store beside the resident stack (`moe.stores`).
 
-A product asks for one matrix at a time. It is in a slot of the memory for recently used ones, or it is brought there;
-the slots are a stack of the same kind as the model's, so that the same kernels multiply it, in the same order.
+A product asks for one matrix at a time. It is in a slot of the memory for recently used ones, or it is brought there,
+and is multiplied as a slice of a stack would be, in the same order.
 
 Shapes: N rows, E experts, S slots, I columns in, O columns out.
 """
@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ..kernels import cpp_feed_forward, is_recorded
-from ..moe import Experts, Group, groups_between, is_torchs_product, multiply_groups
-from ..quantization import multiply_packed_groups
+from ..moe import Experts, Group, groups_between, is_torchs_product
 from .pieces import STACKS
+from .products import matrix_for_kernel, matrix_of, product
 from .store import Store
 
 _REGISTERED: "weakref.WeakValueDictionary[int, ExpertsElsewhere]" = weakref.WeakValueDictionary()
@@ -166,9 +165,9 @@ class ExpertsElsewhere(Experts):
             self.store.prefetch(self.name, "down_proj", _experts(hit))
         sizes = [(expert, end - start) for expert, start, end in hit]
         with closing(self.store.walk(self.name, name, sizes)) as found:
-            for (_, start, end), (slots, slot) in zip(hit, found, strict=True):
-                x = x_NI[start:end].to(slots.down_proj.device)
-                y = _product(slots, x, name, slot, transposed, is_grouped).to(x_NI.device)
+            for (_, start, end), parts in zip(hit, found, strict=True):
+                x = x_NI[start:end].to(parts[0].device)
+                y = product(self._shapes, x, name, parts, transposed, is_grouped).to(x_NI.device)
                 if len(groups) == 1:
                     return y
                 if out_NO is None:
@@ -187,7 +186,7 @@ class ExpertsElsewhere(Experts):
         return first if self.is_transposed == transposed else second
 
     def _products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
-        if self.store.is_remote or not self.store.slots[self.name]._kernel_takes(x_NH, groups):
+        if self.store.is_remote or not self._shapes._kernel_takes(x_NH, groups):
             return None
         if any(expert >= self.num_experts for expert, _, _ in groups):
             return None
@@ -195,11 +194,11 @@ class ExpertsElsewhere(Experts):
         self.store.prefetch(self.name, "down_proj", _experts(groups))
         out_NH = None
         with closing(self.store.walk(self.name, "gate_up_proj", sizes)) as gate_ups:
-            for size, (_, start, end), (slots, slot) in zip(sizes, groups, gate_ups, strict=True):
-                gate_up = slots.matrix_for_kernel("gate_up_proj", slot)
+            for size, (_, start, end), parts in zip(sizes, groups, gate_ups, strict=True):
+                gate_up = matrix_for_kernel(self._shapes, "gate_up_proj", parts)
                 # A down matrix is let go before the next gate is waited for, so that threads cannot block each other.
                 with closing(self.store.walk(self.name, "down_proj", [size])) as downs:
-                    down = slots.matrix_for_kernel("down_proj", next(downs)[1])
+                    down = matrix_for_kernel(self._shapes, "down_proj", next(downs))
                     if gate_up is None or down is None:
                         return None
                     y = cpp_feed_forward(x_NH[start:end], gate_up, None, down)
@@ -211,7 +210,7 @@ class ExpertsElsewhere(Experts):
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """As `Experts.fits_grouped_mm`."""
-        return self.store.slots[self.name].fits_grouped_mm(device or self.device, dtype)
+        return self.store.fits_grouped_mm(self.name, device or self.device, dtype)
 
     def extra_repr(self) -> str:
         """Show the sizes and the place in `print(model)`."""
@@ -230,30 +229,13 @@ class _Matrices:
     def __getitem__(self, expert: int) -> torch.Tensor:
         store, layer = self.experts.store, self.experts.name
         with closing(store.walk(layer, self.name, [(expert, 1)], may_compute=False)) as found:
-            slots, slot = next(found)
-            matrix = slots.matrix(self.name, slot)
+            matrix = matrix_of(self.experts._shapes, self.name, next(found))
             # The slot is free for another expert when this returns.
             return matrix.to(self.experts.device, copy=True)
 
 
 def _experts(groups: Iterable[Group]) -> list[int]:
     return list(dict.fromkeys(expert for expert, _, _ in groups))
-
-
-def _product(
-    slots: Experts, x_NI: torch.Tensor, name: str, slot: int, transposed: bool, is_grouped: bool
-) -> torch.Tensor:
-    """Rows times one matrix of a stack, by the product that whole stacks take."""
-    group = [(0, 0, len(x_NI))]
-    if slots.is_packed:
-        parts = [part[slot : slot + 1] for part in slots.parts(name)]
-        return multiply_packed_groups(slots.formats[name], x_NI, parts, slots.sizes[name], group, transposed)
-    weight_1IO = slots.input_first(name)[slot : slot + 1]
-    weight_1IO = weight_1IO.transpose(1, 2) if transposed else weight_1IO
-    if is_grouped:
-        ends = torch.tensor([len(x_NI)], dtype=torch.int32, device=x_NI.device)
-        return F.grouped_mm(x_NI, weight_1IO.to(x_NI.dtype), offs=ends)
-    return multiply_groups(x_NI, weight_1IO, group)
 
 
 # The host counts the rows; a captured CUDA stream cannot wait for it.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from .budget import ExpertsMemory
 from .experts import ExpertsElsewhere
 from .pieces import Stored, find_pieces
 from .statistics import ExpertsStatistics
-from .store import Store, with_stacks
+from .store import Store, bytes_of_expert, with_stacks
 
 ALL = "experts"
 """In a device map: the routed experts of all layers."""
@@ -171,9 +171,9 @@ def claim(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
         is_read_so = isinstance(quantizer, LlamoeQuantizer) and quantizer.pre_quantized
         if layers[name].is_packed and not is_read_so:
             raise ValueError(
-                f"device_map puts {name} on {chosen[name]!r}, where experts are read as they are stored, but they are to "
-                f"be {layers[name].format.key}: quantize the checkpoint first, by `llamoe quantize IN OUT --to int4`, and load "
-                "OUT."
+                f"device_map puts {name} on {chosen[name]!r}, where experts are read as they are stored, but they are "
+                f"to be {layers[name].format.key}: quantize the checkpoint first, by `llamoe quantize IN OUT --to "
+                "int4`, and load OUT."
             )
     dtype = load_config.dtype if isinstance(load_config.dtype, torch.dtype) else None
     taken = {name: layers[name] for name in chosen}
@@ -235,9 +235,10 @@ def install(model: nn.Module) -> None:
                 for name, (own, _) in request.claimed.items()
                 if (str(own), _rows_device(name, device_map)) == (place, device)
             ]
+            memory = _share(request, names) if place == "disk" else request.memory
             layers = {name: request.shapes[name] for name in names}
             stored = {name: request.claimed[name][1] for name in names}
-            store = Store(layers, stored, place, device, request.memory)
+            store = Store(layers, stored, place, device, memory)
             stores.append(store)
             for name in names:
                 _connect(model.get_submodule(name), store, stored[name])
@@ -246,6 +247,19 @@ def install(model: nn.Module) -> None:
             store.close()
         raise
     model.hf_device_map = {**device_map, **{name: place for name, (place, _) in request.claimed.items()}}
+
+
+def _share(request: _Request, names: list[str]) -> ExpertsMemory:
+    """The part of the memory in RAM for experts of these layers, which compute on one device of several."""
+    if request.memory.size is None:
+        return request.memory
+    sizes = {
+        name: bytes_of_expert(request.shapes[name]) * request.shapes[name].num_experts
+        for name, (place, _) in request.claimed.items()
+        if str(place) == "disk"
+    }
+    size = request.memory.size * sum(sizes[name] for name in names) // sum(sizes.values())
+    return replace(request.memory, size=size)
 
 
 def _connect(experts: ExpertsElsewhere, store: Store, stored: Stored) -> None:
@@ -290,6 +304,36 @@ class KeepsExpertsElsewhere:
             for counts in found.values():
                 counts.reset()
         return result
+
+    def check_saving(self) -> None:
+        """Check that all weights can be written to a folder.
+
+        Raises:
+            ValueError: experts elsewhere that no file has as whole stacks.
+        """
+        for name, module in self.named_modules():  # type: ignore[attr-defined]
+            if isinstance(module, ExpertsElsewhere) and any(
+                tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]
+            ):
+                raise ValueError(
+                    f"{name} is on {module.store.place!r}, and its experts are stored one by one or in another dtype, "
+                    "so that its stacks are nowhere whole. The folder that it was loaded from has them: copy that, or "
+                    "fuse them by `llamoe convert IN OUT`. Adapters are saved by themselves."
+                )
+
+    def dequantize(self, *args: Any, **kwargs: Any) -> Any:
+        """As `PreTrainedModel.dequantize`.
+
+        Raises:
+            ValueError: packed experts that are elsewhere.
+        """
+        for name, module in self.named_modules():  # type: ignore[attr-defined]
+            if isinstance(module, ExpertsElsewhere) and module.is_packed:
+                raise ValueError(
+                    f"dequantize: {name} is on {module.store.place!r}, where nothing can be changed. Load the model "
+                    "into memory."
+                )
+        return super().dequantize(*args, **kwargs)  # type: ignore[misc]
 
     def close(self) -> None:
         """Close the files and end the threads of experts elsewhere; a closed model refuses to compute.

@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,14 @@ from .copies import Copied, Copies
 from .costs import Costs, measure
 from .matrix_cache import Job, MatrixCache
 from .pieces import STACKS, Stored, part_names
+from .products import Parts, product
 from .reading import Readers, Reading, closed
 from .statistics import ExpertsStatistics
 
 Key = tuple[str, int]
 """A layer's name and an expert."""
+# Bytes of a register, to which memory of torch's own is aligned.
+ALIGNMENT = 64
 
 
 def with_stacks(
@@ -61,35 +65,70 @@ def bytes_of_expert(experts: Experts) -> int:
     )
 
 
-def _parts(experts: Experts, stack: str, expert: int) -> list[torch.Tensor]:
-    return [getattr(experts, name).data[expert] for name in part_names(experts, stack)]
+def _parts(experts: Experts, stack: str, expert: int) -> Parts:
+    return [getattr(experts, name).data[expert : expert + 1] for name in part_names(experts, stack)]
 
 
 class _Slots:
     """The slots of all layers whose experts have the same sizes."""
 
     def __init__(self, store: Any, experts: Experts, count: int, device: torch.device):
-        is_pinned = device.type == "cpu" and store.is_remote and torch.accelerator.is_available()
-
-        def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device, pin_memory=is_pinned)
-
-        self.experts = with_stacks(experts, count, make)
+        is_pinned = device.type == "cpu" and store.device.type != "cpu"
         self.costs: Costs | None = None
-        # A store that refers to itself would outlive its model, with threads and files, until Python looks for cycles.
-        store, slots = weakref.proxy(store), self.experts
         self.caches = {}
+        # What holds a matrix, by stack and slot.
+        self.held: dict[str, dict[int, Parts]] = {stack: {} for stack in STACKS}
+        # One expert, for questions about sizes and dtypes.
+        self.probe = with_stacks(
+            experts, 1, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+        )
+        # A store that refers to itself would outlive its model, with threads and files, until Python looks for cycles.
+        store = weakref.proxy(store)
         for stack in STACKS:
+            shapes = [getattr(experts, name) for name in part_names(experts, stack)]
+            memory = [
+                torch.empty(
+                    count,
+                    _rounded(math.prod(part.shape[1:]) * part.itemsize) + ALIGNMENT,
+                    dtype=torch.uint8,
+                    device=device,
+                    pin_memory=is_pinned,
+                )
+                for part in shapes
+            ]
             copies = None if device.type == "cpu" else Copies(device)
             self.caches[stack] = MatrixCache(
                 count,
                 store.memory.policy(),
-                lambda key, slot, stack=stack, copies=copies: store.fetch(slots, key, stack, slot, copies),
+                partial(_fetch, store, stack, memory, shapes, self.held[stack], copies),
                 # An expert is asked for by its first matrix.
                 lambda key, is_there, stack=stack: store.count(key, is_there, stack),
                 lambda key, seconds: store.waited(key, seconds),
                 (lambda slot: None) if copies is None else copies.leave,
             )
+
+
+def _fetch(
+    store: Any,
+    stack: str,
+    memory: list[torch.Tensor],
+    shapes: list[torch.Tensor],
+    held: dict[int, Parts],
+    copies: Copies | None,
+    key: Key,
+    slot: int,
+) -> Job:
+    held[slot] = parts = []
+    for bytes_, shape in zip(memory, shapes, strict=True):
+        first = store.first_byte(key, stack)
+        size = math.prod(shape.shape[1:]) * shape.itemsize
+        part = bytes_[slot, first : first + size].view(shape.dtype)
+        parts.append(part.view(1, *shape.shape[1:]))
+    return store.fetch(key, stack, parts, slot, copies)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Store:
@@ -137,10 +176,9 @@ class Store:
             self.close()
             raise
 
-    @property
-    def slots(self) -> dict[str, Experts]:
-        """Of each layer the experts that hold what is in memory."""
-        return {layer: group.experts for layer, group in self._groups.items()}
+    def fits_grouped_mm(self, layer: str, device: torch.device, dtype: torch.dtype | None) -> bool:
+        """As `Experts.fits_grouped_mm`."""
+        return self._groups[layer].probe.fits_grouped_mm(device, dtype)
 
     @property
     def reads_directly(self) -> bool:
@@ -185,29 +223,40 @@ class Store:
         for stack in STACKS:
             for expert in range(experts.num_experts):
                 # Counted by nobody: this is loading.
-                self._start_reading(whole, (layer, expert), stack, expert, lambda _: None).finish()
+                parts = _parts(whole, stack, expert)
+                self._start_reading((layer, expert), stack, parts, lambda _: None).finish()
         return whole
 
-    def _start_reading(
-        self, target: Experts, key: Key, stack: str, index: int, count: Callable[[int], None]
-    ) -> Reading:
+    def _start_reading(self, key: Key, stack: str, parts: Parts, count: Callable[[int], None]) -> Reading:
         layer, expert = key
-        parts = _parts(target, stack, index)
+        is_transposed = self._layers[layer].is_transposed
         pieces = [
-            (piece, piece.place(parts, target.is_transposed))
+            (piece, piece.place([part[0] for part in parts], is_transposed))
             for piece in self._stored[layer].pieces[stack][expert]
         ]
         return self._readers.start(pieces, f"expert {expert} of {layer}", count)
 
-    def fetch(self, slots: Experts, key: Key, stack: str, slot: int, copies: "Copies | None") -> Job:
-        """Begin to bring a matrix to a slot."""
+    def first_byte(self, key: Key, stack: str) -> int:
+        """At which byte of a slot a matrix begins.
+
+        Products may differ in their last bits with the address of a matrix, by whole registers of the processor. So a
+        matrix that a resident model would read from a mapped file gets an address of the same kind.
+        """
+        layer, expert = key
+        pieces, experts = self._stored[layer].pieces[stack][expert], self._layers[layer]
+        is_mapped = not experts.is_packed and pieces[0].rows is None and pieces[0].dtype == experts.dtype
+        first = pieces[0].begin % ALIGNMENT
+        return first if is_mapped and first % experts.dtype.itemsize == 0 else 0
+
+    def fetch(self, key: Key, stack: str, parts: Parts, slot: int, copies: Copies | None) -> Job:
+        """Begin to bring a matrix to its slot."""
         layer, expert = key
         statistics = self.statistics[layer]
         if self.place == "disk":
-            return self._start_reading(slots, key, stack, slot, lambda size: statistics.add(bytes_read=size))
+            return self._start_reading(key, stack, parts, lambda size: statistics.add(bytes_read=size))
         if not self.close.alive:
             raise closed(f"expert {expert} of {layer}")
-        pairs = list(zip(_parts(slots, stack, slot), _parts(self._in_ram[layer], stack, expert), strict=True))
+        pairs = list(zip(parts, _parts(self._in_ram[layer], stack, expert), strict=True))
         statistics.add(bytes_read=sum(source.nbytes for _, source in pairs))
         return Copied(pairs) if copies is None else copies.start(pairs, slot)
 
@@ -227,77 +276,65 @@ class Store:
 
     def walk(
         self, layer: str, stack: str, rows: Sequence[tuple[int, int]], may_compute: bool = True
-    ) -> Iterator[tuple[Experts, int]]:
-        """For each expert with its number of rows, a stack and the index of the matrix in it, until the next one.
+    ) -> Iterator[Parts]:
+        """For each expert with its number of rows the parts of its matrix, which stay until the next is asked for.
 
         Args:
             layer: name.
             stack: name.
             rows: experts, and how many rows each has.
-            may_compute: whether the stack may be in RAM where the rows are on an accelerator.
+            may_compute: whether the matrix may be in RAM where the rows are on an accelerator.
         """
-        group = self._groups[layer]
-        cache = group.caches[stack]
+        cache, held = self._groups[layer].caches[stack], self._groups[layer].held[stack]
         if self.place == "cpu":
             yield from self._walk_ram(layer, stack, rows, may_compute)
             return
         with closing(cache.walk([(layer, expert) for expert, _ in rows])) as found:
             for (_, num_rows), slot in zip(rows, found, strict=True):
-                if self.is_remote and (
-                    not may_compute or self._way(layer, stack, group.experts, slot, num_rows) == "bring"
-                ):
-                    yield self._moved(group.experts, stack, slot), 0
-                    continue
-                if self.is_remote and stack == STACKS[0]:
-                    self.statistics[layer].add(computed=1)
-                yield group.experts, slot
+                parts = held[slot]
+                if self.is_remote:
+                    if not may_compute or self._way(layer, stack, parts, num_rows) == "bring":
+                        parts = [part.to(self.device, non_blocking=True) for part in parts]
+                    elif stack == STACKS[0]:
+                        self.statistics[layer].add(computed=1)
+                yield parts
 
     def _walk_ram(
         self, layer: str, stack: str, rows: Sequence[tuple[int, int]], may_compute: bool
-    ) -> Iterator[tuple[Experts, int]]:
-        group, whole = self._groups[layer], self._in_ram[layer]
-        cache = group.caches[stack]
+    ) -> Iterator[Parts]:
+        whole = self._in_ram[layer]
+        cache, held = self._groups[layer].caches[stack], self._groups[layer].held[stack]
         is_brought = [
             not may_compute
             or (layer, expert) in cache
-            or self._way(layer, stack, whole, expert, num_rows) == "bring"
+            or self._way(layer, stack, _parts(whole, stack, expert), num_rows) == "bring"
             for expert, num_rows in rows
         ]
         keys = [(layer, expert) for (expert, _), brought in zip(rows, is_brought, strict=True) if brought]
         with closing(cache.walk(keys)) as found:
             for (expert, _), brought in zip(rows, is_brought, strict=True):
                 if brought:
-                    yield group.experts, next(found)
+                    yield held[next(found)]
                     continue
                 if not self.close.alive:
                     raise closed(f"expert {expert} of {layer}")
                 if stack == STACKS[0]:
                     self.statistics[layer].add(misses=1, computed=1)
-                yield whole, expert
+                yield _parts(whole, stack, expert)
                 if cache.has_free_slots and self.memory.misses == "auto":
-                    # Beside the next products; there it is a hit.
+                    # Beside the next products; next time it is a hit.
                     cache.prefetch([(layer, expert)])
 
-    def _way(self, layer: str, stack: str, experts: Experts, expert: int, num_rows: int) -> str:
+    def _way(self, layer: str, stack: str, parts: Parts, num_rows: int) -> str:
         if self.memory.misses != "auto":
             return self.memory.misses
-        group = self._groups[layer]
+        group, experts = self._groups[layer], self._layers[layer]
         if group.costs is None:
-            x = torch.zeros(64, self._layers[layer].stack_shape(stack)[1 if experts.is_transposed else 2])
-            x = x.to(experts.dtype)
-            matrix = experts.matrix(stack, expert)
+            x = torch.zeros(64, experts.stack_shape(stack)[1 if experts.is_transposed else 2]).to(
+                experts.dtype
+            )
             group.costs = measure(
-                lambda: self._moved(experts, stack, expert), lambda rows: torch.mm(x[:rows], matrix)
+                lambda: [part.to(self.device, copy=True) for part in parts],
+                lambda rows: product(experts, x[:rows], stack, parts),
             )
         return group.costs.cheaper(num_rows)
-
-    def _moved(self, experts: Experts, stack: str, index: int) -> Experts:
-        """Experts on the accelerator with this one matrix in both stacks' places."""
-        moved = with_stacks(experts, 1, lambda shape, dtype: torch.empty(0, dtype=dtype, device=self.device))
-        for name, part in zip(part_names(experts, stack), _parts(experts, stack, index), strict=True):
-            tensor = part[None].to(self.device, non_blocking=True)
-            if name in moved._parameters:
-                moved._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-            else:
-                moved._buffers[name] = tensor
-        return moved

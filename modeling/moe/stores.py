@@ -88,10 +88,6 @@ class Experts(nn.Module):
         """The experts' matrices of a stack, each `[in, out]`."""
         return self.input_first(name).unbind(0)
 
-    def matrix(self, name: str, expert: int) -> torch.Tensor:
-        """One expert's matrix of a stack, `[in, out]`."""
-        return self.input_first(name)[expert]
-
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""

@@ -106,10 +106,6 @@ class QuantizedExperts(Packed, Experts):
         """The matrices `[in, out]` that the parts mean."""
         return [self._matrix(name, expert, self.dtype).T for expert in range(self.num_experts)]
 
-    def matrix(self, name: str, expert: int) -> torch.Tensor:
-        """The matrix `[in, out]` that an expert's parts mean."""
-        return self._matrix(name, expert, self.dtype).T
-
     def _matrix(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
         parts = [part[expert] for part in self.parts(name)]
         return self.formats[name].matrix(parts, self.sizes[name], dtype)

@@ -49,7 +49,9 @@ def load_both(folder, experts: int = 3, **kwargs):
     memory = experts * expert_bytes(resident)
     elsewhere = (
         llamoe_class(folder)
-        .from_pretrained(folder, dtype="auto", device_map={"experts": "disk"}, experts_memory=memory, **kwargs)
+        .from_pretrained(
+            folder, dtype="auto", device_map={"experts": "disk"}, experts_memory=memory, **kwargs
+        )
         .eval()
     )
     assert any(isinstance(module, ExpertsElsewhere) for module in elsewhere.modules())
@@ -81,3 +83,34 @@ def mixtral_folder(tmp_path_factory) -> Path:
 def ids() -> torch.Tensor:
     """Two rows of 23 tokens."""
     return torch.randint(3, 199, (2, 23), generator=torch.Generator().manual_seed(5))
+
+
+def put_in_store(model, place: str, memory, is_remote: bool) -> None:
+    """Give a model's experts a store of another kind; the CPU stands in for an accelerator if `is_remote`."""
+    from llamoe.modeling.elsewhere.store import Store
+
+    (old,) = model._stores()
+    new = Store(old._layers, old._stored, place, torch.device("cpu"), memory, is_remote)
+    for module in model.modules():
+        if isinstance(module, ExpertsElsewhere):
+            module.store = new
+    old.close()
+
+
+def simulate_lru(trace: llamoe.ExpertTrace, slots: int) -> tuple[int, int]:
+    """Hits and misses of a cache that all layers share, in the order in which passes ask for their experts."""
+    held: dict[tuple[int, int], None] = {}
+    hits = misses = 0
+    for recorded in trace._complete():
+        for layer in range(trace.num_layers):
+            for expert in recorded[layer][1].unique().tolist():
+                key = layer, expert
+                if key in held:
+                    del held[key]
+                    hits += 1
+                else:
+                    misses += 1
+                    if len(held) == slots:
+                        del held[next(iter(held))]
+                held[key] = None
+    return hits, misses

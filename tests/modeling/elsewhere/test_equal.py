@@ -1,0 +1,227 @@
+"""Experts elsewhere give the bits of experts in memory: in every store, kind of model, and way to use it."""
+
+import pytest
+import torch
+
+import llamoe
+from llamoe.modeling.elsewhere import ExpertsMemory
+from llamoe.modeling.moe import Experts
+from tests.modeling.elsewhere.conftest import (
+    counts,
+    expert_bytes,
+    load_both,
+    mixtral,
+    put_in_store,
+    simulate_lru,
+    text_model,
+)
+
+KINDS = ("text", "text of 16 bits", "two experts a token", "mixtral", "int4", "int8")
+# A place, whether rows are on a device that stands in for an accelerator, and what becomes of a miss.
+STORES = (
+    ("disk", False, "auto"),
+    ("disk", True, "compute"),
+    ("disk", True, "bring"),
+    ("cpu", True, "compute"),
+    ("cpu", True, "bring"),
+    ("cpu", True, "auto"),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder for each kind."""
+    found = {kind: tmp_path_factory.mktemp("folder") for kind in KINDS}
+    text_model().save_pretrained(found["text"])
+    text_model(num_local_experts=11).to(torch.bfloat16).save_pretrained(found["text of 16 bits"])
+    text_model(num_experts_per_tok=2, intermediate_size=80).save_pretrained(found["two experts a token"])
+    mixtral().to(torch.bfloat16).save_pretrained(found["mixtral"])
+    for bits in ("int4", "int8"):
+        plain = tmp_path_factory.mktemp("plain")
+        text_model(hidden_size=128, intermediate_size=96).to(torch.bfloat16).save_pretrained(plain)
+        config = llamoe.QuantizationConfig(bits)
+        packed = llamoe.LlamoeForCausalLM.from_pretrained(plain, dtype="auto", quantization_config=config)
+        packed.save_pretrained(found[bits])
+    return found
+
+
+@pytest.mark.parametrize("experts", [1, 3, 99])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_bit_equal(kind, experts, folders, ids):
+    resident, elsewhere = load_both(folders[kind], experts)
+    with torch.no_grad():
+        # A prompt, a token, a token in each of two rows, and a few.
+        for each in (ids, ids[:1, :1], ids[:, :1], ids[:1, :3]):
+            assert torch.equal(resident(each).logits, elsewhere(each).logits)
+    assert counts(elsewhere).misses > 0
+
+
+@pytest.mark.parametrize(("place", "is_remote", "misses"), STORES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_store_is_bit_equal(kind, place, is_remote, misses, folders, ids, monkeypatch):
+    if is_remote:
+        # An accelerator has none of the CPU's kernels.
+        monkeypatch.setattr(Experts, "_products_by_kernel", lambda *_: None)
+    resident, elsewhere = load_both(folders[kind])
+    memory = ExpertsMemory(2 * expert_bytes(resident), misses=misses)
+    put_in_store(elsewhere, place, memory, is_remote)
+    with torch.no_grad():
+        for each in (ids, ids[:1, :1], ids[:1, :3]):
+            assert torch.equal(resident(each).logits, elsewhere(each).logits)
+    found = counts(elsewhere)
+    assert found.misses > 0
+    if misses == "compute":
+        assert found.computed > 0
+    if (place, misses) == ("cpu", "compute"):
+        # Nothing was copied.
+        assert found.bytes_read == 0
+    if misses == "bring":
+        assert found.computed == 0
+        assert found.bytes_read == found.misses * expert_bytes(resident)
+
+
+@pytest.mark.parametrize("kind", ["text", "mixtral", "int8"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_beams": 3},
+        {"do_sample": True, "top_k": 20},
+        {"prompt_lookup_num_tokens": 3},
+        {"use_cache": False},
+    ],
+)
+def test_generation_is_equal(kind, how, folders, ids):
+    resident, elsewhere = load_both(folders[kind], 2)
+    ids = ids[:1] if "prompt_lookup_num_tokens" in how else ids
+    answers = []
+    for model in (resident, elsewhere):
+        torch.manual_seed(7)
+        answers.append(model.generate(ids, max_new_tokens=9, pad_token_id=0, **how))
+    assert torch.equal(*answers)
+
+
+def test_assisted_generation_is_equal(folders, ids):
+    resident, elsewhere = load_both(folders["text"], 2)
+    _, helper = load_both(folders["text of 16 bits"], 2)
+    plain = resident.generate(ids[:1], max_new_tokens=9, do_sample=False)
+    assert torch.equal(
+        plain, elsewhere.generate(ids[:1], max_new_tokens=9, do_sample=False, assistant_model=helper)
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_equal(side, folders, ids):
+    resident, elsewhere = load_both(folders["text"], 2)
+    mask = torch.ones_like(ids)
+    mask[0, : 5 if side == "left" else None] = 0
+    if side == "right":
+        mask = torch.ones_like(ids)
+        mask[0, -5:] = 0
+    with torch.no_grad():
+        assert torch.equal(
+            resident(ids, attention_mask=mask).logits, elsewhere(ids, attention_mask=mask).logits
+        )
+
+
+@pytest.mark.parametrize("implementation", ["eager", "llamoe_loop"])
+def test_experts_implementations_are_equal(implementation, folders, ids):
+    resident, elsewhere = load_both(folders["text"], 2, experts_implementation=implementation)
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, elsewhere(ids).logits)
+
+
+def test_implementations_that_want_stacks_are_refused(folders, ids):
+    _, elsewhere = load_both(folders["text"], 2, experts_implementation="batched_mm")
+    with pytest.raises(ValueError, match="batched_mm.*layers.1.feed_forward.experts is on 'disk'"):
+        elsewhere(ids)
+
+
+def test_autocast_is_equal(folders, ids):
+    resident, elsewhere = load_both(folders["text"], 2)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(resident(ids).logits, elsewhere(ids).logits)
+
+
+def test_a_cast_while_reading_is_equal(folders, ids):
+    cls, folder = llamoe.LlamoeForCausalLM, folders["text of 16 bits"]
+    resident = cls.from_pretrained(folder, dtype=torch.float32).eval()
+    elsewhere = cls.from_pretrained(
+        folder, dtype=torch.float32, device_map={"experts": "disk"}, experts_memory=2 * expert_bytes(resident)
+    ).eval()
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, elsewhere(ids).logits)
+
+
+@pytest.mark.parametrize("device_map", [
+    {"": "cpu", "model.layers.2.feed_forward.experts": "disk"},
+    {"": "cpu", "experts": "disk", "model.layers.3.feed_forward.experts": "cpu"},
+    {"experts": "disk"},
+])  # fmt: skip
+def test_maps_name_some_layers(device_map, folders, ids):
+    resident, _ = load_both(folders["text"])
+    model = llamoe.LlamoeForCausalLM.from_pretrained(folders["text"], device_map=device_map).eval()
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, model(ids).logits)
+    on_disk = {name for name in model.experts_statistics()}
+    expected = {
+        f"model.layers.{layer}.feed_forward.experts"
+        for layer in (1, 2, 3)
+        if device_map.get(f"model.layers.{layer}.feed_forward.experts", device_map.get("experts", "cpu"))
+        == "disk"
+    }
+    assert on_disk == expected
+
+
+@pytest.mark.parametrize("slots", [2, 5, 9])
+def test_hits_are_those_of_a_simulated_cache(slots, folders, ids):
+    resident, elsewhere = load_both(folders["text"], slots)
+    with llamoe.trace_experts(elsewhere) as trace:
+        elsewhere.generate(ids[:1], max_new_tokens=40, do_sample=False, eos_token_id=-1)
+    hits, misses = simulate_lru(trace, slots)
+    found = counts(elsewhere)
+    assert (found.hits, found.misses) == (hits, misses)
+    assert found.bytes_read == misses * expert_bytes(resident)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", ["text", "text of 16 bits", "mixtral"])
+def test_gradients_through_frozen_experts_are_equal(kind, training, folders, ids):
+    found = []
+    for model in load_both(folders[kind], 2):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." not in name)
+        model.train(training)(input_ids=ids, labels=ids).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() != set()
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
+def test_trained_experts_are_refused_by_name(folders, ids):
+    _, elsewhere = load_both(folders["text"], 2)
+    with pytest.raises(ValueError, match="model.layers.1.feed_forward.experts.gate_up_proj shall be trained"):
+        elsewhere.train()(ids)
+
+
+@pytest.mark.parametrize("kind", ["text", "mixtral", "int4", "int8"])
+def test_adapters_train_on_top(kind, folders, ids):
+    import peft
+
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    found = []
+    for model in load_both(folders[kind], 2):
+        torch.manual_seed(3)
+        config = peft.LoraConfig(
+            r=3, target_modules=["q_proj"], target_parameters=stacks, init_lora_weights=False
+        )
+        adapted = peft.get_peft_model(model, config).train()
+        optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.5)
+        for _ in range(2):
+            adapted(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        adapted.eval()
+        with torch.no_grad():
+            found.append([adapted(each).logits for each in (ids, ids[:1, :1], ids[:1, :5])])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    with pytest.raises(ValueError, match="on 'disk'|stored as int"):
+        adapted.merge_and_unload()
