@@ -79,6 +79,11 @@ class ExpertsElsewhere(Experts):
         return self._dtype
 
     @property
+    def weight(self) -> torch.Tensor:
+        """Nothing, on the device of the rows: peft moves new adapters to where this is."""
+        return torch.empty(0, dtype=self._dtype, device=self.device)
+
+    @property
     def device(self) -> torch.device:
         """Device of the rows."""
         return self.store.device

@@ -162,7 +162,7 @@ def test_maps_name_some_layers(device_map, folders, ids):
     model = llamoe.LlamoeForCausalLM.from_pretrained(folders["text"], device_map=device_map).eval()
     with torch.no_grad():
         assert torch.equal(resident(ids).logits, model(ids).logits)
-    on_disk = {name for name in model.experts_statistics()}
+    on_disk = set(model.experts_statistics())
     expected = {
         f"model.layers.{layer}.feed_forward.experts"
         for layer in (1, 2, 3)
