@@ -53,6 +53,7 @@ from llamoe.modeling.decoder import (  # noqa: E402
     LlamoeMixtralModel,
     LlamoeTextModel,
 )
+from llamoe.modeling.elsewhere import ExpertsMemory, ExpertsStatistics  # noqa: E402
 from llamoe.modeling.moe import ExpertTrace, RouterWatch, trace_experts, watch_routers  # noqa: E402
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
 from llamoe.modeling.processing import LlamoeProcessor, read_picture  # noqa: E402
@@ -69,6 +70,8 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "ExpertTrace",
+    "ExpertsMemory",
+    "ExpertsStatistics",
     "LlamoeConfig",
     "LlamoeDenseConfig",
     "LlamoeDenseForCausalLM",

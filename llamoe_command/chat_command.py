@@ -30,6 +30,13 @@ def chat(
         typer.Option(metavar="<dtype>", help="auto (as saved), bfloat16, float16 or float32."),
     ] = "auto",
     device_map: Annotated[str, typer.Option(help="Where the model is placed: auto, cpu, cuda, ...")] = "auto",
+    experts_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<size>",
+            help="Leave a mixture's experts on disk, with so much memory for recent ones: 8GB.",
+        ),
+    ] = None,
     picture: Annotated[
         list[Path] | None,
         typer.Option(
@@ -69,6 +76,7 @@ def chat(
         free_port,
         dtype=dtype,
         device_map=device_map,
+        experts_memory=experts_memory,
         pictures=pictures,
         open_browser=open_browser,
     )

@@ -52,7 +52,9 @@ class ChatModel:
         has_experts: whether answers come with a record of their experts.
     """
 
-    def __init__(self, folder: Path, dtype: str = "auto", device_map: str = "auto"):
+    def __init__(
+        self, folder: Path, dtype: str = "auto", device_map: str = "auto", experts_memory: str | None = None
+    ):
         """Load a folder; stock folders get llamoe's models.
 
         Raises:
@@ -83,8 +85,15 @@ class ChatModel:
             # Llama 4's processor always has one. A base model has none: it continues a text.
             self.knows_conversations = bool(self.processor.chat_template)
             self.model: Any
+            where: dict[str, Any] = {"device_map": device_map}
+            if experts_memory is not None:
+                # Everything else is on the device that there is.
+                where = {
+                    "device_map": None if device_map == "auto" else device_map,
+                    "experts_memory": experts_memory,
+                }
             self.model, loading = loader.from_pretrained(
-                folder, dtype=dtype, device_map=device_map, output_loading_info=True
+                folder, dtype=dtype, output_loading_info=True, **where
             )
         if missing := sorted(loading["missing_keys"]):
             raise CheckpointError(

@@ -31,6 +31,7 @@ def serve(
     *,
     dtype: str = "auto",
     device_map: str = "auto",
+    experts_memory: str | None = None,
     pictures: Sequence[Path] = (),
     open_browser: bool = True,
 ) -> None:
@@ -40,7 +41,7 @@ def serve(
         folder: of the model.
         host: address to listen on.
         port: a free one.
-        dtype, device_map: as in `from_pretrained`.
+        dtype, device_map, experts_memory: as in `from_pretrained`.
         pictures: to click on.
         open_browser: whether to open the page, where there is a display.
 
@@ -50,7 +51,7 @@ def serve(
     """
     for path in pictures:
         llamoe.read_picture(path)
-    chat = ChatModel(folder, dtype, device_map)
+    chat = ChatModel(folder, dtype, device_map, experts_memory)
     if pictures and not chat.sees_pictures:
         raise ValueError(f"{folder} has no vision tower, so its page takes no --picture.")
     page = make_page(chat, pictures)

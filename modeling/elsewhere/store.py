@@ -294,7 +294,8 @@ class Store:
                 parts = held[slot]
                 if self.is_remote:
                     if not may_compute or self._way(layer, stack, parts, num_rows) == "bring":
-                        parts = [part.to(self.device, non_blocking=True) for part in parts]
+                        # Not beside the host: the slot is free for another matrix when the walk goes on.
+                        parts = [part.to(self.device) for part in parts]
                     elif stack == STACKS[0]:
                         self.statistics[layer].add(computed=1)
                 yield parts

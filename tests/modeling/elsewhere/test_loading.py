@@ -1,0 +1,103 @@
+"""Ways to ask for experts elsewhere, and classes that take them."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+import llamoe
+from llamoe.modeling.elsewhere import ExpertsElsewhere
+from tests.modeling.elsewhere.conftest import expert_bytes, text_model
+
+TINY = "examples/llamoe-tiny"
+
+
+def test_auto_classes_take_the_arguments(text_folder, ids):
+    resident = AutoModelForCausalLM.from_pretrained(text_folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(text_folder, experts_memory="100KB").eval()
+    assert [type(module) for module in model.modules()].count(ExpertsElsewhere) == 3
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, model(ids).logits)
+    assert "experts_memory" not in model.config.to_dict()
+
+
+def test_the_committed_model_sees_pictures(ids):
+    resident = AutoModelForImageTextToText.from_pretrained(TINY, dtype="auto").eval()
+    one = expert_bytes(resident)
+    model = AutoModelForImageTextToText.from_pretrained(TINY, dtype="auto", experts_memory=5 * one).eval()
+    processor = llamoe.LlamoeProcessor.from_pretrained(TINY)
+    picture = torch.randint(
+        0, 255, (3, 70, 90), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "What is here?"}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True,
+        return_tensors="pt",
+    ).to(dtype=model.dtype)  # fmt: skip
+    with torch.no_grad():
+        assert torch.equal(resident(**inputs).logits, model(**inputs).logits)
+    assert sum(counts.misses for counts in model.experts_statistics().values()) > 5
+
+
+def test_other_parts_may_be_on_disk_too(text_folder, ids, tmp_path):
+    device_map = {"": "cpu", "experts": "disk", "model.layers.2": "disk", "lm_head": "disk"}
+    resident = llamoe.LlamoeForCausalLM.from_pretrained(text_folder).eval()
+    model = llamoe.LlamoeForCausalLM.from_pretrained(
+        text_folder, device_map=device_map, offload_folder=tmp_path, experts_memory="50KB"
+    ).eval()
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, model(ids).logits)
+    assert model.hf_device_map["model.layers.2.feed_forward.experts"] == "disk"
+
+
+def test_saved_stacks_load_again(text_folder, ids, tmp_path):
+    model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder, experts_memory="50KB").eval()
+    model.save_pretrained(tmp_path)
+    again = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, again(ids).logits)
+
+
+def test_saving_experts_stored_one_by_one_is_refused(mixtral_folder, tmp_path):
+    model = llamoe.LlamoeMixtralForCausalLM.from_pretrained(
+        mixtral_folder, dtype="auto", experts_memory="100KB"
+    )
+    with pytest.raises(ValueError, match="layers.0.mlp.experts is on 'disk'.*stored one by one"):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_default_budget_holds_all_experts(text_folder, ids):
+    model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder, device_map={"experts": "disk"}).eval()
+    with torch.no_grad():
+        model(ids)
+        model.experts_statistics(reset=True)
+        model(ids)
+    assert {(counts.misses, counts.bytes_read) for counts in model.experts_statistics().values()} == {(0, 0)}
+
+
+def test_models_without_experts_elsewhere_have_no_statistics(text_folder):
+    model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder)
+    assert model.experts_statistics() == {}
+    model.close()
+
+
+def test_compiled_models_are_equal(text_folder, ids):
+    resident = llamoe.LlamoeForCausalLM.from_pretrained(text_folder).eval()
+    model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder, experts_memory="60KB").eval()
+    with torch.no_grad():
+        logits = [torch.compile(each, backend="aot_eager")(ids).logits for each in (resident, model)]
+    assert torch.equal(*logits)
+
+
+def test_classifiers_take_experts_elsewhere(tmp_path, ids):
+    text_model().save_pretrained(tmp_path)
+    kwargs = {"num_labels": 3, "ignore_mismatched_sizes": True}
+    torch.manual_seed(0)
+    model = llamoe.LlamoeForSequenceClassification.from_pretrained(
+        tmp_path, experts_memory="60KB", **kwargs
+    ).eval()
+    torch.manual_seed(0)
+    resident = llamoe.LlamoeForSequenceClassification.from_pretrained(tmp_path, **kwargs).eval()
+    resident.score.load_state_dict(model.score.state_dict())
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, model(ids).logits)

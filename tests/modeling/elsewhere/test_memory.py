@@ -1,0 +1,52 @@
+"""Peak memory of a process whose mixture is on disk: everything else, the budget, one expert, and at most 200 MB."""
+
+import json
+import subprocess
+import sys
+
+import torch
+
+from tests.modeling.elsewhere.conftest import expert_bytes, text_model
+
+SCRIPT = """
+import json, sys, torch, llamoe
+def status(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+# What every program with these libraries takes, and what a small pass adds to it.
+torch.set_num_threads(1)
+before = status("VmRSS")
+model = llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], dtype="auto", experts_memory=int(sys.argv[2]))
+answer = model.generate(torch.arange(3, 40)[None], max_new_tokens=20, do_sample=False, eos_token_id=-1)
+rest = sum(p.nbytes for n, p in model.named_parameters() if ".experts." not in n)
+counts = sum(model.experts_statistics().values(), llamoe.ExpertsStatistics())
+print(json.dumps([before, status("VmHWM"), rest, counts.misses, counts.bytes_read, answer[0].tolist()]))
+"""
+
+
+def test_peak_is_everything_else_and_the_budget(tmp_path):
+    # 566 MB, of which 16 MB are not experts.
+    model = text_model(
+        hidden_size=512, intermediate_size=1024, intermediate_size_mlp=512, num_local_experts=44, head_dim=32
+    )
+    model.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="200MB")
+    expert, total = expert_bytes(model), sum(p.nbytes for p in model.parameters())
+    resident = model.eval().generate(
+        torch.arange(3, 40)[None], max_new_tokens=20, do_sample=False, eos_token_id=-1
+    )
+    budget = 7 * expert
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), str(budget)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    before, peak, rest, misses, bytes_read, answer = json.loads(run.stdout.splitlines()[-1])
+    assert answer == resident[0].tolist()
+    assert misses > 7
+    # Direct reads begin and end at blocks.
+    assert misses * expert <= bytes_read <= 1.02 * misses * expert
+    limit = before + rest + budget + expert + 200_000_000
+    assert total > budget + 250_000_000
+    assert peak < limit, f"{peak - before:,} bytes above {before:,}, of {limit - before:,}"
