@@ -170,9 +170,10 @@ def claim(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
     for name in chosen:
         is_read_so = isinstance(quantizer, LlamoeQuantizer) and quantizer.pre_quantized
         if layers[name].is_packed and not is_read_so:
+            form: Any = layers[name]
             raise ValueError(
                 f"device_map puts {name} on {chosen[name]!r}, where experts are read as they are stored, but they are "
-                f"to be {layers[name].format.key}: quantize the checkpoint first, by `llamoe quantize IN OUT --to "
+                f"to be {form.format.key}: quantize the checkpoint first, by `llamoe quantize IN OUT --to "
                 "int4`, and load OUT."
             )
     dtype = load_config.dtype if isinstance(load_config.dtype, torch.dtype) else None
@@ -278,15 +279,11 @@ def _connect(experts: ExpertsElsewhere, store: Store, stored: Stored) -> None:
             experts.register_buffer(own_name, tensor)
 
 
-class KeepsExpertsElsewhere:
+class KeepsExpertsElsewhere(nn.Module):
     """What a model with experts elsewhere can be asked."""
 
     def _stores(self) -> list[Store]:
-        found = (
-            module.store
-            for module in self.modules()
-            if isinstance(module, ExpertsElsewhere)  # type: ignore[attr-defined]
-        )
+        found = (module.store for module in self.modules() if isinstance(module, ExpertsElsewhere))
         return list(dict.fromkeys(store for store in found if store is not None))
 
     def experts_statistics(self, reset: bool = False) -> dict[str, ExpertsStatistics]:
@@ -311,7 +308,7 @@ class KeepsExpertsElsewhere:
         Raises:
             ValueError: experts elsewhere that no file has as whole stacks.
         """
-        for name, module in self.named_modules():  # type: ignore[attr-defined]
+        for name, module in self.named_modules():
             if isinstance(module, ExpertsElsewhere) and any(
                 tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]
             ):
@@ -327,7 +324,7 @@ class KeepsExpertsElsewhere:
         Raises:
             ValueError: packed experts that are elsewhere.
         """
-        for name, module in self.named_modules():  # type: ignore[attr-defined]
+        for name, module in self.named_modules():
             if isinstance(module, ExpertsElsewhere) and module.is_packed:
                 raise ValueError(
                     f"dequantize: {name} is on {module.store.place!r}, where nothing can be changed. Load the model "

@@ -19,6 +19,7 @@ class Job(Protocol):
 
     def is_done(self) -> bool:
         """Whether nobody writes to the slot any more."""
+        ...
 
     def finish(self) -> None:
         """Wait until the matrix is there; raise if it did not come."""

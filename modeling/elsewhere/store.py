@@ -245,6 +245,9 @@ class Store:
         layer, expert = key
         pieces, experts = self._stored[layer].pieces[stack][expert], self._layers[layer]
         is_mapped = not experts.is_packed and pieces[0].rows is None and pieces[0].dtype == experts.dtype
+        if self.place == "cpu":
+            # On the accelerator a resident model has memory of its own.
+            return 0
         first = pieces[0].begin % ALIGNMENT
         return first if is_mapped and first % experts.dtype.itemsize == 0 else 0
 

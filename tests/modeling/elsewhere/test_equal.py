@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-
-import llamoe
-from llamoe.modeling.elsewhere import ExpertsMemory
-from llamoe.modeling.moe import Experts
-from tests.modeling.elsewhere.conftest import (
+from support.elsewhere import (
     counts,
     expert_bytes,
     load_both,
@@ -15,6 +11,10 @@ from tests.modeling.elsewhere.conftest import (
     simulate_lru,
     text_model,
 )
+
+import llamoe
+from llamoe.modeling.elsewhere import ExpertsMemory
+from llamoe.modeling.moe import Experts
 
 KINDS = ("text", "text of 16 bits", "two experts a token", "mixtral", "int4", "int8")
 # A place, whether rows are on a device that stands in for an accelerator, and what becomes of a miss.

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from support.elsewhere import expert_bytes, text_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import llamoe
 from llamoe.modeling.elsewhere import ExpertsElsewhere
-from tests.modeling.elsewhere.conftest import expert_bytes, text_model
 
 TINY = "examples/llamoe-tiny"
 

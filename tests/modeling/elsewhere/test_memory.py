@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 import torch
-
-from tests.modeling.elsewhere.conftest import expert_bytes, text_model
+from support.elsewhere import expert_bytes, text_model
 
 SCRIPT = """
 import json, sys, torch, llamoe

@@ -1,0 +1,95 @@
+"""Small mixtures of sizes that never coincide, the models that they are loaded into, and a cache to compare with."""
+
+from pathlib import Path
+
+import torch
+
+import llamoe
+from llamoe.modeling.elsewhere import ExpertsElsewhere, ExpertsStatistics
+
+TEXT = {
+    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 7,
+    "num_experts_per_tok": 1, "moe_layers": [1, 2, 3], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MIXTRAL = {
+    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def text_model(**changes) -> llamoe.LlamoeForCausalLM:
+    """A Llama-4-style mixture with random weights that tell experts apart."""
+    torch.manual_seed(0)
+    return llamoe.LlamoeForCausalLM(llamoe.LlamoeTextConfig(**{**TEXT, "initializer_range": 0.2, **changes}))
+
+
+def mixtral(**changes) -> llamoe.LlamoeMixtralForCausalLM:
+    """A small Mixtral, which is saved with one linear layer an expert."""
+    torch.manual_seed(1)
+    config = llamoe.LlamoeMixtralConfig(**{**MIXTRAL, "initializer_range": 0.2, **changes})
+    return llamoe.LlamoeMixtralForCausalLM(config)
+
+
+def expert_bytes(model) -> int:
+    """Bytes of one expert."""
+    experts = next(module for name, module in model.named_modules() if name.endswith(".experts"))
+    return sum(tensor[0].nbytes for tensor in [*experts.parameters(), *experts.buffers()])
+
+
+def counts(model) -> ExpertsStatistics:
+    """What all layers together counted."""
+    return sum(model.experts_statistics().values(), ExpertsStatistics())
+
+
+def load_both(folder, experts: int = 3, **kwargs):
+    """The model of a folder in memory, and with room for so many experts, which are on disk."""
+    resident = llamoe_class(folder).from_pretrained(folder, dtype="auto", **kwargs).eval()
+    memory = experts * expert_bytes(resident)
+    elsewhere = (
+        llamoe_class(folder)
+        .from_pretrained(
+            folder, dtype="auto", device_map={"experts": "disk"}, experts_memory=memory, **kwargs
+        )
+        .eval()
+    )
+    assert any(isinstance(module, ExpertsElsewhere) for module in elsewhere.modules())
+    return resident, elsewhere
+
+
+def llamoe_class(folder):
+    """The class that a folder was saved from."""
+    import json
+
+    return getattr(llamoe, json.loads(Path(folder, "config.json").read_text())["architectures"][0])
+
+
+def put_in_store(model, place: str, memory, is_remote: bool) -> None:
+    """Give a model's experts a store of another kind; the CPU stands in for an accelerator if `is_remote`."""
+    from llamoe.modeling.elsewhere.store import Store
+
+    (old,) = model._stores()
+    new = Store(old._layers, old._stored, place, torch.device("cpu"), memory, is_remote)
+    for module in model.modules():
+        if isinstance(module, ExpertsElsewhere):
+            module.store = new
+    old.close()
+
+
+def simulate_lru(trace: llamoe.ExpertTrace, slots: int) -> tuple[int, int]:
+    """Hits and misses of a cache that all layers share, in the order in which passes ask for their experts."""
+    held: dict[tuple[int, int], None] = {}
+    hits = misses = 0
+    for recorded in trace._complete():
+        for layer in range(trace.num_layers):
+            for expert in recorded[layer][1].unique().tolist():
+                key = layer, expert
+                if key in held:
+                    del held[key]
+                    hits += 1
+                else:
+                    misses += 1
+                    if len(held) == slots:
+                        del held[next(iter(held))]
+                held[key] = None
+    return hits, misses
