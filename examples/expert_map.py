@@ -29,6 +29,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--image", required=True, metavar="FILE", help="a picture")
     parser.add_argument("--prompt", default="What is in the picture?", help="default: %(default)s")
     parser.add_argument("--out", default="experts.png", metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--experts-memory",
+        metavar="SIZE",
+        help='keep experts on disk, and recently used ones in so much memory: "8GB"',
+    )
     parser.add_argument("--layers", type=int, default=8, help="panels at most (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.layers < 1:
@@ -118,7 +123,9 @@ def main() -> None:
     try:
         picture = llamoe.read_picture(arguments.image)
         processor = AutoProcessor.from_pretrained(arguments.model)
-        model = llamoe.LlamoeForConditionalGeneration.from_pretrained(arguments.model, dtype="auto").eval()
+        model = llamoe.LlamoeForConditionalGeneration.from_pretrained(
+            arguments.model, dtype="auto", experts_memory=arguments.experts_memory
+        ).eval()
     except (OSError, ValueError) as error:
         fail(str(error))
     text = model.config.get_text_config()

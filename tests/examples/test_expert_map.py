@@ -28,6 +28,12 @@ def test_it_draws_a_picture(tmp_path, monkeypatch, capsys):
         assert picture.format == "PNG" and min(picture.size) > 300 and len(picture.getcolors(1 << 20)) > 50
 
 
+def test_experts_on_disk_draw_the_same_picture(tmp_path, monkeypatch):
+    run(monkeypatch, "--image", PICTURE, "--out", tmp_path / "in_memory.png")
+    run(monkeypatch, "--image", PICTURE, "--out", tmp_path / "on_disk.png", "--experts-memory", "300KB")
+    assert (tmp_path / "in_memory.png").read_bytes() == (tmp_path / "on_disk.png").read_bytes()
+
+
 def test_choices_are_those_of_the_routers():
     import expert_map
 
@@ -46,6 +52,7 @@ def test_choices_are_those_of_the_routers():
         (["--image", "none.png"], "expert_map: no such image: none.png\n"),
         (["--image", PICTURE, "--model", "{}"], "expert_map: {} is no model folder: it has no config.json\n"),
         (["--image", PICTURE, "--out", "{}/none/map.png"], "expert_map: no such folder: {}/none\n"),
+        (["--image", PICTURE, "--experts-memory", "much"], 'give bytes, or a text like "8GB", above 0.\n'),
         (["--image", PICTURE, "--layers", "0"], "argument --layers: must be at least 1, not 0\n"),
     ],
 )
