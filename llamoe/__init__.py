@@ -56,6 +56,12 @@ from llamoe.modeling.decoder import (  # noqa: E402
 from llamoe.modeling.elsewhere import ExpertsMemory, ExpertsStatistics  # noqa: E402
 from llamoe.modeling.moe import ExpertTrace, RouterWatch, trace_experts, watch_routers  # noqa: E402
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
+from llamoe.modeling.placement import (  # noqa: E402
+    Bandwidths,
+    PlacementPlan,
+    measure_bandwidths,
+    plan_placement,
+)
 from llamoe.modeling.processing import LlamoeProcessor, read_picture  # noqa: E402
 from llamoe.modeling.registration import adopt, release  # noqa: E402
 from llamoe.modeling.registration import register as _register  # noqa: E402
@@ -67,6 +73,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "PRESETS",
+    "Bandwidths",
     "CheckpointError",
     "ConfigurationError",
     "ExpertTrace",
@@ -96,6 +103,7 @@ __all__ = [
     "LlamoeTextModel",
     "LlamoeVisionConfig",
     "LlamoeVisionModel",
+    "PlacementPlan",
     "QuantizationConfig",
     "RouterWatch",
     "adopt",
@@ -104,6 +112,8 @@ __all__ = [
     "from_stock",
     "llama_recipe",
     "lora_config",
+    "measure_bandwidths",
+    "plan_placement",
     "preset",
     "read_picture",
     "release",

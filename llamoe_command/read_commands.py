@@ -31,6 +31,24 @@ def inspect(
             "--for", help="Also say whether llama.cpp, which reads GGUF files, computes this model."
         ),
     ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Also say where each part would go on a machine.")
+    ] = False,
+    gpus: Annotated[
+        int | None, typer.Option(help="For --plan: number of GPUs. The default is those of this machine.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(help='For --plan with --gpus: memory of each, such as "24GB". The default is 80GB.'),
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(help='For --plan: such as "64GB". The default is what is free on this machine.'),
+    ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(help="For --plan: of a weight, 32, 16, 8 or 4. The default is what the files have."),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -44,10 +62,15 @@ def inspect(
     With --for the exit status is 1 where llama.cpp would compute something else, and 0 where it would not.
 
         llamoe inspect my-model --for gguf
+
+    With --plan it is said what goes to GPUs, to memory and to disk, and how fast that could run.
+
+        llamoe inspect llama-4-scout --plan --gpus 1 --ram 64GB --bits 4
     """
     # A name without a folder may be that of a preset.
     conversion = load_conversion(*[Path(path)] if os.sep in path else [], is_silent=as_json or quiet)
-    found = conversion.inspect(path, context=context, batch=batch, reader=reader)
+    machine = {"gpus": gpus, "gpu_memory": gpu_memory, "ram": ram, "bits": bits}
+    found = conversion.inspect(path, context=context, batch=batch, reader=reader, plan=plan, **machine)
     print_sections(dataclasses.asdict(found), found.sections(), as_json)
     if found.gguf:
         raise typer.Exit(1)

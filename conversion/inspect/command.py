@@ -11,6 +11,13 @@ from typing import Any, Literal
 from ...configuration import LlamoeVisionConfig, QuantizationConfig, cache_bytes, count_parameters
 from ...configuration.base import LlamoeBaseConfig
 from ...modeling.checkpoints import in_units
+from ...modeling.placement import (
+    PlacementPlan,
+    plan_placement,
+    rows_of_devices,
+    rows_of_experts,
+    rows_of_speed,
+)
 from ..checkpoint import Checkpoint, check_at_least, expected_shapes
 from ..hf import in_words, packed_weights
 from ..verify import tied_head
@@ -49,6 +56,7 @@ class Inspection:
         problems: what is missing or wrong, in sentences.
         gguf: what llama.cpp would compute otherwise or not load, in sentences; None if nobody asked.
         gguf_notes: what else there is to know and to do before llama.cpp's converter reads the checkpoint.
+        placement: where each part would go on a machine; None if nobody asked.
         seconds: duration.
     """
 
@@ -73,6 +81,7 @@ class Inspection:
     problems: list[str]
     gguf: list[str] | None
     gguf_notes: list[str]
+    placement: PlacementPlan | None
     seconds: float
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -108,6 +117,15 @@ class Inspection:
             if not self.quantization:
                 rows.append(("note", NOTE))
             sections.append(("memory", rows))
+        if self.placement is not None:
+            rows = [
+                ("", f"{'device':<8}{'weights':>10}{'cache':>10}{'together':>10}{'room':>10}   holds (GB)")
+            ]
+            rows += [("", f"{device:<8}{text}") for device, text in rows_of_devices(self.placement)]
+            rows += [("", text) for text in rows_of_experts(self.placement)]
+            rows += rows_of_speed(self.placement)
+            rows += [("from_pretrained", _arguments(self.placement))]
+            sections.append(("plan", rows))
         if self.gguf is not None:
             answers = self.gguf or ["llama.cpp computes this model as it is"]
             sections.append(("gguf", [("", text) for text in (*answers, *self.gguf_notes)]))
@@ -125,6 +143,11 @@ def inspect(
     context: int | None = None,
     batch: int = 1,
     reader: Literal["gguf"] | None = None,
+    plan: bool = False,
+    gpus: int | None = None,
+    gpu_memory: str | None = None,
+    ram: str | None = None,
+    bits: int | None = None,
 ) -> Inspection:
     """Inspect a checkpoint by its headers: what it is and how much memory it needs.
 
@@ -135,6 +158,11 @@ def inspect(
             8192, or the model's limit if that is lower.
         batch: rows that the cache is computed for.
         reader: "gguf": also say whether llama.cpp, which reads a GGUF file of it, computes this model.
+        plan: also say where each part would go on a machine, as `plan_placement` plans it.
+        gpus: for the plan: number of accelerators; by default those of this machine.
+        gpu_memory: for the plan: of each accelerator; by default 80GB.
+        ram: for the plan; by default what is free on this machine.
+        bits: for the plan: of a weight; by default as the files have them.
 
     Returns:
         The findings. A checkpoint with missing or damaged files is described as far as possible; `problems` names
@@ -142,12 +170,19 @@ def inspect(
 
     Raises:
         CheckpointError: the path does not exist, or nothing at it can be read.
-        ValueError: a context beyond the model's limit, a batch below 1, or an unknown reader.
+        ValueError: a context beyond the model's limit, a batch below 1, or an unknown reader; arguments of a plan
+            without one, or a plan of a model that has no configuration or no place on such a machine.
     """
     begin = time.perf_counter()
     check_at_least(1, batch=batch, **({} if context is None else {"context": context}))
     if reader not in (None, "gguf"):
         raise ValueError(f"reader = {reader!r}: valid are 'gguf' and None.")
+    machine = {"gpus": gpus, "gpu_memory": gpu_memory, "ram": ram, "bits": bits}
+    machine = {name: value for name, value in machine.items() if value is not None}
+    if machine and not plan:
+        raise ValueError(
+            f"{', '.join(machine)}: for a plan, which was not asked for: give plan (--plan), too."
+        )
     found, problems = open_partly(path)
     config, tensors, in_files = found.config, found.tensors, found.stored or found.tensors
     tied = {} if config is None else tied_head(config)
@@ -175,6 +210,7 @@ def inspect(
             f"the configuration asks for {counted.total:,} numbers, and the files have {stored:,}: "
             f"{len(mismatches):,} tensors do not fit"
         )
+    placement = _plan(found, context, batch, machine) if plan else None
     gguf, gguf_notes = answer_for_gguf(found) if reader == "gguf" else (None, [])
     files = {file.name: file.stat().st_size for file in found.sources}
     return Inspection(
@@ -199,6 +235,7 @@ def inspect(
         problems=problems,
         gguf=gguf,
         gguf_notes=gguf_notes,
+        placement=placement,
         seconds=time.perf_counter() - begin,
     )
 
@@ -210,6 +247,24 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
     if context is None:
         context = min(_DEFAULT_CONTEXT, config.get_text_config().max_position_embeddings)
     return context, sum(cache_bytes(config, context, batch, piece=context))
+
+
+def _plan(found: Checkpoint, context: int | None, batch: int, machine: dict[str, Any]) -> PlacementPlan:
+    """Placement of a checkpoint: by its files where `from_pretrained` would read them, else by its configuration."""
+    if found.config is None:
+        raise ValueError(f"{found.path}: has no configuration, by which a placement could be planned.")
+    model: Any = found.config
+    if found.kind == "hf" or found.quantization is not None:
+        model = found.path
+    return plan_placement(model, context=context, batch=batch, **machine)
+
+
+def _arguments(plan: PlacementPlan) -> str:
+    """Arguments of `from_pretrained`, as far as they fit into a line."""
+    if len(plan.device_map) <= 2:
+        return ", ".join(f"{name}={value!r}" for name, value in plan.arguments().items())
+    memory = "" if plan.experts_memory is None else f", experts_memory={plan.experts_memory}"
+    return f"**llamoe.plan_placement(...).arguments(): {len(plan.device_map)} names in device_map{memory}"
 
 
 def _need(weights: int, cached: int) -> str:

@@ -159,6 +159,12 @@ def test_inspect_prints_sections(source, capsys):
     assert "parameters" in out
     assert "int4" in out
     assert run(capsys, "inspect", "llama-4-scout")[0] == 0
+    options = ["--plan", "--gpus", "1", "--gpu-memory", "24GB", "--ram", "64GB", "--bits", "4"]
+    status, out, _ = run(capsys, "inspect", "llama-4-scout", *options)
+    assert status == 0 and "routed experts are in RAM" in out
+    for wrong in (["--plan", "--gpus", "-1"], ["--ram", "3GB"], ["--plan", "--bits", "5"]):
+        status, out, err = run(capsys, "inspect", "llama-4-scout", *wrong)
+        assert status == 2 and not out and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *OTHERS])

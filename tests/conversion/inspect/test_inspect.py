@@ -6,7 +6,6 @@ import math
 import os
 import statistics
 import struct
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models import dense_config, draw, multimodal_config, text_config, vision_config
-from support.paths import EXAMPLES
 from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, LlamaForCausalLM
 
 import llamoe
@@ -29,6 +27,7 @@ from llamoe.conversion.inspect.footprint import split_shapes
 from llamoe.conversion.io.read_files import FileTensor
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.verify.run_streamed import build_empty
+from llamoe.modeling.placement.units import sizes_of
 
 MODELS = {
     "dense": (LlamaForCausalLM, dense_config),
@@ -237,33 +236,24 @@ def test_towers_of_clip_are_described_alike(tmp_path):
     assert found.sizes["num_hidden_layers"] == 3 and found.stored == expected.stored
 
 
-@pytest.fixture
-def planner(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import plan_placement
-
-    yield plan_placement
-    sys.modules.pop("plan_placement")
-
-
-def check_needs(needs, config, planner):
-    """The placement example's bytes."""
-    for dtype, need in needs.items():
-        model = planner.build(config, dtype)
-        assert need.weights == sum(parameter.nbytes for parameter in model.parameters()), dtype
+def check_needs(needs, config):
+    """The bytes that a placement is planned with."""
+    for dtype, bits in {"bfloat16": 16, "int8": 8, "int4": 4}.items():
+        sizes = sizes_of(config, None, bits)
+        assert needs[dtype].weights == sizes.weights + sizes.experts, dtype
     assert len({need.weights for need in needs.values()}) == 3
 
 
 @FAMILIES
-def test_memory_is_what_the_placement_example_plans_with(family, saved, planner):
-    check_needs(inspect(saved(family)[0]).needs, stock_sized(family), planner)
+def test_memory_is_what_a_placement_is_planned_with(family, saved):
+    check_needs(inspect(saved(family)[0]).needs, stock_sized(family))
 
 
 @pytest.mark.parametrize("name", ["llama-4-scout", "llama-2-70b", "metaclip-b16"])
-def test_a_preset_without_weights_says_what_it_would_need(name, planner):
+def test_a_preset_without_weights_says_what_it_would_need(name):
     found = inspect(name)
     config = preset(name)
-    check_needs(found.needs, config, planner)
+    check_needs(found.needs, config)
     assert found.kind == "preset" and name in found.presets and not found.problems
     assert (
         found.stored is None
@@ -273,6 +263,43 @@ def test_a_preset_without_weights_says_what_it_would_need(name, planner):
     assert "weights" not in dict(found.sections())
     if name != "metaclip-b16":
         assert found.needs["int4"].cache == sum(cache_bytes(config, found.context, piece=found.context))
+
+
+@FAMILIES
+def test_a_plan_is_that_of_the_library(family, saved):
+    folder, _ = saved(family)
+    machine = {"gpus": 1, "gpu_memory": "6GB", "ram": "5GB"}
+    found = inspect(folder, plan=True, **machine)
+    assert found.placement == llamoe.plan_placement(folder, **machine)
+    assert found.placement.device_map == {"": 0} and inspect(folder).placement is None
+    rows = dict(found.sections())["plan"]
+    assert ("from_pretrained", "device_map={'': 0}") in rows
+    assert json.loads(json.dumps(dataclasses.asdict(found)))["placement"]["weights"] == {
+        "0": found.stored * 2
+    }
+
+
+def test_a_plan_of_a_source_that_is_to_be_converted_is_that_of_its_configuration(tmp_path):
+    draw(Llama4ForCausalLM, text_config(hidden_size=120)).to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    save_meta(open_hf(tmp_path / "hf"), tmp_path / "meta")
+    plans = [inspect(tmp_path / kind, plan=True, gpus=0, ram="5GB").placement for kind in ("hf", "meta")]
+    assert plans[0].weights == plans[1].weights and plans[0].experts == plans[1].experts
+
+
+def test_a_plan_of_a_preset_says_where_its_experts_are():
+    found = inspect("llama-4-scout", plan=True, gpus=1, gpu_memory="14.5GB", ram="64GB", bits=4, context=1024)
+    rows = dict(found.sections())["plan"]
+    assert any("routed experts are in RAM" in text for _, text in rows)
+    assert any("'experts': 'cpu'" in text and "experts_memory=" in text for _, text in rows)
+
+
+def test_a_machine_without_a_plan_is_refused(saved, tmp_path):
+    folder, _ = saved("dense")
+    with pytest.raises(ValueError, match=r"gpus, ram: for a plan, which was not asked for: give plan"):
+        inspect(folder, gpus=1, ram="3GB")
+    save_file({"weight": torch.zeros(3)}, tmp_path / "alone.safetensors")
+    with pytest.raises(ValueError, match="has no configuration, by which a placement could be planned"):
+        inspect(tmp_path / "alone.safetensors", plan=True)
 
 
 def test_a_preset_is_known_by_its_sizes():

@@ -1,0 +1,109 @@
+"""Bytes a second of memories and links: measured on this machine, or assumed from data sheets."""
+
+import mmap
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from .quantities import bytes_of
+
+_PIECE = 8 << 20
+_READERS = 8
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Bytes a second; numbers, or texts like "80GB". The defaults are assumptions, and no measurements.
+
+    Attributes:
+        gpu: an accelerator's own memory. 2.0 TB: the data sheet of an A100 with 80 GB; an H100 SXM has 3.35.
+        link: from RAM to an accelerator. 25 GB: what copies reach of 31.5 over 16 lanes of PCIe 4.
+        ram: the CPU's memory. 80 GB: two channels of DDR5-5600 have 89.6.
+        drive: 6 GB: an NVMe drive on PCIe 4, with many requests at once.
+        inside: between accelerators of a node, one way. 300 GB: NVLink of an A100.
+        between: between nodes, for all accelerators of a node together. 25 GB: one port of 200 Gbit/s.
+    """
+
+    gpu: float | str = 2.0e12
+    link: float | str = 25e9
+    ram: float | str = 80e9
+    drive: float | str = 6e9
+    inside: float | str = 300e9
+    between: float | str = 25e9
+
+    def __post_init__(self):
+        """Turn texts into numbers.
+
+        Raises:
+            ValueError: none, or not above 0.
+        """
+        for own in fields(self):
+            value = float(bytes_of(f"Bandwidths.{own.name}", getattr(self, own.name), least=1))
+            object.__setattr__(self, own.name, value)
+
+
+def measure_bandwidths(folder: str | os.PathLike | None = None, most_bytes: int = 1 << 30) -> Bandwidths:
+    """Measure how fast the CPU reads its memory and, where a folder is given, how fast its drive is read.
+
+    It takes about two seconds. The drive is read past the system's page cache where that can be. All else keeps the
+    defaults of `Bandwidths`: give what your accelerator has by `dataclasses.replace`.
+
+    Args:
+        folder: with large files, such as a checkpoint's.
+        most_bytes: of the largest file that are read.
+
+    Raises:
+        ValueError: the folder has no file of 1 MB or more.
+    """
+    found = {"ram": _ram()}
+    if folder is not None:
+        found["drive"] = _drive(Path(folder), most_bytes)
+    return Bandwidths(**found)
+
+
+def _ram() -> float:
+    """As a product of a matrix with a vector reads it, which is what generating a token does."""
+    # Larger than any cache.
+    matrix, vector = torch.ones(16384, 8192), torch.ones(8192)
+    best = min(_seconds(lambda: torch.mv(matrix, vector)) for _ in range(5))
+    return matrix.nbytes / best
+
+
+def _seconds(work) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _drive(folder: Path, most_bytes: int) -> float:
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    largest = max(files, key=lambda path: path.stat().st_size, default=None)
+    size = 0 if largest is None else min(largest.stat().st_size, most_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if largest is None or size < 1e6:
+        raise ValueError(f"{folder}: has no file of 1 MB or more, by which its drive could be measured.")
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        file = os.open(largest, os.O_RDONLY | direct)
+    except OSError:
+        # A file system without such reads.
+        file = os.open(largest, os.O_RDONLY)
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+        def read(bounds: tuple[int, int]) -> int:
+            with mmap.mmap(-1, _PIECE) as memory, memoryview(memory) as view:
+                return os.preadv(file, [view[: bounds[1] - bounds[0]]], bounds[0])
+
+        edges = [*range(0, size, _PIECE), size]
+        with ThreadPoolExecutor(_READERS) as pool:
+            begin = time.perf_counter()
+            count = sum(pool.map(read, pairwise(edges)))
+            return count / (time.perf_counter() - begin)
+    finally:
+        os.close(file)

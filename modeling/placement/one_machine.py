@@ -1,0 +1,341 @@
+"""Where the parts of a model go on one machine: on accelerators, routed experts in RAM or on disk, layers in RAM."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...configuration import LlamoeVisionConfig, cache_bytes, cache_tokens
+from ...configuration.base import LlamoeBaseConfig
+from .bandwidths import Bandwidths
+from .filling import Filled, fill, place_of
+from .quantities import GB, bytes_of, count_of
+from .speed import bytes_of_step, seconds_of_step
+from .table import lines_of
+from .units import Sizes, build, layer_names, read_config, sizes_of
+
+_DEFAULT_CONTEXT = 8192
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """Placement of a model on one machine. Sizes are bytes; devices are 0, 1, ... for accelerators, "cpu" and "disk".
+
+    `from_pretrained(folder, **plan.arguments())` loads the model so.
+
+    Attributes:
+        device_map: for `from_pretrained`.
+        experts_memory: for `from_pretrained`; memory for recently used experts, of RAM where they are on disk, of each
+            accelerator where they are in RAM. None where no experts are elsewhere.
+        room: device to bytes for weights and cache: its memory without headroom.
+        weights: device to bytes of weights, experts among them.
+        cache: device to bytes of keys and values at their fullest.
+        experts: device to bytes of routed experts, which `weights` count, too.
+        remaining: device to bytes of its room that nothing takes, `experts_memory` taken off.
+        parts: part of the model to its parameters and bytes.
+        form: dtype or format of the weights.
+        context, prefill, batch: tokens, tokens of the prompt in one pass, and rows that the cache is for.
+        cached: tokens that each layer's cache holds.
+        cached_token: key/value heads, their size, and bytes of a number; a layer's cache has two such for each token.
+        expert_bytes_per_step: bytes of routed experts that one token of each row reads, wherever they are.
+        hit_share: share of the experts elsewhere that `experts_memory` holds, which is the share of hits if all experts
+            are chosen equally often.
+        seconds: what a step of generating waits for, to seconds.
+        bandwidths: that these follow from.
+        notes: what else to know, in sentences.
+    """
+
+    device_map: dict[str, Any]
+    experts_memory: int | None
+    room: dict[Any, int]
+    weights: dict[Any, int]
+    cache: dict[Any, int]
+    experts: dict[Any, int]
+    remaining: dict[Any, int]
+    parts: dict[str, tuple[int, int]] = field(repr=False)
+    form: str
+    context: int | None
+    prefill: int | None
+    batch: int
+    cached: list[int] = field(repr=False)
+    cached_token: tuple[int, int, int] | None = field(repr=False)
+    expert_bytes_per_step: int
+    hit_share: float
+    seconds: dict[str, float]
+    bandwidths: Bandwidths
+    notes: list[str]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens a second of all rows together, by the bandwidths alone; None for a tower."""
+        total = sum(self.seconds.values())
+        return self.batch / total if total and self.context is not None else None
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `from_pretrained`."""
+        memory = {} if self.experts_memory is None else {"experts_memory": self.experts_memory}
+        return {"device_map": dict(self.device_map), **memory}
+
+    def place_of(self, name: str) -> Any:
+        """Device of a parameter."""
+        if ".experts." in name and "experts" in self.device_map:
+            return self.device_map["experts"]
+        return place_of(name, self.device_map)
+
+    def __str__(self) -> str:
+        return "\n".join(lines_of(self))
+
+
+def plan_placement(
+    model: LlamoeBaseConfig | str | os.PathLike,
+    *,
+    gpus: int | Sequence[int | str] | None = None,
+    gpu_memory: int | str = "80GB",
+    ram: int | str | None = None,
+    disk: bool = True,
+    bits: int | None = None,
+    context: int | None = None,
+    batch: int = 1,
+    prefill: int | None = None,
+    headroom: int | str = "4GB",
+    bandwidths: Bandwidths | Mapping[str, float | str] | None = None,
+) -> PlacementPlan:
+    """Plan on which device each part of a model goes, before a weight is read or downloaded.
+
+    Everything goes to the accelerators if it fits. Else routed experts leave them, of as few layers as need be, for
+    RAM, where they are computed. If they do not fit there, they stay on disk, with what RAM is left as memory for those
+    used last. If the rest does not fit on the accelerators either, its last layers are brought from RAM, then from
+    disk, in every pass, as accelerate does. Without accelerators RAM is where everything is computed.
+
+    Args:
+        model: a configuration, ours or stock, the name of a preset, a config.json, or a folder.
+        gpus: number of accelerators, or the memory of each; None: those of this machine, with what is free there.
+        gpu_memory: of each accelerator, where `gpus` is a number; bytes, or a text like "24GB".
+        ram: None: what is free on this machine.
+        disk: whether anything may stay on disk.
+        bits: of a weight: 32, 16, or 8 or 4 of linear layers and routed experts as bitsandbytes stores them. None: as
+            the folder's files have them, or 16 where there are none.
+        context: tokens of prompt and answer that the cache is for; by default 8192, or the model's limit if lower.
+        batch: rows that the cache is for.
+        prefill: tokens of the prompt in one pass; by default all.
+        headroom: of each device, kept free for what a pass computes with.
+        bandwidths: of `measure_bandwidths()`, or some of its fields; by default assumptions.
+
+    Raises:
+        ValueError: arguments that are wrong, or a model that has no place on these devices, with the sizes.
+    """
+    config, folder = read_config(model)
+    sizes = sizes_of(config, folder, bits)
+    room = _room(gpus, gpu_memory, ram, bytes_of("headroom", headroom))
+    count_of("batch", batch)
+    cached, token = [], None
+    if isinstance(config, LlamoeVisionConfig):
+        context = prefill = None
+    else:
+        if context is None:
+            context = min(_DEFAULT_CONTEXT, config.get_text_config().max_position_embeddings)
+        prefill = context if prefill is None else prefill
+        cached, text = cache_tokens(config, context, prefill), config.get_text_config()
+        token = text.num_key_value_heads, text.head_dim, sizes.element_size
+        per_layer = cache_bytes(config, context, batch, sizes.element_size, prefill)
+        sizes = sizes.with_cache(per_layer, layer_names(build(config)))
+    if not isinstance(bandwidths, Bandwidths):
+        bandwidths = _bandwidths(bandwidths)
+    filled, apart, place, memory = _choose(sizes, room, disk, context, batch)
+    return _finish(
+        sizes,
+        room,
+        filled,
+        apart,
+        place,
+        memory,
+        bandwidths,
+        (context, prefill, batch, cached, token),
+        bits,
+        folder,
+    )
+
+
+def _bandwidths(given: Any) -> Bandwidths:
+    try:
+        return Bandwidths(**(given or {}))
+    except TypeError as error:
+        names = ", ".join(Bandwidths.__dataclass_fields__)
+        raise ValueError(f"bandwidths={given!r}: give a Bandwidths, or some of {names}.") from error
+
+
+def _room(gpus: Any, gpu_memory: Any, ram: Any, headroom: int) -> dict[Any, int]:
+    """Device to bytes for weights and cache, the first device first."""
+    if gpus is None or ram is None:
+        from accelerate.utils import get_max_memory
+
+        here = get_max_memory()
+    if gpus is None:
+        own = [size for device, size in here.items() if device != "cpu"]
+    elif isinstance(gpus, (int, float)):
+        own = [bytes_of("gpu_memory", gpu_memory)] * count_of("gpus", gpus, least=0)
+    elif isinstance(gpus, str):
+        raise ValueError(f"gpus={gpus!r}: give a number of accelerators, or a list with the memory of each.")
+    else:
+        own = [bytes_of("gpus", size) for size in gpus]
+    memory = here["cpu"] if ram is None else bytes_of("ram", ram)
+    sizes = own or [memory]
+    for size in sizes:
+        if size <= headroom:
+            raise ValueError(
+                f"a device of {size / GB:g} GB has no room beside a headroom of {headroom / GB:g} GB"
+            )
+    room: dict[Any, int] = {device: size - headroom for device, size in enumerate(own)}
+    return {**room, "cpu": max(0, memory - headroom)}
+
+
+def _choose(
+    sizes: Sizes, room: dict[Any, int], disk: bool, context: int | None, batch: int
+) -> tuple[Filled, frozenset[str], str | None, int | None]:
+    """Which device has which unit, the units whose experts are elsewhere, where that is, and their memory."""
+    units, main = sizes.units, next(iter(room))
+    devices = {device: size for device, size in room.items() if device == main or device != "cpu"}
+    if filled := fill(units, devices, is_whole=True):
+        return filled, frozenset(), None, None
+    mixtures = [unit for unit in units if unit.experts]
+    # A store holds at least one expert of each kind.
+    least = sum({unit.one_expert for unit in mixtures})
+    # With accelerators as few layers as need be are without their experts there. Without, all experts come from disk:
+    # memory for what is used holds at least as much of use as layers that are always there.
+    for kept in range(len(mixtures) - 1, -1, -1) if main != "cpu" else [0] if disk and mixtures else []:
+        leaving = mixtures[kept:]
+        apart = frozenset(unit.name for unit in leaving)
+        filled = fill(units, devices, apart, reserve=least, is_whole=True)
+        if filled is None:
+            continue
+        size = sum(unit.experts for unit in leaving)
+        if main == "cpu":
+            return filled, apart, "disk", min(size, room["cpu"] - filled.used("cpu"))
+        if size <= room["cpu"]:
+            rows = {place for unit, place in zip(units, filled.places, strict=True) if unit.name in apart}
+            left = min(room[device] - filled.used(device) for device in rows)
+            return filled, apart, "cpu", min(size, left)
+        if disk and room["cpu"] >= least:
+            return filled, apart, "disk", min(size, room["cpu"])
+        break
+    return _bring_layers(sizes, room, disk, context, batch, least)
+
+
+def _bring_layers(
+    sizes: Sizes, room: dict[Any, int], disk: bool, context: int | None, batch: int, least: int
+) -> tuple[Filled, frozenset[str], str | None, int | None]:
+    """As `_choose`, where not even everything but routed experts fits on the devices that compute."""
+    units, main = sizes.units, next(iter(room))
+    apart = frozenset(unit.name for unit in units if unit.experts)
+    if main == "cpu":
+        places: list[str | None] = ["disk" if apart else None]
+    else:
+        places = ["cpu", "disk"] if apart else [None]
+    for place in places:
+        taken = {None: 0, "cpu": sizes.experts, "disk": least}[place]
+        if place == "disk" and not disk:
+            continue
+        limits = dict(room)
+        if main != "cpu":
+            limits["cpu"] = room["cpu"] - taken
+            if limits["cpu"] < 0:
+                continue
+        filled = fill(units, limits, apart, reserve=least if apart else 0)
+        if filled is None or (not disk and "disk" in filled.weights):
+            continue
+        if place == "cpu" and filled.weights.get("disk"):
+            # Experts on disk cost less than layers there.
+            continue
+        if place is None:
+            return filled, frozenset(), None, None
+        if place == "cpu":
+            return filled, apart, "cpu", least
+        left = room["cpu"] - filled.used("cpu")
+        return filled, apart, "disk", min(sizes.experts, left)
+    raise ValueError(_no_place(sizes, room, disk, context, batch, least))
+
+
+def _no_place(
+    sizes: Sizes, room: dict[Any, int], disk: bool, context: int | None, batch: int, least: int
+) -> str:
+    main = next(iter(room))
+    if sizes.cache + least >= room[main]:
+        more = f", one expert {least / GB:.3g} GB" if least else ""
+        return (
+            f"the cache of {context} tokens in {batch} rows takes {sizes.cache / GB:.1f} GB{more}, and "
+            f"device {main} has {room[main] / GB:.1f}: take more or larger devices, or a smaller context"
+        )
+    rooms = ", ".join(f"{device} {size / GB:.1f}" for device, size in room.items())
+    hint = "more memory, fewer bits" + ("" if disk else ", or disk=True")
+    return (
+        f"the weights take {sizes.weights / GB:.1f} GB and routed experts {sizes.experts / GB:.1f} GB beside "
+        f"{sizes.cache / GB:.1f} GB of cache, and the devices have room for {rooms} GB: take {hint}"
+    )
+
+
+def _finish(
+    sizes: Sizes,
+    room: dict[Any, int],
+    filled: Filled,
+    apart: frozenset[str],
+    place: str | None,
+    memory: int | None,
+    bandwidths: Bandwidths,
+    cache: tuple[Any, ...],
+    bits: int | None,
+    folder: Any,
+) -> PlacementPlan:
+    units, main = sizes.units, next(iter(room))
+    device_map, weights = dict(filled.device_map), dict(filled.weights)
+    experts: dict[Any, int] = {}
+    for unit, own_place in zip(units, filled.places, strict=True):
+        if unit.experts:
+            at = place if unit.name in apart else own_place
+            experts[at] = experts.get(at, 0) + unit.experts
+            if unit.name in apart:
+                weights[at] = weights.get(at, 0) + unit.experts
+    if apart == {unit.name for unit in units if unit.experts} and apart:
+        device_map["experts"] = place
+    else:
+        device_map |= {unit.experts_name: place for unit in units if unit.name in apart}
+    remaining = {d: size - weights.get(d, 0) - filled.cache.get(d, 0) for d, size in room.items()}
+    if memory is not None:
+        rows = {own for unit, own in zip(units, filled.places, strict=True) if unit.name in apart}
+        holders = {"cpu"} if place == "disk" else {main if own in ("cpu", "disk") else own for own in rows}
+        for holder in holders:
+            remaining[holder] -= memory
+    elsewhere = sum(unit.experts for unit in units if unit.name in apart)
+    hit_share = memory / elsewhere if memory is not None else 0.0
+    placed = [
+        (unit, own, place if unit.name in apart else None)
+        for unit, own in zip(units, filled.places, strict=True)
+    ]
+    context, prefill, batch, cached, token = cache
+    seconds = seconds_of_step(placed, main, sizes.chosen, batch, hit_share, bandwidths)
+    notes = []
+    if place is not None and bits in (4, 8) and folder is None:
+        notes.append(
+            f"Experts elsewhere are read as files have them: run `llamoe quantize IN OUT --to int{bits}`, "
+            "and plan OUT, whose files say the sizes."
+        )
+    return PlacementPlan(
+        device_map=device_map,
+        experts_memory=memory,
+        room=room,
+        weights=weights,
+        cache=filled.cache,
+        experts=experts,
+        remaining=remaining,
+        parts=sizes.parts,
+        form=sizes.form,
+        context=context,
+        prefill=prefill,
+        batch=batch,
+        cached=cached,
+        cached_token=token,
+        expert_bytes_per_step=round(bytes_of_step(units, sizes.chosen, batch)),
+        hit_share=hit_share,
+        seconds=seconds,
+        bandwidths=bandwidths,
+        notes=notes,
+    )

@@ -1,0 +1,42 @@
+"""Sizes as numbers or texts."""
+
+import math
+from typing import Any
+
+from accelerate.utils import convert_file_size_to_int
+
+GB = 10**9
+
+
+def bytes_of(name: str, value: Any, least: int = 0) -> int:
+    """Bytes of a size that a user gave.
+
+    Args:
+        name: of the argument.
+        value: bytes, or a text like "24GB" (10^9 bytes each) or "24GiB".
+        least: the smallest that is valid.
+
+    Raises:
+        ValueError: it is none, or smaller.
+    """
+    number = value
+    if isinstance(value, str):
+        try:
+            number = convert_file_size_to_int(value.strip())
+        except ValueError:
+            number = None
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or not math.isfinite(number) or number < least:
+        raise ValueError(f'{name}={value!r}: give bytes, or a text like "24GB", of at least {least}.')
+    return int(number)
+
+
+def count_of(name: str, value: Any, least: int = 1) -> int:
+    """A number of things that a user gave.
+
+    Raises:
+        ValueError: it is no whole number, or smaller.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: give a whole number of at least {least}.")
+    return value

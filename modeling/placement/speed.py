@@ -1,0 +1,79 @@
+"""Seconds that the memories and links take for one step of generating, from a plan's bytes.
+
+What is counted is reading: each weight that a token needs once, keys and values once, chosen experts from where they
+are. Products, launches and the system take more, so that the result is a bound, not a promise.
+"""
+
+from collections.abc import Iterable
+
+from .bandwidths import Bandwidths
+from .units import Unit
+
+
+def distinct_experts(num_experts: int, chosen: int, rows: int) -> float:
+    """Expected number of experts that so many rows choose, if all are equally likely."""
+    return num_experts * (1 - (1 - chosen / num_experts) ** rows) if num_experts else 0.0
+
+
+def bytes_of_step(units: Iterable[Unit], chosen: int, rows: int) -> float:
+    """Bytes of routed experts that one step reads in these units."""
+    return sum(
+        unit.one_expert * distinct_experts(unit.num_experts, chosen, rows)
+        for unit in units
+        if unit.num_experts
+    )
+
+
+def seconds_of_step(
+    placed: Iterable[tuple[Unit, object, str | None]],
+    main: object,
+    chosen: int,
+    rows: int,
+    hit_share: float,
+    bandwidths: Bandwidths,
+) -> dict[str, float]:
+    """What a step waits for, to seconds.
+
+    Args:
+        placed: units, the device of each, and where its experts are: "cpu", "disk", or None for the unit's device.
+        main: the first device, to which others' units are brought.
+        chosen: experts of a token in each mixture.
+        rows: sequences that are generated at once.
+        hit_share: share of experts elsewhere that are held by their `experts_memory`.
+        bandwidths: bytes a second.
+    """
+    b = bandwidths
+    found: dict[str, float] = {}
+
+    def add(what: str, size: float, rate: float) -> None:
+        if size:
+            found[what] = found.get(what, 0.0) + size / rate
+
+    home = b.ram if main == "cpu" else b.gpu
+    beside, way = 1 / home, "RAM"
+    if main != "cpu":
+        # An expert in RAM is computed there or brought, whichever is sooner.
+        beside = min(1 / b.ram, 1 / b.link)
+        way = "RAM" if b.ram >= b.link else "the link to the accelerator"
+    for unit, place, elsewhere in placed:
+        own = unit.weights if unit.is_read else 0
+        routed = bytes_of_step([unit], chosen, rows)
+        if place in ("cpu", "disk") and place != main:
+            # accelerate brings a layer whole, with all experts that it has.
+            own += 0 if elsewhere else unit.experts
+            routed = routed if elsewhere else 0
+            if place == "disk":
+                add("layers from the drive", own, b.drive)
+            if main != "cpu":
+                add("layers over the link", own, b.link)
+        add("weights where they are computed", own, home)
+        add("keys and values", unit.cache, home)
+        if elsewhere is None:
+            add("experts where they are computed", routed, home)
+        elif elsewhere == "cpu":
+            add("experts held by the accelerator", routed * hit_share, home)
+            add(f"experts from {way}", routed * (1 - hit_share), 1 / beside)
+        else:
+            add("experts from the drive", routed * (1 - hit_share), b.drive)
+            add(f"experts from {way}", routed, 1 / beside)
+    return found

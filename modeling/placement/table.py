@@ -1,0 +1,130 @@
+"""A plan as text: its sizes by part and by device, and what a token waits for."""
+
+from typing import Any
+
+from .quantities import GB
+
+_NOTE = (
+    "{0}: linear layers and routed experts, as bitsandbytes stores them. Embeddings, head, routers, norms and the "
+    "tower's patch embedding stay in bfloat16."
+)
+_IN_FEW_BITS = ("int8", "int4")
+
+
+def lines_of(plan: Any, name: str = "the model") -> list[str]:
+    """A `PlacementPlan` in lines."""
+    total, count = sum(plan.weights.values()), sum(count for count, _ in plan.parts.values())
+    lines = [f"{name}: {count:,} parameters, {total / GB:.2f} GB in {plan.form}"]
+    for part, (numbers, size) in plan.parts.items():
+        each = size / numbers if numbers else 0
+        lines.append(f"  {part:<52}{numbers:>16,} x {each:<5.4g} bytes = {size / GB:>8.3f} GB")
+    if plan.form in _IN_FEW_BITS:
+        lines.append(_NOTE.format(plan.form))
+    if plan.cached:
+        heads, head_dim, size = plan.cached_token
+        held = ", ".join(
+            f"{plan.cached.count(n)} layers x {n:,} tokens" for n in sorted(set(plan.cached), reverse=True)
+        )
+        lines.append(
+            f"cache: ({held}) x 2 x {heads} heads x {head_dim} x {size} bytes x {plan.batch} rows = "
+            f"{sum(plan.cache.values()) / GB:.3f} GB"
+        )
+    lines += ["room: a device's memory less the headroom, for what a pass computes with", ""]
+    lines.append(f"{'device':<8}{'weights':>10}{'cache':>10}{'together':>10}{'room':>10}   holds")
+    return [*lines, *(f"{label:<8}{text}" for label, text in rows_of_devices(plan)), *_after(plan)]
+
+
+def rows_of_devices(plan: Any) -> list[tuple[str, str]]:
+    """Devices with their weights, cache, sum and room in GB, and what they hold."""
+    rows = []
+    devices = [device for device in plan.room if device != "cpu"]
+    for device in [*devices, "cpu", "disk"]:
+        weights, cache = plan.weights.get(device, 0), plan.cache.get(device, 0)
+        limit = f"{plan.room[device] / GB:.2f}" if device in plan.room else "-"
+        numbers = "".join(f"{size / GB:>10.2f}" for size in (weights, cache, weights + cache))
+        rows.append((str(device), f"{numbers}{limit:>10}   {_holds(plan.device_map, device)}"))
+    return rows
+
+
+def rows_of_speed(plan: Any) -> list[tuple[str, str]]:
+    """What a step of generating waits for, in milliseconds, and tokens a second."""
+    if plan.tokens_per_second is None:
+        return []
+    rows = [(what, f"{1000 * seconds:.2f} ms") for what, seconds in plan.seconds.items()]
+    rates = ", ".join(f"{name} {rate / GB:.4g}" for name, rate in vars(plan.bandwidths).items())
+    return [
+        *rows,
+        ("tokens a second", f"at most {plan.tokens_per_second:.3g}, if reading were all (GB/s: {rates})"),
+    ]
+
+
+def rows_of_experts(plan: Any) -> list[str]:
+    """Sentences on what is not where it is computed."""
+    rows = []
+    main = next(iter(plan.room))
+    if plan.experts_memory is not None:
+        place = "disk" if plan.experts.get("disk") else "cpu"
+        where = "RAM" if place == "disk" else "each accelerator that has their layers"
+        said = "on disk" if place == "disk" else "in RAM"
+        rows.append(
+            f"{plan.experts[place] / GB:.2f} GB of routed experts are {said}, and "
+            f"experts_memory={plan.experts_memory} bytes of {where} hold {plan.hit_share:.1%} of them; a step reads "
+            f"{plan.expert_bytes_per_step / GB:.2f} GB of experts in all."
+        )
+    elsewhere = 0 if plan.experts_memory is None else plan.experts.get("disk", plan.experts.get("cpu", 0))
+    outside = sum(plan.weights.get(place, 0) for place in ("cpu", "disk") if place != main) - elsewhere
+    if outside > 0:
+        refused = ", and bitsandbytes refuses that" if plan.form in _IN_FEW_BITS and main != "cpu" else ""
+        where = "on no accelerator" if main != "cpu" else "on disk"
+        rows.append(f"{outside / GB:.2f} GB are {where}: every pass moves them to device {main}{refused}.")
+    return rows + list(plan.notes)
+
+
+def _after(plan: Any) -> list[str]:
+    lines = ["", *rows_of_experts(plan)] if rows_of_experts(plan) else []
+    speed = rows_of_speed(plan)
+    width = max((len(label) for label, _ in speed), default=0)
+    return [*lines, *([""] if speed else []), *(f"{label:<{width}}  {text}" for label, text in speed)]
+
+
+def _holds(device_map: dict[str, Any], device: Any) -> str:
+    held = [name for name, place in device_map.items() if place == device and name]
+    if device_map.get("") == device:
+        return "the whole model" if len(device_map) == 1 else "everything else"
+    return summarize(held) or "nothing"
+
+
+def summarize(names: list[str]) -> str:
+    """The names with runs in short: `layers.0`, `layers.1`, `layers.2` become `layers.0-2`."""
+    runs: list[list[Any]] = []
+    for name in names:
+        stem, number, end = _parts(name)
+        if number is None:
+            runs.append([stem, None, None, ""])
+        elif runs and [runs[-1][0], runs[-1][3]] == [stem, end] and runs[-1][2] < number:
+            runs[-1][2] = number
+            runs[-1].append(number)
+        else:
+            runs.append([stem, number, number, end, number])
+    return ", ".join(_run(run) for run in runs)
+
+
+def _parts(name: str) -> tuple[str, int | None, str]:
+    """`a.layers.3.mlp.experts` as `a.layers`, 3, `.mlp.experts`."""
+    pieces = name.split(".")
+    at = next((i for i in reversed(range(len(pieces))) if pieces[i].isdigit()), None)
+    if at is None:
+        return name, None, ""
+    return ".".join(pieces[:at]), int(pieces[at]), "".join(f".{piece}" for piece in pieces[at + 1 :])
+
+
+def _run(run: list[Any]) -> str:
+    stem, first, last, end, *numbers = run
+    if first is None:
+        return stem
+    if first == last:
+        return f"{stem}.{first}{end}"
+    step = numbers[1] - numbers[0]
+    if numbers == list(range(first, last + 1, step)):
+        return f"{stem}.{first}-{last}{end}" + (f" (every {step}.)" if step > 1 else "")
+    return f"{stem}.{','.join(map(str, numbers))}{end}"

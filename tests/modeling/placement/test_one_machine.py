@@ -1,0 +1,275 @@
+"""A plan's sums are those of real models, its maps load and change no bit, and its speeds are the arithmetic's."""
+
+import json
+
+import pytest
+import torch
+from support.models import MODELS, for_models, run
+
+import llamoe
+from llamoe import plan_placement
+from llamoe.configuration import cache_bytes
+from llamoe.modeling.placement.table import summarize
+
+GB = 10**9
+SCOUT = "llama-4-scout"
+CASES = {case.name: case for case in MODELS}
+TEXT, DENSE = CASES["LlamoeForCausalLM"], CASES["LlamoeDenseForCausalLM"]
+
+
+def is_expert(name):
+    return ".experts." in name
+
+
+def split_bytes(model):
+    """Bytes of everything but routed experts, and of these."""
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if is_expert(name))
+    return sum(sizes.values()) - experts, experts
+
+
+@for_models("is_head")
+@pytest.mark.parametrize(("gpus", "bits"), [(0, 32), (1, 16), (3, 32), (3, 16)])
+def test_every_byte_is_somewhere(case, gpus, bits):
+    """At many capacities: weights by counting a real model's tensors, cache by layer, and no device over its room."""
+    config = case.make_config()
+    dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
+    model = case.make().to(dtype)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    per_layer = cache_bytes(config, 40, batch_size=2, element_size=dtype.itemsize, piece=20)
+    stem = next(name for name, module in model.named_modules() if module is model.get_decoder().layers)
+    seen = set()
+    devices = list(range(gpus)) or ["cpu"]
+    for step in range(6, 26, 3):
+        room = total * step // 20
+        plan = plan_placement(
+            config,
+            gpus=[room] * gpus,
+            ram=total // 3 if gpus else room,
+            bits=bits,
+            context=40,
+            batch=2,
+            prefill=20,
+            headroom=0,
+        )
+        weights, experts = dict.fromkeys(plan.weights, 0), {}
+        for name, parameter in model.named_parameters():
+            place = plan.place_of(name)
+            weights[place] += parameter.nbytes
+            if is_expert(name):
+                experts[place] = experts.get(place, 0) + parameter.nbytes
+        assert plan.weights == weights and plan.experts == experts
+        assert sum(size for _, size in plan.parts.values()) == total
+        assert sum(count for count, _ in plan.parts.values()) == model.num_parameters()
+        cache: dict = {}
+        for layer, size in enumerate(per_layer):
+            place = plan.place_of(f"{stem}.{layer}.self_attn.q_proj.weight")
+            place = devices[0] if place in ("cpu", "disk") else place
+            cache[place] = cache.get(place, 0) + size
+        assert plan.cache == cache
+        assert all(size >= 0 for size in plan.remaining.values()), plan.remaining
+        for device in plan.room:
+            used = plan.weights.get(device, 0) + plan.cache.get(device, 0)
+            assert used + plan.remaining[device] <= plan.room[device]
+        seen |= set(plan.device_map.values())
+    assert {*devices, "disk"} <= seen
+
+
+def test_experts_leave_the_accelerator_before_anything_else():
+    """With less and less memory: all there, some layers' experts in RAM, all of them, on disk, then layers, too."""
+    rest, experts = split_bytes(TEXT.make())
+    one = experts // (2 * 5)
+    cache = sum(cache_bytes(TEXT.make_config(), 40, element_size=4, piece=40))
+
+    def planned(gpu, ram, **more):
+        return plan_placement(
+            TEXT.make_config(), gpus=[gpu], ram=ram, bits=32, context=40, headroom=0, **more
+        )
+
+    whole = planned(rest + experts + cache, 0)
+    assert whole.device_map == {"": 0} and whole.experts_memory is None and whole.hit_share == 0
+    # One byte less, and the second mixture's experts go; what they leave holds those used last.
+    some = planned(rest + experts + cache - 1, experts)
+    assert some.device_map == {"": 0, "model.layers.3.feed_forward.experts": "cpu"}
+    assert some.experts == {0: experts // 2, "cpu": experts // 2}
+    assert some.experts_memory == experts // 2 - 1 and some.remaining[0] == 0
+    every = planned(rest + cache + one, experts)
+    assert every.device_map == {"": 0, "experts": "cpu"} and every.experts_memory == one
+    on_disk = planned(rest + cache + one, experts - 1)
+    assert on_disk.device_map == {"": 0, "experts": "disk"} and on_disk.experts_memory == experts - 1
+    assert on_disk.hit_share == (experts - 1) / experts and on_disk.weights["disk"] == experts
+    layers = planned(rest + cache + one - 1, experts + rest)
+    assert layers.device_map["experts"] == "cpu" and set(layers.device_map.values()) == {0, "cpu"}
+    assert layers.weights["cpu"] > experts == layers.experts["cpu"]
+    with pytest.raises(ValueError, match=r"the weights take .* and the devices have room for 0 .*disk=True"):
+        planned(rest + cache + one, experts - 1, disk=False)
+
+
+def test_without_accelerators_experts_stay_on_disk_where_ram_is_short():
+    rest, experts = split_bytes(TEXT.make())
+    cache = sum(cache_bytes(TEXT.make_config(), 40, element_size=4, piece=40))
+    arguments = {"gpus": 0, "bits": 32, "context": 40, "headroom": 1000}
+    whole = plan_placement(TEXT.make_config(), ram=rest + experts + cache + 1000, **arguments)
+    assert whole.device_map == {"": "cpu"} and whole.remaining == {"cpu": 0}
+    part = plan_placement(TEXT.make_config(), ram=rest + experts + cache + 999, **arguments)
+    assert part.device_map == {"": "cpu", "experts": "disk"} and part.experts_memory == experts - 1
+    assert part.arguments() == {"device_map": part.device_map, "experts_memory": experts - 1}
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamoeForCausalLM", "LlamoeMixtralForCausalLM", "LlamoeForConditionalGeneration"]
+)
+def test_a_plan_with_experts_on_disk_loads_and_changes_no_bit(name, tmp_path):
+    """The folder's own sizes; at half of the experts' bytes, and where some of the rest is on disk, too."""
+    case = CASES[name]
+    model, inputs = case.make(), case.inputs()
+    model.save_pretrained(tmp_path, layout="stock")
+    expected = run(model, **inputs)
+    rest, experts = split_bytes(model)
+    cache = plan_placement(tmp_path, gpus=0, ram="1GB", context=40, headroom=0).cache["cpu"]
+    plan = plan_placement(tmp_path, gpus=0, ram=rest + cache + experts // 2, context=40, headroom=0)
+    assert plan.form == "float32" and plan.experts == {"disk": experts}
+    assert plan.device_map == {"": "cpu", "experts": "disk"}
+    placed = case.model_class.from_pretrained(tmp_path, **plan.arguments())
+    assert torch.equal(run(placed, **inputs), expected)
+    assert sum(counts.misses for counts in placed.experts_statistics().values()) > 0
+    placed.close()
+    little = plan_placement(tmp_path, gpus=0, ram=int(rest * 0.9) + cache, context=40, headroom=0)
+    assert little.device_map["experts"] == "disk" and little.weights["disk"] > experts
+    placed = case.model_class.from_pretrained(tmp_path, **json.loads(json.dumps(little.arguments())))
+    assert torch.equal(run(placed, **inputs), expected)
+    placed.close()
+
+
+@for_models("is_head")
+def test_a_folders_files_say_what_its_configuration_does(case, tmp_path):
+    """Also where experts are stored one by one, and under stock's names."""
+    model = case.make()
+    arguments = {"gpus": 0, "ram": "1GB", "headroom": 0}
+    computed = plan_placement(case.make_config(), bits=32, **arguments)
+    for layout in ("llamoe", "stock"):
+        model.save_pretrained(tmp_path / layout, layout=layout)
+        found = plan_placement(tmp_path / layout, **arguments)
+        assert found.weights == computed.weights and found.experts == computed.experts
+        assert found.parts == computed.parts and found.cache == computed.cache
+    # The files' dtype, unless another is asked for.
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    half = plan_placement(tmp_path / "half", **arguments)
+    assert half.form == "bfloat16" and half.weights["cpu"] * 2 == computed.weights["cpu"]
+    assert plan_placement(tmp_path / "half", bits=32, **arguments).weights == computed.weights
+
+
+def test_a_quantized_folder_is_planned_by_its_files(tmp_path):
+    config = TEXT.make_config(hidden_size=96, head_dim=32, intermediate_size=64, intermediate_size_mlp=128)
+    torch.manual_seed(0)
+    llamoe.LlamoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    for form in ("int4", "int8"):
+        model = llamoe.LlamoeForCausalLM.from_pretrained(
+            tmp_path / "plain", quantization_config=llamoe.QuantizationConfig(form)
+        )
+        model.save_pretrained(tmp_path / form)
+        plan = plan_placement(tmp_path / form, gpus=0, ram="1GB", headroom=0)
+        loaded = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / form)
+        tensors = [*loaded.named_parameters(), *loaded.named_buffers()]
+        held = {name: tensor.nbytes for name, tensor in tensors if "rotary" not in name}
+        assert plan.form == f"llamoe {form}" and plan.weights == {"cpu": sum(held.values())}
+        assert plan.experts == {"cpu": sum(size for name, size in held.items() if is_expert(name))}
+        with pytest.raises(ValueError, match="stored in few bits already: leave bits out"):
+            plan_placement(tmp_path / form, bits=4)
+        with pytest.raises(ValueError, match="give the folder with the weights"):
+            plan_placement(loaded.config)
+
+
+def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
+    """3.40 GB a token; 24 tokens a second computed in RAM at 80 GB/s, 7.4 over PCIe at 25, 1.8 from a drive at 6."""
+    plan = plan_placement(SCOUT, gpus=["14.5GB"], ram="64GB", bits=4, context=1024)
+    assert plan.device_map["experts"] == "cpu" and plan.expert_bytes_per_step == pytest.approx(
+        3.40e9, rel=2e-3
+    )
+    missed = 1 - plan.hit_share
+
+    def rate(plan, what):
+        return missed / plan.seconds[what]
+
+    assert rate(plan, "experts from RAM") == pytest.approx(80 / 3.397, rel=1e-3)
+    slow = plan_placement(
+        SCOUT, gpus=["14.5GB"], ram="64GB", bits=4, context=1024, bandwidths={"ram": "20GB", "link": "25GB"}
+    )
+    assert rate(slow, "experts from the link to the accelerator") == pytest.approx(25 / 3.397, rel=1e-3)
+    disk = plan_placement(SCOUT, gpus=["14.5GB"], ram="5GB", bits=4, context=1024)
+    assert disk.experts_memory == GB
+    assert (1 - disk.hit_share) / disk.seconds["experts from the drive"] == pytest.approx(6 / 3.397, rel=1e-3)
+    assert disk.tokens_per_second == pytest.approx(1 / sum(disk.seconds.values()))
+    maverick = plan_placement("llama-4-maverick", gpus=["20GB"], ram="256GB", bits=4)
+    assert maverick.expert_bytes_per_step == pytest.approx(1.70e9, rel=2e-3)
+    # Of sixteen experts two rows choose one or two.
+    two = plan_placement(SCOUT, gpus=["14.5GB"], ram="64GB", bits=4, context=1024, batch=2)
+    assert two.expert_bytes_per_step == pytest.approx((2 - 1 / 16) * plan.expert_bytes_per_step, rel=1e-6)
+
+
+def test_what_is_read_at_rest_is_counted_once():
+    """A dense model on one device: all weights but the embedding, and the cache; a tied embedding is the head, too."""
+    for tied in (False, True):
+        config = DENSE.make_config(tie_word_embeddings=tied)
+        model = llamoe.LlamoeDenseForCausalLM(config)
+        own = sum(parameter.nbytes for parameter in model.parameters())
+        own -= 0 if tied else model.get_input_embeddings().weight.nbytes
+        cache = sum(cache_bytes(config, 40, element_size=4, piece=40))
+        plan = plan_placement(
+            config, gpus=0, ram=10**8, bits=32, context=40, headroom=0, bandwidths={"ram": 1000}
+        )
+        assert sum(plan.seconds.values()) == pytest.approx((own + cache) / 1000)
+
+
+def test_a_tied_head_stays_with_its_embedding():
+    config = DENSE.make_config(tie_word_embeddings=True)
+    total = sum(parameter.nbytes for parameter in llamoe.LlamoeDenseForCausalLM(config).parameters())
+    plan = plan_placement(config, gpus=[total * 3 // 4, total], ram=0, bits=32, context=20, headroom=0)
+    assert set(plan.weights) == {0, 1} and sum(plan.weights.values()) == total
+    assert plan.place_of("lm_head.weight") == plan.place_of("model.embed_tokens.weight") == 0
+
+
+def test_this_machine_is_the_default():
+    plan = plan_placement(DENSE.make_config(), context=20)
+    assert plan.room["cpu"] > 0 and "the whole model" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (dict(gpus=-1), r"gpus=-1: give a whole number of at least 0"),
+        (dict(gpus="2"), r"gpus='2': give a number of accelerators, or a list"),
+        (dict(gpus=["24 potatoes"]), r"gpus='24 potatoes': give bytes, or a text like \"24GB\""),
+        (dict(gpus=1, gpu_memory="-3GB"), r"gpu_memory='-3GB'"),
+        (dict(gpus=0, ram=True), r"ram=True: give bytes"),
+        (dict(gpus=0, ram="nan"), r"ram='nan': give bytes"),
+        (dict(gpus=0, ram="4GB"), r"a device of 4 GB has no room beside a headroom of 4 GB"),
+        (dict(bits=5), r"bits=5: choose 32, 16, 8 or 4"),
+        (dict(batch=0), r"batch=0: give a whole number"),
+        (dict(context=0), r"context = 0: should be tokens, from 1 to"),
+        (dict(prefill=9000), r"piece = 9000: should be tokens"),
+        (dict(bandwidths={"ram": 0}), r"Bandwidths.ram=0: give bytes, .* of at least 1"),
+        (dict(bandwidths={"disk": 3}), r"give a Bandwidths, or some of gpu, link, ram, drive"),
+        (
+            dict(gpus=["2GB"], ram="5MB", headroom=0, disk=False),
+            r"take more memory, fewer bits, or disk=True",
+        ),
+        (dict(gpus=1, batch=10**6), r"the cache of 8192 tokens in 1000000 rows takes .* smaller context"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_said_with_its_numbers(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        plan_placement("mixtral-8x7b", **{"ram": "256GB", "gpus": 1, **arguments})
+
+
+@pytest.mark.parametrize("model", ["llama-4-scut", "no/such/folder", "nowhere/config.json"])
+def test_a_model_that_is_none_is_named(model):
+    with pytest.raises(ValueError, match=r"no preset|no such (folder|file)"):
+        plan_placement(model)
+
+
+def test_names_are_told_in_runs():
+    names = ["a.layers.1", "a.layers.2", "a.layers.3", "norm", "a.layers.5.x.experts", "a.layers.7.x.experts"]
+    assert summarize(names) == "a.layers.1-3, norm, a.layers.5-7.x.experts (every 2.)"
+    assert summarize(["l.1", "l.2", "l.4"]) == "l.1,2,4"
