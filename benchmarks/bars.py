@@ -142,6 +142,11 @@ class Results:
         ]
         return max((1e9 * seconds / weights for seconds, weights in rows if seconds), default=None)
 
+    def largest(self, field: str, groups: str = "elsewhere") -> float | None:
+        """The largest number that cases of a group have under a name."""
+        numbers = (case.get(field) for case in self.find(groups))
+        return max((number for number in numbers if number is not None), default=None)
+
     def loaded(self) -> float | None:
         """Our peak memory while loading, over the checkpoint's bytes."""
         return least(
@@ -267,6 +272,31 @@ def _few_bits_bars() -> list[Bar]:
     return bars
 
 
+def _elsewhere_bars() -> list[Bar]:
+    """What experts on disk cost: bytes, hits, memory, and time beside other ways to the same."""
+    text = "experts on disk"
+    rows = [
+        ("bytes read over those of missed experts", "read_over_missed", 1.02, "×"),
+        ("hit rate, distance from the simulated one", "hit_rate_error", 0.02, ""),
+        ("peak memory beyond all else, the room for experts and one expert", "megabytes_beyond", 200, " MB"),
+        ("a token, time over reads through the page cache", "over_page_cache", 1.0 + NOISE, "×"),
+        ("a token, time over a mapping with advice", "over_mapped", 1.0 + NOISE, "×"),
+        ("a token, time over accelerate's offload", "over_accelerate", 0.5, "×"),
+    ]
+    return [
+        *(
+            Bar(f"{text}, {what}", partial(Results.largest, field=field), limit, at_most=True, unit=unit)
+            for what, field, limit, unit in rows
+        ),
+        Bar(
+            f"{text}, share of the drive's rate in large reads",
+            lambda r: least(case.get("share_of_drive") for case in r.find("elsewhere")),
+            0.8,
+            unit="",
+        ),
+    ]
+
+
 def _over_in(group: str, ours: str, other: str, **facts) -> Callable[[Results], float | None]:
     return partial(Results.over, groups=group, ours=f"{OURS}, {ours}", other=other, **facts)
 
@@ -332,6 +362,7 @@ CPU = [
     ),
     *_token_bars(),
     *_few_bits_bars(),
+    *_elsewhere_bars(),
 ]
 SHAPED = ("block-scout", "block-maverick")
 GPU = [

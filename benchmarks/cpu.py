@@ -20,6 +20,7 @@ from . import (
     beside_llama_cpp,
     block,
     command_line,
+    elsewhere,
     few_bits,
     loading,
     mixtral,
@@ -29,6 +30,7 @@ from . import (
 )
 from .clocks import ProcessorClock
 from .harness import Group
+from .large_mixtures import LargeMixture
 from .shapes import MANY_SMALL, MINI, MINI_8, MINI_128, Setting
 
 SETTING = Setting(torch.device("cpu"), torch.float32)
@@ -37,6 +39,8 @@ DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
 LAYERS = 4
 # Copies of a block: one token reads more of them than a large cache holds.
 COPIES = 4
+# Experts of 6.3 MB, 2.4 GB of them.
+ON_DISK = LargeMixture(hidden=1024, expert=1024, layers=6, experts=64)
 SAVED = (saved_models.DENSE, saved_models.MIXTURE)
 BY_NAME = ("llama.cpp", "llama.cpp-compiled")
 """Groups that run only when they are named: they need what this repository does not install."""
@@ -67,6 +71,7 @@ GROUPS: dict[str, Group] = {
     "few-bits": partial(few_bits.few_bits, SAVED, 512),
     "llama.cpp": partial(beside_llama_cpp.decoding, SAVED),
     "llama.cpp-compiled": partial(beside_llama_cpp.decoding, SAVED, is_compiled=True),
+    "elsewhere": partial(elsewhere.elsewhere, ON_DISK),
     "loading": partial(loading.loading, SETTING, MINI, LAYERS, "100MB"),
     "loading-many": partial(loading.loading, SETTING, MANY_SMALL, 12, "100KB", dense=True),
 }

@@ -215,7 +215,7 @@ def _measure(case: Case, clock: Clock, rates: Rates, budget: Budget) -> dict:
         result["work"] = {**vars(case.work), "ideal_seconds": seconds, "bound": bound}
     if case.clock:
         result["clock"] = case.clock.unit
-    _summarize(result, case.reference)
+    summarize(result, case.reference)
     return {**result, "failures": failures}
 
 
@@ -336,7 +336,7 @@ def beyond(found: Mapping[str, float], tolerance: Tolerance) -> str:
     )
 
 
-def _summarize(result: dict, reference_name: str) -> None:
+def summarize(result: dict, reference_name: str) -> None:
     """Add medians, quartiles, ratios and fractions of the roofline to the rows."""
     rows = result["contestants"]
     reference = rows.get(reference_name, {}).get("seconds")

@@ -20,6 +20,7 @@ GROUPS = {
     "parts": "Small parts",
     "few": "Few bits: a token, prefill, quantizing",
     "llama.cpp": "Decoding one row beside llama.cpp",
+    "elsewhere": "Experts on disk: a token, and reading all",
     "loading": "`from_pretrained`",
 }
 NOTES = {
@@ -49,6 +50,18 @@ NOTES = {
     "Logits are compared in float32. After a contestant's name stand the MB of its weights, and how many of its first "
     "tokens are those of the first contestant: with random weights rounding soon leads to another token. `compiled` is "
     "a step with a static cache in one graph. Of llama.cpp and compiled code peak memory is not seen.",
+    "elsewhere": "A mixture of 6 layers with 64 experts of 6.3 MB, one of them for a token, in bfloat16; "
+    "which one is drawn. "
+    "One row, a token a pass, after 96 tokens that fill the memory. Wall time, of each token the fastest of the "
+    "rounds in which the three alike take turns; ratios are the time with all experts in memory over the "
+    "contestant's. `llamoe` reads past the page cache into memory for a share of the experts, `page cache` reads "
+    "through it into the same memory; `mapped, with advice` leaves the experts mapped, announces those that come, "
+    "and takes out those that an equal memory would replace; `accelerate` is its offload of the same experts, "
+    "which has no memory for them. Nobody finds experts in the page cache for which there was no room: they are "
+    "dropped before each token. Logits have the same bits, accelerate's up to rounding. Peak memory is the "
+    "process's above imports and all other weights, in brackets without mapped files. Then a pass that needs "
+    "every expert, with room for a quarter, beside as many bytes of the same files in direct requests of 4 MiB by "
+    "8 threads; there a ratio is a share of the drive's rate, and the target judges the fastest round of each.",
     "loading": f"Wall clock, files in the page cache; stock, ours and stock once more (`{AGAIN}`) in processes that "
     "take turns. The second checkpoint has many small tensors in many shards. On a CPU transformers maps the files; so "
     "each weight is read once, and the time until then is given, in brackets that of `from_pretrained` alone. The peak "
@@ -179,12 +192,17 @@ def group_table(cases: list[dict]) -> list[str]:
 
 
 def _aside(case: dict, name: str) -> str:
-    """The size of a contestant's weights and its first tokens, where the case has them."""
+    """The size of a contestant's weights, its first tokens, hits and bytes, where the case has them."""
     said = []
     if nbytes := case.get("nbytes_of", {}).get(name):
         said.append(f"{nbytes / 1e6:.0f} MB")
     if name in (first := case.get("first_tokens", {})):
         said.append(f"{first[name]} of {case['new']} tokens")
+    row = case["contestants"][name]
+    if "hit_rate" in row:
+        said.append(f"{row['hit_rate']:.1%} hits")
+    if "read_bytes" in row:
+        said.append(f"{row['read_bytes'] / 1e6:.1f} MB read")
     return f" ({', '.join(said)})" if said else ""
 
 

@@ -1,0 +1,83 @@
+"""The benchmark of experts on disk on tiny sizes; no time is judged here, since a busy machine would fail it."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import OURS, bars, command_line, elsewhere
+from benchmarks.clocks import ProcessorClock
+from benchmarks.harness import Budget
+from benchmarks.large_mixtures import LargeMixture, passes_of, simulate_lru
+
+TINY = LargeMixture(hidden=64, expert=48, layers=3, experts=7, vocabulary=101)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("mixture")
+    TINY.save(made)
+    return made
+
+
+def test_the_expert_used_longest_ago_makes_room():
+    a, b, c = (0, 0), (0, 1), (1, 0)
+    # a and b come; a is used again, so b makes room for c; then b is missed and takes a's place.
+    assert simulate_lru([[a, b], [a, c], [b], [c, a]], 2) == [(0, 2), (1, 1), (0, 1), (1, 1)]
+    assert simulate_lru([[a, b], [a, b]], 1) == [(0, 2), (0, 2)]
+
+
+def test_a_pass_asks_layer_by_layer_for_each_expert_once():
+    experts = torch.tensor([[[2, 1], [0, 0]], [[3, 3], [1, 2]]])
+    assert passes_of(experts) == [[(0, 1), (0, 2), (1, 3)], [(0, 0), (1, 1), (1, 2)]]
+
+
+@pytest.mark.parametrize("law", list(elsewhere.LAWS))
+def test_hits_are_the_simulated_ones_and_all_contestants_compute_the_same(folder, law):
+    slots = 6
+    room = slots * TINY.expert_bytes
+    found = {
+        who: elsewhere.decode(who, str(folder), str(folder), law, budget=room, warm=5, tokens=20)
+        for who in elsewhere.CONTESTANTS
+    }
+    details = {who: row["details"] for who, row in found.items()}
+    counts = simulate_lru(details[elsewhere.RESIDENT]["passes"], slots)[5:]
+    hits, misses = (sum(count[index] for count in counts) for index in (0, 1))
+    assert 0 < hits and 0 < misses
+    for who in (OURS, elsewhere.CACHED, elsewhere.MAPPED):
+        assert found[who]["hit_rate"] == hits / (hits + misses)
+        assert found[who]["missed"] == misses / 20
+        assert details[who]["digest"] == details[elsewhere.RESIDENT]["digest"]
+    # So small experts are read through the page cache, and without anything around them.
+    assert found[OURS]["counted_bytes"] == pytest.approx(found[OURS]["missed"] * TINY.expert_bytes)
+    assert torch.allclose(
+        torch.tensor(details[elsewhere.ACCELERATE]["first"]),
+        torch.tensor(details[elsewhere.RESIDENT]["first"]),
+        atol=0.05,
+    )
+
+
+def test_a_contestant_that_fails_is_told(folder):
+    """Room for less than one expert."""
+    given = {"folder": str(folder), "small": str(folder), "law": "even", "budget": 1, "warm": 1, "tokens": 1}
+    assert "experts_memory=1 bytes" in elsewhere.in_process("decode", who=OURS, **given)["skipped"]
+
+
+@pytest.mark.slow
+def test_experts_on_disk_from_the_cases_to_the_reports(tmp_path, monkeypatch):
+    monkeypatch.setattr(elsewhere, "LAWS", {"zipf": "Zipf"})
+    groups = {"elsewhere": lambda: elsewhere.elsewhere(TINY, (0.5,), warm=5, tokens=20)}
+    clock, budget = ProcessorClock(cache_bytes=2**16), Budget(seconds=0.0, least=1, most=1)
+    rates = dict(rounds=1, side=64, nbytes=2**20)
+    done = command_line.run("cpu", groups, ["elsewhere"], clock, torch.float32, tmp_path, budget, **rates)
+    assert done == 0
+    token, all_read = json.loads((tmp_path / "cpu.json").read_text())["cases"]
+    assert set(token["contestants"]) == set(elsewhere.CONTESTANTS)
+    assert all(len(row["seconds"]) == 20 for row in token["contestants"].values())
+    assert token["hit_rate_error"] == 0
+    assert set(all_read["contestants"]) == {elsewhere.DRIVE, OURS}
+    judged = {
+        bar.text: bar.value(bars.Results({"cases": [token, all_read]})) for bar in bars._elsewhere_bars()
+    }
+    assert all(number is not None for number in judged.values())
+    assert "% hits, " in (tmp_path / "cpu.md").read_text()
