@@ -140,7 +140,7 @@ class MatrixCache:
         with self._condition:
             while True:
                 entry = self._entries.get(key)
-                if entry is not None:
+                if entry is not None and not self._has_failed(entry):
                     entry.holders += 1
                     self._policy.touch(key)
                     self._count(key, True)
@@ -163,12 +163,38 @@ class MatrixCache:
                 raise
             return entry
 
+    def _has_failed(self, entry: _Entry) -> bool:
+        """Whether a matrix that was fetched ahead did not come; it is asked for again then."""
+        if entry.is_there or entry.holders or not entry.job.is_done():
+            return False
+        try:
+            entry.job.finish()
+        except Exception:
+            self._drop(entry)
+            self._free.append(entry.slot)
+            return True
+        return False
+
     def _slot(self) -> int | None:
         if self._free:
             return self._free.pop()
         victim = self._policy.victim(self._can_go)
         if victim is None:
+            idle = sum(map(self._can_go, self._entries))
+            # One that was on its way may have come since.
+            victim = self._policy.victim(self._can_go) if idle else None
+            if victim is None and idle:
+                raise ValueError(
+                    f"{type(self._policy).__name__}.victim gave None, but {idle} of {self.slots} matrices can go: give "
+                    "the key of one of them."
+                )
+        if victim is None:
             return None
+        if not self._can_go(victim):
+            raise ValueError(
+                f"{type(self._policy).__name__}.victim gave {victim!r}, which cannot go: it is in use, or not in "
+                "memory. Give a key for which can_go(key) is true."
+            )
         entry = self._entries[victim]
         self._drop(entry)
         return entry.slot
@@ -178,9 +204,10 @@ class MatrixCache:
         return entry is not None and entry.holders == 0 and (entry.is_there or entry.job.is_done())
 
     def _drop(self, entry: _Entry) -> None:
-        self._policy.forget(entry.key)
+        # Where several waited for a matrix that did not come, another may be on its way under the same key.
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
+            self._policy.forget(entry.key)
 
     def _await(self, entry: _Entry) -> None:
         if entry.is_there:
@@ -190,8 +217,10 @@ class MatrixCache:
             entry.job.finish()
         except BaseException:
             with self._condition:
-                entry.failed = True
-                self._drop(entry)
+                # After an interrupt, threads may still write to the slot: the matrix stays until they are through.
+                if entry.job.is_done():
+                    entry.failed = True
+                    self._drop(entry)
             raise
         entry.is_there = True
         self._waited(entry.key, time.perf_counter() - begin)

@@ -8,6 +8,7 @@ Shapes: E experts, H hidden_size, I intermediate_size.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +26,15 @@ DTYPES = {
 # Of a fused matrix `[out, in]` these stand one below the other.
 _ORDER = {"gate": 0, "up": 1, "w1": 0, "w3": 1, "down": 0, "w2": 0}
 _STACK_OF = {"gate": "gate_up_proj", "up": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj"}
+
+
+Identity = tuple[int, int, int, int]
+"""Device, inode, size and time of change of a file: another one means other content."""
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    """What tells one version of a file from another."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class Piece(NamedTuple):
@@ -66,11 +76,13 @@ class Stored(NamedTuple):
         pieces: of each stack, for each expert, its pieces.
         names: the tensors in the files.
         whole: each part of the stacks that is one tensor, in the model's dtype, to its file and its name there.
+        files: all files of the checkpoint, and what they were before their headers were read.
     """
 
     pieces: dict[str, list[list[Piece]]]
     names: set[str]
     whole: dict[str, tuple[str, str]]
+    files: dict[str, Identity]
 
 
 def part_names(experts: Experts, stack: str) -> list[str]:
@@ -106,8 +118,10 @@ def find_pieces(
         layer: {stack: [[] for _ in range(experts.num_experts)] for stack in STACKS}
         for layer, experts in layers.items()
     }
-    stored = {layer: Stored(pieces, set(), {}) for layer, pieces in found.items()}
+    identities: dict[str, Identity] = {}
+    stored = {layer: Stored(pieces, set(), {}, identities) for layer, pieces in found.items()}
     for file in files:
+        identities[str(file)] = identity_of(os.stat(file))
         for name, header in read_header(file).items():
             if "experts." not in name:
                 continue

@@ -9,12 +9,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
 
 from ...configuration.errors import CheckpointError
-from .pieces import Piece
+from .pieces import Identity, Piece, identity_of
 
 # Bytes of one request: large enough for a drive's full rate, small enough that several threads share an expert.
 _REQUEST_BYTES = 4 << 20
@@ -29,10 +29,16 @@ class _File:
 
     def __init__(self, path: str, is_direct: bool):
         self.path = path
-        self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be opened ({error.strerror}), and experts are read from it. Bring the file back, and "
+                "load the model again."
+            ) from error
         self.direct: int | None = None
         try:
-            self.identity = _identity(os.fstat(self.file))
+            self.identity = identity_of(os.fstat(self.file))
             if hasattr(os, "posix_fadvise"):
                 # What lies around an expert is not needed.
                 os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)
@@ -45,7 +51,7 @@ class _File:
     def check(self, what: str) -> None:
         """Raise a `CheckpointError` if the path does not lead to this file as it was."""
         try:
-            now = _identity(os.stat(self.path))
+            now = identity_of(os.stat(self.path))
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: cannot be read any more while {what} is needed ({error.strerror}). Bring the file back, "
@@ -61,10 +67,6 @@ class _File:
         for descriptor in (self.file, self.direct):
             if descriptor is not None:
                 os.close(descriptor)
-
-
-def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _open_direct(path: str) -> int | None:
@@ -92,14 +94,28 @@ class Readers:
         self._lock = threading.Lock()
         self._buffers = threading.local()
         self._pool: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
         self._is_closed = False
 
-    def open(self, path: str, largest: int) -> None:
-        """Open a file; `largest` is the largest matrix that is read from it, in bytes."""
+    def open(self, path: str, largest: int, identity: Identity | None = None) -> None:
+        """Open a file.
+
+        Args:
+            path: of the file.
+            largest: bytes of the largest matrix that is read from it.
+            identity: what the file was when its header was read; None: not known.
+
+        Raises:
+            CheckpointError: the file is gone, or is not what it was.
+        """
         with self._lock:
             if path not in self._files:
                 is_direct = largest >= _LEAST_BYTES_OF_DIRECT if self._direct is None else self._direct
-                self._files[path] = _File(path, is_direct)
+                file = self._files[path] = _File(path, is_direct)
+                if identity not in (None, file.identity):
+                    raise CheckpointError(
+                        f"{path}: has changed while the model was loaded. Load it again when nothing writes to it."
+                    )
 
     @property
     def reads_directly(self) -> bool:
@@ -125,18 +141,29 @@ class Readers:
             files = {piece.path: self._files[piece.path] for piece, _ in pieces}
             for file in files.values():
                 file.check(what)
-            if self._pool is None:
+            if self._pool is None or self._process != os.getpid():
+                # A forked process has the files, but none of the threads.
+                self._process = os.getpid()
                 self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="llamoe-experts")
             pool = self._pool
-            jobs = []
-            for piece, place in pieces:
-                row = piece.nbytes // piece.shape[0]
-                step = max(1, _REQUEST_BYTES // row)
-                for first in range(0, piece.shape[0], step):
-                    rows = place[first : first + step]
-                    begin, size = piece.begin + first * row, len(rows) * row
-                    file = files[piece.path]
-                    jobs.append(pool.submit(self._read, file, begin, size, rows, piece.dtype, what, count))
+            jobs: list[Future] = []
+            try:
+                for piece, place in pieces:
+                    row = piece.nbytes // piece.shape[0]
+                    step = max(1, _REQUEST_BYTES // row)
+                    for first in range(0, piece.shape[0], step):
+                        rows = place[first : first + step]
+                        begin, size = piece.begin + first * row, len(rows) * row
+                        file = files[piece.path]
+                        jobs.append(
+                            pool.submit(self._read, file, begin, size, rows, piece.dtype, what, count)
+                        )
+            except BaseException:
+                # The memory is somebody else's next.
+                for job in jobs:
+                    job.cancel()
+                    _outcome(job)
+                raise
         return Reading(jobs, list(files.values()), what)
 
     def _read(
@@ -150,16 +177,16 @@ class Readers:
         count: Callable[[int], None],
     ) -> None:
         try:
-            if file.direct is None and rows.dtype == dtype and rows.is_contiguous() and rows.is_cpu:
+            is_direct = file.direct is not None
+            if not is_direct and rows.dtype == dtype and rows.is_contiguous() and rows.is_cpu:
                 target = memoryview(rows.view(-1).view(torch.uint8).numpy())
-                count(_fill(file.file, target, begin, size))
+                count(_fill(file, target, begin, size, False))
                 return
-            block = 1 if file.direct is None else _BLOCK
+            block = _BLOCK if is_direct else 1
             first = begin // block * block
             length = -(-(begin + size - first) // block) * block
             buffer = self._buffer(length)
-            descriptor = file.file if file.direct is None else file.direct
-            count(_fill(descriptor, memoryview(buffer)[:length], first, begin + size - first))
+            count(_fill(file, memoryview(buffer)[:length], first, begin + size - first, is_direct))
             stored = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=begin - first)
             if stored.data_ptr() % dtype.itemsize:
                 stored = stored.clone()
@@ -212,15 +239,25 @@ class Reading:
         Raises:
             CheckpointError: a file could not be read, or changed meanwhile; or the model was closed.
         """
-        wait(self._jobs)
-        if any(job.cancelled() for job in self._jobs):
-            raise closed(self._what)
-        for job in self._jobs:
-            if (error := job.exception()) is not None:
+        for error in [_outcome(job) for job in self._jobs]:
+            if isinstance(error, CancelledError):
+                raise closed(self._what)
+            if error is not None:
                 raise error
         # A file that changed while it was read may have given half of each version.
         for file in self._files:
             file.check(self._what)
+
+
+def _outcome(job: Future) -> BaseException | None:
+    """Wait for a job, and return its error if it has one.
+
+    `concurrent.futures.wait` never learns of jobs that the end of their pool cancels.
+    """
+    try:
+        return job.exception()
+    except CancelledError as error:
+        return error
 
 
 class _Short(Exception):
@@ -229,13 +266,14 @@ class _Short(Exception):
         self.got, self.wanted = got, wanted
 
 
-def _fill(descriptor: int, memory: memoryview, begin: int, needed: int) -> int:
+def _fill(file: _File, memory: memoryview, begin: int, needed: int, is_direct: bool) -> int:
     """Read until `needed` bytes are there, and return how many came.
 
-    Direct reads ask for whole blocks, and get fewer at the end of a file.
+    Direct reads ask for whole blocks, and get fewer at the end of a file. What is left of a block comes by another way.
     """
     got = 0
     while got < needed:
+        descriptor = file.direct if is_direct and got % _BLOCK == 0 else file.file
         count = os.preadv(descriptor, [memory[got:]], begin + got)
         if count <= 0:
             raise _Short(got, needed)

@@ -1,0 +1,312 @@
+"""Threads share a store without waiting for each other for ever; nothing of a store outlives its model."""
+
+import errno
+import multiprocessing
+import os
+import threading
+import time
+
+import pytest
+import torch
+from support.elsewhere import expert_bytes, load_both, text_model
+
+import llamoe
+from llamoe.modeling.elsewhere.matrix_cache import LeastRecentlyUsed, MatrixCache
+
+# Seconds after which a test says that threads wait for each other.
+LONG = 60
+
+
+def prompts(number):
+    return [
+        torch.randint(3, 199, (1, 5 + each), generator=torch.Generator().manual_seed(each))
+        for each in range(number)
+    ]
+
+
+def answer(model, prompt, tokens=6):
+    return model.generate(
+        prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
+    )
+
+
+def at_once(work, arguments):
+    """Results or errors of calls that begin together; fails where one does not come back."""
+    together = threading.Barrier(len(arguments))
+    results = [None] * len(arguments)
+
+    def run(index):
+        together.wait(LONG)
+        try:
+            results[index] = work(arguments[index])
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(arguments))]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + LONG
+    for thread in threads:
+        thread.join(max(0, end - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads), "threads wait for each other"
+    return results
+
+
+@pytest.fixture
+def logits_and_model(text_folder):
+    """Gives the prompts' answers of the resident model, and a model with few slots."""
+
+    def make(slots, number=8):
+        resident, model = load_both(text_folder, slots)
+        asked = prompts(number)
+        return asked, [answer(resident, prompt) for prompt in asked], model
+
+    return make
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["text", "mixtral"])
+def test_threads_answer_as_one(kind, slots, text_folder, mixtral_folder):
+    resident, model = load_both({"text": text_folder, "mixtral": mixtral_folder}[kind], slots)
+    asked = prompts(8)
+    expected = [answer(resident, prompt) for prompt in asked]
+    found = at_once(lambda prompt: answer(model, prompt), asked)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_threads_train_adapters_at_once(slots, text_folder, ids):
+    resident, model = load_both(text_folder, slots)
+    found = []
+    for each in (resident, model):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_(".experts." not in name)
+        names, parameters = zip(*[(n, p) for n, p in each.named_parameters() if p.requires_grad], strict=True)
+
+        def gradients(prompt, each=each, parameters=parameters):
+            loss = each(input_ids=prompt, labels=prompt).loss
+            return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+        found.append(at_once(gradients, prompts(4)))
+    for one, other in zip(*found, strict=True):
+        for name, a, b in zip(names, one, other, strict=True):
+            assert a is b is None or torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_errors_of_a_drive_do_not_stay_with_threads(slots, logits_and_model, monkeypatch):
+    asked, expected, model = logits_and_model(slots)
+    read, broken, seen = os.preadv, threading.Event(), []
+    monkeypatch.setattr(os, "preadv", lambda *args: _io_error() if broken.is_set() else read(*args))
+
+    def work(index):
+        if index == 0:
+            for _ in range(20):
+                broken.set()
+                time.sleep(0.002)
+                broken.clear()
+                time.sleep(0.01)
+            return None
+        while True:
+            try:
+                return answer(model, asked[index])
+            except llamoe.CheckpointError as error:
+                seen.append(str(error))
+
+    found = at_once(work, range(8))
+    assert seen
+    assert all("Input/output error" in each for each in seen)
+    assert all(torch.equal(*pair) for pair in zip(expected[1:], found[1:], strict=True))
+    assert torch.equal(answer(model, asked[0]), expected[0])
+    # All slots are there still.
+    (store,) = model._stores()
+    caches = [cache for group in store._groups.values() for cache in group.caches.values()]
+    assert all(entry.holders == 0 for cache in caches for entry in cache._entries.values())
+    assert all(len(cache._free) + len(cache._entries) == slots for cache in caches)
+
+
+def _io_error():
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("where", ["product", "reading"])
+def test_an_interrupt_leaves_the_model_whole(where, slots, logits_and_model, ids, monkeypatch):
+    from llamoe.modeling.elsewhere import experts, reading
+
+    asked, expected, model = logits_and_model(slots, 3)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        # Reads that are slow, so that they go on after the interrupt.
+        read = os.preadv
+        patch.setattr(os, "preadv", lambda *args: time.sleep(0.02) or read(*args))
+        if where == "product":
+            patch.setattr(experts, "cpp_feed_forward", interrupt)
+            patch.setattr(experts, "product", interrupt)
+        else:
+            patch.setattr(reading.Reading, "finish", interrupt)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                answer(model, asked[0])
+        patch.undo()
+        patch.setattr(os, "preadv", lambda *args: time.sleep(0.002) or read(*args))
+        found = at_once(lambda prompt: answer(model, prompt), asked)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_slot_that_is_written_to_is_nobody_else_s():
+    """An interrupt while a matrix comes: its slot is not given away before the last byte is there."""
+    begun = []
+
+    class Slow:
+        def __init__(self):
+            self.done = False
+
+        def is_done(self):
+            return self.done
+
+        def finish(self):
+            if not self.done:
+                raise KeyboardInterrupt
+
+    def fetch(key, slot):
+        begun.append((key, slot, Slow()))
+        return begun[-1][2]
+
+    cache = MatrixCache(1, LeastRecentlyUsed(), fetch, lambda *_: None, lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        next(cache.walk(["a"]))
+    cache.prefetch(["b"])
+    assert [key for key, _, _ in begun] == ["a"]
+    begun[0][2].done = True
+    cache.prefetch(["b"])
+    assert [key for key, _, _ in begun] == ["a", "b"]
+
+
+def test_two_that_wait_for_a_lost_matrix_do_not_lose_its_successor():
+    class Lost:
+        def is_done(self):
+            return True
+
+        def finish(self):
+            raise OSError("the matrix is lost")
+
+    class There(Lost):
+        def finish(self):
+            pass
+
+    jobs = iter([Lost(), There(), There(), There()])
+    cache = MatrixCache(
+        2, LeastRecentlyUsed(), lambda key, slot: next(jobs), lambda *_: None, lambda *_: None
+    )
+    # Two hold the same.
+    entry = cache._hold("a", True)
+    assert cache._hold("a", True) is entry
+    for is_second in (False, True):
+        with pytest.raises(OSError, match="lost"):
+            cache._await(entry)
+        if not is_second:
+            # A third asks again meanwhile, and gets it.
+            assert next(cache.walk(["a"])) != entry.slot
+        cache._release(entry)
+    # Both slots can still be given to others.
+    assert len({next(cache.walk([key])) for key in ("b", "c")}) == 2
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_closing_ends_other_threads_with_a_sentence(slots, logits_and_model):
+    before = set(_threads())
+    asked, expected, model = logits_and_model(slots)
+
+    def work(index):
+        if index == 0:
+            time.sleep(0.05)
+            model.close()
+            return None
+        for _ in range(1000):
+            assert torch.equal(answer(model, asked[index]), expected[index])
+        return None
+
+    _, *found = at_once(work, range(8))
+    for error in found:
+        assert isinstance(error, llamoe.CheckpointError), error
+        assert "closed by model.close()" in str(error)
+    assert set(_threads()) <= before
+
+
+def _threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("llamoe-experts")]
+
+
+def _files(folder):
+    links = (f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd"))
+    return [link for link in links if os.path.lexists(link) and str(folder) in os.readlink(link)]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc, which Linux has")
+def test_nothing_outlives_a_model(tmp_path, ids):
+    import gc
+
+    text_model().save_pretrained(tmp_path)
+    before = set(_threads())
+    # What is freed here is freed without Python's search for cycles.
+    gc.disable()
+    try:
+        for _ in range(100):
+            model = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, experts_memory="80KB").eval()
+            with torch.no_grad():
+                model(ids[:1, :2])
+            assert set(_threads()) > before
+            assert _files(tmp_path)
+            del model
+            assert set(_threads()) == before
+            assert not _files(tmp_path)
+    finally:
+        gc.enable()
+
+
+def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch):
+    text_model().save_pretrained(tmp_path)
+    memory = 2 * expert_bytes(text_model())
+
+    def fail(*args, **kwargs):
+        raise MemoryError("no room")
+
+    from llamoe.modeling.elsewhere import store
+
+    monkeypatch.setattr(store, "_Slots", fail)
+    with pytest.raises(MemoryError):
+        llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, experts_memory=memory)
+    assert not _files(tmp_path)
+
+
+def _child(model, prompt, queue):
+    torch.set_num_threads(1)
+    queue.put(answer(model, prompt).tolist())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("was_used", [False, True])
+def test_forked_processes_answer(was_used, logits_and_model):
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("needs fork, which this system lacks")
+    asked, expected, model = logits_and_model(2, 2)
+    if was_used:
+        assert torch.equal(answer(model, asked[1]), expected[1])
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_child, args=(model, asked[0], queue), daemon=True)
+    child.start()
+    try:
+        assert queue.get(timeout=LONG) == expected[0].tolist()
+        child.join(LONG)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+    # And the parent still does.
+    assert torch.equal(answer(model, asked[0]), expected[0])
