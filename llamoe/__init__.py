@@ -58,6 +58,7 @@ from llamoe.modeling.moe import ExpertTrace, RouterWatch, trace_experts, watch_r
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
 from llamoe.modeling.placement import (  # noqa: E402
     Bandwidths,
+    NodesPlan,
     PlacementPlan,
     measure_bandwidths,
     plan_placement,
@@ -103,6 +104,7 @@ __all__ = [
     "LlamoeTextModel",
     "LlamoeVisionConfig",
     "LlamoeVisionModel",
+    "NodesPlan",
     "PlacementPlan",
     "QuantizationConfig",
     "RouterWatch",

@@ -256,7 +256,9 @@ def _plan(found: Checkpoint, context: int | None, batch: int, machine: dict[str,
     model: Any = found.config
     if found.kind == "hf" or found.quantization is not None:
         model = found.path
-    return plan_placement(model, context=context, batch=batch, **machine)
+    plan = plan_placement(model, context=context, batch=batch, **machine)
+    assert isinstance(plan, PlacementPlan)
+    return plan
 
 
 def _arguments(plan: PlacementPlan) -> str:

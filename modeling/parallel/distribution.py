@@ -100,7 +100,7 @@ class Distributed(PreTrainedModel):
                     "LlamoeForCausalLM loads the text model of a multimodal folder; tp_size and fsdp_size are for all."
                 )
             check_parallel(model.config, *parallel_sizes(distributed_config))
-            model._keep_uneven_experts(distributed_config.tp_size or 1)
+            model.keep_uneven_experts(distributed_config.tp_size or 1)
             if parallel_sizes(distributed_config)[1] > 1:
                 # transformers passes over these rules, but peft asks the tensor parallel plan alone.
                 for rule in model._ep_plan:
@@ -110,7 +110,25 @@ class Distributed(PreTrainedModel):
             divide_expert_gradients_once(model, distributed_config)
         return model
 
-    def _keep_uneven_experts(self, tp_size: int) -> None:
+    def _expand_parallel_plan(self, plan: dict[str, str]) -> dict[str, str]:
+        # transformers cuts the model into stages after this, and then misses what other stages have.
+        expanded = super()._expand_parallel_plan(plan)
+        stages = getattr(self.config.distributed_config, "pp_size", None) or 1
+        if stages == 1:
+            return expanded
+        from transformers.distributed.pipeline_parallel import PipelineStage
+
+        stage = PipelineStage(self._mesh_manager.get_mesh("pp"))
+        prefix, layers = self.base_model_prefix, len(self.base_model.layers)
+        is_tied = self.config.tie_word_embeddings and stage.pp_is_last_stage
+
+        def is_here(name: str) -> bool:
+            own = stage.find_rank_for_key(f"{name}.", layers, prefix)
+            return own in (None, stage.pp_rank) or (is_tied and name.startswith(f"{prefix}.embed_tokens"))
+
+        return {name: style for name, style in expanded.items() if is_here(name)}
+
+    def keep_uneven_experts(self, tp_size: int) -> None:
         """Keep experts whole on each device if this release of torch cannot split them."""
         if splits_packed_columns_unevenly() or not self.config.get_text_config().intermediate_size % tp_size:
             return

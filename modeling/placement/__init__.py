@@ -2,15 +2,17 @@
 
 Reading order: quantities (sizes as texts), units (the parts that are placed whole, and their bytes), bandwidths (of
 this machine, or assumed), filling (devices are filled in order), speed (seconds of a token), table (a plan as text),
-one_machine (the choice, and its arithmetic).
+traffic (what processes send each other), nodes (a model on several machines), one_machine (on one; the entrance).
 """
 
 from .bandwidths import Bandwidths, measure_bandwidths
+from .nodes import NodesPlan
 from .one_machine import PlacementPlan, plan_placement
 from .table import lines_of, rows_of_devices, rows_of_experts, rows_of_speed
 
 __all__ = [
     "Bandwidths",
+    "NodesPlan",
     "PlacementPlan",
     "lines_of",
     "measure_bandwidths",

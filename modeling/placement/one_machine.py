@@ -9,6 +9,7 @@ from ...configuration import LlamoeVisionConfig, cache_bytes, cache_tokens
 from ...configuration.base import LlamoeBaseConfig
 from .bandwidths import Bandwidths
 from .filling import Filled, fill, place_of
+from .nodes import NodesPlan, plan_nodes
 from .quantities import GB, bytes_of, count_of
 from .speed import bytes_of_step, seconds_of_step
 from .table import lines_of
@@ -99,7 +100,9 @@ def plan_placement(
     prefill: int | None = None,
     headroom: int | str = "4GB",
     bandwidths: Bandwidths | Mapping[str, float | str] | None = None,
-) -> PlacementPlan:
+    nodes: int = 1,
+    training: bool = False,
+) -> PlacementPlan | NodesPlan:
     """Plan on which device each part of a model goes, before a weight is read or downloaded.
 
     Everything goes to the accelerators if it fits. Else routed experts leave them, of as few layers as need be, for
@@ -120,6 +123,13 @@ def plan_placement(
         prefill: tokens of the prompt in one pass; by default all.
         headroom: of each device, kept free for what a pass computes with.
         bandwidths: of `measure_bandwidths()`, or some of its fields; by default assumptions.
+        nodes: machines like this one. Of more than one it is planned how their accelerators share the model: heads,
+            widths and experts inside of a node, and stages of layers between nodes if it fits into none.
+        training: plan FSDP2 instead: weights, gradients and AdamW's averages are shared inside of each node if they fit
+            there, else by all.
+
+    Returns:
+        a `PlacementPlan`; a `NodesPlan` for several nodes or for training.
 
     Raises:
         ValueError: arguments that are wrong, or a model that has no place on these devices, with the sizes.
@@ -128,6 +138,7 @@ def plan_placement(
     sizes = sizes_of(config, folder, bits)
     room = _room(gpus, gpu_memory, ram, bytes_of("headroom", headroom))
     count_of("batch", batch)
+    count_of("nodes", nodes)
     cached, token = [], None
     if isinstance(config, LlamoeVisionConfig):
         context = prefill = None
@@ -141,6 +152,14 @@ def plan_placement(
         sizes = sizes.with_cache(per_layer, layer_names(build(config)))
     if not isinstance(bandwidths, Bandwidths):
         bandwidths = _bandwidths(bandwidths)
+    if nodes > 1 or training:
+        own = {size for device, size in room.items() if device != "cpu"}
+        if len(own) != 1:
+            raise ValueError(
+                f"gpus={gpus!r}: nodes and training are planned for equal accelerators, at least one."
+            )
+        cache = (context, batch, prefill)
+        return plan_nodes(config, sizes, nodes, len(room) - 1, own.pop(), training, cache, bandwidths)
     filled, apart, place, memory = _choose(sizes, room, disk, context, batch)
     return _finish(
         sizes,

@@ -21,8 +21,13 @@ def bytes_of(name: str, value: Any, least: int = 0) -> int:
     """
     number = value
     if isinstance(value, str):
+        text = value.strip()
+        # accelerate's largest unit is one of giga.
+        unit, thousand = ("GiB", 1024) if text.endswith("TiB") else ("GB", 1000)
+        is_tera = text.endswith(("TB", "TiB"))
         try:
-            number = convert_file_size_to_int(value.strip())
+            number = convert_file_size_to_int(text[: -len(unit)] + unit if is_tera else text)
+            number *= thousand if is_tera else 1
         except ValueError:
             number = None
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
