@@ -341,3 +341,40 @@ def test_errors_that_go_away_leave_nothing_behind(broken, direct, text_folder, i
     with torch.no_grad():
         assert all(torch.equal(resident(ids).logits, logits) for logits in answers)
     check_equal(resident, model, ids)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"layout": "stock"}, {"max_shard_size": "60KB"}, {"variant": "other"}],
+    ids=lambda how: next(iter(how)),
+)
+def test_saved_folders_load_again(how, text_folder, ids, tmp_path):
+    resident, model = load_both(text_folder, 2)
+    model.save_pretrained(tmp_path, **how)
+    variant = {"variant": how["variant"]} if "variant" in how else {}
+    again = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, **variant).eval()
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, again(ids).logits)
+
+
+def test_fused_experts_of_mixtral_are_equal_and_saved(ids, tmp_path):
+    mixtral().save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert not any(".experts.3." in name for name in load_file(tmp_path / "fused" / "model.safetensors"))
+    resident, model = load_both(tmp_path / "fused", 2)
+    check_equal(resident, model, ids)
+    model.save_pretrained(tmp_path / "again")
+    again = llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path / "again").eval()
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, again(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["LlamoeForConditionalGeneration", "LlamoeForCausalLM"])
+def test_split_experts_of_a_multimodal_folder_are_equal(name, ids, tmp_path):
+    from llamoe.conversion import convert
+
+    convert("examples/llamoe-tiny", tmp_path / "split", to="hf", experts="split")
+    cls = getattr(llamoe, name)
+    resident = cls.from_pretrained(tmp_path / "split", dtype="auto").eval()
+    memory = 3 * expert_bytes(resident)
+    model = cls.from_pretrained(tmp_path / "split", dtype="auto", experts_memory=memory).eval()
+    check_equal(resident, model, ids)

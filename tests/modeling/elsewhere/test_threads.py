@@ -8,10 +8,12 @@ import time
 
 import pytest
 import torch
-from support.elsewhere import expert_bytes, load_both, text_model
+from support.elsewhere import expert_bytes, load_both, put_in_store, text_model
 
 import llamoe
+from llamoe.modeling.elsewhere import ExpertsMemory
 from llamoe.modeling.elsewhere.matrix_cache import LeastRecentlyUsed, MatrixCache
+from llamoe.modeling.moe import Experts
 
 # Seconds after which a test says that threads wait for each other.
 LONG = 60
@@ -75,8 +77,24 @@ def test_threads_answer_as_one(kind, slots, text_folder, mixtral_folder):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("place", "misses"), [("disk", "bring"), ("disk", "auto"), ("cpu", "bring"), ("cpu", "auto")]
+)
+def test_threads_beside_an_accelerator_answer_as_one(place, misses, slots, text_folder, monkeypatch):
+    # The CPU stands in for one, which has none of the CPU's kernels.
+    monkeypatch.setattr(Experts, "_products_by_kernel", lambda *_: None)
+    resident, model = load_both(text_folder, slots)
+    memory = ExpertsMemory(slots * expert_bytes(resident), misses=misses)
+    put_in_store(model, place, memory, is_remote=True)
+    asked = prompts(8)
+    expected = [answer(resident, prompt) for prompt in asked]
+    for one, other in zip(expected, at_once(lambda prompt: answer(model, prompt), asked), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("slots", [1, 2])
-def test_threads_train_adapters_at_once(slots, text_folder, ids):
+def test_threads_differentiate_at_once(slots, text_folder, ids):
     resident, model = load_both(text_folder, slots)
     found = []
     for each in (resident, model):

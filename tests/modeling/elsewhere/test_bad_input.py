@@ -1,0 +1,285 @@
+"""What cannot be done with experts elsewhere is refused in a sentence, and leaves no thread and no open file behind."""
+
+import copy
+import json
+import os
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.elsewhere import expert_bytes, load_both, mixtral, text_model
+
+import llamoe
+from llamoe.modeling.elsewhere import ExpertsMemory, LeastRecentlyUsed
+
+ON_DISK = {"experts": "disk"}
+
+
+def load(folder, **kwargs):
+    return llamoe.LlamoeForCausalLM.from_pretrained(folder, dtype="auto", **kwargs).eval()
+
+
+@pytest.fixture
+def nothing_left():
+    """Checks that no thread and no file is left."""
+
+    def now():
+        threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("llamoe")}
+        files = [
+            os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if _exists(each)
+        ]
+        return threads, sorted(file for file in files if file.endswith(".safetensors"))
+
+    before = now()
+    yield
+    assert now() == before
+
+
+def _exists(descriptor: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{descriptor}")
+
+
+def refused(message: str, folder, **kwargs) -> str:
+    with pytest.raises(ValueError, match=message) as error:
+        load(folder, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        "8 bananas", "nanGB", "-8GB", "", 0, -1, True, False, 1.5, float("nan"), [], {}, b"8GB",
+        "GB", ExpertsMemory,
+    ],
+)  # fmt: skip
+def test_memory_that_is_no_size_is_refused(memory, text_folder):
+    refused("experts_memory=.*give bytes", text_folder, experts_memory=memory)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"readers": 0}, {"readers": 257}, {"readers": True}, {"readers": 1.5}, {"misses": "never"}, {"policy": 3},
+        {"size": "many"},
+    ],
+)  # fmt: skip
+def test_fields_that_mean_nothing_are_refused(field):
+    (value,) = field.values()
+    with pytest.raises(ValueError, match=str(value)):
+        ExpertsMemory(**field)
+
+
+@pytest.mark.parametrize("kind", ["text", "mixtral"])
+def test_a_memory_below_one_expert_is_refused_with_numbers(kind, text_folder, mixtral_folder, nothing_left):
+    folder = {"text": text_folder, "mixtral": mixtral_folder}[kind]
+    cls = {"text": llamoe.LlamoeForCausalLM, "mixtral": llamoe.LlamoeMixtralForCausalLM}[kind]
+    needed = expert_bytes(cls.from_pretrained(folder, dtype="auto"))
+    with pytest.raises(
+        ValueError,
+        match=f"experts_memory={needed - 1:,} bytes: one expert of .*experts takes {needed:,} bytes",
+    ):
+        cls.from_pretrained(folder, dtype="auto", experts_memory=needed - 1)
+
+
+@pytest.mark.parametrize("device_map", [
+    {"": "cpu"},
+    {"experts": "cpu"},
+    "auto",
+])  # fmt: skip
+def test_a_memory_that_no_experts_need_is_refused(device_map, text_folder):
+    assert "experts" in refused(
+        "experts_memory.*disk", text_folder, device_map=device_map, experts_memory="1MB"
+    )
+
+
+@pytest.mark.parametrize("memory", [None, "1MB"])
+@pytest.mark.parametrize(
+    ("device_map", "named"),
+    [
+        ({"experts": "moon"}, "'moon'"),
+        ({"experts": 99}, "99"),
+        ({"experts": None}, "None"),
+        ({"experts": "disk", "": "moon"}, "'moon'"),
+        ({"experts": "disk", "model.layers.9": "cpu"}, "'model.layers.9'"),
+    ],
+)
+def test_names_that_do_not_exist_are_refused(device_map, named, memory, text_folder, nothing_left):
+    refused(named, text_folder, device_map=device_map, **({"experts_memory": memory} if memory else {}))
+
+
+@pytest.mark.parametrize("kwargs", [{"device_map": ON_DISK}, {"experts_memory": "1GB"}])
+def test_dense_models_have_no_experts(kwargs, tmp_path):
+    text_model(moe_layers=[]).save_pretrained(tmp_path)
+    refused("LlamoeForCausalLM has no routed experts", tmp_path, **kwargs)
+
+
+def test_pickled_weights_are_to_be_converted_first(tmp_path, text_folder):
+    (tmp_path / "config.json").write_bytes((text_folder / "config.json").read_bytes())
+    torch.save(load_file(text_folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    for kwargs in ({"device_map": ON_DISK}, {"experts_memory": "1MB"}):
+        refused("pytorch_model.bin: convert first, by `llamoe convert", tmp_path, **kwargs)
+
+
+def test_a_state_dict_in_memory_is_refused(text_folder):
+    config = llamoe.LlamoeTextConfig.from_pretrained(text_folder)
+    with pytest.raises(ValueError, match="a state dict in memory"):
+        llamoe.LlamoeForCausalLM.from_pretrained(
+            None, config=config, state_dict=load_file(text_folder / "model.safetensors"), device_map=ON_DISK
+        )
+
+
+def test_quantizing_while_loading_is_refused(tmp_path):
+    text_model(hidden_size=128, intermediate_size=96).to(torch.bfloat16).save_pretrained(tmp_path)
+    config = llamoe.QuantizationConfig("int4")
+    refused(
+        "layers.1.feed_forward.experts on 'disk'.*`llamoe quantize", tmp_path, device_map=ON_DISK,
+        quantization_config=config,
+    )  # fmt: skip
+
+
+def test_several_processes_are_refused(text_folder):
+    from transformers.distributed import DistributedConfig
+
+    refused("for one process", text_folder, experts_memory="1MB", tp_plan="auto")
+    parallel = DistributedConfig(enable_expert_parallel=True)
+    refused("for one process", text_folder, experts_memory="1MB", distributed_config=parallel)
+
+
+def _changed(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+MIXTRAL_EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+
+
+def test_a_missing_expert_is_named(tmp_path, nothing_left):
+    mixtral().save_pretrained(tmp_path)
+    _changed(tmp_path, lambda tensors: tensors.pop(MIXTRAL_EXPERT))
+    with pytest.raises(llamoe.CheckpointError, match=r"layers\.1\..*expert.* 3|layers\.1\..*experts\.3"):
+        llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path, experts_memory="1MB")
+
+
+def test_an_expert_of_another_shape_is_named(tmp_path, nothing_left):
+    mixtral().save_pretrained(tmp_path)
+    _changed(tmp_path, lambda t: t.update({MIXTRAL_EXPERT: t[MIXTRAL_EXPERT][:, :-1].contiguous()}))
+    with pytest.raises(llamoe.CheckpointError, match=r"layers\.1\..*experts\.3.*79"):
+        llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path, experts_memory="1MB")
+
+
+def test_an_expert_beyond_the_last_is_named(tmp_path, nothing_left):
+    mixtral().save_pretrained(tmp_path)
+    # 5 experts are 0 to 4.
+    _changed(tmp_path, lambda t: t.update({MIXTRAL_EXPERT.replace(".3.", ".5."): t[MIXTRAL_EXPERT].clone()}))
+    with pytest.raises(ValueError, match=r"(?s)experts\.5|expert 5"):
+        llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path, experts_memory="1MB")
+
+
+def test_a_stack_with_another_number_of_experts_is_refused(tmp_path, text_folder, nothing_left):
+    text_model(num_local_experts=6).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_local_experts": 7}))
+    refused(r"\[6, .*\[7, ", tmp_path, experts_memory="1MB")
+
+
+def test_a_model_that_never_computed_is_closed(text_folder, ids, nothing_left):
+    model = load(text_folder, experts_memory="60KB")
+    model.close()
+    with pytest.raises(llamoe.CheckpointError, match="closed by model.close"):
+        model(ids)
+
+
+def test_copies_share_the_store_and_survive_the_first(text_folder, ids):
+    resident, model = load_both(text_folder)
+    twin = copy.deepcopy(model)
+    del model
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, twin(ids).logits)
+    assert twin.lm_head.weight.data_ptr() != resident.lm_head.weight.data_ptr()
+
+
+def test_a_model_can_be_saved_into_its_own_folder(tmp_path, ids):
+    text_model().save_pretrained(tmp_path)
+    resident, model = load_both(tmp_path, 2)
+    with torch.no_grad():
+        before = resident(ids).logits
+        model.save_pretrained(tmp_path)
+        assert torch.equal(load(tmp_path)(ids).logits, before)
+        # The file that this model reads from is another now.
+        with pytest.raises(
+            llamoe.CheckpointError, match="model.safetensors: has changed.*Load the model again"
+        ):
+            model(ids)
+        assert torch.equal(load(tmp_path, experts_memory="60KB")(ids).logits, before)
+
+
+def test_refused_saving_leaves_the_own_folder_as_it_was(tmp_path, ids):
+    mixtral().save_pretrained(tmp_path)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    resident, model = load_both(tmp_path, 2)
+    with pytest.raises(ValueError, match="layers.0.mlp.experts is on 'disk'"):
+        model.save_pretrained(tmp_path)
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, model(ids).logits)
+
+
+class MostRecentlyUsed(LeastRecentlyUsed):
+    """The matrix that was used last goes first."""
+
+    def victim(self, can_go):
+        return next((key for key in reversed(self._keys) if can_go(key)), None)
+
+
+class NeverGoes(LeastRecentlyUsed):
+    """Gives no victim, though there are some."""
+
+    def victim(self, can_go):
+        return None
+
+
+class TakesAnything(LeastRecentlyUsed):
+    """Gives the matrix that was asked for last, also while it is multiplied."""
+
+    def victim(self, can_go):
+        return next(reversed(self._keys))
+
+
+class Invents(LeastRecentlyUsed):
+    """Gives a key that nobody asked for."""
+
+    def victim(self, can_go):
+        return "an expert"
+
+
+def test_another_policy_is_used(text_folder, ids):
+    found = []
+    resident = load(text_folder)
+    size = 5 * expert_bytes(resident)
+    for policy in (LeastRecentlyUsed, MostRecentlyUsed):
+        model = load(text_folder, experts_memory=ExpertsMemory(size, policy=policy))
+        with torch.no_grad():
+            for each in (ids, ids[:1, :9], ids):
+                assert torch.equal(resident(each).logits, model(each).logits)
+        found.append(sum(counts.hits for counts in model.experts_statistics().values()))
+    # Layers come round one after the other, so that the least recent expert is needed soonest.
+    assert found[1] > found[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (NeverGoes, "NeverGoes.victim gave None, but [1-3] of 3 matrices can go"),
+        (TakesAnything, "TakesAnything.victim gave .* which cannot go"),
+        (Invents, "Invents.victim gave 'an expert', which cannot go"),
+    ],
+)
+def test_policies_that_choose_wrongly_are_told(policy, message, text_folder, ids):
+    size = 3 * expert_bytes(text_model())
+    model = load(text_folder, experts_memory=ExpertsMemory(size, policy=policy))
+    with pytest.raises(ValueError, match=message), torch.no_grad():
+        model(ids)
