@@ -3,9 +3,9 @@
     python -m benchmarks.elsewhere_large --folder /tmp/large     # writes 13.4 GB there, and removes them
 
 Two processes generate greedily from one prompt: one with experts on disk, one whose weights are mapped, which takes
-what memory there is. The tokens must be equal. The first one's peak (mapped pages of files are in it) and what the page
-cache has of the checkpoint when it ends must together stay below the limit. The kernel is not asked to hold it to that:
-a control group can, around the command.
+what memory there is. The tokens must be equal. The first one's peak (mapped pages of files are in it) and what the
+page cache has of the checkpoint when it ends must together stay below the limit; what is in both counts twice. The
+kernel is not asked to hold it to that: a control group can, around the command.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
         "--limit", type=float, default=6, help="GB for all of the process (default: %(default)s)"
     )
     made.add_argument(
-        "--experts", type=float, default=4.5, help="GB of them for experts (default: %(default)s)"
+        "--experts", type=float, default=4.0, help="GB of them for experts (default: %(default)s)"
     )
     made.add_argument("--tokens", type=int, default=32, help="to generate (default: %(default)s)")
     made.add_argument(
