@@ -128,9 +128,7 @@ class NodesPlan:
         )
         lines += [f"{what}: {1000 * seconds:.3f} ms" for what, seconds in self.seconds.items()]
         if self.tokens_per_second is not None:
-            lines.append(
-                f"at most {self.tokens_per_second:.3g} tokens a second, if reading and sending were all"
-            )
+            lines.append(f"{self.tokens_per_second:.3g} tokens a second by reading and sending alone")
         return "\n".join([*lines, *self.notes])
 
 

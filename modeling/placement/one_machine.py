@@ -68,7 +68,7 @@ class PlacementPlan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens a second of all rows together, by the bandwidths alone; None for a tower."""
+        """Tokens a second of all rows together, by the bandwidths alone (`speed`); None for a tower."""
         total = sum(self.seconds.values())
         return self.batch / total if total and self.context is not None else None
 
@@ -216,7 +216,7 @@ def _choose(
     devices = {device: size for device, size in room.items() if device == main or device != "cpu"}
     if filled := fill(units, devices, is_whole=True):
         return filled, frozenset(), None, None
-    mixtures = [unit for unit in units if unit.experts]
+    mixtures = [unit for unit in units if unit.experts and sizes.may_leave]
     # A store holds at least one expert of each kind.
     least = sum({unit.one_expert for unit in mixtures})
     # With accelerators as few layers as need be are without their experts there. Without, all experts come from disk:
@@ -245,7 +245,7 @@ def _bring_layers(
 ) -> tuple[Filled, frozenset[str], str | None, int | None]:
     """As `_choose`, where not even everything but routed experts fits on the devices that compute."""
     units, main = sizes.units, next(iter(room))
-    apart = frozenset(unit.name for unit in units if unit.experts)
+    apart = frozenset(unit.name for unit in units if unit.experts and sizes.may_leave)
     if main == "cpu":
         places: list[str | None] = ["disk" if apart else None]
     else:

@@ -1,7 +1,8 @@
 """Seconds that the memories and links take for one step of generating, from a plan's bytes.
 
 What is counted is reading: each weight that a token needs once, keys and values once, chosen experts from where they
-are. Products, launches and the system take more, so that the result is a bound, not a promise.
+are. Products, launches and the system take more time than that. Hits follow from experts that are all equally likely;
+routers that favour some have more, and a memory smaller than what one token needs of all layers may have none.
 """
 
 from collections.abc import Iterable

@@ -54,7 +54,10 @@ def rows_of_speed(plan: Any) -> list[tuple[str, str]]:
     rates = ", ".join(f"{name} {rate / GB:.4g}" for name, rate in vars(plan.bandwidths).items())
     return [
         *rows,
-        ("tokens a second", f"at most {plan.tokens_per_second:.3g}, if reading were all (GB/s: {rates})"),
+        (
+            "tokens a second",
+            f"{plan.tokens_per_second:.3g} by reading alone, if all experts are chosen equally often (GB/s: {rates})",
+        ),
     ]
 
 

@@ -26,6 +26,7 @@ from ...configuration import (
 )
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.json_files import read_json
+from ...configuration.quantization import METHOD
 from ..checkpoints import find_weights, read_header
 from ..checkpoints.safetensors_files import DTYPE_BITS
 from ..decoder import LlamoeDenseForCausalLM, LlamoeForCausalLM, LlamoeMixtralForCausalLM
@@ -89,6 +90,7 @@ class Sizes:
         form: dtype or format of the weights, as text.
         element_size: bytes of a number in the cache.
         chosen: experts that a token is given in each mixture; 0 without mixtures.
+        may_leave: whether routed experts can be elsewhere, which takes safetensors files, plain or in llamoe's formats.
     """
 
     units: tuple[Unit, ...]
@@ -96,6 +98,7 @@ class Sizes:
     form: str
     element_size: int
     chosen: int
+    may_leave: bool = True
 
     @property
     def weights(self) -> int:
@@ -220,7 +223,21 @@ def sizes_of(config: LlamoeBaseConfig, folder: Path | None, bits: int | None) ->
         part = part_of(name)
         total_count, total = parts.get(part, (0, 0))
         parts[part] = (total_count + count, total)
-    return Sizes(tuple(result), parts, form, element_size, chosen)
+    return Sizes(tuple(result), parts, form, element_size, chosen, _may_leave(stored, folder))
+
+
+def _may_leave(quantization: Any, folder: Path | None) -> bool:
+    if folder is not None and not all(
+        str(file).endswith(".safetensors") for file in getattr(find_weights(folder), "files", ())
+    ):
+        return False
+    return not quantization or _method(quantization) == METHOD
+
+
+def _method(quantization: Any) -> str:
+    content = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = content.get("quant_method", "")
+    return str(getattr(method, "value", method))
 
 
 def part_of(name: str) -> str:
@@ -340,7 +357,7 @@ def _form_of(headers: dict[str, tuple[str, int]], quantization: Any) -> str:
     if quantization:
         content = quantization if isinstance(quantization, dict) else quantization.to_dict()
         bits = 4 if content.get("load_in_4bit") else 8 if content.get("load_in_8bit") else ""
-        return f"{content.get('quant_method', '')} {content.get('weights', bits)}".strip()
+        return f"{_method(quantization)} {content.get('weights', bits)}".strip()
     sizes: dict[str, int] = {}
     for dtype, size in headers.values():
         sizes[dtype] = sizes.get(dtype, 0) + size

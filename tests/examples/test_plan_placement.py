@@ -98,6 +98,9 @@ def test_published_sizes(command):
     assert re.search(r"16\.\d\d GB are on no accelerator: every pass moves them to device 0\.", small)
     eight = table(command("llama-4-maverick", "--gpus", 8))
     assert eight["disk"][0] > 0 and sum(row[0] for row in eight.values()) == pytest.approx(803.17, abs=0.1)
+    # Twelve cards hold all exactly, where nothing has to be brought.
+    assert table(command("llama-4-maverick", "--gpus", 12))["disk"][0] == 0
+    assert table(command("llama-4-maverick", "--gpus", 11))["cpu"][0] > 0
     dense = command("llama-2-7b", "--dtype", "float16")
     assert "x 4,096 tokens" in dense, "the default context is no longer than the model's"
 

@@ -3,7 +3,8 @@
 Each run in the folder's runs.json has the model's folder, the sizes of a `DistributedConfig`, the shape of the rows,
 whether pictures come with them and whether they are trained on. Each process writes what it counted to
 counted-RANK.json: the name and bytes of each collective, the bytes of its part of the weights, and how far the logits
-are from those of the whole model, in deviations of these.
+are from those of the whole model, in deviations of these; where stages meet tensor parallelism, the generated tokens
+that differ, too.
 """
 
 import json
@@ -96,7 +97,12 @@ def main(folder: Path) -> None:
             whole = auto.from_pretrained(folder / run["model"], dtype=torch.float32).eval()
             with torch.no_grad():
                 expected = whole(**inputs, use_cache=False).logits
-            counted[name]["difference"] = ((logits - expected).abs().max() / expected.std()).item()
+            difference = (logits - expected).abs().max() / expected.std()
+            counted[name]["difference"] = difference.item()
+            if {"tp_size", "pp_size"} <= run["sizes"].keys():
+                options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+                tokens, others = model.generate(**inputs, **options), whole.generate(**inputs, **options)
+                counted[name]["other tokens"] = (tokens != others).sum().item()
     (folder / f"counted-{dist.get_rank()}.json").write_text(json.dumps(counted))
     dist.barrier()
     dist.destroy_process_group()

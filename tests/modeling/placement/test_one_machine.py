@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from support.models import MODELS, for_models, run
+from support.models import MODELS, for_models, run, stock_mixtral_config, stock_text_config
+from transformers import BitsAndBytesConfig
 
 import llamoe
 from llamoe import plan_placement
@@ -178,6 +179,37 @@ def test_a_quantized_folder_is_planned_by_its_files(tmp_path):
             plan_placement(tmp_path / form, bits=4)
         with pytest.raises(ValueError, match="give the folder with the weights"):
             plan_placement(loaded.config)
+
+
+def test_experts_stay_in_their_layers_where_nothing_reads_them_elsewhere(tmp_path):
+    """bitsandbytes' formats, and files of torch.save: whole layers go to the disk, or nothing does."""
+    model = TEXT.make()
+    model.save_pretrained(tmp_path / "plain")
+    torch.save(model.state_dict(), tmp_path / "plain" / "pytorch_model.bin")
+    (tmp_path / "plain" / "model.safetensors").unlink()
+    total = sum(split_bytes(model))
+    plan = plan_placement(tmp_path / "plain", gpus=0, ram=total, context=20, headroom=0)
+    assert plan.experts_memory is None and set(plan.device_map.values()) == {"cpu", "disk"}
+    assert sum(plan.weights.values()) == total
+    pytest.importorskip("bitsandbytes", reason="install llamoe[bitsandbytes]")
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    packed = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "half", quantization_config=quantization)
+    packed.save_pretrained(tmp_path / "packed")
+    half = sum(plan_placement(tmp_path / "half", gpus=0, ram="1GB", headroom=0).weights.values())
+    found = plan_placement(tmp_path / "packed", gpus=0, ram="1GB", headroom=0)
+    assert found.form == "bitsandbytes 4" and 0.25 * half < found.weights["cpu"] < 0.7 * half
+    little = plan_placement(tmp_path / "packed", gpus=0, ram=found.weights["cpu"], context=20, headroom=0)
+    assert little.experts_memory is None and "experts" not in little.device_map
+
+
+def test_stocks_configurations_are_taken_as_ours():
+    for stock, own in (
+        (stock_mixtral_config(), "LlamoeMixtralForCausalLM"),
+        (stock_text_config(), "LlamoeForCausalLM"),
+    ):
+        given = plan_placement(stock, gpus=0, ram="5GB")
+        assert given.parts == plan_placement(CASES[own].make_config(), gpus=0, ram="5GB").parts
 
 
 def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
