@@ -42,6 +42,7 @@ class PlacementPlan:
         hit_share: share of the experts elsewhere that `experts_memory` holds, which is the share of hits if all experts
             are chosen equally often.
         seconds: what a step of generating waits for, to seconds.
+        tokens_per_second: of all rows together, by the bandwidths alone (`speed`); None for a tower.
         bandwidths: that these follow from.
         notes: what else to know, in sentences.
     """
@@ -63,14 +64,9 @@ class PlacementPlan:
     expert_bytes_per_step: int
     hit_share: float
     seconds: dict[str, float]
+    tokens_per_second: float | None
     bandwidths: Bandwidths
     notes: list[str]
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens a second of all rows together, by the bandwidths alone (`speed`); None for a tower."""
-        total = sum(self.seconds.values())
-        return self.batch / total if total and self.context is not None else None
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of `from_pretrained`."""
@@ -318,13 +314,15 @@ def _finish(
     else:
         device_map |= {unit.experts_name: place for unit in units if unit.name in apart}
     remaining = {d: size - weights.get(d, 0) - filled.cache.get(d, 0) for d, size in room.items()}
+    holders: set[Any] = set()
     if memory is not None:
         rows = {own for unit, own in zip(units, filled.places, strict=True) if unit.name in apart}
         holders = {"cpu"} if place == "disk" else {main if own in ("cpu", "disk") else own for own in rows}
         for holder in holders:
             remaining[holder] -= memory
     elsewhere = sum(unit.experts for unit in units if unit.name in apart)
-    hit_share = memory / elsewhere if memory is not None else 0.0
+    # Each accelerator that has layers of such experts holds some of its own.
+    hit_share = min(1.0, len(holders) * memory / elsewhere) if memory is not None else 0.0
     placed = [
         (unit, own, place if unit.name in apart else None)
         for unit, own in zip(units, filled.places, strict=True)
@@ -355,6 +353,7 @@ def _finish(
         expert_bytes_per_step=round(bytes_of_step(units, sizes.chosen, batch)),
         hit_share=hit_share,
         seconds=seconds,
+        tokens_per_second=None if context is None else batch / sum(seconds.values()),
         bandwidths=bandwidths,
         notes=notes,
     )

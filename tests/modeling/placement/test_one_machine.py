@@ -106,6 +106,19 @@ def test_experts_leave_the_accelerator_before_anything_else():
         planned(rest + cache + one, experts - 1, disk=False)
 
 
+def test_each_accelerator_holds_experts_of_its_own_layers():
+    rest, experts = split_bytes(TEXT.make())
+    cache = sum(cache_bytes(TEXT.make_config(), 40, element_size=4, piece=40))
+    room = int((rest + cache) * 0.7) + experts // 10
+    plan = plan_placement(TEXT.make_config(), gpus=[room, room], ram=experts, bits=32, context=40, headroom=0)
+    assert plan.device_map["experts"] == "cpu" and set(plan.weights) == {0, 1, "cpu"}
+    assert plan.hit_share == 2 * plan.experts_memory / experts
+    for device in (0, 1):
+        used = plan.weights[device] + plan.cache[device]
+        assert used + plan.experts_memory + plan.remaining[device] == room
+    assert min(plan.remaining[0], plan.remaining[1]) == 0
+
+
 def test_without_accelerators_experts_stay_on_disk_where_ram_is_short():
     rest, experts = split_bytes(TEXT.make())
     cache = sum(cache_bytes(TEXT.make_config(), 40, element_size=4, piece=40))
