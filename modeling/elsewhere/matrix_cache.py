@@ -6,8 +6,10 @@ a slot only while it holds none in this cache, so that somebody can always go on
 
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 # Matrices that are asked for before the product that needs them.
@@ -63,10 +65,18 @@ class _Entry:
 
     def __init__(self, key: Hashable, slot: int):
         self.key, self.slot = key, slot
-        self.holders = 1
+        # Weak: an interrupt may come between any two steps, and what it leaves behind holds nothing then.
+        self.holders: weakref.WeakSet[_Hold] = weakref.WeakSet()
         self.job: Any = None
         self.is_there = False
-        self.failed = False
+
+
+class _Hold:
+    """Somebody's hold on a matrix, as long as this exists or until it is released."""
+
+    def __init__(self, entry: _Entry):
+        self.entry = entry
+        entry.holders.add(self)
 
 
 class MatrixCache:
@@ -95,6 +105,8 @@ class MatrixCache:
         self._count, self._waited = count, waited
         self._entries: dict[Hashable, _Entry] = {}
         self._free = list(range(slots))[::-1]
+        # Matrices that did not come, while somebody holds them still.
+        self._lost: list[_Entry] = []
         self._condition = threading.Condition()
 
     def __contains__(self, key: Hashable) -> bool:
@@ -111,48 +123,51 @@ class MatrixCache:
 
         The next ones are fetched meanwhile.
         """
-        held: deque[_Entry] = deque()
+        held: deque[_Hold] = deque()
         begun = 0
         try:
             for _ in keys:
                 while begun < len(keys) and len(held) < min(_LOOK_AHEAD, self.slots):
-                    entry = self._hold(keys[begun], may_wait=not held)
-                    if entry is None:
+                    hold = self._hold(keys[begun], may_wait=not held)
+                    if hold is None:
                         break
-                    held.append(entry)
+                    held.append(hold)
                     begun += 1
-                self._await(held[0])
-                yield held[0].slot
+                self._await(held[0].entry)
+                yield held[0].entry.slot
                 self._release(held.popleft())
         finally:
-            for entry in held:
-                self._release(entry)
+            for hold in held:
+                self._release(hold)
 
     def prefetch(self, keys: Sequence[Hashable]) -> None:
         """Begin to fetch matrices of which there is room now, without waiting for them."""
         for key in keys[: self.slots]:
-            entry = self._hold(key, may_wait=False)
-            if entry is None:
+            hold = self._hold(key, may_wait=False)
+            if hold is None:
                 return
-            self._release(entry)
+            self._release(hold)
 
-    def _hold(self, key: Hashable, may_wait: bool) -> _Entry | None:
+    def _hold(self, key: Hashable, may_wait: bool) -> _Hold | None:
         with self._condition:
             while True:
                 entry = self._entries.get(key)
                 if entry is not None and not self._has_failed(entry):
-                    entry.holders += 1
+                    hold = _Hold(entry)
                     self._policy.touch(key)
                     self._count(key, True)
-                    return entry
+                    return hold
                 if (slot := self._slot()) is not None:
                     break
                 if not may_wait:
                     return None
                 # A matrix that was fetched ahead tells nobody that it has come.
                 self._condition.wait(timeout=0.01)
-            entry = self._entries[key] = _Entry(key, slot)
+                self._take_back()
             self._policy.touch(key)
+            entry = _Entry(key, slot)
+            hold = _Hold(entry)
+            self._entries[key] = entry
             self._count(key, False)
             try:
                 entry.job = self._fetch(key, slot)
@@ -161,19 +176,27 @@ class MatrixCache:
                 self._free.append(slot)
                 self._condition.notify_all()
                 raise
-            return entry
+            return hold
+
+    def _take_back(self) -> None:
+        """Find slots that an interrupt has left to nobody."""
+        self._lost = [entry for entry in self._lost if entry.holders]
+        used = {entry.slot for entry in [*self._entries.values(), *self._lost]}
+        self._free = [slot for slot in range(self.slots) if slot not in used]
 
     def _has_failed(self, entry: _Entry) -> bool:
         """Whether a matrix that was fetched ahead did not come; it is asked for again then."""
-        if entry.is_there or entry.holders or not entry.job.is_done():
+        if entry.is_there or entry.holders:
             return False
-        try:
-            entry.job.finish()
-        except Exception:
-            self._drop(entry)
-            self._free.append(entry.slot)
-            return True
-        return False
+        if entry.job is not None:
+            if not entry.job.is_done():
+                return False
+            with suppress(Exception):
+                entry.job.finish()
+                return False
+        self._drop(entry)
+        self._free.append(entry.slot)
+        return True
 
     def _slot(self) -> int | None:
         if self._free:
@@ -201,7 +224,11 @@ class MatrixCache:
 
     def _can_go(self, key: Hashable) -> bool:
         entry = self._entries.get(key)
-        return entry is not None and entry.holders == 0 and (entry.is_there or entry.job.is_done())
+        return (
+            entry is not None
+            and not entry.holders
+            and (entry.is_there or entry.job is None or entry.job.is_done())
+        )
 
     def _drop(self, entry: _Entry) -> None:
         # Where several waited for a matrix that did not come, another may be on its way under the same key.
@@ -219,17 +246,20 @@ class MatrixCache:
             with self._condition:
                 # After an interrupt, threads may still write to the slot: the matrix stays until they are through.
                 if entry.job.is_done():
-                    entry.failed = True
+                    if entry not in self._lost:
+                        self._lost.append(entry)
                     self._drop(entry)
             raise
         entry.is_there = True
         self._waited(entry.key, time.perf_counter() - begin)
 
-    def _release(self, entry: _Entry) -> None:
+    def _release(self, hold: _Hold) -> None:
+        entry = hold.entry
         with self._condition:
-            entry.holders -= 1
-            if entry.holders == 0:
+            entry.holders.discard(hold)
+            if not entry.holders:
                 self._left(entry.slot)
-                if entry.failed:
+                if entry in self._lost:
+                    self._lost.remove(entry)
                     self._free.append(entry.slot)
                 self._condition.notify_all()

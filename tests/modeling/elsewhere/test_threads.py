@@ -140,7 +140,7 @@ def test_errors_of_a_drive_do_not_stay_with_threads(slots, logits_and_model, mon
     # All slots are there still.
     (store,) = model._stores()
     caches = [cache for group in store._groups.values() for cache in group.caches.values()]
-    assert all(entry.holders == 0 for cache in caches for entry in cache._entries.values())
+    assert not any(entry.holders for cache in caches for entry in cache._entries.values())
     assert all(len(cache._free) + len(cache._entries) == slots for cache in caches)
 
 
@@ -222,16 +222,15 @@ def test_two_that_wait_for_a_lost_matrix_do_not_lose_its_successor():
     cache = MatrixCache(
         2, LeastRecentlyUsed(), lambda key, slot: next(jobs), lambda *_: None, lambda *_: None
     )
-    # Two hold the same.
-    entry = cache._hold("a", True)
-    assert cache._hold("a", True) is entry
-    for is_second in (False, True):
+    holds = [cache._hold("a", True), cache._hold("a", True)]
+    assert holds[0].entry is holds[1].entry
+    for hold in holds:
         with pytest.raises(OSError, match="lost"):
-            cache._await(entry)
-        if not is_second:
+            cache._await(hold.entry)
+        if hold is holds[0]:
             # A third asks again meanwhile, and gets it.
-            assert next(cache.walk(["a"])) != entry.slot
-        cache._release(entry)
+            assert next(cache.walk(["a"])) != hold.entry.slot
+        cache._release(hold)
     # Both slots can still be given to others.
     assert len({next(cache.walk([key])) for key in ("b", "c")}) == 2
 
