@@ -22,7 +22,7 @@ from .checkpoint_files import (
     read_header,
 )
 from .device_map import check_devices, check_offload, check_on_disk, settle_device_map
-from .mapped_memory import forget_pages, return_freed_memory
+from .mapped_memory import forget_pages, is_mapped, return_freed_memory
 from .pickles import Named
 from .quantization import in_units, part_of, tell_of_experts
 from .safetensors_files import TensorHeader
@@ -55,6 +55,7 @@ __all__ = [
     "forget_pages",
     "fuse_while_loading",
     "in_units",
+    "is_mapped",
     "loading",
     "part_of",
     "read_header",

@@ -35,6 +35,13 @@ def forget_pages(tensor: torch.Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in a mapped safetensors file; False on other systems than Linux."""
+    if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.nbytes:
+        return False
+    return _is_in_mapped_file(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
 def _is_in_mapped_file(start: int, end: int) -> bool:
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:

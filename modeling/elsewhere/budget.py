@@ -47,10 +47,13 @@ class ExpertsMemory:
             raise ValueError(f"ExpertsMemory(readers={self.readers!r}): give a number of threads, 1 to 256.")
         if self.misses not in ("auto", "compute", "bring"):
             raise ValueError(f"ExpertsMemory(misses={self.misses!r}): give 'auto', 'compute' or 'bring'.")
-        if not callable(self.policy):
+        if not isinstance(self.direct, bool | None):
+            raise ValueError(f"ExpertsMemory(direct={self.direct!r}): give True, False, or None.")
+        made = self.policy() if callable(self.policy) else None
+        if not all(callable(getattr(made, name, None)) for name in ("touch", "forget", "victim")):
             raise ValueError(
-                f"ExpertsMemory(policy={self.policy!r}): give a class or function that makes a policy, such as "
-                "LeastRecentlyUsed."
+                f"ExpertsMemory(policy={self.policy!r}): give a class or function that makes an object with touch, "
+                "forget and victim, such as LeastRecentlyUsed."
             )
 
 
@@ -66,7 +69,8 @@ def parse_size(size: Any) -> int:
     if isinstance(size, str):
         try:
             number = convert_file_size_to_int(size.strip())
-        except ValueError:
+        # Infinity, and what is no number.
+        except (ValueError, OverflowError):
             number = None
     if isinstance(number, bool) or not isinstance(number, int) or number <= 0:
         raise ValueError(f'experts_memory={size!r}: give bytes, or a text like "8GB", above 0.')

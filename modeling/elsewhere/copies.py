@@ -9,6 +9,8 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 class Copied:
     """A copy that is over when it was asked for (`matrix_cache.Job`)."""
 
+    is_for_each = False
+
     def __init__(self, pairs: Pairs):
         for target, source in pairs:
             target.copy_(source)
@@ -49,6 +51,8 @@ class Copies:
 
 class _Copy:
     """A copy on its way; streams wait for it, not the host (`matrix_cache.Job`)."""
+
+    is_for_each = True
 
     def __init__(self, device: torch.device, event: torch.Event):
         self.device, self.event = device, event

@@ -96,14 +96,33 @@ class ExpertsElsewhere(Experts):
         """Shapes of the stacks, by their names."""
         return {name: self.stack_shape(name) for name in STACKS}
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        # `model.to(device)` moves what computes; experts follow the rows.
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *lists: list[str]
+    ) -> None:
+        for name, own in [*self._parameters.items(), *self._buffers.items()]:
+            given = state_dict.get(prefix + name)
+            if given is not None and not (given.is_meta or given.data_ptr() == own.data_ptr()):
+                lists[-1].append(
+                    f"{prefix}{name} is on {self.store.place!r}, and is read from the files that the model was loaded "
+                    "from: load the model into memory to give it other weights."
+                )
+
+    def check_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Check that a function for all tensors leaves the dtype.
+
+        Raises:
+            ValueError: it does not.
+        """
         moved = fn(torch.empty(0, dtype=self._dtype))
         if moved.dtype != self._dtype and not self.is_packed:
             raise ValueError(
                 f"{self.name} is read in {self._dtype} from where it lies, and cannot become {moved.dtype} in place: "
                 f"load the model with dtype={moved.dtype}."
             )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        # `model.to(device)` moves what computes; experts follow the rows.
+        self.check_cast(fn)
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -17,13 +17,14 @@ from torch import nn
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from ...configuration.checks import listed
+from ..checkpoints import forget_pages, is_mapped
 from ..moe import Experts
 from ..quantization import LlamoeQuantizer
 from .budget import ExpertsMemory
 from .experts import ExpertsElsewhere
 from .pieces import Stored, find_pieces
 from .statistics import ExpertsStatistics
-from .store import Store, bytes_of_expert, with_stacks
+from .store import ALIGNMENT, Store, bytes_of_expert, check_budget, with_stacks
 
 ALL = "experts"
 """In a device map: the routed experts of all layers."""
@@ -151,7 +152,8 @@ def claim(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
         else:
             chosen[name] = device
     if not chosen:
-        if request.is_explicit:
+        # Names that the model does not have are told with the rest of the map.
+        if request.is_explicit and places.keys() <= layers.keys():
             raise ValueError(
                 "experts_memory is for experts on disk, or in RAM beside an accelerator; here they are where they are "
                 'computed. Leave it out, or give device_map={"experts": "disk"}.'
@@ -194,6 +196,10 @@ def claim(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
         model.set_submodule(name, ExpertsElsewhere(empty, name, empty.dtype))
         ignored.add(re.escape(name[name.find("layers.") :]) + r"\.")
     model._keys_to_ignore_on_load_unexpected = ignored
+    for place in ("disk", "cpu"):
+        own = {name: shape for name, shape in request.shapes.items() if str(chosen[name]) == place}
+        if request.memory.size is not None and own:
+            check_budget(own, request.memory.size)
 
 
 def _renaming(model: Any, load_config: Any) -> Callable[[str], list[str]]:
@@ -247,7 +253,31 @@ def install(model: nn.Module) -> None:
         for store in stores:
             store.close()
         raise
+    _own_other_weights(model)
     model.hf_device_map = {**device_map, **{name: place for name, (place, _) in request.claimed.items()}}
+
+
+def _own_other_weights(model: nn.Module) -> None:
+    """Copy the other weights on the CPU out of the files that they are maps of.
+
+    A file that is cut would end the process, and one that is rewritten would change the model, before an expert that is
+    needed can say so. This memory counts as the rest of the model's anyway.
+    """
+    for module in model.modules():
+        if isinstance(module, ExpertsElsewhere):
+            continue
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is not None and is_mapped(tensor.data):
+                mapped = tensor.data
+                # Of the same alignment: products may differ with it in their last bits.
+                memory = torch.empty(mapped.nbytes + ALIGNMENT, dtype=torch.uint8)
+                first = (mapped.data_ptr() - memory.data_ptr()) % ALIGNMENT
+                if first % mapped.itemsize:
+                    tensor.data = mapped.clone()
+                else:
+                    own = memory[first : first + mapped.nbytes].view(mapped.dtype)
+                    tensor.data = own.view(mapped.shape).copy_(mapped)
+                forget_pages(mapped)
 
 
 def _share(request: _Request, names: list[str]) -> ExpertsMemory:
@@ -314,9 +344,19 @@ class KeepsExpertsElsewhere(nn.Module):
             ):
                 raise ValueError(
                     f"{name} is on {module.store.place!r}, and its experts are stored one by one or in another dtype, "
-                    "so that its stacks are nowhere whole. The folder that it was loaded from has them: copy that, or "
-                    "fuse them by `llamoe convert IN OUT`. Adapters are saved by themselves."
+                    "so that its stacks are nowhere whole. Copy the folder that it was loaded from, or load the model "
+                    "into memory to save it. Adapters are saved by themselves."
                 )
+        for store in self._stores():
+            # What is saved are maps of these files.
+            store.check_files()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        # A cast is refused before the first layer has changed.
+        for module in self.modules():
+            if isinstance(module, ExpertsElsewhere):
+                module.check_cast(fn)
+        return super()._apply(fn, recurse)
 
     def dequantize(self, *args: Any, **kwargs: Any) -> Any:
         """As `PreTrainedModel.dequantize`.

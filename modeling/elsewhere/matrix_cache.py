@@ -19,6 +19,9 @@ _LOOK_AHEAD = 4
 class Job(Protocol):
     """A matrix on its way to a slot."""
 
+    # Whether each user has to wait by itself, as streams of an accelerator do.
+    is_for_each: bool
+
     def is_done(self) -> bool:
         """Whether nobody writes to the slot any more."""
         ...
@@ -237,7 +240,7 @@ class MatrixCache:
             self._policy.forget(entry.key)
 
     def _await(self, entry: _Entry) -> None:
-        if entry.is_there:
+        if entry.is_there and not entry.job.is_for_each:
             return
         begin = time.perf_counter()
         try:

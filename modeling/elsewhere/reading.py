@@ -122,6 +122,13 @@ class Readers:
         """Whether files are read past the page cache."""
         return any(file.direct is not None for file in self._files.values())
 
+    def check(self) -> None:
+        """Raise a `CheckpointError` if a file is not what it was, or the model is closed."""
+        if self._is_closed:
+            raise closed("the model")
+        for file in list(self._files.values()):
+            file.check("the model")
+
     def start(
         self, pieces: list[tuple[Piece, torch.Tensor]], what: str, count: Callable[[int], None]
     ) -> "Reading":
@@ -225,6 +232,8 @@ class Readers:
 
 class Reading:
     """A matrix that is being read (`matrix_cache.Job`)."""
+
+    is_for_each = False
 
     def __init__(self, jobs: list[Future], files: list[_File], what: str):
         self._jobs, self._files, self._what = jobs, files, what

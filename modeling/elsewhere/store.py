@@ -65,6 +65,32 @@ def bytes_of_expert(experts: Experts) -> int:
     )
 
 
+def _alike(layers: Mapping[str, Experts]) -> list[list[str]]:
+    """The layers whose experts have the same sizes, and may use the same slots."""
+    found: dict[tuple, list[str]] = {}
+    for layer, experts in layers.items():
+        tensors = [*experts._parameters.items(), *experts._buffers.items()]
+        key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors)
+        found.setdefault(key, []).append(layer)
+    return list(found.values())
+
+
+def check_budget(layers: Mapping[str, Experts], budget: int) -> None:
+    """Check that there is room for one expert of each kind.
+
+    Raises:
+        ValueError: there is not.
+    """
+    firsts = {kind[0]: bytes_of_expert(layers[kind[0]]) for kind in _alike(layers)}
+    if budget < sum(firsts.values()):
+        layer = max(firsts, key=lambda name: firsts[name])
+        raise ValueError(
+            f"experts_memory={budget:,} bytes: one expert of {layer} takes {firsts[layer]:,} bytes"
+            f"{f', and there are {len(firsts)} kinds of experts' if len(firsts) > 1 else ''}. Give at least "
+            f"{sum(firsts.values()):,}."
+        )
+
+
 def _parts(experts: Experts, stack: str, expert: int) -> Parts:
     return [getattr(experts, name).data[expert : expert + 1] for name in part_names(experts, stack)]
 
@@ -167,7 +193,7 @@ class Store:
                 pieces = [piece for stack in STACKS for each in stored[layer].pieces[stack] for piece in each]
                 largest = max(piece.nbytes for piece in pieces)
                 for path in {piece.path for piece in pieces}:
-                    self._readers.open(path, largest)
+                    self._readers.open(path, largest, stored[layer].files[path])
             self._make_slots()
             if place == "cpu":
                 for layer in layers:
@@ -186,29 +212,15 @@ class Store:
         return self._readers.reads_directly
 
     def _make_slots(self) -> None:
-        alike: dict[tuple, list[str]] = {}
-        for layer, experts in self._layers.items():
-            tensors = [*experts._parameters.items(), *experts._buffers.items()]
-            key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors)
-            alike.setdefault(key, []).append(layer)
-        needed = {
-            key: sum(self._layers[layer].num_experts for layer in layers) for key, layers in alike.items()
-        }
-        sizes = {key: bytes_of_expert(self._layers[layers[0]]) for key, layers in alike.items()}
-        total = sum(needed[key] * sizes[key] for key in alike)
+        kinds = _alike(self._layers)
+        needed = [sum(self._layers[layer].num_experts for layer in layers) for layers in kinds]
+        sizes = [bytes_of_expert(self._layers[layers[0]]) for layers in kinds]
+        total = sum(count * size for count, size in zip(needed, sizes, strict=True))
         budget = min(default_size(), total) if self.memory.size is None else self.memory.size
-        largest = max(sizes.values())
-        if budget < sum(sizes.values()):
-            layer = next(layers[0] for key, layers in alike.items() if sizes[key] == largest)
-            raise ValueError(
-                f"experts_memory={budget:,} bytes: one expert of {layer} takes {largest:,} bytes"
-                f"{f', and there are {len(sizes)} kinds of experts' if len(sizes) > 1 else ''}. Give at least "
-                f"{sum(sizes.values()):,}."
-            )
+        check_budget(self._layers, budget)
         where = self.device if self.place == "cpu" else torch.device("cpu")
-        for key, layers in alike.items():
-            share = budget * (needed[key] * sizes[key]) / total
-            count = max(1, min(needed[key], int(share) // sizes[key]))
+        for layers, most in zip(kinds, needed, strict=True):
+            count = max(1, min(most, budget * most // total))
             group = _Slots(self, self._layers[layers[0]], count, where)
             self._groups |= dict.fromkeys(layers, group)
 
@@ -263,6 +275,10 @@ class Store:
         statistics.add(bytes_read=sum(source.nbytes for _, source in pairs))
         return Copied(pairs) if copies is None else copies.start(pairs, slot)
 
+    def check_files(self) -> None:
+        """Raise a `CheckpointError` if a file is not what it was, or the model is closed."""
+        self._readers.check()
+
     def count(self, key: Key, is_there: bool, stack: str) -> None:
         """Note that a matrix was asked for."""
         if stack == STACKS[0]:
@@ -274,7 +290,7 @@ class Store:
 
     def prefetch(self, layer: str, stack: str, experts: Sequence[int]) -> None:
         """Begin to bring matrices that will be needed soon, as far as there is room."""
-        if self.place == "disk":
+        if self.place == "disk" and self.close.alive:
             self._groups[layer].caches[stack].prefetch([(layer, expert) for expert in experts])
 
     def walk(
@@ -288,6 +304,8 @@ class Store:
             rows: experts, and how many rows each has.
             may_compute: whether the matrix may be in RAM where the rows are on an accelerator.
         """
+        if not self.close.alive:
+            raise closed(f"expert {rows[0][0] if rows else 0} of {layer}")
         cache, held = self._groups[layer].caches[stack], self._groups[layer].held[stack]
         if self.place == "cpu":
             yield from self._walk_ram(layer, stack, rows, may_compute)
@@ -320,8 +338,6 @@ class Store:
                 if brought:
                     yield held[next(found)]
                     continue
-                if not self.close.alive:
-                    raise closed(f"expert {expert} of {layer}")
                 if stack == STACKS[0]:
                     self.statistics[layer].add(misses=1, computed=1)
                 yield _parts(whole, stack, expert)

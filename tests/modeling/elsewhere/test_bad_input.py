@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import pickle
 import threading
 
 import pytest
@@ -50,7 +51,7 @@ def refused(message: str, folder, **kwargs) -> str:
 @pytest.mark.parametrize(
     "memory",
     [
-        "8 bananas", "nanGB", "-8GB", "", 0, -1, True, False, 1.5, float("nan"), [], {}, b"8GB",
+        "8 bananas", "infGB", "nanGB", "-8GB", "", 0, -1, True, False, 1.5, float("nan"), [], {}, b"8GB",
         "GB", ExpertsMemory,
     ],
 )  # fmt: skip
@@ -62,7 +63,7 @@ def test_memory_that_is_no_size_is_refused(memory, text_folder):
     "field",
     [
         {"readers": 0}, {"readers": 257}, {"readers": True}, {"readers": 1.5}, {"misses": "never"}, {"policy": 3},
-        {"size": "many"},
+        {"direct": "yes"}, {"size": "many"},
     ],
 )  # fmt: skip
 def test_fields_that_mean_nothing_are_refused(field):
@@ -103,6 +104,9 @@ def test_a_memory_that_no_experts_need_is_refused(device_map, text_folder):
         ({"experts": None}, "None"),
         ({"experts": "disk", "": "moon"}, "'moon'"),
         ({"experts": "disk", "model.layers.9": "cpu"}, "'model.layers.9'"),
+        ({"": "cpu", "model.layers.9.feed_forward.experts": "disk"}, "'model.layers.9.feed_forward.experts'"),
+        # A dense layer.
+        ({"": "cpu", "model.layers.0.feed_forward.experts": "disk"}, "'model.layers.0.feed_forward.experts'"),
     ],
 )
 def test_names_that_do_not_exist_are_refused(device_map, named, memory, text_folder, nothing_left):
@@ -186,11 +190,52 @@ def test_a_stack_with_another_number_of_experts_is_refused(tmp_path, text_folder
     refused(r"\[6, .*\[7, ", tmp_path, experts_memory="1MB")
 
 
+def test_a_closed_model_refuses_by_name(text_folder, ids):
+    _, model = load_both(text_folder)
+    model(ids)
+    model.close()
+    model.close()
+    with pytest.raises(llamoe.CheckpointError, match=r"expert \d of model.layers.\d.*closed by model.close"):
+        model(ids)
+    # Also where no expert is missing.
+    whole = load(text_folder, device_map=ON_DISK)
+    whole(ids)
+    whole.close()
+    with pytest.raises(llamoe.CheckpointError, match="closed by model.close"):
+        whole(ids)
+
+
 def test_a_model_that_never_computed_is_closed(text_folder, ids, nothing_left):
     model = load(text_folder, experts_memory="60KB")
     model.close()
     with pytest.raises(llamoe.CheckpointError, match="closed by model.close"):
         model(ids)
+
+
+def test_models_are_not_pickled_or_cast(text_folder, ids):
+    resident, model = load_both(text_folder)
+    with pytest.raises(TypeError, match="layers.1.feed_forward.experts cannot be pickled.*save_pretrained"):
+        pickle.dumps(model)
+    for cast in (lambda: model.half(), lambda: model.to(torch.bfloat16), lambda: model.double()):
+        with pytest.raises(
+            ValueError, match="layers.1.feed_forward.experts is read in torch.float32.*dtype="
+        ):
+            cast()
+    # A cast that was refused has changed nothing.
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, model(ids).logits)
+        assert torch.equal(resident(ids).logits, model.to("cpu").float()(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["text", "mixtral"])
+def test_loading_other_weights_into_it_is_refused(kind, text_folder, mixtral_folder, ids):
+    resident, model = load_both({"text": text_folder, "mixtral": mixtral_folder}[kind], 2)
+    with torch.no_grad():
+        for parameter in resident.parameters():
+            parameter.mul_(2)
+    with pytest.raises((ValueError, RuntimeError), match=r"layers\.\d\..*experts.*disk"):
+        model.load_state_dict(resident.state_dict())
 
 
 def test_copies_share_the_store_and_survive_the_first(text_folder, ids):

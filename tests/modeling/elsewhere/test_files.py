@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -285,6 +287,23 @@ def test_changed_files_are_told(when, change, direct, experts_file, ids, monkeyp
         model(ids)
 
 
+def test_a_file_replaced_while_the_model_loads_is_refused(experts_file, monkeypatch):
+    from llamoe.modeling import base
+
+    size = 2 * expert_bytes(text_model())
+    install = base.install
+
+    def late(model):
+        replace(experts_file)
+        install(model)
+
+    monkeypatch.setattr(base, "install", late)
+    with pytest.raises(
+        llamoe.CheckpointError, match="experts.safetensors: has changed while the model was loaded"
+    ):
+        llamoe.LlamoeForCausalLM.from_pretrained(experts_file.parent, experts_memory=size)
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_short_reads_are_completed(direct, text_folder, ids, monkeypatch):
     resident = llamoe.LlamoeForCausalLM.from_pretrained(text_folder).eval()
@@ -341,6 +360,30 @@ def test_errors_that_go_away_leave_nothing_behind(broken, direct, text_folder, i
     with torch.no_grad():
         assert all(torch.equal(resident(ids).logits, logits) for logits in answers)
     check_equal(resident, model, ids)
+
+
+CUT = """
+import os, sys, torch, llamoe
+ids = torch.arange(3, 40)[None]
+model = llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], experts_memory="80KB").eval()
+with torch.no_grad():
+    model(ids)
+    os.truncate(sys.argv[1] + "/model.safetensors", 100_000)
+    try:
+        model(ids)
+    except llamoe.CheckpointError as error:
+        print(error)
+"""
+
+
+def test_a_cut_file_of_all_weights_is_told(text_folder, tmp_path):
+    # In a process of its own: memory that is a map of the file would end it.
+    shutil.copytree(text_folder, tmp_path / "model")
+    run = subprocess.run(
+        [sys.executable, "-c", CUT, str(tmp_path / "model")], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert re.search(r"has changed since the model was loaded \([\d,]+ bytes then, 100,000 now\)", run.stdout)
 
 
 @pytest.mark.parametrize(
