@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
 GB = 10**9
@@ -73,7 +73,7 @@ def main() -> None:
     arguments = read_arguments()
     transformers.logging.set_verbosity_error()
     try:
-        plan = llamoe.plan_placement(
+        plan: Any = llamoe.plan_placement(
             arguments.model,
             gpus=arguments.gpus,
             gpu_memory=int(arguments.gpu_memory * GB),
