@@ -22,9 +22,10 @@ from ..moe import Experts
 from ..quantization import LlamoeQuantizer
 from .budget import ExpertsMemory
 from .experts import ExpertsElsewhere
+from .memory import REGISTER
 from .pieces import Stored, find_pieces
 from .statistics import ExpertsStatistics
-from .store import ALIGNMENT, Store, bytes_of_expert, check_budget, with_stacks
+from .store import Store, bytes_of_expert, check_budget, with_stacks
 
 ALL = "experts"
 """In a device map: the routed experts of all layers."""
@@ -229,6 +230,12 @@ def _rows_device(name: str, device_map: Mapping[str, Any]) -> torch.device:
 
 def install(model: nn.Module) -> None:
     """Give the experts that were taken out their stores, once everything else is loaded."""
+    # Threads write to this memory, outside of a mode that the caller may be in.
+    with torch.inference_mode(False):
+        _install(model)
+
+
+def _install(model: nn.Module) -> None:
     request = _current.get()
     if request is None or not request.claimed:
         return
@@ -270,8 +277,8 @@ def _own_other_weights(model: nn.Module) -> None:
             if tensor is not None and is_mapped(tensor.data):
                 mapped = tensor.data
                 # Of the same alignment: products may differ with it in their last bits.
-                memory = torch.empty(mapped.nbytes + ALIGNMENT, dtype=torch.uint8)
-                first = (mapped.data_ptr() - memory.data_ptr()) % ALIGNMENT
+                memory = torch.empty(mapped.nbytes + REGISTER, dtype=torch.uint8)
+                first = (mapped.data_ptr() - memory.data_ptr()) % REGISTER
                 if first % mapped.itemsize:
                     tensor.data = mapped.clone()
                 else:

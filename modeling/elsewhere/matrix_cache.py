@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 # Matrices that are asked for before the product that needs them.
-_LOOK_AHEAD = 4
+_LOOK_AHEAD = 8
 
 
 class Job(Protocol):

@@ -8,20 +8,18 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
 from ...configuration.errors import CheckpointError
+from .memory import BLOCK, LEAST_BYTES_OF_DIRECT, pages
 from .pieces import Identity, Piece, identity_of
 
 # Bytes of one request: large enough for a drive's full rate, small enough that several threads share an expert.
 _REQUEST_BYTES = 4 << 20
-# Direct reads begin and end at multiples of this.
-_BLOCK = 4096
-# Smaller matrices would be read with much around them.
-_LEAST_BYTES_OF_DIRECT = 1 << 20
 
 
 class _File:
@@ -76,7 +74,7 @@ def _open_direct(path: str) -> int | None:
     except OSError:
         return None
     try:
-        with mmap.mmap(-1, _BLOCK) as memory:
+        with mmap.mmap(-1, BLOCK) as memory:
             os.preadv(descriptor, [memory], 0)
     except OSError:
         os.close(descriptor)
@@ -110,7 +108,7 @@ class Readers:
         """
         with self._lock:
             if path not in self._files:
-                is_direct = largest >= _LEAST_BYTES_OF_DIRECT if self._direct is None else self._direct
+                is_direct = largest >= LEAST_BYTES_OF_DIRECT if self._direct is None else self._direct
                 file = self._files[path] = _File(path, is_direct)
                 if identity not in (None, file.identity):
                     raise CheckpointError(
@@ -130,12 +128,16 @@ class Readers:
             file.check("the model")
 
     def start(
-        self, pieces: list[tuple[Piece, torch.Tensor]], what: str, count: Callable[[int], None]
+        self,
+        pieces: list[tuple[Piece, torch.Tensor, torch.Tensor | None]],
+        what: str,
+        count: Callable[[int], None],
     ) -> "Reading":
         """Begin to read pieces into memory.
 
         Args:
-            pieces: each with its place, a tensor of the piece's shape.
+            pieces: each with its place, a tensor of the piece's shape, and the bytes of whole blocks around it, where
+                the place is as far from the beginning of a block as in the file, and those bytes are free.
             what: name of the expert, for errors.
             count: called with the bytes of each request.
 
@@ -145,7 +147,7 @@ class Readers:
         with self._lock:
             if self._is_closed:
                 raise closed(what)
-            files = {piece.path: self._files[piece.path] for piece, _ in pieces}
+            files = {piece.path: self._files[piece.path] for piece, *_ in pieces}
             for file in files.values():
                 file.check(what)
             if self._pool is None or self._process != os.getpid():
@@ -155,16 +157,9 @@ class Readers:
             pool = self._pool
             jobs: list[Future] = []
             try:
-                for piece, place in pieces:
-                    row = piece.nbytes // piece.shape[0]
-                    step = max(1, _REQUEST_BYTES // row)
-                    for first in range(0, piece.shape[0], step):
-                        rows = place[first : first + step]
-                        begin, size = piece.begin + first * row, len(rows) * row
-                        file = files[piece.path]
-                        jobs.append(
-                            pool.submit(self._read, file, begin, size, rows, piece.dtype, what, count)
-                        )
+                for piece, place, blocks in pieces:
+                    for read, *where in self._requests(files[piece.path], piece, place, blocks):
+                        jobs.append(pool.submit(read, files[piece.path], what, count, *where))
             except BaseException:
                 # The memory is somebody else's next.
                 for job in jobs:
@@ -173,47 +168,69 @@ class Readers:
                 raise
         return Reading(jobs, list(files.values()), what)
 
+    def _requests(
+        self, file: _File, piece: Piece, place: torch.Tensor, blocks: torch.Tensor | None
+    ) -> Iterator[tuple]:
+        """Each request of a piece: a method and its last arguments."""
+        if blocks is not None and file.direct is not None:
+            whole = piece.begin % BLOCK + piece.nbytes
+            step = _request_bytes(whole)
+            for first in range(0, whole, step):
+                size = min(step, whole - first)
+                yield self._read_blocks, piece.begin // BLOCK * BLOCK + first, size, blocks[first:]
+            return
+        row = piece.nbytes // piece.shape[0]
+        step = max(1, _request_bytes(piece.nbytes) // row)
+        for first in range(0, piece.shape[0], step):
+            rows = place[first : first + step]
+            yield self._read, piece.begin + first * row, len(rows) * row, rows, piece.dtype
+
+    def _read_blocks(
+        self,
+        file: _File,
+        what: str,
+        count: Callable[[int], None],
+        begin: int,
+        size: int,
+        blocks: torch.Tensor,
+    ) -> None:
+        """Read so many bytes, and the rest of their last block, straight to their place."""
+        memory = memoryview(blocks[: -(-size // BLOCK) * BLOCK].numpy())
+        with _told(file, what, begin, size):
+            count(_fill(file, memory, begin, size, True))
+
     def _read(
         self,
         file: _File,
+        what: str,
+        count: Callable[[int], None],
         begin: int,
         size: int,
         rows: torch.Tensor,
         dtype: torch.dtype,
-        what: str,
-        count: Callable[[int], None],
     ) -> None:
-        try:
+        """Read rows to wherever they are, through memory of this thread if they are cast, turned or not in blocks."""
+        with _told(file, what, begin, size):
             is_direct = file.direct is not None
             if not is_direct and rows.dtype == dtype and rows.is_contiguous() and rows.is_cpu:
                 target = memoryview(rows.view(-1).view(torch.uint8).numpy())
                 count(_fill(file, target, begin, size, False))
                 return
-            block = _BLOCK if is_direct else 1
+            block = BLOCK if is_direct else 1
             first = begin // block * block
             length = -(-(begin + size - first) // block) * block
             buffer = self._buffer(length)
-            count(_fill(file, memoryview(buffer)[:length], first, begin + size - first, is_direct))
+            count(_fill(file, buffer[:length], first, begin + size - first, is_direct))
             stored = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=begin - first)
             if stored.data_ptr() % dtype.itemsize:
                 stored = stored.clone()
             rows.copy_(stored.view(dtype).view(rows.shape))
-        except OSError as error:
-            raise CheckpointError(
-                f"{file.path}: {what} cannot be read: {error.strerror or error} (bytes {begin:,} to {begin + size:,}). "
-                "Check the drive, and ask again."
-            ) from error
-        except _Short as short:
-            raise CheckpointError(
-                f"{file.path}: {what} cannot be read: {short.got:,} bytes came of {short.wanted:,} from byte {begin:,} "
-                "on. The file was cut short; copy it again, and load the model again."
-            ) from None
 
-    def _buffer(self, size: int) -> mmap.mmap:
+    def _buffer(self, size: int) -> memoryview:
         """Memory of this thread, which begins at a page."""
         buffer = getattr(self._buffers, "memory", None)
         if buffer is None or len(buffer) < size:
-            self._buffers.memory = buffer = mmap.mmap(-1, max(size, _REQUEST_BYTES + 2 * _BLOCK))
+            self._buffers.memory = buffer = pages(max(size, _REQUEST_BYTES + 2 * BLOCK))
         return buffer
 
     def close(self) -> None:
@@ -228,6 +245,12 @@ class Readers:
             pool.shutdown(wait=not is_own and not sys.is_finalizing(), cancel_futures=True)
         for file in files.values():
             file.close()
+
+
+def _request_bytes(size: int) -> int:
+    """Bytes of each request for so many: whole blocks, and each about as large as the others."""
+    requests = max(1, round(size / _REQUEST_BYTES))
+    return -(-size // (requests * BLOCK)) * BLOCK
 
 
 class Reading:
@@ -269,6 +292,23 @@ def _outcome(job: Future) -> BaseException | None:
         return error
 
 
+@contextmanager
+def _told(file: _File, what: str, begin: int, size: int) -> Iterator[None]:
+    """Context in which errors of reading say which expert they are of."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{file.path}: {what} cannot be read: {error.strerror or error} (bytes {begin:,} to {begin + size:,}). "
+            "Check the drive, and ask again."
+        ) from error
+    except _Short as short:
+        raise CheckpointError(
+            f"{file.path}: {what} cannot be read: {short.got:,} bytes came of {short.wanted:,} from byte {begin:,} "
+            "on. The file was cut short; copy it again, and load the model again."
+        ) from None
+
+
 class _Short(Exception):
     def __init__(self, got: int, wanted: int):
         super().__init__()
@@ -282,7 +322,7 @@ def _fill(file: _File, memory: memoryview, begin: int, needed: int, is_direct: b
     """
     got = 0
     while got < needed:
-        descriptor = file.direct if is_direct and got % _BLOCK == 0 else file.file
+        descriptor = file.direct if is_direct and got % BLOCK == 0 else file.file
         count = os.preadv(descriptor, [memory[got:]], begin + got)
         if count <= 0:
             raise _Short(got, needed)

@@ -22,15 +22,14 @@ from .budget import ExpertsMemory, default_size
 from .copies import Copied, Copies
 from .costs import Costs, measure
 from .matrix_cache import Job, MatrixCache
-from .pieces import STACKS, Stored, part_names
+from .memory import BLOCK, slots_of, unit_of
+from .pieces import STACKS, Piece, Stored, part_names
 from .products import Parts, product
 from .reading import Readers, Reading, closed
 from .statistics import ExpertsStatistics
 
 Key = tuple[str, int]
 """A layer's name and an expert."""
-# Bytes of a register, to which memory of torch's own is aligned.
-ALIGNMENT = 64
 
 
 def with_stacks(
@@ -112,16 +111,7 @@ class _Slots:
         store = weakref.proxy(store)
         for stack in STACKS:
             shapes = [getattr(experts, name) for name in part_names(experts, stack)]
-            memory = [
-                torch.empty(
-                    count,
-                    _rounded(math.prod(part.shape[1:]) * part.itemsize) + ALIGNMENT,
-                    dtype=torch.uint8,
-                    device=device,
-                    pin_memory=is_pinned,
-                )
-                for part in shapes
-            ]
+            memory = [slots_of(count, part.shape[1:], part.dtype, device, is_pinned) for part in shapes]
             copies = None if device.type == "cpu" else Copies(device)
             self.caches[stack] = MatrixCache(
                 count,
@@ -134,6 +124,8 @@ class _Slots:
             )
 
 
+# Threads write to what is made here, outside of a mode that the caller may be in.
+@torch.inference_mode(False)
 def _fetch(
     store: Any,
     stack: str,
@@ -145,16 +137,12 @@ def _fetch(
     slot: int,
 ) -> Job:
     held[slot] = parts = []
-    for bytes_, shape in zip(memory, shapes, strict=True):
-        first = store.first_byte(key, stack)
+    for index, (bytes_, shape) in enumerate(zip(memory, shapes, strict=True)):
         size = math.prod(shape.shape[1:]) * shape.itemsize
+        first = store.first_byte(key, stack, index, unit_of(size))
         part = bytes_[slot, first : first + size].view(shape.dtype)
         parts.append(part.view(1, *shape.shape[1:]))
-    return store.fetch(key, stack, parts, slot, copies)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return store.fetch(key, stack, parts, [bytes_[slot] for bytes_ in memory], slot, copies)
 
 
 class Store:
@@ -239,36 +227,57 @@ class Store:
                 self._start_reading((layer, expert), stack, parts, lambda _: None).finish()
         return whole
 
-    def _start_reading(self, key: Key, stack: str, parts: Parts, count: Callable[[int], None]) -> Reading:
+    def _start_reading(
+        self,
+        key: Key,
+        stack: str,
+        parts: Parts,
+        count: Callable[[int], None],
+        blocks: list[torch.Tensor] | None = None,
+    ) -> Reading:
         layer, expert = key
-        is_transposed = self._layers[layer].is_transposed
-        pieces = [
-            (piece, piece.place([part[0] for part in parts], is_transposed))
-            for piece in self._stored[layer].pieces[stack][expert]
-        ]
+        experts = self._layers[layer]
+        pieces = []
+        for piece in self._stored[layer].pieces[stack][expert]:
+            place = piece.place([part[0] for part in parts], experts.is_transposed)
+            is_in_blocks = (
+                blocks is not None
+                and unit_of(parts[piece.part].nbytes) == BLOCK
+                and self._is_as_stored(piece, experts)
+            )
+            pieces.append((piece, place, blocks[piece.part] if blocks and is_in_blocks else None))
         return self._readers.start(pieces, f"expert {expert} of {layer}", count)
 
-    def first_byte(self, key: Key, stack: str) -> int:
-        """At which byte of a slot a matrix begins.
+    def _is_as_stored(self, piece: Piece, experts: Any) -> bool:
+        """Whether a part of a matrix lies in memory as in its file, where its kernel can read it."""
+        alignment = experts.format.alignment if experts.is_packed else experts.dtype.itemsize
+        is_same = experts.is_packed or piece.dtype == experts.dtype
+        return piece.rows is None and is_same and piece.begin % max(alignment, piece.dtype.itemsize) == 0
 
-        Products may differ in their last bits with the address of a matrix, by whole registers of the processor. So a
-        matrix that a resident model would read from a mapped file gets an address of the same kind.
-        """
+    def first_byte(self, key: Key, stack: str, part: int, unit: int) -> int:
+        """At which byte of a slot a part of a matrix begins, below a unit (`memory.unit_of`)."""
         layer, expert = key
-        pieces, experts = self._stored[layer].pieces[stack][expert], self._layers[layer]
-        is_mapped = not experts.is_packed and pieces[0].rows is None and pieces[0].dtype == experts.dtype
-        if self.place == "cpu":
-            # On the accelerator a resident model has memory of its own.
-            return 0
-        first = pieces[0].begin % ALIGNMENT
-        return first if is_mapped and first % experts.dtype.itemsize == 0 else 0
+        piece = next(each for each in self._stored[layer].pieces[stack][expert] if each.part == part)
+        # On an accelerator a resident model has memory of its own.
+        is_kept = self.place == "disk" and self._is_as_stored(piece, self._layers[layer])
+        return piece.begin % unit if is_kept else 0
 
-    def fetch(self, key: Key, stack: str, parts: Parts, slot: int, copies: Copies | None) -> Job:
-        """Begin to bring a matrix to its slot."""
+    def fetch(
+        self,
+        key: Key,
+        stack: str,
+        parts: Parts,
+        blocks: list[torch.Tensor],
+        slot: int,
+        copies: Copies | None,
+    ) -> Job:
+        """Begin to bring a matrix to its slot, of which the parts are views."""
         layer, expert = key
         statistics = self.statistics[layer]
         if self.place == "disk":
-            return self._start_reading(key, stack, parts, lambda size: statistics.add(bytes_read=size))
+            return self._start_reading(
+                key, stack, parts, lambda size: statistics.add(bytes_read=size), blocks
+            )
         if not self.close.alive:
             raise closed(f"expert {expert} of {layer}")
         pairs = list(zip(parts, _parts(self._in_ram[layer], stack, expert), strict=True))

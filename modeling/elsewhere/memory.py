@@ -1,0 +1,64 @@
+"""Memory that a drive writes to, in whole blocks, without a copy in between.
+
+A matrix lies in its slot at the same place within a block as in its file. So blocks of the file are read straight into
+the slot, what stands around the matrix too, and a product finds the matrix at an address of the kind that a map of the
+file would give it: products may differ with that in their last bits.
+"""
+
+import math
+import mmap
+
+import torch
+
+BLOCK = 4096
+"""Direct reads begin and end at multiples of this, in the file and in memory."""
+REGISTER = 64
+"""Bytes to which memory of torch's own is aligned."""
+LEAST_BYTES_OF_DIRECT = 1 << 20
+"""Smaller matrices would be read with much around them."""
+_HUGE_PAGE = 2 << 20
+
+
+def slots_of(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_pinned: bool
+) -> torch.Tensor:
+    """Memory for a number of matrices, `[count, bytes]` uint8, each with room for the rest of its blocks.
+
+    Args:
+        count: of matrices.
+        shape: of one.
+        dtype: of one.
+        device: where they are.
+        is_pinned: whether an accelerator copies from there.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    unit = unit_of(size)
+    row = -(-size // unit) * unit + unit
+    if device.type != "cpu" or is_pinned:
+        memory = torch.empty(count * row + unit, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        first = -memory.data_ptr() % unit
+        return memory[first : first + count * row].view(count, row)
+    return torch.frombuffer(pages(count * row), dtype=torch.uint8, count=count * row).view(count, row)
+
+
+def unit_of(size: int) -> int:
+    """Bytes of which the distance of two matrices of a size is a multiple."""
+    return BLOCK if size >= LEAST_BYTES_OF_DIRECT else REGISTER
+
+
+def pages(size: int) -> memoryview:
+    """Memory that begins at a page, and takes pages only where it is written.
+
+    Drives write to huge pages almost twice as fast, since they name fewer of them.
+    """
+    if size < _HUGE_PAGE:
+        return memoryview(mmap.mmap(-1, max(size, 1)))
+    memory = mmap.mmap(-1, size + _HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            # A kernel without them.
+            pass
+    first = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
+    return memoryview(memory)[first : first + size]

@@ -1,0 +1,77 @@
+"""Matrices from a megabyte on, which are read in whole blocks straight to their slots."""
+
+import pytest
+import torch
+from support.elsewhere import counts, expert_bytes, load_both, mixtral, text_model
+
+import llamoe
+from llamoe.modeling.elsewhere.memory import BLOCK, pages, slots_of
+
+# A stack of gate and up has 1.3 MB an expert in float32, down half of it: one matrix in blocks and one that is not.
+SIZES = {"hidden_size": 256, "intermediate_size": 656, "num_local_experts": 5}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder for each way in which large experts are stored."""
+    found = {name: tmp_path_factory.mktemp("large") for name in ("float32", "bfloat16", "mixtral", "int8")}
+    text_model(**SIZES).save_pretrained(found["float32"])
+    larger = {**SIZES, "intermediate_size": 1312}
+    text_model(**larger).to(torch.bfloat16).save_pretrained(found["bfloat16"], max_shard_size="9MB")
+    mixtral(**SIZES).save_pretrained(found["mixtral"])
+    plain = tmp_path_factory.mktemp("plain")
+    text_model(**{**SIZES, "intermediate_size": 2624}).to(torch.bfloat16).save_pretrained(plain)
+    config = llamoe.QuantizationConfig("int8")
+    packed = llamoe.LlamoeForCausalLM.from_pretrained(plain, dtype="auto", quantization_config=config)
+    packed.save_pretrained(found["int8"])
+    return found
+
+
+@pytest.mark.parametrize("experts", [1, 4, 99])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "mixtral", "int8"])
+def test_large_matrices_are_bit_equal(kind, experts, folders, ids):
+    resident, elsewhere = load_both(folders[kind], experts)
+    with torch.no_grad():
+        for each in (ids, ids[:1, :1], ids[:, :1], ids):
+            assert torch.equal(resident(each).logits, elsewhere(each).logits)
+    found = counts(elsewhere)
+    needed = found.misses * expert_bytes(resident)
+    assert 0 < needed <= found.bytes_read <= 1.02 * needed
+
+
+def test_gradients_of_large_matrices_are_equal(folders, ids):
+    found = []
+    for model in load_both(folders["float32"], 2):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." not in name)
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_models_load_and_run_in_inference_mode(folders, ids):
+    resident, _ = load_both(folders["float32"])
+    with torch.inference_mode():
+        model = llamoe.LlamoeForCausalLM.from_pretrained(folders["float32"], experts_memory="9MB").eval()
+        assert torch.equal(resident(ids).logits, model(ids).logits)
+    with torch.no_grad():
+        assert torch.equal(resident(ids[:1]).logits, model(ids[:1]).logits)
+
+
+@pytest.mark.parametrize("size", [1, 100, BLOCK, BLOCK + 1, 3 << 20])
+def test_memory_begins_at_a_page_and_is_as_large_as_asked(size):
+    memory = pages(size)
+    assert len(memory) >= size
+    assert torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % BLOCK == 0
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (700, 500)])
+def test_slots_have_room_for_the_rest_of_their_blocks(shape):
+    slots = slots_of(3, shape, torch.float32, torch.device("cpu"), False)
+    size = shape[0] * shape[1] * 4
+    unit = BLOCK if size >= 1 << 20 else 64
+    assert len(slots) == 3
+    assert slots.stride(0) % unit == 0
+    # From any first byte below a unit to the end of the last unit.
+    assert slots.stride(0) >= -(-(unit - 1 + size) // unit) * unit
+    assert slots.data_ptr() % unit == 0
