@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import llamoe
 from llamoe.modeling.elsewhere import ExpertsMemory, ExpertsStatistics
+from llamoe.modeling.elsewhere.memory import pages
 from llamoe.modeling.moe import Experts
 
 from . import OURS
@@ -341,11 +342,12 @@ class LargeReads:
 
     def __init__(self, paths: list[Path]):
         self._pool = ThreadPoolExecutor(READERS)
-        self._buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
+        self._buffers: SimpleQueue[memoryview] = SimpleQueue()
         for _ in range(READERS):
-            buffer = mmap.mmap(-1, REQUEST)
+            # Huge pages, which a drive fills faster.
+            buffer = pages(REQUEST)
             # The system gives memory when it is first written.
-            buffer.write(bytes(REQUEST))
+            buffer[:] = bytes(REQUEST)
             self._buffers.put(buffer)
         self._requests = []
         for path in paths:
