@@ -100,7 +100,7 @@ wheel: $(VENV)/.installed-test ## build the source archive and the wheel in dist
 	$(BIN) -m build --no-isolation --outdir dist . > $(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
 	@ls dist
 
-bench: $(VENV)/.installed-bench ## measure speed and memory against transformers on this CPU, in a quarter of an hour
+bench: $(VENV)/.installed-bench ## measure speed and memory against transformers on this CPU, in half an hour
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN) -m benchmarks.cpu $(ARGS)
 
 clean: ## remove what was built or installed here
