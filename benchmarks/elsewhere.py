@@ -40,6 +40,7 @@ CACHED = f"{OURS}, page cache"
 MAPPED = "mapped, with advice"
 ACCELERATE = "accelerate"
 DRIVE = "drive"
+WITH_PRODUCTS = f"{OURS}, with products"
 CONTESTANTS = (RESIDENT, OURS, CACHED, MAPPED, ACCELERATE)
 IN_TURN = (OURS, CACHED, MAPPED)
 """Contestants that are close to each other, and so run in every round."""
@@ -307,7 +308,7 @@ def decode(who: str, folder: str, small: str, law: str, budget: int, warm: int, 
 
 @torch.no_grad()
 def rate(folder: str, budget: int, rounds: int) -> dict:
-    """Seconds of passes that bring every expert, and of large reads of as many bytes, in turns."""
+    """Seconds in which every expert comes, without products and in a pass, and of large reads of as many bytes."""
     model, _ = load(OURS, Path(folder), budget)
     draw_routing(model, "in turn")
     num_experts = model.config.num_local_experts
@@ -319,10 +320,19 @@ def rate(folder: str, budget: int, rounds: int) -> dict:
         model(input_ids=ids, use_cache=False)
         return sum(model.experts_statistics().values(), ExpertsStatistics()).bytes_read
 
+    def all_matrices() -> int:
+        model.experts_statistics(reset=True)
+        for store in model._stores():
+            for layer in store.statistics:
+                for stack in ("gate_up_proj", "down_proj"):
+                    for _ in store.walk(layer, stack, [(expert, 1) for expert in range(num_experts)]):
+                        pass
+        return sum(model.experts_statistics().values(), ExpertsStatistics()).bytes_read
+
     nbytes = whole_pass()
     drive = LargeReads(paths)
     drive.read()
-    runs = {DRIVE: drive.read, OURS: whole_pass}
+    runs = {DRIVE: drive.read, OURS: all_matrices, WITH_PRODUCTS: whole_pass}
     rows: dict[str, dict] = {who: {"seconds": [], "read_bytes": nbytes} for who in runs}
     for number in range(rounds):
         for who in list(runs)[:: 1 if number % 2 == 0 else -1]:

@@ -185,11 +185,18 @@ class ExpertsElsewhere(Experts):
         """
         hit = [group for group in groups if group[0] < self.num_experts]
         out_NO = None
-        if name == "gate_up_proj":
-            self.store.prefetch(self.name, "down_proj", _experts(hit))
+        # The stack that multiplies the results, in a forward pass or back.
+        later = STACKS[not transposed] if name == STACKS[transposed] else None
+        # Not more than there is room for: the first would make room for the last.
+        ahead = [] if later is None else _experts(hit)[: self.store.num_slots(self.name)]
+        self.store.prefetch(self.name, later, ahead[:1])
+        others = set(ahead[1:])
         sizes = [(expert, end - start) for expert, start, end in hit]
         with closing(self.store.walk(self.name, name, sizes)) as found:
-            for (_, start, end), parts in zip(hit, found, strict=True):
+            for (expert, start, end), parts in zip(hit, found, strict=True):
+                if expert in others:
+                    # Behind this stack's next matrices, which are needed first.
+                    self.store.prefetch(self.name, later, [expert])
                 x = x_NI[start:end].to(parts[0].device)
                 y = product(self._shapes, x, name, parts, transposed, is_grouped).to(x_NI.device)
                 if len(groups) == 1:

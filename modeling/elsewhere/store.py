@@ -194,6 +194,10 @@ class Store:
         """As `Experts.fits_grouped_mm`."""
         return self._groups[layer].probe.fits_grouped_mm(device, dtype)
 
+    def num_slots(self, layer: str) -> int:
+        """Number of experts for which a layer and others like it have room."""
+        return self._groups[layer].caches[STACKS[0]].slots
+
     @property
     def reads_directly(self) -> bool:
         """Whether files are read past the system's page cache."""
@@ -297,9 +301,9 @@ class Store:
         """Note that a product waited."""
         self.statistics[key[0]].add(seconds=seconds)
 
-    def prefetch(self, layer: str, stack: str, experts: Sequence[int]) -> None:
+    def prefetch(self, layer: str, stack: str | None, experts: Sequence[int]) -> None:
         """Begin to bring matrices that will be needed soon, as far as there is room."""
-        if self.place == "disk" and self.close.alive:
+        if self.place == "disk" and experts and self.close.alive:
             self._groups[layer].caches[stack].prefetch([(layer, expert) for expert in experts])
 
     def walk(
