@@ -75,7 +75,7 @@ def test_experts_on_disk_from_the_cases_to_the_reports(tmp_path, monkeypatch):
     assert set(token["contestants"]) == set(elsewhere.CONTESTANTS)
     assert all(len(row["seconds"]) == 20 for row in token["contestants"].values())
     assert token["hit_rate_error"] == 0
-    assert set(all_read["contestants"]) == {elsewhere.DRIVE, OURS}
+    assert set(all_read["contestants"]) == {elsewhere.DRIVE, OURS, elsewhere.WITH_PRODUCTS}
     judged = {
         bar.text: bar.value(bars.Results({"cases": [token, all_read]})) for bar in bars._elsewhere_bars()
     }

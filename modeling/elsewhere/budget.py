@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+import torch
+
+from ...configuration.sizes import bytes_of
 from .matrix_cache import LeastRecentlyUsed, Policy
 
 # Of the memory that is available when a model is loaded, the share that experts may take where nobody names a size.
@@ -17,7 +20,8 @@ class ExpertsMemory:
     Attributes:
         size: bytes, or a text like "8GB" or "8GiB": memory for recently used experts. Of experts on disk it is RAM, of
             experts in RAM memory of the accelerator. None: half of what is available, at most all of these experts.
-        policy: makes the object that says which matrix goes first (`matrix_cache.Policy`); one for each memory.
+        policy: a class or function without arguments that makes the object which says what matrix is evicted
+            (`matrix_cache.Policy`); called twice for each size of expert: gate and up are one matrix, down is another.
         readers: threads that read from files.
         direct: whether files are read past the system's page cache; None: for matrices from 1 MiB, where the file
             system can.
@@ -38,7 +42,7 @@ class ExpertsMemory:
             ValueError: no size, no number of threads, or an unknown way.
         """
         if self.size is not None:
-            object.__setattr__(self, "size", parse_size(self.size))
+            object.__setattr__(self, "size", bytes_of("experts_memory", self.size, least=1))
         if (
             isinstance(self.readers, bool)
             or not isinstance(self.readers, int)
@@ -57,28 +61,12 @@ class ExpertsMemory:
             )
 
 
-def parse_size(size: Any) -> int:
-    """Bytes of a size that `from_pretrained` was given.
-
-    Raises:
-        ValueError: it is none.
-    """
-    from accelerate.utils import convert_file_size_to_int
-
-    number = size
-    if isinstance(size, str):
-        try:
-            number = convert_file_size_to_int(size.strip())
-        # Infinity, and what is no number.
-        except (ValueError, OverflowError):
-            number = None
-    if isinstance(number, bool) or not isinstance(number, int) or number <= 0:
-        raise ValueError(f'experts_memory={size!r}: give bytes, or a text like "8GB", above 0.')
-    return number
-
-
-def default_size() -> int:
-    """Bytes for experts where nobody names a size: half of the memory that is available now."""
+def default_size(device: torch.device) -> int:
+    """Bytes for experts where nobody names a size: half of the device's memory that is available now."""
     import psutil
 
-    return int(psutil.virtual_memory().available * _SHARE_OF_AVAILABLE)
+    if device.type == "cpu":
+        available = psutil.virtual_memory().available
+    else:
+        available, _ = torch.accelerator.get_memory_info(device)
+    return int(available * _SHARE_OF_AVAILABLE)

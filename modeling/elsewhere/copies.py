@@ -33,16 +33,18 @@ class Copies:
     def __init__(self, device: torch.device):
         self.device = device
         self._stream = torch.Stream(device=device)
-        self._left: dict[int, torch.Event] = {}
+        # Of each slot the last event of each stream that has read it.
+        self._left: dict[int, dict[int, torch.Event]] = {}
 
     def leave(self, slot: int) -> None:
-        """Note that all products that read a slot have been asked for."""
-        self._left[slot] = torch.accelerator.current_stream(self.device).record_event()
+        """Record that the last product with a slot was put on the current stream."""
+        stream = torch.accelerator.current_stream(self.device)
+        self._left.setdefault(slot, {})[stream.stream_id] = stream.record_event()
 
     def start(self, pairs: Pairs, slot: int) -> "_Copy":
         """Begin to copy to a slot."""
-        if slot in self._left:
-            self._stream.wait_event(self._left.pop(slot))
+        for event in self._left.pop(slot, {}).values():
+            self._stream.wait_event(event)
         with self._stream:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)

@@ -6,6 +6,7 @@ and is multiplied as a slice of a stack would be, in the same order.
 Shapes: N rows, E experts, S slots, I columns in, O columns out.
 """
 
+import copy
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
@@ -28,8 +29,8 @@ _NUMBERS = itertools.count()
 class ExpertsElsewhere(Experts):
     """The experts of one layer, of which a `Store` has the matrices.
 
-    Their parameters are for those that ask for names, shapes and dtypes, and for saving: maps of the file where it has
-    whole stacks, else on the meta device. Products do not read them.
+    Parameters give names, shapes and dtypes, and what `save_pretrained` writes: a memory map where the file has the
+    whole stack in the model's dtype, else a meta tensor. Products read the store instead.
     """
 
     is_elsewhere = True
@@ -57,14 +58,13 @@ class ExpertsElsewhere(Experts):
 
     def __deepcopy__(self, memo: dict) -> "ExpertsElsewhere":
         """A copy of the layer, with the same store."""
-        new = ExpertsElsewhere(self._shapes, self.name, self._dtype)
-        new.train(self.training)
-        new.store = self.store
-        for own_name, parameter in self._parameters.items():
-            new.register_parameter(own_name, parameter)
-        for own_name, buffer in self._buffers.items():
-            new.register_buffer(own_name, buffer)
+        new: Any = object.__new__(type(self))
         memo[id(self)] = new
+        for shared in (self.store, self._shapes, *self._parameters.values(), *self._buffers.values()):
+            memo[id(shared)] = shared
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        new.number = next(_NUMBERS)
+        _REGISTERED[new.number] = new
         return new
 
     def __reduce__(self):
@@ -80,7 +80,7 @@ class ExpertsElsewhere(Experts):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Nothing, on the device of the rows: peft moves new adapters to where this is."""
+        """An empty tensor on the device of the products, to which peft moves new adapters."""
         return torch.empty(0, dtype=self._dtype, device=self.device)
 
     @property
@@ -121,7 +121,7 @@ class ExpertsElsewhere(Experts):
             )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        # `model.to(device)` moves what computes; experts follow the rows.
+        # Nothing moves: `multiply_groups` brings matrices to the rows, or rows to the matrices.
         self.check_cast(fn)
         return self
 
@@ -160,11 +160,10 @@ class ExpertsElsewhere(Experts):
 
     def multiply_stack(self, x_NI: torch.Tensor, name: str, groups: Any, multiply: Callable) -> torch.Tensor:
         """The products of rows with their experts' matrices; arguments as in `Experts`."""
+        x_NI = x_NI.to(self.dtype) if self.is_packed else x_NI
         if not isinstance(groups, list):
-            is_grouped = is_torchs_product(multiply)
-            x = x_NI.to(self.dtype) if self.is_packed else x_NI
-            return product_elsewhere(x, self.number, name, groups, False, is_grouped)
-        return self.multiply_groups(x_NI.to(self.dtype) if self.is_packed else x_NI, name, groups)
+            return product_elsewhere(x_NI, self.number, name, groups, False, is_torchs_product(multiply))
+        return self.multiply_groups(x_NI, name, groups)
 
     def multiply_groups(
         self,
@@ -182,12 +181,18 @@ class ExpertsElsewhere(Experts):
             groups: cover all rows in their order; numbers from E on stand for no expert.
             transposed: whether the matrices are multiplied from the other side, as in a backward pass.
             is_grouped: by torch's grouped product.
+
+        Returns:
+            `[N, O]`, or `[N, I]` if `transposed`, in the dtype of the products; 0 in rows of no expert.
+
+        Raises:
+            CheckpointError: a file has changed or cannot be read, or the model is closed.
         """
         hit = [group for group in groups if group[0] < self.num_experts]
         out_NO = None
         # The stack that multiplies the results, in a forward pass or back.
         later = STACKS[not transposed] if name == STACKS[transposed] else None
-        # Not more than there is room for: the first would make room for the last.
+        # At most as many as there are slots: more would evict the first ones before they are used.
         ahead = [] if later is None else _experts(hit)[: self.store.num_slots(self.name)]
         self.store.prefetch(self.name, later, ahead[:1])
         others = set(ahead[1:])

@@ -20,9 +20,9 @@ from ...configuration.checks import listed
 from ..checkpoints import forget_pages, is_mapped
 from ..moe import Experts
 from ..quantization import LlamoeQuantizer
-from .budget import ExpertsMemory
+from .budget import ExpertsMemory, default_size
 from .experts import ExpertsElsewhere
-from .memory import REGISTER
+from .memory import ALIGNMENT
 from .pieces import Stored, find_pieces
 from .statistics import ExpertsStatistics
 from .store import Store, bytes_of_expert, check_budget, with_stacks
@@ -241,6 +241,7 @@ def _install(model: nn.Module) -> None:
         return
     device_map = getattr(model, "hf_device_map", None) or {"": "cpu"}
     stores: list[Store] = []
+    on_disk = default_size(torch.device("cpu")) if request.memory.size is None else request.memory.size
     places = {(str(place), _rows_device(name, device_map)) for name, (place, _) in request.claimed.items()}
     try:
         for place, device in sorted(places, key=str):
@@ -249,7 +250,7 @@ def _install(model: nn.Module) -> None:
                 for name, (own, _) in request.claimed.items()
                 if (str(own), _rows_device(name, device_map)) == (place, device)
             ]
-            memory = _share(request, names) if place == "disk" else request.memory
+            memory = _share(request, names, on_disk) if place == "disk" else request.memory
             layers = {name: request.shapes[name] for name in names}
             stored = {name: request.claimed[name][1] for name in names}
             store = Store(layers, stored, place, device, memory)
@@ -277,8 +278,8 @@ def _own_other_weights(model: nn.Module) -> None:
             if tensor is not None and is_mapped(tensor.data):
                 mapped = tensor.data
                 # Of the same alignment: products may differ with it in their last bits.
-                memory = torch.empty(mapped.nbytes + REGISTER, dtype=torch.uint8)
-                first = (mapped.data_ptr() - memory.data_ptr()) % REGISTER
+                memory = torch.empty(mapped.nbytes + ALIGNMENT, dtype=torch.uint8)
+                first = (mapped.data_ptr() - memory.data_ptr()) % ALIGNMENT
                 if first % mapped.itemsize:
                     tensor.data = mapped.clone()
                 else:
@@ -287,16 +288,14 @@ def _own_other_weights(model: nn.Module) -> None:
                 forget_pages(mapped)
 
 
-def _share(request: _Request, names: list[str]) -> ExpertsMemory:
+def _share(request: _Request, names: list[str], total: int) -> ExpertsMemory:
     """The part of the memory in RAM for experts of these layers, which compute on one device of several."""
-    if request.memory.size is None:
-        return request.memory
     sizes = {
         name: bytes_of_expert(request.shapes[name]) * request.shapes[name].num_experts
         for name, (place, _) in request.claimed.items()
         if str(place) == "disk"
     }
-    size = request.memory.size * sum(sizes[name] for name in names) // sum(sizes.values())
+    size = total * sum(sizes[name] for name in names) // sum(sizes.values())
     return replace(request.memory, size=size)
 
 
@@ -317,7 +316,7 @@ def _connect(experts: ExpertsElsewhere, store: Store, stored: Stored) -> None:
 
 
 class KeepsExpertsElsewhere(nn.Module):
-    """What a model with experts elsewhere can be asked."""
+    """Methods of every model for experts on disk or in RAM: statistics, closing, and what is refused."""
 
     def _stores(self) -> list[Store]:
         found = (module.store for module in self.modules() if isinstance(module, ExpertsElsewhere))
@@ -332,12 +331,11 @@ class KeepsExpertsElsewhere(nn.Module):
         Returns:
             the name of the layer's experts to a copy of its counts; empty where all experts are on the device.
         """
-        found = {layer: counts for store in self._stores() for layer, counts in store.statistics.items()}
-        result = {layer: counts + ExpertsStatistics() for layer, counts in found.items()}
-        if reset:
-            for counts in found.values():
-                counts.reset()
-        return result
+        return {
+            layer: counter.read(reset)
+            for store in self._stores()
+            for layer, counter in store.statistics.items()
+        }
 
     def check_saving(self) -> None:
         """Check that all weights can be written to a folder.

@@ -1,7 +1,7 @@
-"""Slots of one preallocated memory that hold the matrices used last, and the rule by which one makes room.
+"""A cache of experts' matrices in preallocated slots, with a replaceable eviction policy.
 
-Threads share a cache. A matrix is *held* while somebody multiplies by it, and is not replaced then. A thread waits for
-a slot only while it holds none in this cache, so that somebody can always go on.
+Threads share a cache. A matrix is *held* while somebody multiplies by it, and is not evicted then. A thread waits for a
+slot only while it holds none in this cache, so that there is always a thread that can go on.
 """
 
 import threading
@@ -19,7 +19,7 @@ _LOOK_AHEAD = 8
 class Job(Protocol):
     """A matrix on its way to a slot."""
 
-    # Whether each user has to wait by itself, as streams of an accelerator do.
+    # Whether every user has to call `finish`: each stream of an accelerator waits for a copy by itself.
     is_for_each: bool
 
     def is_done(self) -> bool:
@@ -31,7 +31,11 @@ class Job(Protocol):
 
 
 class Policy(Protocol):
-    """Says which matrix makes room. All calls come one at a time."""
+    """Says which matrix is evicted.
+
+    Each size of matrix has a policy of its own. Keys are pairs: the name of a layer's experts, and an expert's number.
+    Calls come one at a time.
+    """
 
     def touch(self, key: Hashable) -> None:
         """A matrix was asked for; it is in the cache now."""
@@ -40,11 +44,11 @@ class Policy(Protocol):
         """A matrix has left the cache."""
 
     def victim(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
-        """The matrix to replace, of those that can go; None if none can."""
+        """The key of the matrix to evict, for which `can_go` is true; None if there is none."""
 
 
 class LeastRecentlyUsed:
-    """The matrix whose last use is the longest ago makes room."""
+    """Evicts the matrix whose last use is the longest ago."""
 
     def __init__(self):
         self._keys: OrderedDict[Hashable, None] = OrderedDict()
@@ -66,8 +70,10 @@ class LeastRecentlyUsed:
 class _Entry:
     """A matrix in a slot, or on its way there."""
 
-    def __init__(self, key: Hashable, slot: int):
+    def __init__(self, key: Hashable, slot: int, is_counted: bool):
         self.key, self.slot = key, slot
+        # Whether somebody was told that this matrix was not there.
+        self.is_counted = is_counted
         # Weak: an interrupt may come between any two steps, and what it leaves behind holds nothing then.
         self.holders: weakref.WeakSet[_Hold] = weakref.WeakSet()
         self.job: Any = None
@@ -87,11 +93,11 @@ class MatrixCache:
 
     Args:
         slots: their number.
-        policy: says which matrix makes room.
+        policy: says which matrix is evicted.
         fetch: begins to bring a matrix, given its key, to a slot.
-        count: told of a key, and whether it was there.
+        count: told of each key that a walk asks for, and whether the matrix was there.
         waited: told of a key, and the seconds that a product waited for it.
-        left: told of a slot when nobody multiplies by it any more.
+        left: told of a slot by each of its users, when the last product with it has been asked for.
     """
 
     def __init__(
@@ -113,8 +119,8 @@ class MatrixCache:
         self._condition = threading.Condition()
 
     def __contains__(self, key: Hashable) -> bool:
-        entry = self._entries.get(key)
-        return entry is not None and entry.is_there
+        """Whether a matrix is there, or on its way."""
+        return key in self._entries
 
     @property
     def has_free_slots(self) -> bool:
@@ -143,22 +149,31 @@ class MatrixCache:
             for hold in held:
                 self._release(hold)
 
-    def prefetch(self, keys: Sequence[Hashable]) -> None:
-        """Begin to fetch matrices of which there is room now, without waiting for them."""
+    def prefetch(self, keys: Sequence[Hashable], is_counted: bool = False) -> None:
+        """Begin to fetch matrices of which there is room now, without waiting for them.
+
+        Args:
+            keys: of the matrices.
+            is_counted: whether they were counted as missing; else the first walk that asks for them does that.
+        """
         for key in keys[: self.slots]:
-            hold = self._hold(key, may_wait=False)
+            hold = self._hold(key, may_wait=False, is_asked=False, is_counted=is_counted)
             if hold is None:
                 return
             self._release(hold)
 
-    def _hold(self, key: Hashable, may_wait: bool) -> _Hold | None:
+    def _hold(
+        self, key: Hashable, may_wait: bool, is_asked: bool = True, is_counted: bool = True
+    ) -> _Hold | None:
         with self._condition:
             while True:
                 entry = self._entries.get(key)
                 if entry is not None and not self._has_failed(entry):
                     hold = _Hold(entry)
                     self._policy.touch(key)
-                    self._count(key, True)
+                    if is_asked:
+                        self._count(key, entry.is_counted)
+                        entry.is_counted = True
                     return hold
                 if (slot := self._slot()) is not None:
                     break
@@ -168,10 +183,11 @@ class MatrixCache:
                 self._condition.wait(timeout=0.01)
                 self._take_back()
             self._policy.touch(key)
-            entry = _Entry(key, slot)
+            entry = _Entry(key, slot, is_counted)
             hold = _Hold(entry)
             self._entries[key] = entry
-            self._count(key, False)
+            if is_asked:
+                self._count(key, False)
             try:
                 entry.job = self._fetch(key, slot)
             except BaseException:
@@ -260,8 +276,8 @@ class MatrixCache:
         entry = hold.entry
         with self._condition:
             entry.holders.discard(hold)
+            self._left(entry.slot)
             if not entry.holders:
-                self._left(entry.slot)
                 if entry in self._lost:
                     self._lost.remove(entry)
                     self._free.append(entry.slot)

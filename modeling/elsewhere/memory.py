@@ -1,18 +1,19 @@
-"""Memory that a drive writes to, in whole blocks, without a copy in between.
+"""Reads past the page cache, and memory that a drive writes to, in whole blocks, without a copy in between.
 
-A matrix lies in its slot at the same place within a block as in its file. So blocks of the file are read straight into
-the slot, what stands around the matrix too, and a product finds the matrix at an address of the kind that a map of the
-file would give it: products may differ with that in their last bits.
+A matrix begins at the same byte of a block in its slot as in its file. So blocks of the file are read straight into
+the slot, with what stands around the matrix. The matrix also keeps the alignment that a memory map of the file would
+give it; with another one products may differ in their last bits.
 """
 
 import math
 import mmap
+import os
 
 import torch
 
 BLOCK = 4096
 """Direct reads begin and end at multiples of this, in the file and in memory."""
-REGISTER = 64
+ALIGNMENT = 64
 """Bytes to which memory of torch's own is aligned."""
 LEAST_BYTES_OF_DIRECT = 1 << 20
 """Smaller matrices would be read with much around them."""
@@ -42,8 +43,8 @@ def slots_of(
 
 
 def unit_of(size: int) -> int:
-    """Bytes of which the distance of two matrices of a size is a multiple."""
-    return BLOCK if size >= LEAST_BYTES_OF_DIRECT else REGISTER
+    """Alignment in bytes of slots for matrices of so many bytes: `BLOCK` from `LEAST_BYTES_OF_DIRECT` on."""
+    return BLOCK if size >= LEAST_BYTES_OF_DIRECT else ALIGNMENT
 
 
 def pages(size: int) -> memoryview:
@@ -62,3 +63,20 @@ def pages(size: int) -> memoryview:
             pass
     first = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
     return memoryview(memory)[first : first + size]
+
+
+def open_direct(path: str) -> int | None:
+    """A descriptor that reads past the page cache; None where the system or the file system has no such reads."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        with mmap.mmap(-1, BLOCK) as memory:
+            os.preadv(descriptor, [memory], 0)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

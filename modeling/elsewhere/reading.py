@@ -4,7 +4,6 @@ A file is opened once. Before and after each matrix is read, the path must still
 the same size and time of change: what is read is never half of one version and half of another.
 """
 
-import mmap
 import os
 import sys
 import threading
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from ...configuration.errors import CheckpointError
-from .memory import BLOCK, LEAST_BYTES_OF_DIRECT, pages
+from .memory import BLOCK, LEAST_BYTES_OF_DIRECT, open_direct, pages
 from .pieces import Identity, Piece, identity_of
 
 # Bytes of one request: large enough for a drive's full rate, small enough that several threads share an expert.
@@ -40,8 +39,8 @@ class _File:
             if hasattr(os, "posix_fadvise"):
                 # What lies around an expert is not needed.
                 os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)
-            if is_direct and hasattr(os, "O_DIRECT"):
-                self.direct = _open_direct(path)
+            if is_direct:
+                self.direct = open_direct(path)
         except BaseException:
             self.close()
             raise
@@ -65,21 +64,6 @@ class _File:
         for descriptor in (self.file, self.direct):
             if descriptor is not None:
                 os.close(descriptor)
-
-
-def _open_direct(path: str) -> int | None:
-    """A descriptor that reads past the page cache; None where the file system has no such reads."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        with mmap.mmap(-1, BLOCK) as memory:
-            os.preadv(descriptor, [memory], 0)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 class Readers:
@@ -233,16 +217,21 @@ class Readers:
             self._buffers.memory = buffer = pages(max(size, _REQUEST_BYTES + 2 * BLOCK))
         return buffer
 
-    def close(self) -> None:
-        """End the threads and close the files."""
+    def end_threads(self) -> None:
+        """End the threads until something is read again."""
         with self._lock:
-            self._is_closed = True
             pool, self._pool = self._pool, None
-            files, self._files = self._files, {}
         if pool is not None:
             # Python waits for threads at its own end, where the last reference may be dropped by one of them.
             is_own = threading.current_thread().name.startswith("llamoe-experts")
             pool.shutdown(wait=not is_own and not sys.is_finalizing(), cancel_futures=True)
+
+    def close(self) -> None:
+        """End the threads and close the files."""
+        with self._lock:
+            self._is_closed = True
+            files, self._files = self._files, {}
+        self.end_threads()
         for file in files.values():
             file.close()
 
@@ -260,17 +249,24 @@ class Reading:
 
     def __init__(self, jobs: list[Future], files: list[_File], what: str):
         self._jobs, self._files, self._what = jobs, files, what
+        self._process = os.getpid()
 
     def is_done(self) -> bool:
         """Whether no thread writes any more."""
-        return all(job.done() for job in self._jobs)
+        return self._process != os.getpid() or all(job.done() for job in self._jobs)
 
     def finish(self) -> None:
         """Wait for all threads, also after an error: memory that one still writes cannot be used again.
 
         Raises:
-            CheckpointError: a file could not be read, or changed meanwhile; or the model was closed.
+            CheckpointError: a file could not be read, or changed meanwhile; the model was closed; or this process was
+                forked while the matrix was read.
         """
+        if self._process != os.getpid() and not all(job.done() for job in self._jobs):
+            # The threads are in the other process only.
+            raise CheckpointError(
+                f"{self._what} was being read when this process was forked from another one: ask again."
+            )
         for error in [_outcome(job) for job in self._jobs]:
             if isinstance(error, CancelledError):
                 raise closed(self._what)
@@ -333,5 +329,5 @@ def _fill(file: _File, memory: memoryview, begin: int, needed: int, is_direct: b
 def closed(what: str) -> CheckpointError:
     """The error of a model that was closed."""
     return CheckpointError(
-        f"{what} is needed, but the model was closed by model.close(), and its experts are on disk. Load it again."
+        f"{what} is needed, but the model was closed by model.close(), and so were its files. Load it again."
     )

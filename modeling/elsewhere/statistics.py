@@ -1,7 +1,7 @@
-"""What became of the experts that were asked for."""
+"""How often the memory for recently used experts had what was asked for, and what it cost when it had not."""
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 
 
 @dataclass
@@ -23,7 +23,6 @@ class ExpertsStatistics:
     bytes_read: int = 0
     seconds: float = 0.0
     computed: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def hit_rate(self) -> float:
@@ -31,24 +30,29 @@ class ExpertsStatistics:
         asked = self.hits + self.misses
         return self.hits / asked if asked else float("nan")
 
-    def add(
-        self, hits: int = 0, misses: int = 0, bytes_read: int = 0, seconds: float = 0.0, computed: int = 0
-    ) -> None:
-        """Count; threads may do so at once."""
-        with self._lock:
-            self.hits += hits
-            self.misses += misses
-            self.bytes_read += bytes_read
-            self.seconds += seconds
-            self.computed += computed
-
-    def reset(self) -> None:
-        """Begin to count again."""
-        with self._lock:
-            self.hits = self.misses = self.bytes_read = self.computed = 0
-            self.seconds = 0.0
-
     def __add__(self, other: "ExpertsStatistics") -> "ExpertsStatistics":
         """The sum of two layers, or of two times."""
-        names = ("hits", "misses", "bytes_read", "seconds", "computed")
-        return ExpertsStatistics(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        mine, its = asdict(self), asdict(other)
+        return ExpertsStatistics(**{name: mine[name] + its[name] for name in mine})
+
+
+class Counter:
+    """The statistics of one layer, to which several threads add at once."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._sum = ExpertsStatistics()
+
+    def add(self, **counts: float) -> None:
+        """Add to the fields of `ExpertsStatistics` that are named."""
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self._sum, name, getattr(self._sum, name) + count)
+
+    def read(self, reset: bool = False) -> ExpertsStatistics:
+        """The counts until now; with `reset` they begin again at 0, and none is lost between."""
+        with self._lock:
+            result = self._sum + ExpertsStatistics()
+            if reset:
+                self._sum = ExpertsStatistics()
+            return result

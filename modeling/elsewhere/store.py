@@ -26,7 +26,7 @@ from .memory import BLOCK, slots_of, unit_of
 from .pieces import STACKS, Piece, Stored, part_names
 from .products import Parts, product
 from .reading import Readers, Reading, closed
-from .statistics import ExpertsStatistics
+from .statistics import Counter
 
 Key = tuple[str, int]
 """A layer's name and an expert."""
@@ -168,7 +168,7 @@ class Store:
     ):
         self.place, self.device, self.memory = place, device, memory
         self.is_remote = device.type != "cpu" if is_remote is None else is_remote
-        self.statistics = {layer: ExpertsStatistics() for layer in layers}
+        self.statistics = {layer: Counter() for layer in layers}
         self._stored, self._layers = stored, layers
         self._readers = Readers(memory.readers, memory.direct)
         # Called too when nothing refers to the model any more: no thread and no file outlives it.
@@ -186,6 +186,7 @@ class Store:
             if place == "cpu":
                 for layer in layers:
                     self._in_ram[layer] = self._read_whole(layer)
+                self._readers.end_threads()
         except BaseException:
             self.close()
             raise
@@ -204,15 +205,17 @@ class Store:
         return self._readers.reads_directly
 
     def _make_slots(self) -> None:
+        # Each memory has room for one expert at least, and shares what is left with the others by their sizes.
         kinds = _alike(self._layers)
         needed = [sum(self._layers[layer].num_experts for layer in layers) for layers in kinds]
         sizes = [bytes_of_expert(self._layers[layers[0]]) for layers in kinds]
         total = sum(count * size for count, size in zip(needed, sizes, strict=True))
-        budget = min(default_size(), total) if self.memory.size is None else self.memory.size
-        check_budget(self._layers, budget)
         where = self.device if self.place == "cpu" else torch.device("cpu")
+        budget = default_size(where) if self.memory.size is None else self.memory.size
+        check_budget(self._layers, budget)
+        spare, rest = budget - sum(sizes), total - sum(sizes)
         for layers, most in zip(kinds, needed, strict=True):
-            count = max(1, min(most, budget * most // total))
+            count = min(most, 1 + (spare * (most - 1) // rest if rest else 0))
             group = _Slots(self, self._layers[layers[0]], count, where)
             self._groups |= dict.fromkeys(layers, group)
 
@@ -259,7 +262,7 @@ class Store:
         return piece.rows is None and is_same and piece.begin % max(alignment, piece.dtype.itemsize) == 0
 
     def first_byte(self, key: Key, stack: str, part: int, unit: int) -> int:
-        """At which byte of a slot a part of a matrix begins, below a unit (`memory.unit_of`)."""
+        """Bytes between a slot's begin and a part of a matrix: as in the file, modulo `unit` (`memory.unit_of`)."""
         layer, expert = key
         piece = next(each for each in self._stored[layer].pieces[stack][expert] if each.part == part)
         # On an accelerator a resident model has memory of its own.
@@ -353,10 +356,10 @@ class Store:
                     continue
                 if stack == STACKS[0]:
                     self.statistics[layer].add(misses=1, computed=1)
-                yield _parts(whole, stack, expert)
                 if cache.has_free_slots and self.memory.misses == "auto":
-                    # Beside the next products; next time it is a hit.
-                    cache.prefetch([(layer, expert)])
+                    # The accelerator copies it while the CPU computes, and the next pass finds it.
+                    cache.prefetch([(layer, expert)], is_counted=True)
+                yield _parts(whole, stack, expert)
 
     def _way(self, layer: str, stack: str, parts: Parts, num_rows: int) -> str:
         if self.memory.misses != "auto":

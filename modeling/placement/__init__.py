@@ -1,6 +1,6 @@
 """On which device each part of a model goes, planned before a weight is read, and how fast it would run there.
 
-Reading order: quantities (sizes as texts), units (the parts that are placed whole, and their bytes), bandwidths (of
+Reading order: units (the parts that are placed whole, and their bytes), bandwidths (of
 this machine, or assumed), filling (devices are filled in order), speed (seconds of a token), table (a plan as text),
 traffic (what processes send each other), nodes (a model on several machines), one_machine (on one; the entrance).
 """

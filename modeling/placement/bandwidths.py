@@ -1,5 +1,6 @@
 """Bytes a second of memories and links: measured on this machine, or assumed from data sheets."""
 
+import math
 import mmap
 import os
 import time
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from .quantities import bytes_of
+from ...configuration.sizes import bytes_of
+from ..elsewhere.memory import open_direct
 
 _PIECE = 8 << 20
 _READERS = 8
@@ -43,8 +45,9 @@ class Bandwidths:
             ValueError: none, or not above 0.
         """
         for own in fields(self):
-            value = float(bytes_of(f"Bandwidths.{own.name}", getattr(self, own.name), least=1))
-            object.__setattr__(self, own.name, value)
+            value = getattr(self, own.name)
+            whole = round(value) if isinstance(value, float) and math.isfinite(value) else value
+            object.__setattr__(self, own.name, float(bytes_of(f"Bandwidths.{own.name}", whole, least=1)))
 
 
 def measure_bandwidths(folder: str | os.PathLike | None = None, most_bytes: int = 1 << 30) -> Bandwidths:
@@ -81,16 +84,17 @@ def _seconds(work) -> float:
 
 
 def _drive(folder: Path, most_bytes: int) -> float:
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder}: is no folder; give one with large files, by which its drive can be measured."
+        )
+    files = [path for path in folder.rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size, default=None)
     size = 0 if largest is None else min(largest.stat().st_size, most_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if largest is None or size < 1e6:
         raise ValueError(f"{folder}: has no file of 1 MB or more, by which its drive could be measured.")
-    direct = getattr(os, "O_DIRECT", 0)
-    try:
-        file = os.open(largest, os.O_RDONLY | direct)
-    except OSError:
-        # A file system without such reads.
+    file = open_direct(str(largest))
+    if file is None:
         file = os.open(largest, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):

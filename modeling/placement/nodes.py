@@ -7,8 +7,8 @@ from typing import Any
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig, cache_bytes
 from ...configuration.parallel import check_parallel
+from ...configuration.sizes import GB
 from .bandwidths import Bandwidths
-from .quantities import GB
 from .speed import distinct_experts
 from .traffic import Collective, card_bytes, forward_traffic, groups_of_fsdp, padded_numbers, step_traffic
 from .units import Sizes, build
@@ -35,12 +35,13 @@ class NodesPlan:
         nodes, gpus: nodes, and accelerators of each.
         is_training: whether it is for training (FSDP2), else for inference.
         sizes: for `DistributedConfig`: tp_size, ep_size and pp_size, or fsdp_size and dp_replicate_size.
-        copies: of the model, for inference: each generates by itself, and they send each other nothing.
+        copies: of the model. For inference each generates by itself, and they send each other nothing; in training they
+            are the `dp_replicate_size` replicas.
         room: of an accelerator: its memory without headroom.
         weights: on the accelerator that has most; in training with gradients and AdamW's averages.
         cache: of keys and values there; in training, where activations take the headroom, the largest gathered modules.
         traffic: collectives of a step: of training, or of generating a token of each row.
-        inside: bytes a step that a card sends to others of its node; of a model in stages, one card of each in turn.
+        inside: bytes a step that a card sends to others of its node; in stages, the sum over a card of each stage.
         between: bytes a step that a node sends to others.
         seconds: what a step waits for, to seconds: reading, for inference, and sending.
         bandwidths: that these follow from.
@@ -307,7 +308,7 @@ def _links(traffic: list[Collective], cards: int) -> tuple[float, float]:
         if each.link != "between":
             continue
         between += each.sent * each.streams
-        if each.group > cards and each.streams == 1:
+        if 1 < cards < each.group and each.streams == 1:
             # A ring through all cards: it runs inside of nodes, too.
             inside += each.sent
     return inside, between

@@ -7,10 +7,10 @@ from typing import Any
 
 from ...configuration import LlamoeVisionConfig, cache_bytes, cache_tokens
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.sizes import GB, bytes_of, count_of
 from .bandwidths import Bandwidths
 from .filling import Filled, fill, place_of
 from .nodes import NodesPlan, plan_nodes
-from .quantities import GB, bytes_of, count_of
 from .speed import bytes_of_step, seconds_of_step
 from .table import lines_of
 from .units import Sizes, build, layer_names, read_config, sizes_of
@@ -41,10 +41,11 @@ class PlacementPlan:
         expert_bytes_per_step: bytes of routed experts that one token of each row reads, wherever they are.
         hit_share: share of the experts elsewhere that `experts_memory` holds, which is the share of hits if all experts
             are chosen equally often.
-        seconds: what a step of generating waits for, to seconds.
+        seconds: of one decoding step, by cause.
         tokens_per_second: of all rows together, by the bandwidths alone (`speed`); None for a tower.
         bandwidths: that these follow from.
         notes: what else to know, in sentences.
+        dtype: for `from_pretrained`, where `bits` was 16 or 32; None: that of the files.
     """
 
     device_map: dict[str, Any]
@@ -67,17 +68,26 @@ class PlacementPlan:
     tokens_per_second: float | None
     bandwidths: Bandwidths
     notes: list[str]
+    dtype: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `from_pretrained`."""
-        memory = {} if self.experts_memory is None else {"experts_memory": self.experts_memory}
-        return {"device_map": dict(self.device_map), **memory}
+        """Arguments of `from_pretrained`: device_map, and where the plan has them experts_memory and dtype."""
+        more = {"experts_memory": self.experts_memory, "dtype": self.dtype}
+        given = {name: value for name, value in more.items() if value is not None}
+        return {"device_map": dict(self.device_map), **given}
 
     def place_of(self, name: str) -> Any:
-        """Device of a parameter."""
+        """Device of a parameter.
+
+        Raises:
+            ValueError: the model has no such part.
+        """
         if ".experts." in name and "experts" in self.device_map:
             return self.device_map["experts"]
-        return place_of(name, self.device_map)
+        try:
+            return place_of(name, self.device_map)
+        except KeyError:
+            raise ValueError(f"{name}: the plan has no such parameter.") from None
 
     def __str__(self) -> str:
         return "\n".join(lines_of(self))
@@ -167,7 +177,6 @@ def plan_placement(
         bandwidths,
         (context, prefill, batch, cached, token),
         bits,
-        folder,
     )
 
 
@@ -298,7 +307,6 @@ def _finish(
     bandwidths: Bandwidths,
     cache: tuple[Any, ...],
     bits: int | None,
-    folder: Any,
 ) -> PlacementPlan:
     units, main = sizes.units, next(iter(room))
     device_map, weights = dict(filled.device_map), dict(filled.weights)
@@ -330,10 +338,13 @@ def _finish(
     context, prefill, batch, cached, token = cache
     seconds = seconds_of_step(placed, main, sizes.chosen, batch, hit_share, bandwidths)
     notes = []
-    if place is not None and bits in (4, 8) and folder is None:
+    if bits in (4, 8):
         notes.append(
             f"Experts elsewhere are read as files have them: run `llamoe quantize IN OUT --to int{bits}`, "
             "and plan OUT, whose files say the sizes."
+            if place is not None
+            else f"bitsandbytes stores weights so: add quantization_config=BitsAndBytesConfig(load_in_{bits}bit=True) "
+            "to the arguments of from_pretrained."
         )
     return PlacementPlan(
         device_map=device_map,
@@ -356,4 +367,5 @@ def _finish(
         tokens_per_second=None if context is None else batch / sum(seconds.values()),
         bandwidths=bandwidths,
         notes=notes,
+        dtype=sizes.form if bits in (16, 32) else None,
     )

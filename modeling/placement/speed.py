@@ -1,4 +1,4 @@
-"""Seconds that the memories and links take for one step of generating, from a plan's bytes.
+"""Estimated seconds of one decoding step, from the bytes that it reads and from bandwidths.
 
 What is counted is reading: each weight that a token needs once, keys and values once, chosen experts from where they
 are. Products, launches and the system take more time than that. Hits follow from experts that are all equally likely;
@@ -33,7 +33,7 @@ def seconds_of_step(
     hit_share: float,
     bandwidths: Bandwidths,
 ) -> dict[str, float]:
-    """What a step waits for, to seconds.
+    """Seconds of one decoding step, by cause; causes of no bytes are left out.
 
     Args:
         placed: units, the device of each, and where its experts are: "cpu", "disk", or None for the unit's device.
@@ -61,12 +61,11 @@ def seconds_of_step(
         routed = bytes_of_step([unit], chosen, rows)
         if place in ("cpu", "disk") and place != main:
             # accelerate brings a layer whole, with all experts that it has.
-            own += 0 if elsewhere else unit.experts
-            routed = routed if elsewhere else 0
+            brought = own + (0 if elsewhere else unit.experts)
             if place == "disk":
-                add("layers from the drive", own, b.drive)
+                add("layers from the drive", brought, b.drive)
             if main != "cpu":
-                add("layers over the link", own, b.link)
+                add("layers over the link", brought, b.link)
         add("weights where they are computed", own, home)
         add("keys and values", unit.cache, home)
         if elsewhere is None:

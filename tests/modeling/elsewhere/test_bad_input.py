@@ -52,7 +52,7 @@ def refused(message: str, folder, **kwargs) -> str:
     "memory",
     [
         "8 bananas", "infGB", "nanGB", "-8GB", "", 0, -1, True, False, 1.5, float("nan"), [], {}, b"8GB",
-        "GB", ExpertsMemory,
+        "GB", "8gb", ExpertsMemory,
     ],
 )  # fmt: skip
 def test_memory_that_is_no_size_is_refused(memory, text_folder):

@@ -354,6 +354,7 @@ def test_errors_that_go_away_leave_nothing_behind(broken, direct, text_folder, i
                 told.append(str(error))
     wanted = r"model.safetensors: expert \d of model.layers.\d.*Input/output.*bytes [\d,]+ to [\d,]+"
     assert all(re.search(wanted, message) for message in told)
+    assert next(calls) > min(broken)
     # One that was only fetched ahead is asked for again.
     if len(broken) > 1:
         assert not answers

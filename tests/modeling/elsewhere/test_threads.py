@@ -327,3 +327,34 @@ def test_forked_processes_answer(was_used, logits_and_model):
         child.kill()
     # And the parent still does.
     assert torch.equal(answer(model, asked[0]), expected[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_forked_while_an_expert_is_read_reads_it_again(logits_and_model, monkeypatch):
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("needs fork, which this system lacks")
+    asked, expected, model = logits_and_model(2, 2)
+    (store,) = model._stores()
+    read, may_go_on, parent = os.preadv, threading.Event(), os.getpid()
+
+    def preadv(*arguments):
+        if os.getpid() == parent:
+            may_go_on.wait(LONG)
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_child, args=(model, asked[0], queue), daemon=True)
+    try:
+        for layer in store.statistics:
+            for stack in ("gate_up_proj", "down_proj"):
+                store.prefetch(layer, stack, [0, 1])
+        child.start()
+        assert queue.get(timeout=LONG) == expected[0].tolist()
+        child.join(LONG)
+        assert child.exitcode == 0
+    finally:
+        may_go_on.set()
+        child.kill()
+    assert torch.equal(answer(model, asked[0]), expected[0])

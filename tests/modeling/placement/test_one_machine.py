@@ -1,5 +1,6 @@
 """A plan's sums are those of real models, its maps load and change no bit, and its speeds are the arithmetic's."""
 
+import dataclasses
 import json
 
 import pytest
@@ -127,7 +128,8 @@ def test_without_accelerators_experts_stay_on_disk_where_ram_is_short():
     assert whole.device_map == {"": "cpu"} and whole.remaining == {"cpu": 0}
     part = plan_placement(TEXT.make_config(), ram=rest + experts + cache + 999, **arguments)
     assert part.device_map == {"": "cpu", "experts": "disk"} and part.experts_memory == experts - 1
-    assert part.arguments() == {"device_map": part.device_map, "experts_memory": experts - 1}
+    expected = {"device_map": part.device_map, "experts_memory": experts - 1, "dtype": "float32"}
+    assert part.arguments() == expected
 
 
 @pytest.mark.parametrize(
@@ -171,6 +173,34 @@ def test_a_folders_files_say_what_its_configuration_does(case, tmp_path):
     half = plan_placement(tmp_path / "half", **arguments)
     assert half.form == "bfloat16" and half.weights["cpu"] * 2 == computed.weights["cpu"]
     assert plan_placement(tmp_path / "half", bits=32, **arguments).weights == computed.weights
+
+
+@pytest.mark.parametrize("bits", [None, 16, 32])
+def test_a_folder_is_loaded_with_the_planned_bits(bits, tmp_path):
+    TEXT.make().save_pretrained(tmp_path)
+    plan = plan_placement(tmp_path, gpus=0, ram="1GB", headroom=0, bits=bits)
+    model = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, **plan.arguments())
+    assert sum(tensor.nbytes for tensor in model.parameters()) == plan.weights["cpu"]
+    assert plan.notes == []
+
+
+def test_few_bits_say_what_makes_them(tmp_path):
+    TEXT.make().save_pretrained(tmp_path)
+    arguments = {"gpus": 0, "headroom": 0, "bits": 4, "context": 40}
+    assert "load_in_4bit=True" in str(plan_placement(tmp_path, ram="1GB", **arguments))
+    whole = sum(plan_placement(tmp_path, ram="1GB", **arguments).weights.values())
+    # Experts are on disk, from a folder as from a configuration.
+    for model in (tmp_path, TEXT.make_config()):
+        plan = plan_placement(model, ram=whole - 100, **arguments)
+        assert plan.device_map["experts"] == "disk" and "--to int4" in "".join(plan.notes)
+
+
+def test_a_plan_knows_its_parameters():
+    plan = plan_placement(TEXT.make_config(), gpus=["1GB"], ram="1GB", headroom=0)
+    assert plan.place_of("model.layers.1.self_attn.q_proj.weight") == 0
+    with pytest.raises(ValueError, match="weights: the plan has no such parameter") as error:
+        dataclasses.replace(plan, device_map={"model": 0}).place_of("weights")
+    assert "\n" not in str(error.value)
 
 
 def test_a_quantized_folder_is_planned_by_its_files(tmp_path):

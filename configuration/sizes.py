@@ -1,9 +1,7 @@
-"""Sizes as numbers or texts."""
+"""Sizes and counts that users give: bytes as numbers or texts."""
 
 import math
 from typing import Any
-
-from accelerate.utils import convert_file_size_to_int
 
 GB = 10**9
 
@@ -19,6 +17,8 @@ def bytes_of(name: str, value: Any, least: int = 0) -> int:
     Raises:
         ValueError: it is none, or smaller.
     """
+    from accelerate.utils import convert_file_size_to_int
+
     number = value
     if isinstance(value, str):
         text = value.strip()
@@ -28,10 +28,14 @@ def bytes_of(name: str, value: Any, least: int = 0) -> int:
         try:
             number = convert_file_size_to_int(text[: -len(unit)] + unit if is_tera else text)
             number *= thousand if is_tera else 1
-        except ValueError:
+        # Infinity, and what is no number.
+        except (ValueError, OverflowError):
+            number = None
+        if text.endswith("b"):
+            # To accelerate these are bits.
             number = None
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    if not is_number or not math.isfinite(number) or number < least:
+    if not is_number or not math.isfinite(number) or number < least or number != int(number):
         raise ValueError(f'{name}={value!r}: give bytes, or a text like "24GB", of at least {least}.')
     return int(number)
 

@@ -1,0 +1,126 @@
+"""Each expert counts once for each pass that needs it, and the memory of all kinds of experts stays in the budget."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from support.elsewhere import counts, expert_bytes, load_both, put_in_store, text_model
+
+import llamoe
+from llamoe.modeling.elsewhere import ExpertsElsewhere, ExpertsMemory
+from llamoe.modeling.elsewhere.costs import Costs
+from llamoe.modeling.moe import Experts
+
+SLOW_LINK = Costs(bring=1.0, few_rows=0.0, row=0.0)
+FAST_LINK = Costs(bring=0.0, few_rows=1.0, row=1.0)
+
+
+def in_ram(folder, experts: int, costs: Costs, monkeypatch):
+    """The resident model, and one with experts in RAM beside a stand-in for an accelerator, with these costs."""
+    monkeypatch.setattr(Experts, "_products_by_kernel", lambda *_: None)
+    resident, model = load_both(folder)
+    put_in_store(model, "cpu", ExpertsMemory(experts * expert_bytes(resident)), is_remote=True)
+    (store,) = model._stores()
+    for group in store._groups.values():
+        group.costs = costs
+    return resident, model
+
+
+def asked(trace: llamoe.ExpertTrace) -> int:
+    """Experts that passes needed."""
+    return sum(recorded[layer][1].unique().numel() for recorded in trace._complete() for layer in recorded)
+
+
+@pytest.mark.parametrize("costs", [SLOW_LINK, FAST_LINK], ids=["computed", "brought"])
+def test_experts_in_ram_come_to_free_slots_and_are_hits_from_then_on(costs, text_folder, ids, monkeypatch):
+    resident, model = in_ram(text_folder, 99, costs, monkeypatch)
+    token = ids[:1, :1]
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(resident(token).logits, model(token).logits)
+    found = counts(model)
+    # Three layers of experts, of which each token needs one.
+    assert (found.misses, found.hits) == (3, 9)
+    assert found.computed == (3 if costs is SLOW_LINK else 0)
+    assert found.bytes_read == 3 * expert_bytes(resident)
+
+
+@pytest.mark.parametrize("experts", [2, 99])
+@pytest.mark.parametrize("costs", [SLOW_LINK, FAST_LINK], ids=["computed", "brought"])
+def test_a_prompt_counts_each_expert_once(costs, experts, text_folder, ids, monkeypatch):
+    _, model = in_ram(text_folder, experts, costs, monkeypatch)
+    with torch.no_grad(), llamoe.trace_experts(model) as trace:
+        model(ids)
+        model(ids)
+    found = counts(model)
+    assert found.hits + found.misses == asked(trace)
+    if experts == 99:
+        assert found.misses == found.hits
+
+
+@pytest.mark.parametrize("room", [1, 3, 99])
+def test_passes_back_count_each_expert_once(room, text_folder, ids):
+    _, model = load_both(text_folder, room)
+    model.requires_grad_(False)
+    embeddings = model.get_input_embeddings()(ids).requires_grad_()
+    with llamoe.trace_experts(model) as trace:
+        loss = model(inputs_embeds=embeddings).logits.square().mean()
+    forward = counts(model)
+    assert forward.hits + forward.misses == asked(trace)
+    loss.backward()
+    both = counts(model)
+    assert both.hits + both.misses == 2 * asked(trace)
+    if room == 99:
+        assert both.misses == forward.misses
+
+
+def test_statistics_are_plain_data(text_folder, ids):
+    _, model = load_both(text_folder)
+    with torch.no_grad():
+        model(ids)
+    found = model.experts_statistics(reset=True)["model.layers.1.feed_forward.experts"]
+    assert pickle.loads(pickle.dumps(found)) == found
+    assert set(dataclasses.asdict(found)) == {"hits", "misses", "bytes_read", "seconds", "computed"}
+    assert counts(model) == llamoe.ExpertsStatistics()
+
+
+def test_two_kinds_of_experts_share_the_budget(tmp_path):
+    """One layer of 16 bits beside two of 4: each has a slot, and all slots together are not more than was given."""
+    plain, folder = tmp_path / "plain", tmp_path / "int4"
+    text_model(hidden_size=128, intermediate_size=96).to(torch.bfloat16).save_pretrained(plain)
+    form = llamoe.QuantizationConfig("int4", modules_to_not_convert=["model.layers.3.feed_forward.experts"])
+    llamoe.LlamoeForCausalLM.from_pretrained(plain, quantization_config=form).save_pretrained(folder)
+    resident = llamoe.LlamoeForCausalLM.from_pretrained(folder).eval()
+    sizes = {
+        name: sum(tensor[0].nbytes for tensor in [*module.parameters(), *module.buffers()])
+        for name, module in resident.named_modules()
+        if name.endswith(".experts")
+    }
+    small, large = min(sizes.values()), max(sizes.values())
+    assert small < large / 2
+    for spare in (0, small, large, 3 * small, 5 * large - 1):
+        model = llamoe.LlamoeForCausalLM.from_pretrained(folder, experts_memory=small + large + spare).eval()
+        (store,) = model._stores()
+        kinds = {store.num_slots(name) * size for name, size in sizes.items()}
+        assert len(kinds) == 2 and min(kinds) >= small
+        assert sum(kinds) <= small + large + spare
+        with torch.no_grad():
+            ids = torch.arange(3, 40)[None]
+            assert torch.equal(resident(ids).logits, model(ids).logits)
+    with pytest.raises(ValueError, match=f"Give at least {small + large:,}"):
+        llamoe.LlamoeForCausalLM.from_pretrained(folder, experts_memory=small + large - 1)
+
+
+def test_a_copy_keeps_hooks_and_shares_the_store(text_folder, ids):
+    resident, model = load_both(text_folder)
+    called = []
+    for module in model.modules():
+        if isinstance(module, ExpertsElsewhere):
+            module.register_forward_hook(lambda *_: called.append(1))
+    new = copy.deepcopy(model)
+    assert new._stores() == model._stores()
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, new(ids).logits)
+    assert len(called) == 3
