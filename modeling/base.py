@@ -48,7 +48,7 @@ logger = logging.getLogger("llamoe")
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "llamoe", "quanto", "torchao")
 
 
-class LlamoePreTrainedModel(LoadsAdapters, Distributed, KeepsExpertsElsewhere, checkpoints.SavesWhole):
+class LlamoePreTrainedModel(KeepsExpertsElsewhere, LoadsAdapters, Distributed, checkpoints.SavesWhole):
     """Base of every llamoe model."""
 
     base_model_prefix = "model"

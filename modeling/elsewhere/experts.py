@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels import cpp_feed_forward, is_recorded
+from ..kernels import cpp_feed_forward, has_feed_forward, is_recorded
 from ..moe import Experts, Group, groups_between, is_torchs_product
 from .pieces import STACKS
 from .products import matrix_for_kernel, matrix_of, product
@@ -125,6 +125,19 @@ class ExpertsElsewhere(Experts):
         self.check_cast(fn)
         return self
 
+    def check_frozen(self) -> None:
+        """Check that nothing of these experts is to be trained.
+
+        Raises:
+            ValueError: a parameter that requires gradients.
+        """
+        for own_name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"{self.name}.{own_name} shall be trained, but is on {self.store.place!r}, where nothing can "
+                    "change it: set requires_grad_(False) for it, as LoRA does, or load it into memory."
+                )
+
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As `Experts.forward`.
 
@@ -132,12 +145,7 @@ class ExpertsElsewhere(Experts):
             ValueError: these experts are to be trained, or an experts implementation wants whole stacks.
         """
         if self.training and torch.is_grad_enabled():
-            for own_name, parameter in self._parameters.items():
-                if parameter.requires_grad:
-                    raise ValueError(
-                        f"{self.name}.{own_name} shall be trained, but is on {self.store.place!r}, where nothing can "
-                        "change it: set requires_grad_(False) for it, as LoRA does, or load it into memory."
-                    )
+            self.check_frozen()
         chosen = self.config._experts_implementation
         if chosen not in (None, "llamoe", "llamoe_loop", "llamoe_grouped", "eager"):
             raise ValueError(
@@ -188,27 +196,27 @@ class ExpertsElsewhere(Experts):
         Raises:
             CheckpointError: a file has changed or cannot be read, or the model is closed.
         """
-        hit = [group for group in groups if group[0] < self.num_experts]
+        hit = _by_expert(group for group in groups if group[0] < self.num_experts)
         out_NO = None
         # The stack that multiplies the results, in a forward pass or back.
         later = STACKS[not transposed] if name == STACKS[transposed] else None
         # At most as many as there are slots: more would evict the first ones before they are used.
-        ahead = [] if later is None else _experts(hit)[: self.store.num_slots(self.name)]
+        ahead = [] if later is None else [expert for expert, _ in hit][: self.store.num_slots(self.name)]
         self.store.prefetch(self.name, later, ahead[:1])
         others = set(ahead[1:])
-        sizes = [(expert, end - start) for expert, start, end in hit]
-        with closing(self.store.walk(self.name, name, sizes)) as found:
-            for (expert, start, end), parts in zip(hit, found, strict=True):
+        with closing(self.store.walk(self.name, name, _sizes(hit))) as found:
+            for (expert, ranges), parts in zip(hit, found, strict=True):
                 if expert in others:
                     # Behind this stack's next matrices, which are needed first.
                     self.store.prefetch(self.name, later, [expert])
-                x = x_NI[start:end].to(parts[0].device)
-                y = product(self._shapes, x, name, parts, transposed, is_grouped).to(x_NI.device)
-                if len(groups) == 1:
-                    return y
-                if out_NO is None:
-                    out_NO = x_NI.new_empty(len(x_NI), y.shape[1])
-                out_NO[start:end] = y
+                for start, end in ranges:
+                    x = x_NI[start:end].to(parts[0].device)
+                    y = product(self._shapes, x, name, parts, transposed, is_grouped).to(x_NI.device)
+                    if len(groups) == 1:
+                        return y
+                    if out_NO is None:
+                        out_NO = x_NI.new_empty(len(x_NI), y.shape[1])
+                    out_NO[start:end] = y
         if out_NO is None:
             out_NO = x_NI.new_empty(len(x_NI), self.size_out(name, transposed))
         for expert, start, end in groups:
@@ -224,29 +232,36 @@ class ExpertsElsewhere(Experts):
     def _products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
         if self.store.is_remote or not self._shapes._kernel_takes(x_NH, groups):
             return None
-        if any(expert >= self.num_experts for expert, _, _ in groups):
+        if any(expert >= self.num_experts for expert, _, _ in groups) or not self._has_kernel(x_NH.shape[1]):
             return None
-        sizes = [(expert, end - start) for expert, start, end in groups]
-        self.store.prefetch(self.name, "down_proj", _experts(groups))
+        hit = _by_expert(groups)
+        sizes = _sizes(hit)
+        self.store.prefetch(self.name, "down_proj", [expert for expert, _ in hit])
         out_NH = None
         with closing(self.store.walk(self.name, "gate_up_proj", sizes)) as gate_ups:
-            for size, (_, start, end), parts in zip(sizes, groups, gate_ups, strict=True):
+            for size, (_, ranges), parts in zip(sizes, hit, gate_ups, strict=True):
                 gate_up = matrix_for_kernel(self._shapes, "gate_up_proj", parts)
                 # A down matrix is let go before the next gate is waited for, so that threads cannot block each other.
                 with closing(self.store.walk(self.name, "down_proj", [size])) as downs:
                     down = matrix_for_kernel(self._shapes, "down_proj", next(downs))
                     if gate_up is None or down is None:
                         return None
-                    y = cpp_feed_forward(x_NH[start:end], gate_up, None, down)
-                if y is None or len(groups) == 1:
-                    return y
-                out_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
-                out_NH[start:end] = y
+                    for start, end in ranges:
+                        y = cpp_feed_forward(x_NH[start:end], gate_up, None, down)
+                        if y is None or len(groups) == 1:
+                            return y
+                        out_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
+                        out_NH[start:end] = y
         return out_NH
+
+    def _has_kernel(self, hidden_size: int) -> bool:
+        """Whether a compiled kernel takes these experts; asked before any of them is read."""
+        gate_up, down = (self.store.probe(self.name).matrix_for_kernel(stack, 0) for stack in STACKS)
+        return gate_up is not None and down is not None and has_feed_forward(hidden_size, gate_up, down)
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """As `Experts.fits_grouped_mm`."""
-        return self.store.fits_grouped_mm(self.name, device or self.device, dtype)
+        return self.store.probe(self.name).fits_grouped_mm(device or self.device, dtype)
 
     def extra_repr(self) -> str:
         """Show the sizes and the place in `print(model)`."""
@@ -270,8 +285,17 @@ class _Matrices:
             return matrix.to(self.experts.device, copy=True)
 
 
-def _experts(groups: Iterable[Group]) -> list[int]:
-    return list(dict.fromkeys(expert for expert, _, _ in groups))
+def _by_expert(groups: Iterable[Group]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Each expert once, in ascending order, with the first and last row + 1 of each of its groups."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for expert, start, end in groups:
+        found.setdefault(expert, []).append((start, end))
+    return sorted(found.items())
+
+
+def _sizes(hit: list[tuple[int, list[tuple[int, int]]]]) -> list[tuple[int, int]]:
+    """Each expert and its number of rows."""
+    return [(expert, sum(end - start for start, end in ranges)) for expert, ranges in hit]
 
 
 # The host counts the rows; a captured CUDA stream cannot wait for it.
@@ -320,6 +344,8 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad):
+    # Outside of training mode a forward pass may be for its results alone, also with gradients switched on.
+    ctx.experts.check_frozen()
     (ends_E,) = ctx.saved_tensors
     grad_x = product_elsewhere(
         grad.contiguous(), ctx.number, ctx.name, ends_E, not ctx.transposed, ctx.is_grouped

@@ -4,6 +4,7 @@ transformers and accelerate know modules and devices. So the names of experts ar
 model loads, these experts have no weights at all, and no one reads them; then each gets its store.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -181,6 +182,8 @@ def claim(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
             )
     dtype = load_config.dtype if isinstance(load_config.dtype, torch.dtype) else None
     taken = {name: layers[name] for name in chosen}
+    # The files are needed as long as the model is, wherever the process may go.
+    files = [os.path.abspath(file) for file in files]
     stored = find_pieces(taken, files, _renaming(model, load_config), dtype)
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
     for name, experts in taken.items():
@@ -263,6 +266,7 @@ def _install(model: nn.Module) -> None:
         raise
     _own_other_weights(model)
     model.hf_device_map = {**device_map, **{name: place for name, (place, _) in request.claimed.items()}}
+    request.claimed.clear()
 
 
 def _own_other_weights(model: nn.Module) -> None:
@@ -321,6 +325,21 @@ class KeepsExpertsElsewhere(nn.Module):
     def _stores(self) -> list[Store]:
         found = (module.store for module in self.modules() if isinstance(module, ExpertsElsewhere))
         return list(dict.fromkeys(store for store in found if store is not None))
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """As `PreTrainedModel.load_adapter`."""
+        # `from_pretrained` of an adapter's folder calls this before it returns.
+        install(self)
+        own = [module for module in self.modules() if isinstance(module, ExpertsElsewhere)]
+        places = getattr(self, "hf_device_map", None)
+        if own:
+            # Adapters lie where products are computed.
+            self.hf_device_map = {**places, **{experts.name: experts.device for experts in own}}
+        try:
+            return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if own:
+                self.hf_device_map = places
 
     def experts_statistics(self, reset: bool = False) -> dict[str, ExpertsStatistics]:
         """Hits, misses, bytes and time of each layer whose experts are on disk or in RAM.

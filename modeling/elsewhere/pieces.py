@@ -74,13 +74,11 @@ class Stored(NamedTuple):
 
     Attributes:
         pieces: of each stack, for each expert, its pieces.
-        names: the tensors in the files.
         whole: each part of the stacks that is one tensor, in the model's dtype, to its file and its name there.
         files: all files of the checkpoint, and what they were before their headers were read.
     """
 
     pieces: dict[str, list[list[Piece]]]
-    names: set[str]
     whole: dict[str, tuple[str, str]]
     files: dict[str, Identity]
 
@@ -119,7 +117,7 @@ def find_pieces(
         for layer, experts in layers.items()
     }
     identities: dict[str, Identity] = {}
-    stored = {layer: Stored(pieces, set(), {}, identities) for layer, pieces in found.items()}
+    stored = {layer: Stored(pieces, {}, identities) for layer, pieces in found.items()}
     for file in files:
         identities[str(file)] = identity_of(os.stat(file))
         for name, header in read_header(file).items():
@@ -175,7 +173,6 @@ def _add_stack(
         if any(piece.part == index for piece in pieces):
             raise CheckpointError(f"{file}: {name} is there a second time: {pieces[0].path} has it, too.")
         pieces.append(Piece(str(file), header.begin + expert * size, shape[1:], dtype, index))
-    stored.names.add(name)
     if dtype == memory_dtype:
         stored.whole[own_name] = str(file), name
 
@@ -203,7 +200,6 @@ def _add_expert(stored: Stored, experts: Experts, file: str, name: str, header: 
     if any(other.rows is None or other.rows == piece.rows for other in pieces):
         raise CheckpointError(f"{file}: {name} is there a second time: {pieces[0].path} has it, too.")
     pieces.append(piece)
-    stored.names.add(name)
 
 
 def _check_complete(layer: str, experts: Experts, stored: Stored) -> None:

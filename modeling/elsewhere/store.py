@@ -191,9 +191,9 @@ class Store:
             self.close()
             raise
 
-    def fits_grouped_mm(self, layer: str, device: torch.device, dtype: torch.dtype | None) -> bool:
-        """As `Experts.fits_grouped_mm`."""
-        return self._groups[layer].probe.fits_grouped_mm(device, dtype)
+    def probe(self, layer: str) -> Experts:
+        """One expert of a layer's sizes and dtypes, without its weights, for questions about kernels."""
+        return self._groups[layer].probe
 
     def num_slots(self, layer: str) -> int:
         """Number of experts for which a layer and others like it have room."""

@@ -12,6 +12,7 @@ from .cpp_kernels import (
     cpp_feed_forward,
     cpp_norm,
     cpp_products,
+    has_feed_forward,
     plain_matrix,
     why_no_cpp_kernels,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "describe",
     "few_rows_experts",
     "few_rows_fits",
+    "has_feed_forward",
     "is_exported",
     "is_readable",
     "is_recorded",

@@ -249,12 +249,7 @@ def cpp_feed_forward(
     found = library_for((gate, down))
     size = gate.outputs if up is not None else gate.outputs // 2
     (num_rows, num_in), num_out = x_NH.shape, down.outputs
-    bits = gate.bits
-    if (
-        found is None
-        or not belong_together(num_in, size, gate, up, down)
-        or (bits == 4 and (size % _BLOCK or num_out % _BLOCK))
-    ):
+    if found is None or not _takes(num_in, size, gate, up, down):
         return None
     x_NH = x_NH.contiguous()
     y_NH = x_NH.new_empty(num_rows, num_out)
@@ -262,7 +257,7 @@ def cpp_feed_forward(
         x_NH.data_ptr(),
         y_NH.data_ptr(),
         num_rows,
-        bits,
+        gate.bits,
         gate.is_input_first,
         num_in,
         size,
@@ -273,6 +268,16 @@ def cpp_feed_forward(
         *pointers(gate, up, down),
     )
     return y_NH
+
+
+def has_feed_forward(num_in: int, gate: Matrix, down: Matrix) -> bool:
+    """Whether `cpp_feed_forward` has a kernel for rows of so many numbers, where gate and up are one matrix."""
+    return library_for((gate, down)) is not None and _takes(num_in, gate.outputs // 2, gate, None, down)
+
+
+def _takes(num_in: int, size: int, gate: Matrix, up: Matrix | None, down: Matrix) -> bool:
+    is_whole = gate.bits != 4 or not (size % _BLOCK or down.outputs % _BLOCK)
+    return is_whole and belong_together(num_in, size, gate, up, down)
 
 
 def belong_together(num_in: int, size: int, gate: Matrix, up: Matrix | None, down: Matrix) -> bool:

@@ -2,13 +2,49 @@
 
 import pytest
 import torch
-from support.elsewhere import expert_bytes, text_model
+from peft import get_peft_model
+from support.elsewhere import expert_bytes, llamoe_class, load_both, mixtral, text_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import llamoe
 from llamoe.modeling.elsewhere import ExpertsElsewhere
 
 TINY = "examples/llamoe-tiny"
+
+
+@pytest.mark.parametrize("make", [text_model, mixtral])
+@pytest.mark.parametrize("how", ["from_pretrained", "load_adapter"])
+def test_adapters_of_experts_are_loaded(how, make, tmp_path, ids):
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    make().save_pretrained(base)
+    model_class = llamoe_class(base)
+    resident = model_class.from_pretrained(base)
+    adapted = get_peft_model(resident, llamoe.lora_config(resident)).eval()
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(adapted.named_parameters()):
+            if "lora_" in name:
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(number))
+        expected = adapted(ids).logits
+    adapted.save_pretrained(folder)
+    memory = 2 * expert_bytes(model_class.from_pretrained(base))
+    if how == "from_pretrained":
+        model = model_class.from_pretrained(folder, experts_memory=memory).eval()
+    else:
+        model = model_class.from_pretrained(base, experts_memory=memory).eval()
+        with torch.no_grad():
+            assert not torch.equal(model(ids).logits, expected)
+        model.load_adapter(folder)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+    assert "disk" in model.hf_device_map.values()
+
+
+def test_files_are_found_after_the_folder_of_the_process_has_changed(text_folder, ids, monkeypatch):
+    monkeypatch.chdir(text_folder.parent)
+    resident, model = load_both(text_folder.name, 1)
+    monkeypatch.chdir("/")
+    with torch.no_grad():
+        assert torch.equal(resident(ids).logits, model(ids).logits)
 
 
 def test_auto_classes_take_the_arguments(text_folder, ids):

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from support.elsewhere import counts, expert_bytes, load_both, put_in_store, text_model
+from support.elsewhere import counts, expert_bytes, load_both, mixtral, put_in_store, text_model
 
 import llamoe
 from llamoe.modeling.elsewhere import ExpertsElsewhere, ExpertsMemory
@@ -58,6 +58,23 @@ def test_a_prompt_counts_each_expert_once(costs, experts, text_folder, ids, monk
     assert found.hits + found.misses == asked(trace)
     if experts == 99:
         assert found.misses == found.hits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [text_model, mixtral])
+def test_few_rows_count_and_read_each_expert_once(make, dtype, tmp_path, ids):
+    """One row, and four of which some need the same expert, with room for one expert."""
+    make().to(dtype).save_pretrained(tmp_path)
+    resident, model = load_both(tmp_path, 1)
+    for rows in (ids[:1, :1], ids.flatten()[:4, None]):
+        model.experts_statistics(reset=True)
+        with torch.no_grad(), llamoe.trace_experts(model) as trace:
+            logits = model(rows).logits
+        with torch.no_grad():
+            assert torch.equal(resident(rows).logits, logits)
+        found = counts(model)
+        assert found.hits + found.misses == asked(trace)
+        assert found.bytes_read == found.misses * expert_bytes(resident)
 
 
 @pytest.mark.parametrize("room", [1, 3, 99])
