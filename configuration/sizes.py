@@ -1,6 +1,7 @@
 """Sizes and counts that users give: bytes as numbers or texts."""
 
 import math
+import re
 from typing import Any
 
 GB = 10**9
@@ -34,6 +35,8 @@ def bytes_of(name: str, value: Any, least: int = 0) -> int:
         if text.endswith("b"):
             # To accelerate these are bits.
             number = None
+        elif re.fullmatch(r"\d{1,18}B?", text):
+            number = int(text.removesuffix("B"))
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if not is_number or not math.isfinite(number) or number < least or number != int(number):
         raise ValueError(f'{name}={value!r}: give bytes, or a text like "24GB", of at least {least}.')

@@ -85,8 +85,8 @@ def take_out(kwargs: dict[str, Any]) -> Iterator[None]:
         }
     if is_explicit and not any(_name(device) for device in places.values()):
         raise ValueError(
-            f"experts_memory={memory.size} is for experts on disk or in RAM, but device_map names none: add "
-            '"experts": "disk" (or "cpu").'
+            f"experts_memory={memory.size} is for experts on disk or in RAM, but device_map names none: give "
+            '{"": "cpu", "experts": "disk"}, or other devices in place of these.'
         )
     if places:
         rest = {name: device for name, device in device_map.items() if name not in places}
@@ -165,10 +165,14 @@ def claim(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
         if load_config.disk_offload_folder is not None and files and not request.is_explicit:
             device_map.update(chosen)
             return
-        found = "a state dict in memory" if not files else str(files[0])
+        found = (
+            f"{files[0]}: convert first, by `llamoe convert IN OUT`."
+            if files
+            else "a state dict in memory: save them first, by save_pretrained, and load that folder."
+        )
         raise ValueError(
             f"device_map puts experts on {listed(sorted({str(d) for d in chosen.values()}))}, from where they are read "
-            f"out of safetensors files, but the weights are {found}: convert first, by `llamoe convert IN OUT`."
+            f"out of safetensors files, but the weights are {found}"
         )
     quantizer = load_config.hf_quantizer
     for name in chosen:

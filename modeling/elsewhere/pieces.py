@@ -205,11 +205,13 @@ def _add_expert(stored: Stored, experts: Experts, file: str, name: str, header: 
 def _check_complete(layer: str, experts: Experts, stored: Stored) -> None:
     for stack in STACKS:
         parts = len(part_names(experts, stack))
-        for expert, pieces in enumerate(stored.pieces[stack]):
+        every = stored.pieces[stack]
+        for expert, pieces in enumerate(every):
             is_split = any(piece.rows is not None for piece in pieces)
             needed = (2 if stack == "gate_up_proj" else 1) if is_split else parts
             if len(pieces) != needed:
+                folder = os.path.dirname(next(iter(stored.files)))
+                found = f"{len(pieces)} of {needed} tensors of expert {expert}" if any(every) else "nothing"
                 raise CheckpointError(
-                    f"{layer}.{stack}: the checkpoint has {len(pieces)} of {needed} tensors of expert {expert}. "
-                    "Download or copy the checkpoint again."
+                    f"{folder}: {layer}.{stack} has {found}. Download or copy the checkpoint again."
                 )

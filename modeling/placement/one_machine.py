@@ -16,6 +16,7 @@ from .table import lines_of
 from .units import Sizes, build, layer_names, read_config, sizes_of
 
 _DEFAULT_CONTEXT = 8192
+_MOST_GPUS = 1024
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,18 @@ def plan_placement(
     room = _room(gpus, gpu_memory, ram, bytes_of("headroom", headroom))
     count_of("batch", batch)
     count_of("nodes", nodes)
+    for name, given in (("disk", disk), ("training", training)):
+        if not isinstance(given, bool):
+            raise ValueError(f"{name}={given!r}: give True or False.")
     cached, token = [], None
     if isinstance(config, LlamoeVisionConfig):
         context = prefill = None
     else:
         if context is None:
             context = min(_DEFAULT_CONTEXT, config.get_text_config().max_position_embeddings)
-        prefill = context if prefill is None else prefill
+        prefill = count_of("context", context) if prefill is None else count_of("prefill", prefill)
+        if prefill > count_of("context", context):
+            raise ValueError(f"prefill={prefill}: give at most the tokens of context={context}.")
         cached, text = cache_tokens(config, context, prefill), config.get_text_config()
         token = text.num_key_value_heads, text.head_dim, sizes.element_size
         per_layer = cache_bytes(config, context, batch, sizes.element_size, prefill)
@@ -197,17 +203,19 @@ def _room(gpus: Any, gpu_memory: Any, ram: Any, headroom: int) -> dict[Any, int]
     if gpus is None:
         own = [size for device, size in here.items() if device != "cpu"]
     elif isinstance(gpus, (int, float)):
-        own = [bytes_of("gpu_memory", gpu_memory)] * count_of("gpus", gpus, least=0)
+        if count_of("gpus", gpus, least=0) > _MOST_GPUS:
+            raise ValueError(f"gpus={gpus}: one machine has at most {_MOST_GPUS}; nodes counts machines.")
+        own = [bytes_of("gpu_memory", gpu_memory)] * gpus
     elif isinstance(gpus, str):
         raise ValueError(f"gpus={gpus!r}: give a number of accelerators, or a list with the memory of each.")
     else:
         own = [bytes_of("gpus", size) for size in gpus]
     memory = here["cpu"] if ram is None else bytes_of("ram", ram)
-    sizes = own or [memory]
-    for size in sizes:
+    for device, size in enumerate(own) if own else [("cpu", memory)]:
         if size <= headroom:
             raise ValueError(
-                f"a device of {size / GB:g} GB has no room beside a headroom of {headroom / GB:g} GB"
+                f"device {device} of {size / GB:g} GB has no room beside headroom={headroom / GB:g} GB, which is kept "
+                "free for what a pass computes with: give more memory, or a smaller headroom."
             )
     room: dict[Any, int] = {device: size - headroom for device, size in enumerate(own)}
     return {**room, "cpu": max(0, memory - headroom)}

@@ -7,13 +7,14 @@ themselves, as they may be elsewhere.
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ...configuration import (
     LlamoeConfig,
@@ -128,7 +129,13 @@ def read_config(model: Any) -> tuple[LlamoeBaseConfig, Path | None]:
         ValueError: there is no such thing, or it describes no model of ours.
     """
     if not isinstance(model, (str, os.PathLike)):
+        if not isinstance(model, (PreTrainedConfig, Mapping)):
+            raise ValueError(
+                f"{type(model).__name__}: give a configuration, the name of a preset, a config.json, or a folder."
+            )
         return from_stock(model) if type(model) not in _CLASSES else model, None
+    if not str(model):
+        raise ValueError("'': give the name of a preset, a config.json, or a folder.")
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():

@@ -328,3 +328,17 @@ def test_policies_that_choose_wrongly_are_told(policy, message, text_folder, ids
     model = load(text_folder, experts_memory=ExpertsMemory(size, policy=policy))
     with pytest.raises(ValueError, match=message), torch.no_grad():
         model(ids)
+
+
+def test_experts_to_be_trained_are_refused_outside_of_training_mode_too(text_folder, ids):
+    """By the backward pass: a forward pass with gradients switched on may be for its results alone."""
+    model = load(text_folder, experts_memory="100KB")
+    loss = model(ids).logits.mean()
+    with pytest.raises(
+        ValueError, match=r"layers.3.feed_forward.experts.gate_up_proj shall be trained, but is on"
+    ):
+        loss.backward()
+    model.requires_grad_(False)
+    embeddings = model.get_input_embeddings()(ids).requires_grad_()
+    model(inputs_embeds=embeddings).logits.mean().backward()
+    assert embeddings.grad.abs().max() > 0
