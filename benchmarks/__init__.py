@@ -5,12 +5,12 @@
     python -m benchmarks.gpu --output folder       # Scout- and Maverick-shaped layers in bfloat16
     python -m benchmarks.readme                    # the README's and docs/performance.md's figures, from the results
 
-Reading order: bars (targets for the figures), hardware (machine, versions, measured rates), memory and clocks (what is
-measured), harness (how a case runs), shapes and roofline (sizes, and the least that a case must read and compute),
+Reading order: bars (targets for the figures), hardware (machine, versions, measured rates), memory and clocks (what
+is measured), harness (how a case runs), shapes and roofline (sizes, and the least that a case must read and compute),
 routing (inputs for chosen experts), shared_weights (models of both libraries on the same parameters), then the cases:
-block, adapters, models, attention, small_modules and loading; with models in folders saved_models, decoders, gguf_files
-(and its script gguf_converter), beside_llama_cpp and few_bits; with experts
-on disk large_mixtures and elsewhere; report, plot and readme write the results, command_line
+block, adapters, models, attention, small_modules and loading; with models in folders saved_models, decoders,
+gguf_files (and its script gguf_converter), beside_llama_cpp and few_bits; with experts on disk large_mixtures and
+elsewhere, and elsewhere_large, which is a command of its own; report, plot and readme write the results, command_line
 reads the options, cpu and gpu are the commands. `conversion` is independent and is run as a file.
 """
 

@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
             made.error("fincore of util-linux is needed, which tells what is in the page cache")
         needed, free = (
             mixture_of(given).all_bytes * 1.1,
-            shutil.disk_usage(given.folder.absolute().parent).free,
+            shutil.disk_usage(next(each for each in given.folder.absolute().parents if each.is_dir())).free,
         )
         if free < needed:
             made.error(
@@ -139,7 +139,7 @@ def page(about: dict, mixture: LargeMixture, given: argparse.Namespace, found: d
         f"then the prompt again and {given.tokens} new tokens, s": lambda row: f"{row['seconds']:.2f}",
         "new tokens a second of that": lambda row: f"{given.tokens / row['seconds']:.1f}",
         "hits among experts asked for in that": lambda row: (
-            f"{row['hit_rate']:.1%}" if row["hit_rate"] else "—"
+            "—" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}"
         ),
         "GB read for the first token": lambda row: f"{row['read_bytes_first'] / 1e9:.2f}",
         "GB read in that": lambda row: f"{row['read_bytes'] / 1e9:.2f}",
@@ -187,7 +187,13 @@ def main() -> int:
         found = {which: run(given, which) for which in ("disk", "mapped")}
     finally:
         shutil.rmtree(given.folder)
-    words = [word for word in sys.argv[1:] if word not in ("--folder", str(given.folder))]
+    asked = {
+        "--experts": given.experts,
+        "--tokens": given.tokens,
+        "--layers": given.layers,
+        "--limit": given.limit,
+    }
+    words = [word for name, value in asked.items() for word in (name, f"{value:g}")]
     torch.set_num_threads(1)
     about = {
         **describe(torch.device("cpu")),

@@ -60,8 +60,9 @@ NOTES = {
     "which has no memory for them. Nobody finds experts in the page cache for which there was no room: they are "
     "dropped before each token. Logits have the same bits, accelerate's up to rounding. Peak memory is the "
     "process's above imports and all other weights, in brackets without mapped files. Then all "
-    "experts are read, with room for a quarter: by the store alone (`llamoe`), and in a pass (`with products`), beside as "
-    "many bytes of the same files in direct requests of 4 MiB by 8 threads; there a ratio is a share of the drive's rate, and the target judges the fastest round of each.",
+    "experts are read, with room for a quarter: by the store alone (`llamoe`), and in a pass (`with products`), "
+    "beside as many bytes of the same files in direct requests of 4 MiB by 8 threads; there a ratio is a share of the "
+    "drive's rate, and the target judges the fastest round of each.",
     "loading": f"Wall clock, files in the page cache; stock, ours and stock once more (`{AGAIN}`) in processes that "
     "take turns. The second checkpoint has many small tensors in many shards. On a CPU transformers maps the files; so "
     "each weight is read once, and the time until then is given, in brackets that of `from_pretrained` alone. The peak "

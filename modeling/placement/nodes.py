@@ -108,6 +108,7 @@ class NodesPlan:
                 f"# The script loads by from_pretrained(folder, distributed_config=DistributedConfig({arguments}))."
             )
         text = "\n".join(lines) + "\n" + yaml.safe_dump(content, sort_keys=False)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
 
     def __str__(self) -> str:

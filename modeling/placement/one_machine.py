@@ -77,6 +77,18 @@ class PlacementPlan:
         given = {name: value for name, value in more.items() if value is not None}
         return {"device_map": dict(self.device_map), **given}
 
+    def save_accelerate_config(self, path: str | os.PathLike) -> None:
+        """Refused: one process has all of these devices, which needs no launcher.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"save_accelerate_config({str(path)!r}): this plan is for one process, which loads by "
+            "from_pretrained(folder, **plan.arguments()) and needs no launcher. Plan with nodes above 1, or with "
+            "training=True, for a file."
+        )
+
     def place_of(self, name: str) -> Any:
         """Device of a parameter.
 

@@ -133,7 +133,8 @@ def read_config(model: Any) -> tuple[LlamoeBaseConfig, Path | None]:
             raise ValueError(
                 f"{type(model).__name__}: give a configuration, the name of a preset, a config.json, or a folder."
             )
-        return from_stock(model) if type(model) not in _CLASSES else model, None
+        config: Any = model if type(model) in _CLASSES else from_stock(model)
+        return config, None
     if not str(model):
         raise ValueError("'': give the name of a preset, a config.json, or a folder.")
     path = Path(model)

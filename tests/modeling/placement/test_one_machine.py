@@ -198,6 +198,8 @@ def test_few_bits_say_what_makes_them(tmp_path):
 def test_a_plan_knows_its_parameters():
     plan = plan_placement(TEXT.make_config(), gpus=["1GB"], ram="1GB", headroom=0)
     assert plan.place_of("model.layers.1.self_attn.q_proj.weight") == 0
+    with pytest.raises(ValueError, match="this plan is for one process"):
+        plan.save_accelerate_config("never.yaml")
     with pytest.raises(ValueError, match="weights: the plan has no such parameter") as error:
         dataclasses.replace(plan, device_map={"model": 0}).place_of("weights")
     assert "\n" not in str(error.value)
