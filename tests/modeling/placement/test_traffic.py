@@ -126,15 +126,9 @@ def check(run, counted):
     assert found == wanted
 
 
-@pytest.mark.parametrize(
-    ("processes", "models"),
-    [
-        (2, tuple(MAKERS)),
-        (4, tuple(MAKERS)),
-    ],
-)
-def test_formulas_are_what_real_runs_count(processes, models, tmp_path):
-    results = count(tmp_path, processes, models)
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_formulas_are_what_real_runs_count(processes, tmp_path):
+    results = count(tmp_path, processes, tuple(MAKERS))
     assert len(results) > 3
     for name, (run, counted) in results.items():
         try:
