@@ -52,7 +52,10 @@ def test_choices_are_those_of_the_routers():
         (["--image", "none.png"], "expert_map: no such image: none.png\n"),
         (["--image", PICTURE, "--model", "{}"], "expert_map: {} is no model folder: it has no config.json\n"),
         (["--image", PICTURE, "--out", "{}/none/map.png"], "expert_map: no such folder: {}/none\n"),
-        (["--image", PICTURE, "--experts-memory", "much"], 'give bytes, or a text like "24GB", of at least 1.\n'),
+        (
+            ["--image", PICTURE, "--experts-memory", "much"],
+            'give bytes, or a text like "24GB", of at least 1.\n',
+        ),
         (["--image", PICTURE, "--layers", "0"], "argument --layers: must be at least 1, not 0\n"),
     ],
 )

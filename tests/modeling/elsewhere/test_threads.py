@@ -330,6 +330,27 @@ def test_forked_processes_answer(was_used, logits_and_model):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_a_forked_process_changes_nothing_of_its_parent(slots, logits_and_model):
+    """It puts other experts into its slots; the parent then uses those that it has."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("needs fork, which this system lacks")
+    asked, expected, model = logits_and_model(slots, 6)
+    for mine, its in ((0, 1), (2, 3), (4, 5)):
+        assert torch.equal(answer(model, asked[mine]), expected[mine])
+        queue = multiprocessing.get_context("fork").Queue()
+        child = multiprocessing.get_context("fork").Process(
+            target=_child, args=(model, asked[its], queue), daemon=True
+        )
+        child.start()
+        try:
+            assert queue.get(timeout=LONG) == expected[its].tolist()
+        finally:
+            child.kill()
+        assert torch.equal(answer(model, asked[mine]), expected[mine])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_forked_while_an_expert_is_read_reads_it_again(logits_and_model, monkeypatch):
     if "fork" not in multiprocessing.get_all_start_methods():
         pytest.skip("needs fork, which this system lacks")
