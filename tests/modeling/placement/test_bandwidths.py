@@ -2,8 +2,10 @@
 
 import fcntl
 import os
+import time
 
 import pytest
+import torch
 
 from llamoe import Bandwidths, measure_bandwidths
 
@@ -16,6 +18,12 @@ def test_memory_and_drive_are_measured(tmp_path):
     assumed = Bandwidths()
     assert found.gpu == assumed.gpu and found.link == assumed.link
     assert 1e8 < found.ram < 1e13 and found.ram != assumed.ram
+    # A sum reads its numbers once, too: a unit or a size that is wrong would be off by more than a factor of ten.
+    numbers = torch.ones(1 << 26)
+    begin = time.perf_counter()
+    numbers.sum()
+    simple = numbers.nbytes / (time.perf_counter() - begin)
+    assert simple / 10 < found.ram < simple * 10
     assert 1e6 < found.drive < 1e12 and found.drive != assumed.drive
     # The read ends with the last whole page, and a limit is kept.
     assert measure_bandwidths(tmp_path, most_bytes=5 << 20).drive > 1e6

@@ -1,5 +1,7 @@
 """Several nodes: which split is chosen, its sizes and bytes, and accelerate's own reading of the written file."""
 
+import json
+
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
@@ -152,3 +154,8 @@ def test_nodes_of_one_card_send_nothing_inside(arguments):
     plan = plan_placement("llama-2-7b", **{"nodes": 2, "gpus": 1, "ram": "1TB", **arguments})
     assert plan.inside == 0 and plan.between > 0
     assert "sending inside a node" not in plan.seconds or plan.seconds["sending inside a node"] == 0
+
+
+def test_a_plan_is_data():
+    plan = plan_placement("llama-4-scout", nodes=2, gpus=8, ram="1TB")
+    assert json.loads(json.dumps(plan.distributed_config())) == plan.distributed_config()
