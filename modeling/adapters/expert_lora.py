@@ -44,6 +44,11 @@ class ParamWrapper(layer.ParamWrapper):
                 "LoRA's target_modules names the experts' module, which is no linear layer. Name its stacks in "
                 'target_parameters: ["experts.gate_up_proj", "experts.down_proj"].'
             )
+        if config.use_dora:
+            raise ValueError(
+                f"LoraConfig(use_dora={config.use_dora!r}): peft has no DoRA for stacks of experts, and target_parameters "
+                f"names {parameter_name}. Set use_dora=False, or leave the stacks out of target_parameters."
+            )
         super().__init__(base_layer, adapter_name, parameter_name, config=_without_dropout(config), **kwargs)
         self._set_dropout(adapter_name, config)
 
