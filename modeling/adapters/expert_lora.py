@@ -46,8 +46,8 @@ class ParamWrapper(layer.ParamWrapper):
             )
         if config.use_dora:
             raise ValueError(
-                f"LoraConfig(use_dora={config.use_dora!r}): peft has no DoRA for stacks of experts, and target_parameters "
-                f"names {parameter_name}. Set use_dora=False, or leave the stacks out of target_parameters."
+                f"LoraConfig(use_dora={config.use_dora!r}): peft has no DoRA for stacks of experts, and "
+                f"target_parameters names {parameter_name}. Set use_dora=False, or leave the stacks out."
             )
         super().__init__(base_layer, adapter_name, parameter_name, config=_without_dropout(config), **kwargs)
         self._set_dropout(adapter_name, config)
