@@ -20,6 +20,7 @@ def words(data, out, *more):
     return ["--data", str(data), "--out", str(out), "--batch-size", "6", "--save-every", "2", *map(str, more)]
 
 
+@pytest.mark.slow
 def test_two_stages_and_a_stop_in_the_second(tmp_path):
     """Killed in its second stage it goes on to the same weights; the first changes nothing of the decoder."""
     data = write_data(tmp_path / "data")

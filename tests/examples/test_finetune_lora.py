@@ -83,6 +83,7 @@ def test_only_answers_carry_a_loss(tmp_path):
     assert torch.equal(batch["pixel_values"][:1], prompt["pixel_values"])
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_to_the_same_adapter(tmp_path):
     data = write_data(tmp_path / "data")
     whole = programs.run([SCRIPT, *words(data, tmp_path / "whole", "--save-every", 3)])

@@ -6,13 +6,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import programs
 from support.elsewhere import counts, expert_bytes, llamoe_class, load_both, mixtral, text_model
 
 import llamoe
@@ -380,9 +379,7 @@ with torch.no_grad():
 def test_a_cut_file_of_all_weights_is_told(text_folder, tmp_path):
     # In a process of its own: memory that is a map of the file would end it.
     shutil.copytree(text_folder, tmp_path / "model")
-    run = subprocess.run(
-        [sys.executable, "-c", CUT, str(tmp_path / "model")], capture_output=True, text=True, timeout=300
-    )
+    run = programs.run(["-c", CUT, tmp_path / "model"])
     assert run.returncode == 0, run.stderr[-2000:]
     assert re.search(r"has changed since the model was loaded \([\d,]+ bytes then, 100,000 now\)", run.stdout)
 

@@ -1,10 +1,9 @@
 """Peak memory of a process whose mixture is on disk: everything else, the budget, one expert, and at most 200 MB."""
 
 import json
-import subprocess
-import sys
 
 import torch
+from support import programs
 from support.elsewhere import expert_bytes, text_model
 
 SCRIPT = """
@@ -34,12 +33,7 @@ def test_peak_is_everything_else_and_the_budget(tmp_path):
         torch.arange(3, 40)[None], max_new_tokens=20, do_sample=False, eos_token_id=-1
     )
     budget = 7 * expert
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), str(budget)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    run = programs.run(["-c", SCRIPT, tmp_path, budget])
     assert run.returncode == 0, run.stderr
     before, peak, rest, misses, bytes_read, answer = json.loads(run.stdout.splitlines()[-1])
     assert answer == resident[0].tolist()

@@ -372,6 +372,7 @@ def test_a_model_that_the_example_cannot_read_is_told_once(
     assert re.fullmatch(expected, printed.err) and not printed.out
 
 
+@pytest.mark.slow
 def test_the_example_starts_its_processes_itself(tmp_path):
     """By torchrun, and as one who runs torchrun would."""
     model = TEXT.make_small(num_local_experts=4)

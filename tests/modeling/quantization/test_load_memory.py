@@ -60,6 +60,7 @@ def test_peak_memory(weights, tmp_path):
         result = programs.run(["-c", MEASURE, *arguments], timeout=120)
         assert result.returncode == 0, result.stderr
         peak, final = map(int, result.stdout.split())
-        # One expert in 16 bit, and what loading and the allocator take at any size: up to 4 MB are measured.
-        more = 6e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
+        # One expert in 16 bit, and what loading and the allocator take at any size: up to 7 MB are measured. A whole
+        # stack in 16 bit would be 151 MB.
+        more = 9e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
         assert final > 40e6 and peak < 1.05 * final + more, (what, peak, final)
