@@ -170,7 +170,8 @@ def test_eight_clients_at_once_get_what_each_gets_alone(client, by_itself):
 
 def test_a_client_that_hangs_up_in_a_stream_leaves_the_server_free(client, by_itself):
     """What it was still to be told is the server's to drop; the next answer is as any other."""
-    # The server does not notice every client that hangs up (once in forty runs it went on): the answer has an end.
+    # A server that is handing a piece on when its client hangs up generates on until Python collects the stream's
+    # generator, where transformers asks for the end: the answer has one of its own.
     stream = client.create("Hello", stream=True, max_tokens=4_000, **ENDLESS)
     pieces = (chunk.choices[0].delta.content for chunk in stream)
     assert [next(pieces) for _ in range(20)]
