@@ -26,22 +26,34 @@ def load():
     given = {"quantization_config": config} if sys.argv[2] == "quantize" else {}
     return llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], **given)
 
+def measured_load():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    base, peak, done = own(), 0, threading.Event()
+    def poll():
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, own())
+            time.sleep(0.0005)
+    poller = threading.Thread(target=poll)
+    poller.start()
+    try:
+        model = load()
+    finally:
+        done.set()
+        poller.join()
+    return model, peak - base
+
 load()  # what is imported late
-gc.collect()
-ctypes.CDLL(None).malloc_trim(0)
-base, peak, done = own(), [0], threading.Event()
-def poll():
-    while not done.is_set():
-        peak[0] = max(peak[0], own())
-        time.sleep(0.0005)
-threading.Thread(target=poll).start()
-try:
-    model = load()
-finally:
-    done.set()
+peaks = []
+for _ in range(2):
+    model = None
+    model, peak = measured_load()
+    peaks.append(peak)
 if sys.argv[2] == "quantize":
     model.save_pretrained(sys.argv[4])
-print(peak[0] - base, sum(tensor.nbytes for tensor in model.state_dict().values()))
+# When the allocator gives memory back depends on what else the machine does, which only adds to a peak.
+print(min(peaks), sum(tensor.nbytes for tensor in model.state_dict().values()))
 """
 
 
@@ -60,7 +72,6 @@ def test_peak_memory(weights, tmp_path):
         result = programs.run(["-c", MEASURE, *arguments], timeout=120)
         assert result.returncode == 0, result.stderr
         peak, final = map(int, result.stdout.split())
-        # One expert in 16 bit, and what loading and the allocator take at any size: up to 7 MB are measured. A whole
-        # stack in 16 bit would be 151 MB.
-        more = 9e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
+        # One expert in 16 bit, and what loading and the allocator take at any size: up to 5 MB are measured.
+        more = 6e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
         assert final > 40e6 and peak < 1.05 * final + more, (what, peak, final)
