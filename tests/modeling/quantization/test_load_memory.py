@@ -26,34 +26,22 @@ def load():
     given = {"quantization_config": config} if sys.argv[2] == "quantize" else {}
     return llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], **given)
 
-def measured_load():
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    base, peak, done = own(), 0, threading.Event()
-    def poll():
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, own())
-            time.sleep(0.0005)
-    poller = threading.Thread(target=poll)
-    poller.start()
-    try:
-        model = load()
-    finally:
-        done.set()
-        poller.join()
-    return model, peak - base
-
 load()  # what is imported late
-peaks = []
-for _ in range(2):
-    model = None
-    model, peak = measured_load()
-    peaks.append(peak)
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)
+base, peak, done = own(), [0], threading.Event()
+def poll():
+    while not done.is_set():
+        peak[0] = max(peak[0], own())
+        time.sleep(0.0005)
+threading.Thread(target=poll).start()
+try:
+    model = load()
+finally:
+    done.set()
 if sys.argv[2] == "quantize":
     model.save_pretrained(sys.argv[4])
-# When the allocator gives memory back depends on what else the machine does, which only adds to a peak.
-print(min(peaks), sum(tensor.nbytes for tensor in model.state_dict().values()))
+print(peak[0] - base, sum(tensor.nbytes for tensor in model.state_dict().values()))
 """
 
 
@@ -69,9 +57,13 @@ def test_peak_memory(weights, tmp_path):
     draw(llamoe.LlamoeForCausalLM, config).bfloat16().save_pretrained(tmp_path / "plain")
     for what, folder in (("quantize", "plain"), ("load", "packed")):
         arguments = (tmp_path / folder, what, weights, tmp_path / "packed")
-        result = programs.run(["-c", MEASURE, *arguments], timeout=120)
-        assert result.returncode == 0, result.stderr
-        peak, final = map(int, result.stdout.split())
         # One expert in 16 bit, and what loading and the allocator take at any size: up to 5 MB are measured.
         more = 6e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
+        # What else the machine does only adds to a peak: where one is too high, a second decides.
+        for _ in range(2):
+            result = programs.run(["-c", MEASURE, *arguments], timeout=120)
+            assert result.returncode == 0, result.stderr
+            peak, final = map(int, result.stdout.split())
+            if peak < 1.05 * final + more:
+                break
         assert final > 40e6 and peak < 1.05 * final + more, (what, peak, final)
