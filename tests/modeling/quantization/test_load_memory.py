@@ -26,9 +26,12 @@ def load():
     given = {"quantization_config": config} if sys.argv[2] == "quantize" else {}
     return llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], **given)
 
+# Large tensors lie in maps of their own: between others in the heap, what is given back counts or not by chance.
+allocator, M_MMAP_THRESHOLD = ctypes.CDLL(None), -3
+allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
 load()  # what is imported late
 gc.collect()
-ctypes.CDLL(None).malloc_trim(0)
+allocator.malloc_trim(0)
 base, peak, done = own(), [0], threading.Event()
 def poll():
     while not done.is_set():
@@ -57,13 +60,9 @@ def test_peak_memory(weights, tmp_path):
     draw(llamoe.LlamoeForCausalLM, config).bfloat16().save_pretrained(tmp_path / "plain")
     for what, folder in (("quantize", "plain"), ("load", "packed")):
         arguments = (tmp_path / folder, what, weights, tmp_path / "packed")
-        # One expert in 16 bit, and what loading and the allocator take at any size: up to 5 MB are measured.
-        more = 6e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
-        # What else the machine does only adds to a peak: where one is too high, a second decides.
-        for _ in range(2):
-            result = programs.run(["-c", MEASURE, *arguments], timeout=120)
-            assert result.returncode == 0, result.stderr
-            peak, final = map(int, result.stdout.split())
-            if peak < 1.05 * final + more:
-                break
+        result = programs.run(["-c", MEASURE, *arguments], timeout=120)
+        assert result.returncode == 0, result.stderr
+        peak, final = map(int, result.stdout.split())
+        # One expert in 16 bit, and what loading takes at any size.
+        more = 3e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
         assert final > 40e6 and peak < 1.05 * final + more, (what, peak, final)
