@@ -169,9 +169,9 @@ def test_eight_clients_at_once_get_what_each_gets_alone(client, by_itself):
 
 
 def test_a_client_that_hangs_up_in_a_stream_leaves_the_server_free(client, by_itself):
-    """What it was still to be told is the server's to drop; the next answer is as any other."""
-    # A server that is handing a piece on when its client hangs up generates on until Python collects the stream's
-    # generator, where transformers asks for the end: the answer has one of its own.
+    """The next client gets its answer, which is the same as by itself."""
+    # transformers ends generation when Python closes the stream's generator. If the client hangs up while a piece is
+    # being sent, that may take minutes, so the number of tokens is limited.
     stream = client.create("Hello", stream=True, max_tokens=4_000, **ENDLESS)
     pieces = (chunk.choices[0].delta.content for chunk in stream)
     assert [next(pieces) for _ in range(20)]
