@@ -1,5 +1,6 @@
 """Which parts of a model LoRA adapts: a `LoraConfig` by parts, and a word about experts that stay as they are."""
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from transformers.utils import logging
 from ...configuration import LlamoeMixtralConfig
 from ..checkpoints import in_units, part_of
 from ..moe import Experts, Router
+from .stack_targets import targeted_parameters
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -41,7 +43,8 @@ def lora_config(
         router: adapt the routers' weights.
         r: rank.
         dropout: of what the adapters see. peft refuses it for stacks of experts; over llamoe it works.
-        options: further fields of `LoraConfig`, `lora_alpha` (twice the rank by default) among them.
+        options: further fields of `LoraConfig`, `lora_alpha` (twice the rank by default) among them. Those that choose
+            layers or modules (`layers_to_transform`, `exclude_modules`, `rank_pattern`, ...) mean experts, too.
 
     Raises:
         ValueError: a rank below 1, a dropout outside of 0 to 1, or one for the router; a part that the model lacks.
@@ -76,14 +79,35 @@ def lora_config(
         if router and isinstance(module, Router):
             stacks.add(f"{name}.weight")
     chosen: dict[str, Any] = {"target_modules": "all-linear", "lora_alpha": 2 * r}
-    if model.config.model_type == LlamoeMixtralConfig.model_type:
-        # Of Mixtral peft takes "all-linear" for experts and routers, too, as they were in transformers 4.
+    excluded = options.get("exclude_modules")
+    by_layer = options.get("layers_to_transform") is not None
+    # Of Mixtral peft takes "all-linear" for experts and routers, too, as they were in transformers 4. With layers it
+    # refuses it, and beside exclusions it leaves out the tower.
+    if by_layer or model.config.model_type == LlamoeMixtralConfig.model_type or (vision and excluded):
         chosen["target_modules"] = sorted(linear)
     if stacks:
         chosen["target_parameters"] = sorted(stacks)
+    if by_layer:
+        # Without it peft finds no numbers in the names of a model without a head.
+        chosen["layers_pattern"] = "layers"
     if vision:
         chosen["exclude_modules"] = []
+    elif (
+        by_layer
+        and "target_modules" not in options
+        and getattr(model.config, "vision_config", None) is not None
+    ):
+        # The tower's layers have the same numbers, and names in part.
+        options["exclude_modules"] = _with_tower(excluded)
     return LoraConfig(r=r, lora_dropout=dropout, **(chosen | options))
+
+
+def _with_tower(excluded: str | list[str] | None) -> str:
+    """Peft's `exclude_modules`, and the vision tower."""
+    tower = r"(.*\.)?vision_model\..*"
+    if excluded and not isinstance(excluded, str):
+        excluded = rf"(.*\.)?({'|'.join(map(re.escape, excluded))})"
+    return f"{excluded}|{tower}" if excluded else tower
 
 
 def refuse_shared_experts(config: Any, model: PreTrainedModel) -> None:
@@ -93,7 +117,7 @@ def refuse_shared_experts(config: Any, model: PreTrainedModel) -> None:
         ValueError: processes have slices of each expert, or rows of their own.
     """
     shared: Any = getattr(model.config, "distributed_config", None)
-    if shared is None or not any(name.endswith(_STACKS) for name in config.target_parameters or ()):
+    if shared is None or not any(name.endswith(_STACKS) for name in targeted_parameters(config, model)):
         return
     sizes = {
         name: getattr(shared, name, None) or 1
@@ -116,16 +140,19 @@ def tell_of_frozen_experts(config: Any, model: nn.Module) -> None:
         model: the model that it will be injected into.
     """
     stacks = {
-        f"{name}.{stack}"
+        f"{name}.{stack}".replace(".base_layer", "")
         for name, module in model.named_modules()
         if isinstance(module, Experts)
         for stack in _STACKS
     }
-    named = (
-        *(config.target_parameters or ()),
-        *(f"{module}.{stack}" for module in config.modules_to_save or () for stack in _STACKS),
-    )
-    if not stacks or config.inference_mode or any(stack.endswith(named) for stack in stacks if named):
+    saved = tuple(f"{module}.{stack}" for module in config.modules_to_save or () for stack in _STACKS)
+    trained = {stack for stack in stacks if saved and stack.endswith(saved)}
+    if (
+        not stacks
+        or config.inference_mode
+        or trained
+        or stacks.intersection(targeted_parameters(config, model))
+    ):
         return
     adapted, frozen = _bytes_by_part(config, model)
     logger.warning_once(  # pyright: ignore[reportAttributeAccessIssue]
@@ -138,11 +165,13 @@ def _bytes_by_part(config: Any, model: nn.Module) -> tuple[Counter, Counter]:
     from peft.tuners.tuners_utils import check_target_module_exists
 
     adapted, frozen = Counter(), Counter()
-    named = (*(config.target_parameters or ()), *(f"{module}." for module in config.modules_to_save or ()))
+    named = tuple(f"{module}." for module in config.modules_to_save or ())
+    parameters = set(targeted_parameters(config, model))
     # Shared weights count once.
     for name, parameter in model.named_parameters():
+        name = name.replace(".base_layer", "")
         module = name.rpartition(".")[0]
-        is_target = any(f".{each}" in f".{name}" for each in named)
+        is_target = name in parameters or any(f".{each}" in f".{name}" for each in named)
         is_target = is_target or bool(module) and bool(check_target_module_exists(config, module))
         (adapted if is_target else frozen)[part_of(name)] += parameter.numel() * parameter.element_size()
     return adapted, frozen

@@ -20,8 +20,8 @@ from peft import LoraConfig
 from peft.tuners.lora import layer
 from torch import nn
 
-from .._private_api import sum_of_parameters
 from ..moe import IMPLEMENTATION, LowRank, Updates
+from ._private_api import sum_of_parameters
 
 
 class ParamWrapper(layer.ParamWrapper):

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .expert_layout import orient_experts
+from .stack_targets import reading
 
 logger = logging.getLogger("llamoe")
 
@@ -170,7 +171,8 @@ def fit_folder(
             f"such as {shared[0]}, for which only a PeftModel has a place: use PeftModel.from_pretrained."
         )
     tensors = {key: tensor for key, tensor in tensors.items() if key not in shared}
-    skeleton = make_skeleton() if make_skeleton else skeleton_with(model, config, adapter_name)
+    with reading(tensors):
+        skeleton = make_skeleton() if make_skeleton else skeleton_with(model, config, adapter_name)
     saved = get_peft_model_state_dict(skeleton, adapter_name=adapter_name, save_embedding_layers=False)
     expected = _shapes(saved)
     whole = _shapes(skeleton.state_dict())

@@ -11,6 +11,7 @@ from ...configuration.hub import hub_arguments
 from .expert_layout import read_config
 from .fitting import fit_folder, fit_state_dict, skeleton_with
 from .safetensors_headers import check_files
+from .stack_targets import reading
 
 
 class LoadsAdapters(PreTrainedModel):
@@ -69,13 +70,14 @@ class LoadsAdapters(PreTrainedModel):
                 tensors = load_peft_weights(os.fspath(peft_model_id), device="cpu", **download)
         if config is not None and tensors is not None:
             tensors = fit_folder(self, config, name, tensors, strict, make_skeleton)
-        return super().load_adapter(
-            peft_model_id,
-            adapter_name=adapter_name,
-            peft_config=config,
-            adapter_state_dict=tensors,
-            **kwargs,
-        )
+        with reading(tensors or ()):
+            return super().load_adapter(
+                peft_model_id,
+                adapter_name=adapter_name,
+                peft_config=config,
+                adapter_state_dict=tensors,
+                **kwargs,
+            )
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         # peft's own classes load an adapter's weights through this method.

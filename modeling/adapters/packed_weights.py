@@ -13,6 +13,7 @@ from torch import nn
 
 from ...configuration.quantization import METHOD
 from ..quantization import QuantizedExperts, QuantizedLinear
+from .stack_targets import targeted_parameters
 
 # peft's methods that compute from a layer's inputs and outputs alone.
 _ADDING_METHODS = (
@@ -49,7 +50,7 @@ def refuse_for_packed(config: Any, model: nn.Module) -> None:
     Raises:
         ValueError: a method, an initialisation or a variant that needs a weight's numbers; copies of packed modules.
     """
-    packed = dict(_packed(model))
+    packed, parameters = dict(_packed(model)), targeted_parameters(config, model)
     for saved in getattr(config, "modules_to_save", None) or ():
         for name, module in packed.items():
             parts = name.split(".")
@@ -59,9 +60,10 @@ def refuse_for_packed(config: Any, model: nn.Module) -> None:
                     "train: adapt it with LoRA, or call model.dequantize() first."
                 )
     for name, module in packed.items():
-        if not _is_target(config, name, module):
+        by_parameter = any(key.rpartition(".")[0] == name for key in parameters)
+        if not by_parameter and not _is_target(config, name):
             continue
-        if asked := _what_needs_numbers(config, name, module):
+        if asked := _what_needs_numbers(config, name, module, by_parameter):
             raise ValueError(
                 f"{asked} needs the numbers of {name}, which is {_how(module)}: choose LoRA with "
                 'init_lora_weights=True, "gaussian" or "eva", or call model.dequantize() first.'
@@ -75,23 +77,17 @@ def _packed(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name.replace(".base_layer", ""), module
 
 
-def _is_target(config: Any, name: str, module: Any) -> bool:
+def _is_target(config: Any, name: str) -> bool:
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    parameters = tuple(getattr(config, "target_parameters", None) or ())
-    if any(
-        f".{name}.{weight}".endswith(f".{each}") for each in parameters for weight in module.unpacked_shapes()
-    ):
-        return True
     return bool(getattr(config, "target_modules", None) and check_target_module_exists(config, name))
 
 
-def _what_needs_numbers(config: Any, name: str, module: Any) -> str | None:
+def _what_needs_numbers(config: Any, name: str, module: Any, by_parameter: bool) -> str | None:
     method = str(getattr(config.peft_type, "value", config.peft_type))
     if method not in _ADDING_METHODS:
         return method
-    parameters = tuple(getattr(config, "target_parameters", None) or ())
-    if isinstance(module, QuantizedLinear) and f"{name}.weight".endswith(parameters):
+    if isinstance(module, QuantizedLinear) and by_parameter:
         return f"target_parameters, unlike target_modules={[name.rpartition('.')[2]]},"
     if (begin := getattr(config, "init_lora_weights", None)) not in _INITIALISATIONS:
         return f"init_lora_weights={begin!r}"

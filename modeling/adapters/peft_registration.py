@@ -4,6 +4,7 @@ They are registered when peft is imported, before or after llamoe; llamoe does n
 """
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -11,23 +12,26 @@ from torch import nn
 
 from ...configuration import LlamoeMixtralConfig, LlamoeVisionConfig
 from ...configuration.stock import CONFIG_CLASSES
-from .._private_api import (
+from ..moe import Experts
+from ._private_api import (
+    around_injection,
     before_hotswap,
     before_merging,
     before_saving_adapters,
+    choose_wrapped,
     read_adapters_as,
     replace_all_linear,
     replace_weighted_sum,
     turn_update_of_one_expert,
     watch_adapter_files,
 )
-from ..moe import Experts
 from .adapted_parts import refuse_shared_experts, tell_of_frozen_experts
 from .expert_layout import mark, remember_file
 from .fitting import orient_swapped, pad_ranks
 from .loading import LoadsAdapters
 from .packed_weights import prepare_for_training, refuse_for_packed, refuse_merging
 from .safetensors_headers import check_files
+from .stack_targets import choose_parameters, reading, telling_unused
 from .when_imported import when_imported
 
 logger = logging.getLogger("llamoe")
@@ -77,6 +81,8 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
     nothing_excluded = excluded in ([], (), set(), "")
     if isinstance(targets, str) and config.target_modules != targets and not nothing_excluded:
         config.target_modules = set(config.target_modules) - tower_layers(model)
+    # Before the first layer is wrapped.
+    choose_parameters(config, model)
     refuse_for_packed(config, model)
     if _is_lora(config):
         refuse_shared_experts(config, model)
@@ -109,10 +115,11 @@ def _orient_before_hotswap(model: nn.Module, tensors: dict[str, Any], adapter_na
     return pad_ranks(model, adapter_name, orient_swapped(base, config, adapter_name, tensors))
 
 
-def _check_before_adding(model: nn.Module, name_or_path: Any, **download: Any) -> None:
+def _check_and_read(model: nn.Module, name_or_path: Any, **download: Any) -> AbstractContextManager:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if isinstance(base, LoadsAdapters):
-        check_files(base, name_or_path, **download)
+    if not isinstance(base, LoadsAdapters):
+        return nullcontext()
+    return reading(check_files(base, name_or_path, **download))
 
 
 def _tell_of_dropout(model: Any, selected_adapters: list[str] | None) -> None:
@@ -128,6 +135,15 @@ def _tell_of_dropout(model: Any, selected_adapters: list[str] | None) -> None:
                 )
 
 
+def _parameters_to_wrap(config: Any, model: nn.Module) -> Any:
+    return choose_parameters(config, model) if isinstance(model, LoadsAdapters) else config.target_parameters
+
+
+def _around_injection(tuner: Any, model: nn.Module, adapter_name: str) -> AbstractContextManager:
+    is_ours = isinstance(model, LoadsAdapters)
+    return telling_unused(tuner, model, adapter_name) if is_ours else nullcontext()
+
+
 def _add_weighted_adapter(*args: Any, **kwargs: Any) -> None:
     from .expert_lora import add_weighted_adapter
 
@@ -141,10 +157,12 @@ def _register(peft: ModuleType) -> None:
     before_merging(refuse_merging)
     prepare_for_training()
     replace_all_linear(_expand_all_linear)
-    watch_adapter_files(_check_before_adding, remember_file)
+    watch_adapter_files(_check_and_read, remember_file)
     turn_update_of_one_expert(lambda module: isinstance(module, Experts) and module.is_transposed)
     replace_weighted_sum(_add_weighted_adapter)
     before_saving_adapters(_tell_of_dropout)
+    choose_wrapped(_parameters_to_wrap)
+    around_injection(_around_injection)
 
 
 def register_with_peft() -> None:

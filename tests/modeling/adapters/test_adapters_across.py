@@ -564,6 +564,18 @@ def test_names_of_mixtrals_layers_mean_what_peft_makes_of_them_on_stock(targets,
     }
 
 
+@both_ways
+def test_stock_adapts_experts_of_layers_that_a_config_leaves_out(how, tmp_path):
+    """peft by itself passes over `layers_to_transform` for them; the file tells."""
+    ours, stock = pair(MIXTRAL)
+    options = dict(target_modules=["v_proj"], target_parameters=EXPERTS, layers_to_transform=[1])
+    trained = adapted(stock, **options)
+    trained.save_pretrained(tmp_path)
+    expected = run(trained, **inputs_of(MIXTRAL))
+    assert max_abs(run(load(ours, tmp_path, how), **inputs_of(MIXTRAL)), expected) < 2e-5
+    assert max_abs(run(adapted(ours, **options), **inputs_of(MIXTRAL)), expected) > 0.1
+
+
 def test_adapters_of_single_experts_that_transformers_4_trained(tmp_path):
     ours, stock = pair(MIXTRAL)
     config = ours.config

@@ -1,0 +1,145 @@
+"""Fields of a config that choose layers and modules mean experts as they mean linear layers, through every door."""
+
+import warnings
+
+import pytest
+from peft import LoraConfig, PeftModel, get_peft_model
+from support.models import SHALLOW_MODELS, max_abs, run
+
+import llamoe
+
+CASES = {case.name: case for case in SHALLOW_MODELS}
+MIXTRAL, TEXT, MULTIMODAL = (
+    CASES[name]
+    for name in ("LlamoeMixtralForCausalLM", "LlamoeForCausalLM", "LlamoeForConditionalGeneration")
+)
+STACKS = ["experts.down_proj", "experts.gate_up_proj"]
+# Both layers have experts.
+TWO_MIXTURES = dict(moe_layers=[0, 1])
+
+
+def make(case):
+    return case.make(**(TWO_MIXTURES if case.is_llama4 else {}))
+
+
+def adapted_parts(model):
+    """Layer, and the last two parts of the name, of each adapted module and stack."""
+    parts = set()
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            *_, parent, child = name.replace(".base_layer", "").split(".")
+            layer = name.split("layers.")[1][0] if "layers." in name else None
+            stack = getattr(module, "parameter_name", None)
+            parts.add((layer, f"{parent}.{child}" if stack is None else f"{child}.{stack}"))
+    return parts
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in SHALLOW_MODELS if case.is_text], ids=lambda case: case.name
+)
+def test_layers_of_a_config_by_parts(case, tmp_path):
+    case_model = make(case)
+    model = get_peft_model(make(case), llamoe.lora_config(case_model, layers_to_transform=[1], r=2))
+    whole = get_peft_model(make(case), llamoe.lora_config(case_model, r=2))
+    assert adapted_parts(model) == {(layer, part) for layer, part in adapted_parts(whole) if layer == "1"}
+    assert not case.has_experts or {("1", stack) for stack in STACKS} <= adapted_parts(model)
+    assert not any("vision_model" in name for name in model.base_model.targeted_module_names)
+    for name, parameter in model.named_parameters():
+        if ".lora_B" in name:
+            parameter.data.normal_()
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(make(case), tmp_path)
+    assert max_abs(run(model.eval(), **case.inputs()), run(loaded, **case.inputs())) == 0
+
+
+def attention_and_experts(layer):
+    return {(layer, "self_attn.k_proj"), *((layer, stack) for stack in STACKS)}
+
+
+ATTENTION = {("0", "self_attn.k_proj"), ("1", "self_attn.k_proj")}
+
+
+@pytest.mark.parametrize(
+    ("case", "door"),
+    [
+        (MIXTRAL, "get_peft_model"),
+        (MIXTRAL, "add_adapter"),
+        (MIXTRAL, "PeftModel.add_adapter"),
+        (TEXT, "get_peft_model"),
+        (MULTIMODAL, "add_adapter"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"layers_to_transform": [1]}, attention_and_experts("1")),
+        ({"layers_to_transform": 0, "layers_pattern": "layers"}, attention_and_experts("0")),
+        ({"exclude_modules": r".*layers\.0.*"}, attention_and_experts("1")),
+        ({"exclude_modules": ["experts"]}, ATTENTION),
+        ({"modules_to_save": ["experts"]}, ATTENTION),
+        ({"exclude_modules": ["gate_up_proj"]}, ATTENTION | {(layer, "experts.down_proj") for layer in "01"}),
+    ],
+    ids=["layers", "pattern", "regex", "excluded", "saved", "stack"],
+)
+def test_a_config_by_hand(options, expected, case, door):
+    model = make(case)
+    # Of the tower's layers `k_proj` is one, too.
+    names = [name for name, _ in model.named_modules() if name.endswith("k_proj") and "vision" not in name]
+    by_layer = (
+        {"target_modules": ["k_proj"]} if "layers_to_transform" in options else {"target_modules": names}
+    )
+    if case.has_images and "layers_to_transform" in options:
+        model.vision_model.model.layers = model.vision_model.model.layers[:0]
+    config = LoraConfig(target_parameters=STACKS, r=2, **by_layer, **options)
+    if door == "get_peft_model":
+        model = get_peft_model(model, config)
+    elif door == "add_adapter":
+        model.add_adapter(config)
+    else:
+        model = get_peft_model(model, LoraConfig(target_modules=["o_proj"]))
+        model.add_adapter("other", config)
+        expected = expected | {part for part in adapted_parts(model) if part[1] == "self_attn.o_proj"}
+    assert adapted_parts(model) == expected
+    assert config.target_parameters == set(STACKS) or config.target_parameters == STACKS
+
+
+def test_ranks_of_stacks_and_layers():
+    patterns = {"rank_pattern": {"experts.gate_up_proj": 3, r"layers\.0\.mlp\.experts\.down_proj": 5}}
+    patterns["alpha_pattern"] = {"down_proj": 7}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The following|rank_pattern|exclude_modules")
+        config = llamoe.lora_config(MIXTRAL.make(), r=2, exclude_modules=["o_proj"], **patterns)
+        model = get_peft_model(MIXTRAL.make(), config)
+    found = [
+        (module.parameter_name, module.r["default"], module.lora_alpha["default"])
+        for module in model.modules()
+        if hasattr(module, "parameter_name")
+    ]
+    assert found == [
+        ("down_proj", 5, 7),
+        ("gate_up_proj", 3, 4),
+        ("down_proj", 2, 7),
+        ("gate_up_proj", 3, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    "options", [{"rank_pattern": {"experts.gate": 3}}, {"exclude_modules": ["experts.gate"]}], ids=str
+)
+def test_what_matches_nothing_is_told(options):
+    (field,) = options
+    with pytest.warns(match=field):
+        get_peft_model(MIXTRAL.make(), llamoe.lora_config(MIXTRAL.make(), **options))
+
+
+def test_adapters_of_a_module_change_the_same_stacks():
+    model = get_peft_model(MIXTRAL.make(), llamoe.lora_config(MIXTRAL.make(), layers_to_transform=[1]))
+    model.add_adapter("other", llamoe.lora_config(model.get_base_model(), layers_to_transform=[0]))
+    before = adapted_parts(model)
+    assert {(layer, stack) for layer in "01" for stack in STACKS} <= before
+    with pytest.raises(ValueError, match="target_parameters"):
+        model.add_adapter(
+            "third", llamoe.lora_config(model.get_base_model(), exclude_modules=["gate_up_proj"])
+        )
+    assert adapted_parts(model) == before and set(model.peft_config) == {"default", "other"}
