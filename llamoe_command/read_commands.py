@@ -91,7 +91,8 @@ def verify(
         ),
     ] = None,
     logits: Annotated[
-        bool, typer.Option(help="Whether to run both models, or to compare only their weights.")
+        bool,
+        typer.Option(help="Whether to run both models, or to compare only their weights and configurations."),
     ] = True,
     device: Annotated[str, typer.Option(help="Device that the models run on, such as cuda.")] = "cpu",
     as_json: AsJson = False,
@@ -102,6 +103,10 @@ def verify(
     Keys, shapes and weights are compared first.
     Then both models run, and hidden states and logits are compared.
 
+    The exit status is 0 where they are shown to be one function, 1 where they are shown to be two, and 4 where neither
+    is shown: other weights without outputs to compare (--no-logits), or outputs that could not be computed. Tokenizers
+    and generation settings are no part of the function.
+
         llamoe verify llama-2-7b-chat chat      # before and after convert
     """
     options = {"tokens": tokens, "rows": rows, "seed": seed, "tolerance": tolerance, "logits": logits}
@@ -110,6 +115,5 @@ def verify(
     with progress_bar(is_silent) as progress:
         found = conversion.verify(a, b, **options, device=device, progress=progress)
     print_sections(found.as_dict(), found.sections(), as_json)
-    same = found.same_weights if found.same_function is None else found.same_function
-    if not same:
-        raise typer.Exit(1)
+    if status := {"same": 0, "different": 1, "unknown": 4}[found.verdict]:
+        raise typer.Exit(status)

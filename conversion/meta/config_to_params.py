@@ -6,20 +6,19 @@ token ids, training options) have no place in `params.json`, since LLaMA's own c
 `llamoe.json` beside it, which Meta's code never opens.
 """
 
-import inspect
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, get_origin
+from typing import Any
 
 from ...configuration import (
     LlamoeConfig,
     LlamoeDenseConfig,
-    LlamoeMixtralConfig,
     LlamoeTextConfig,
     LlamoeVisionConfig,
 )
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.checks import fail
+from ...configuration.effects import NO_EFFECT, declared_fields, fields_without_effect
 from ...configuration.errors import CheckpointError
 from .params_to_config import (
     LARGEST_SENTENCEPIECE,
@@ -31,14 +30,7 @@ from .params_to_config import (
     read_config,
 )
 
-# Fields that do not change a forward pass in evaluation; they are kept in llamoe.json.
-_FREE = frozenset(
-    "max_position_embeddings initializer_range use_cache pad_token_id bos_token_id eos_token_id pretraining_tp "
-    "attention_dropout projector_dropout no_rope_layer_interval interleave_moe_layer_step output_router_logits "
-    "router_aux_loss_coef router_jitter_noise router_z_loss_coef router_dropout expert_capacity_factor "
-    "output_expert_load boi_token_index eoi_token_index image_token_index tie_word_embeddings".split()
-)
-# Those among them that a reader would otherwise guess from the folder's name or from the LLaMA generation.
+# Fields without effect that a reader would otherwise guess from the folder's name or from the LLaMA generation.
 _ALWAYS_KEPT = frozenset(
     "max_position_embeddings pad_token_id bos_token_id eos_token_id boi_token_index eoi_token_index "
     "image_token_index".split()
@@ -245,8 +237,8 @@ def compare_fields(config: Any, again: Any, whose: str = "Meta's") -> dict[str, 
     `whose` says in messages whose params.json it is.
     """
     kept: dict[str, Any] = {}
-    free = _FREE | _without_effect(config)
-    for name in _fields(type(config)):
+    free = NO_EFFECT | fields_without_effect(config)
+    for name in declared_fields(type(config)):
         value, read = getattr(config, name), getattr(again, name)
         if isinstance(value, LlamoeBaseConfig):
             if part := compare_fields(value, read, whose):
@@ -264,37 +256,6 @@ def compare_fields(config: Any, again: Any, whose: str = "Meta's") -> dict[str, 
             problem = f"{whose} params.json cannot express it, its code would compute with another"
             fail(config, name, value, problem, repr(read))
     return kept
-
-
-def _fields(config_class: type) -> list[str]:
-    own = [part for part in reversed(config_class.__mro__) if LlamoeBaseConfig in part.__mro__[1:]]
-    kinds = {name: kind for part in own for name, kind in inspect.get_annotations(part).items()}
-    names = [name for name, kind in kinds.items() if ClassVar not in (kind, get_origin(kind))]
-    return names + [name for name in getattr(config_class, "sub_configs", {}) if name not in names]
-
-
-def _without_effect(config: Any) -> set[str]:
-    """Fields of a decoder that none of its layers uses."""
-    if isinstance(config, (LlamoeDenseConfig, LlamoeMixtralConfig)):
-        has_window = "sliding_attention" in (config.layer_types or ())
-        return set() if has_window else {"sliding_window", "layer_types"}
-    if not isinstance(config, LlamoeTextConfig):
-        return set()
-    plans = [config.layer_plan(idx) for idx in range(config.num_hidden_layers)]
-    fields = set()
-    if not any(plan.is_moe for plan in plans):
-        fields |= {"intermediate_size", "num_local_experts", "num_experts_per_tok"}
-    if all(plan.is_moe for plan in plans):
-        fields.add("intermediate_size_mlp")
-    if "chunked_attention" not in (config.layer_types or ()):
-        fields.add("attention_chunk_size")
-    if not any(plan.use_rope for plan in plans):
-        fields |= {"use_qk_norm", "rope_parameters"}
-    if all(plan.use_rope for plan in plans):
-        fields |= {"attn_temperature_tuning"}
-    if not any(plan.use_temperature_tuning for plan in plans):
-        fields |= {"floor_scale", "attn_scale"}
-    return fields
 
 
 def _rope_content(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -315,13 +276,13 @@ def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> 
     Raises:
         CheckpointError: the file holds fields that it may not set.
     """
-    free = _FREE | _without_effect(config)
+    free = NO_EFFECT | fields_without_effect(config)
     for name, part in kept.items():
         if name in getattr(config, "sub_configs", {}) and isinstance(part, Mapping):
             add_kept(getattr(config, name), part, f"{origin}: {name}")
             continue
         same = name == "attn_temperature_tuning" and bool(part) == bool(getattr(config, name, None))
-        if name not in _fields(type(config)) or not (name in free or same):
+        if name not in declared_fields(type(config)) or not (name in free or same):
             raise CheckpointError(
                 f"{origin}: {name} = {part!r} is no field that this file may hold; params.json and the tensors "
                 f"decide what the model computes."

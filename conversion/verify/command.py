@@ -30,8 +30,8 @@ from .report import (
     TOLERANCE,
     OutputDifference,
     Verification,
-    agree,
     difference,
+    reasons_of_fields,
     reasons_of_weights,
     sentence,
     within,
@@ -118,14 +118,7 @@ def verify(
         runner = _Runner(parts, normalizations, (tokens, rows, seed), by_layer, device, meter)
         result, more = runner.compare(result, unequal, rows_differ)
         reasons += more
-    elif not function and result.same_weights and not structure:
-        result = replace(result, same_function=True)
-    elif function:
-        result = replace(result, same_function=False)
-    if function:
-        named = "; ".join(f"{name}: {x} and {y}" for name, (x, y) in function.items())
-        although = " (although the outputs on these tokens agree)" if agree(result) else ""
-        reasons.append(f"the configurations describe other functions{although}: {named}")
+    reasons += reasons_of_fields(result)
     meter.finish()
     return replace(result, reasons=reasons, seconds=time.perf_counter() - begin)
 
@@ -243,7 +236,7 @@ class _Runner:
         """Complete a result with the comparison of outputs, and return it with the reasons."""
         configs = (self.parts[0].config, self.parts[1].config)
         if problem := _cannot_share_inputs(*configs):
-            return replace(result, same_function=False), [problem]
+            return replace(result, not_run=problem), [problem]
         tokens, rows, seed = self.sizes
         if not isinstance(configs[0], LlamoeVisionConfig):
             tokens = min(tokens, *map(_longest, configs))
@@ -260,15 +253,14 @@ class _Runner:
             try:
                 sides.append(Weights(part.config, part.tensors, self.device, self.meter.advance))
             except CheckpointError as error:
-                return replace(result, same_function=False), [f"{side} cannot be run: {error}"]
+                problem = f"{side} cannot be run: {error}"
+                return replace(result, not_run=problem), [problem]
         result = replace(result, tokens=(tokens, rows, seed), by_layer=self.by_layer)
         result, reasons = self._outputs(result, (sides[0], sides[1]), inputs)
         if result.same_function and (not result.same_weights or result.structure):
             answers = compare_unreached((sides[0], sides[1]), result, inputs[0], rows_differ, unequal, seed)
-            if answers:
-                is_other = any(same is False for same, _ in answers)
-                result = replace(result, same_function=False if is_other else None)
-                reasons += [reason for _, reason in answers]
+            result = replace(result, unreached=answers)
+            reasons += [reason for _, reason in answers]
         return result, reasons
 
     def _outputs(
@@ -297,15 +289,14 @@ class _Runner:
                 f"vocabularies of {found[0]:,} and {found[1]:,} tokens: compared on the first {common:,}"
             )
             first, second = ({"logits": output["logits"][..., :common]} for output in (first, second))
-        outputs = []
+        outputs, other_outputs = [], {}
         for name in sorted(first.keys() | second.keys()):
             shapes = [list(output[name].shape) if name in output else None for output in (first, second)]
             if shapes[0] != shapes[1]:
+                other_outputs[name] = (shapes[0], shapes[1])
                 reasons.append(f"{name}: {' and '.join('none' if s is None else str(s) for s in shapes)}")
             else:
                 outputs.append(difference(name, first[name], second[name]))
-        is_same = len(outputs) == len(first.keys() | second.keys())
-        is_same = is_same and all(within(part, result.tolerance) for part in outputs)
         reasons += [sentence(part, result.tolerance) for part in outputs]
         parted = next((layer.name for layer in layers if not within(layer, result.tolerance)), None)
         if parted is not None:
@@ -313,9 +304,9 @@ class _Runner:
         result = replace(
             result,
             outputs=outputs,
+            other_outputs=other_outputs,
             layers=layers,
             first_layer=parted,
-            same_function=is_same and not result.function,
         )
         return result, reasons
 

@@ -14,6 +14,7 @@ import torch
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.effects import NO_EFFECT, declared_fields, fields_without_effect
 from ...modeling.layers import RotaryEmbedding
 from ..io import LazyTensor, blocks
 
@@ -21,15 +22,22 @@ from ..io import LazyTensor, blocks
 _PIECE = 1 << 24
 # Rows of an embedding that are compared at a time.
 _ROWS = 4096
-_DECODER_STRUCTURE = (
+# Sizes that are compared with a model of another family, too, which may not have them.
+_SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "intermediate_size", "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "moe_layers",
     "rope_interleave", "attention_bias", "mlp_bias", "tie_word_embeddings",
 )  # fmt: skip
-_TOWER_STRUCTURE = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "attention_bias",
-    "multi_modal_projector_bias", "projector_input_dim", "projector_output_dim", "projection_dim",
-)  # fmt: skip
+# Fields that `_function` compares, by their effect.
+_FUNCTION_OF_DECODER = frozenset(
+    "hidden_act rms_norm_eps layer_types attention_chunk_size sliding_window no_rope_layers use_qk_norm "
+    "attn_temperature_tuning floor_scale attn_scale rope_parameters".split()
+)
+_FUNCTION_OF_TOWER = frozenset(
+    "hidden_act norm_eps num_channels image_size patch_size use_rope use_pre_layernorm use_post_layernorm "
+    "vision_feature_select_strategy use_adapter pixel_shuffle_ratio projector_final_act vision_feature_layer "
+    "rope_parameters".split()
+)
 
 
 def compare_tensors(
@@ -120,8 +128,10 @@ def compare_configs(
         the weights are; each field with both values.
     """
     structure, function = {}, {}
-    for name, value in _structure(a).items():
-        if value != (other := _structure(b).get(name)):
+    first, second = _structure(a), _structure(b)
+    for name, value in first.items():
+        # The rule of a router, for one, is compared only where both families have one.
+        if (name in second or name in _SIZES) and value != (other := second.get(name)):
             structure[name] = (value, other)
     mine, its = _function(a), _function(b)
     for name in [name for name in mine if name in its]:
@@ -137,10 +147,15 @@ def _of_parts(config: LlamoeConfig, facts_of: Callable[[Any], dict[str, Any]]) -
 
 
 def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
+    """Every field that may change the function and is not compared by its effect."""
     if isinstance(config, LlamoeConfig):
         return _of_parts(config, _structure)
-    names = _TOWER_STRUCTURE if isinstance(config, LlamoeVisionConfig) else _DECODER_STRUCTURE
-    return {name: getattr(config, name, None) for name in names}
+    is_tower = isinstance(config, LlamoeVisionConfig)
+    unused = fields_without_effect(config)
+    compared = NO_EFFECT | unused | (_FUNCTION_OF_TOWER if is_tower else _FUNCTION_OF_DECODER)
+    names = [name for name in declared_fields(type(config)) if name not in compared]
+    sizes = () if is_tower else _SIZES
+    return {name: None if name in unused else getattr(config, name, None) for name in (*sizes, *names)}
 
 
 def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
@@ -180,13 +195,8 @@ def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def _function_of_tower(config: LlamoeVisionConfig) -> dict[str, tuple[Any, Any]]:
-    names = [
-        "hidden_act", "norm_eps", "num_channels", "image_size", "patch_size", "use_rope", "use_pre_layernorm",
-        "use_post_layernorm", "vision_feature_select_strategy", "use_adapter",
-    ]  # fmt: skip
-    if config.use_adapter:
-        names += ["pixel_shuffle_ratio", "projector_final_act"]
-    facts = {name: (getattr(config, name),) * 2 for name in names}
+    names = _FUNCTION_OF_TOWER - {"vision_feature_layer", "rope_parameters"} - fields_without_effect(config)
+    facts = {name: (getattr(config, name),) * 2 for name in sorted(names)}
     depth = range(config.num_hidden_layers + 1)[config.vision_feature_layer]
     facts["vision_feature_layer"] = (config.vision_feature_layer, config.num_hidden_layers - depth)
     if config.use_rope:

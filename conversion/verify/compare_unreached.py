@@ -73,6 +73,8 @@ def compare_unreached(
     if keys and "pixel_values" not in inputs and all(isinstance(side.config, LlamoeConfig) for side in sides):
         found = "no picture was run, since a vocabulary has no token for it, and these differ"
         answers.append((None, f"{found}: {listed(keys, _SHOWN)}"))
+    if inputs["input_ids"].shape[1] < 2:
+        answers.append((None, "a row of one token shows nothing of queries, keys and positions"))
     tokens = set(inputs["input_ids"].unique().tolist())
     if rows is not None:
         answers += _of_embeddings(sides, rows, tokens, result.tolerance, is_one_basis)

@@ -53,18 +53,19 @@ class Verification:
         tensors: key to largest absolute difference, for tensors that differ; nan if only one of two elements is nan.
         not_finite: keys of tensors with infinities or nan, prefixed with `a: ` or `b: `.
         structure: configuration fields that differ but may describe the same function (experts, heads, pairing of
-            rotated channels); the outputs decide.
+            rotated channels, the routing rule); the outputs decide.
         function: configuration fields that change the function of the same weights, even if few tokens show it.
         outputs: the outputs' differences; empty if they were not computed.
+        other_outputs: outputs of another shape, or of one side only (None), with both shapes.
+        not_run: why outputs that were asked for could not be computed; None if they were, or were not asked for.
+        unreached: on weights that differ and that the run did not reach: whether the function is the same, None if that
+            is unknown, and a sentence.
         layers: the hidden states' differences, in order of computation.
         first_layer: the first layer beyond the tolerance.
         tokens: random tokens in a row, rows, and the seed of the run.
         by_layer: whether weights were read one matrix at a time.
         tolerance: largest `max_abs / std` that counts as the same output.
         same_weights: whether keys, shapes and all elements are equal; dtypes may differ.
-        same_function: whether the outputs agree within the tolerance, `function` is empty, and nothing that the run did
-            not reach differs. None if unknown, or if outputs were not asked for and the
-            weights do not decide.
         reasons: the verdict in sentences.
         seconds: duration.
     """
@@ -83,8 +84,10 @@ class Verification:
     function: dict[str, tuple[Any, Any]]
     tolerance: float
     same_weights: bool
-    same_function: bool | None = None
     outputs: list[OutputDifference] = field(default_factory=list)
+    other_outputs: dict[str, tuple[list[int] | None, list[int] | None]] = field(default_factory=dict)
+    not_run: str | None = None
+    unreached: list[tuple[bool | None, str]] = field(default_factory=list)
     layers: list[OutputDifference] = field(default_factory=list)
     first_layer: str | None = None
     tokens: tuple[int, int, int] | None = None
@@ -92,13 +95,42 @@ class Verification:
     reasons: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
+    @property
+    def same_function(self) -> bool | None:
+        """The verdict: True if the findings show one function, False if they show two, None if they show neither.
+
+        Outputs decide where they were computed, unless `function` names a field, or something that no token reached
+        differs. Without outputs one function is shown only by equal, finite weights under equal configurations.
+        """
+        if self.function or self.other_outputs:
+            return False
+        if not self.outputs:
+            is_shown = self.same_weights and not (self.not_run or self.not_finite or self.undecided)
+            return True if is_shown else None
+        if not agree(self) or any(same is False for same, _ in self.unreached):
+            return False
+        return None if self.unreached else True
+
+    @property
+    def verdict(self) -> str:
+        """`same_function` as a word: "same", "different" or "unknown"."""
+        return {True: "same", False: "different", None: "unknown"}[self.same_function]
+
+    @property
+    def undecided(self) -> dict[str, tuple[Any, Any]]:
+        """The fields of `structure` that leave the function of equal weights open."""
+        # A tied head is compared as a copy of the embedding.
+        return {
+            name: both for name, both in self.structure.items() if not name.endswith("tie_word_embeddings")
+        }
+
     def as_dict(self) -> dict[str, Any]:
-        """All fields for JSON; nan and infinity, which JSON lacks, become text."""
-        return _plain(asdict(self))
+        """All fields and the verdict for JSON; nan and infinity, which JSON lacks, become text."""
+        return _plain(asdict(self) | {"same_function": self.same_function, "verdict": self.verdict})
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Titles with rows of a label and a text, for printing."""
-        words = {True: "yes", False: "no", None: "cannot be told" if self.outputs else "not computed"}
+        words = {True: "yes", False: "no", None: "cannot be told"}
         verdict = [("same weights", words[self.same_weights]), ("same function", words[self.same_function])]
         sections = [("verdict", verdict + [("", reason) for reason in self.reasons])]
         tensors = [("compared", f"{self.compared:,}, of which {len(self.tensors):,} differ")]
@@ -136,6 +168,22 @@ def within(part: OutputDifference, tolerance: float) -> bool:
 def agree(result: Verification) -> bool:
     """Whether outputs were computed and all of them agree."""
     return bool(result.outputs) and all(within(part, result.tolerance) for part in result.outputs)
+
+
+def reasons_of_fields(result: Verification) -> list[str]:
+    """Sentences on what the configurations leave open, or decide."""
+    if result.function:
+        although = " (although the outputs on these tokens agree)" if agree(result) else ""
+        return [f"the configurations describe other functions{although}: {_both(result.function)}"]
+    if result.outputs or result.same_function:
+        return []
+    if result.same_weights and result.undecided:
+        return [f"only outputs could tell what differs in the configurations: {_both(result.undecided)}"]
+    return [] if result.not_run else ["only outputs could tell whether this is another function"]
+
+
+def _both(fields: dict[str, tuple[Any, Any]]) -> str:
+    return "; ".join(f"{name}: {a} and {b}" for name, (a, b) in fields.items())
 
 
 def reasons_of_weights(result: Verification) -> list[str]:

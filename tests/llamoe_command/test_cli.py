@@ -4,6 +4,7 @@ import inspect as signatures
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -127,6 +128,34 @@ def test_verify_tells_by_its_status(source, tmp_path, capsys):
     status, out, _ = run(capsys, "verify", source, tmp_path / "other", "--json")
     assert status == 1
     assert json.loads(out)["same_function"] is False
+    status, out, _ = run(capsys, "verify", source, tmp_path / "other", "--no-logits", "--json")
+    assert status == 4
+    assert json.loads(out)["verdict"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        (
+            {"dtype": "bfloat16", "use_cache": False, "_name_or_path": "x", "transformers_version": "4.31.0"},
+            0,
+        ),
+        ({"pad_token_id": 5, "eos_token_id": [2, 7], "attention_dropout": 0.1, "pretraining_tp": 2}, 0),
+        ({"rope_interleave": True}, 4),
+        ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}, 1),
+        ({"rms_norm_eps": 1e-3}, 1),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}, 1),
+    ],
+)
+def test_equal_weights_of_other_configurations_have_a_status_of_their_own(
+    fields, status, source, tmp_path, capsys
+):
+    other = shutil.copytree(source, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, **fields}))
+    given, out, _ = run(capsys, "verify", source, other, "--no-logits", "--json")
+    assert given == status
+    assert json.loads(out)["verdict"] == {0: "same", 1: "different", 4: "unknown"}[status]
 
 
 def test_quantize_prints_the_bytes_of_each_part(tmp_path, capsys):

@@ -30,6 +30,7 @@ from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.open import open_checkpoint
 from llamoe.conversion.verify import run_streamed
 from llamoe.conversion.verify.command import verify
+from llamoe.conversion.verify.report import OutputDifference, Verification
 
 CLASSES = {
     "dense": ("LlamoeDenseForCausalLM", dense_config),
@@ -268,6 +269,83 @@ def test_fields_that_make_another_function_are_named_even_where_few_tokens_hide_
     assert field in result.function
     assert any("configuration" in reason and field in reason for reason in result.reasons)
     assert verify(saved(family), other, logits=False).same_function is False
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("dense", "rope_interleave", True),
+        ("text", "num_experts_per_tok", 1),
+        ("text", "norm_topk_prob", True),
+        ("text", "apply_router_weight_on_input", False),
+        ("text", "router_score_function", "softmax"),
+        ("mixtral", "num_experts_per_tok", 1),
+        ("mixtral", "rope_interleave", True),
+        ("mixtral", "norm_topk_prob", False),
+        ("multimodal", "text_config.num_experts_per_tok", 2),
+        ("multimodal", "vision_config.num_attention_heads", 2),
+    ],
+)
+def test_equal_weights_of_another_rule_are_told_apart_by_outputs_alone(family, field, value, saved):
+    *part, name = field.split(".")
+    other = open_checkpoint(saved(family))
+    config = getattr(other.config, part[0]) if part else other.config
+    assert getattr(config, name) != value
+    setattr(config, name, value)
+    for given in ((saved(family), other), (other, saved(family))):
+        result = verify(*given, logits=False)
+        assert (result.same_weights, result.verdict) == (True, "unknown") and field in result.structure
+        assert any(field in reason for reason in result.reasons)
+    assert verify(saved(family), other, tokens=6, rows=1).same_function is not True
+
+
+def test_what_could_not_be_run_is_unknown(saved):
+    """Both lack the same tensor: their weights are equal."""
+    sides = [open_checkpoint(saved("dense")) for _ in "ab"]
+    for side in sides:
+        del side.tensors["model.norm.weight"]
+    result = verify(*sides)
+    assert (result.same_weights, result.verdict) == (True, "unknown")
+    assert "model.norm.weight" in result.not_run and not result.outputs
+
+
+def test_one_token_shows_nothing_of_queries_and_keys(saved, tmp_path):
+    key = "model.layers.1.self_attn.k_proj.weight"
+    other = edited(saved("dense"), tmp_path / "other", lambda tensors: tensors[key].mul_(3))
+    assert verify(saved("dense"), other, tokens=1).verdict == "unknown"
+    assert verify(saved("dense"), saved("dense"), tokens=1).verdict == "same"
+    assert verify(saved("dense"), other, tokens=2).verdict == "different"
+
+
+@pytest.mark.parametrize(
+    ("findings", "verdict"),
+    [
+        ({}, "same"),
+        ({"same_weights": False}, "unknown"),
+        ({"structure": {"tie_word_embeddings": (True, False)}}, "same"),
+        ({"structure": {"num_experts_per_tok": (1, 2)}}, "unknown"),
+        ({"function": {"rms_norm_eps": (1e-5, 1e-6)}}, "different"),
+        ({"not_run": "a cannot be run"}, "unknown"),
+        ({"not_finite": ["a: norm.weight"]}, "unknown"),
+        ({"outputs": 0.0, "same_weights": False}, "same"),
+        ({"outputs": 0.0, "unreached": [(None, "")]}, "unknown"),
+        ({"outputs": 0.0, "unreached": [(None, ""), (False, "")]}, "different"),
+        ({"outputs": 0.0, "function": {"sliding_window": (8, 9)}}, "different"),
+        ({"outputs": 0.0, "other_outputs": {"pooler_output": (None, [1, 2])}}, "different"),
+        ({"outputs": 0.5}, "different"),
+        ({"outputs": math.nan}, "different"),
+    ],
+)
+def test_the_verdict_follows_from_the_findings(findings, verdict):
+    empty = dict(
+        only_in_a=[], only_in_b=[], shapes={}, dtypes={}, tensors={}, not_finite=[], structure={}, function={}
+    )
+    given = {**empty, "compared": 3, "tolerance": 1e-3, "same_weights": True, **findings}
+    if "outputs" in findings:
+        given["outputs"] = [OutputDifference("logits", findings["outputs"], 0.0, 1.0)]
+    found = Verification("a", "b", ("hf", "hf"), **given)
+    assert found.verdict == found.as_dict()["verdict"] == verdict
+    assert found.as_dict()["same_function"] is {"same": True, "different": False, "unknown": None}[verdict]
 
 
 def test_fields_that_come_to_the_same_are_no_difference(saved, tmp_path):
