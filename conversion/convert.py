@@ -1,14 +1,24 @@
 """Conversion between Meta's, Mistral AI's and Hugging Face's formats: `llamoe convert`."""
 
+import copy
+import json
 import os
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Any, Unpack
 
+from ..configuration import LlamoeVisionConfig
+from ..configuration.base import LlamoeBaseConfig
 from .checkpoint import DEFAULTS, Report, WriteOptions, takes_options
 from .hf import save_hf
 from .io import check_sums
 from .meta import save_meta
 from .mistral import save_mistral
 from .open import open_source
+
+_ROPE_NAMES = (
+    "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "attention_factor", "beta_fast", "beta_slow", "short_factor", "long_factor", "mscale", "mscale_all_dim", "truncate",
+)  # fmt: skip
 
 
 @takes_options
@@ -22,6 +32,7 @@ def convert(
     experts: str = "fused",
     checksums: bool = False,
     instruct: bool | None = None,
+    rope_scaling: str | Mapping[str, Any] | None = None,
     **options: Unpack[WriteOptions],
 ) -> Report:
     """Convert a language or multimodal checkpoint between formats.
@@ -40,6 +51,10 @@ def convert(
             the source once more.
         instruct: for Meta's and Mistral AI's folders, whether the model was tuned for conversations. It decides on chat
             template, stop tokens and sampling. None goes by the folder's name.
+        rope_scaling: how the result's rotary embedding is scaled, in place of what the source says: the content of
+            `rope_parameters`, or of `rope_scaling` in older files, as a dictionary, as JSON, or as "factor=32". With a
+            `rope_type` it replaces the source's scaling, without one it changes only the entries that it names.
+            `{"rope_type": "default"}` takes a scaling away. The base `rope_theta` stays unless it is given.
         **options: see `WriteOptions`; only "hf" has `shard_size` and `layout`.
 
     Raises:
@@ -59,6 +74,10 @@ def convert(
     checkpoint = open_source(source, target, options["resume"], instruct=instruct, may_be_packed=True)
     if checkpoint.kind in ("open_clip", "clip"):
         raise ValueError(f"{source}: is a vision tower; convert it with `llamoe vision` (convert_vision).")
+    if rope_scaling is not None:
+        checkpoint.config = _scale_rope(checkpoint.config, rope_scaling, str(source))
+        scaled = checkpoint.config.get_text_config().rope_parameters
+        checkpoint.notes.append(f"rope_parameters are what rope_scaling asks for: {scaled}")
     if checksums:
         check_sums(checkpoint.sources, options["progress"])
     if to == "meta":
@@ -66,3 +85,52 @@ def convert(
     if to == "mistral":
         return save_mistral(checkpoint, target, **options)
     return save_hf(checkpoint, target, experts=experts, **options, **of_hf)
+
+
+def _scale_rope(config: LlamoeBaseConfig, scaling: str | Mapping[str, Any], source: str) -> LlamoeBaseConfig:
+    """A copy of a configuration with another rotary scaling."""
+    if isinstance(config, LlamoeVisionConfig):
+        raise ValueError(f"rope_scaling = {scaling!r}: {source} is a vision tower, which scales no rotation.")
+    given = dict(_parse_scaling(scaling) if isinstance(scaling, str) else scaling)
+    if "type" in given:
+        given.setdefault("rope_type", given.pop("type"))
+    if unknown := sorted(given.keys() - set(_ROPE_NAMES)):
+        raise ValueError(f"rope_scaling has {', '.join(unknown)}: valid are {', '.join(_ROPE_NAMES)}.")
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    present = dict(text.rope_parameters or {})
+    kept = {"rope_theta": present.get("rope_theta", text.default_theta)} if "rope_type" in given else present
+    text.rope_parameters = {"rope_type": "default", **kept, **given}
+    unused = given.keys() - {"rope_type", "rope_theta"}
+    if text.rope_parameters["rope_type"] == "default" and unused:
+        raise ValueError(
+            f"rope_scaling has {', '.join(sorted(unused))}, but rope_type = 'default' scales nothing: give the "
+            "rope_type, too, such as 'llama3' or 'linear'."
+        )
+    try:
+        config.validate()
+    except ValueError as error:
+        raise ValueError(f"rope_scaling = {scaling!r}: {error}") from error
+    return config
+
+
+def _parse_scaling(text: str) -> dict[str, Any]:
+    """A scaling in JSON, or as names and values: `rope_type=linear,factor=2`."""
+    if not text.lstrip().startswith("{"):
+        pairs = [pair.partition("=") for pair in text.split(",")]
+        if not all(name.strip() and value.strip() for name, _, value in pairs):
+            raise ValueError(
+                f"rope_scaling = {text!r}: should be JSON, or names and values such as 'rope_type=linear,factor=2'."
+            )
+        return {name.strip(): _number_or_word(value.strip()) for name, _, value in pairs}
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"rope_scaling = {text!r}: is not JSON ({error}).") from error
+
+
+def _number_or_word(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

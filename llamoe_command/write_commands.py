@@ -50,6 +50,14 @@ def convert(
             "template, stop tokens and sampling. The default goes by the folder's name.",
         ),
     ] = None,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<scaling>",
+            help="Rotary scaling of the result, in place of what SOURCE says: JSON with a rope_type, or entries that "
+            "change, such as factor=32.",
+        ),
+    ] = None,
 ) -> None:
     """Convert a checkpoint between Meta's or Mistral AI's format and Hugging Face's.
 
@@ -61,6 +69,8 @@ def convert(
         llamoe convert chat meta --to meta --shards 2           # back, in two files
 
         llamoe convert Llama-4-Scout scout --experts split      # experts one by one
+
+        llamoe convert Llama-3.2-mine mine --rope-scaling factor=32
     """
 
 

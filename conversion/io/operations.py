@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...configuration.errors import CheckpointError
-from .lazy_tensor import LazyTensor, compute, join
+from .lazy_tensor import LazyTensor, blocks, compute, join
 
 
 class Operation:
@@ -136,6 +136,13 @@ def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
         )
     part = size // files
     return [tensor.cut(axis, i * part, (i + 1) * part) for i in range(files)]
+
+
+def are_equal(a: LazyTensor, b: LazyTensor) -> bool:
+    """Whether two tensors have the same shape, dtype and elements, read block by block up to the first difference."""
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and all(
+        torch.equal(a.read(*rows), b.read(*rows)) for rows in blocks(a)
+    )
 
 
 def one_of(copies: list[LazyTensor], why: str) -> LazyTensor:

@@ -80,6 +80,15 @@ class FileTensor(LazyTensor):
         return buffer.view(self.dtype)
 
 
+def same_place(a: LazyTensor, b: LazyTensor) -> bool:
+    """Whether two tensors are the same bytes of a file."""
+    return (
+        isinstance(a, FileTensor)
+        and isinstance(b, FileTensor)
+        and (a.path, a.offset, a.shape, a.strides, a.dtype) == (b.path, b.offset, b.shape, b.strides, b.dtype)
+    )
+
+
 def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
     """Open a safetensors file: name to tensor, in the header's order.
 

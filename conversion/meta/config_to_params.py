@@ -28,6 +28,7 @@ from .params_to_config import (
     expert_size,
     feed_forward_size,
     read_config,
+    scaling_factors,
 )
 
 # Fields without effect that a reader would otherwise guess from the folder's name or from the LLaMA generation.
@@ -92,15 +93,18 @@ def _write_dense(config: LlamoeDenseConfig, generation: int) -> dict[str, Any]:
         params["rope_theta"] = rope.get("rope_theta")
     if rope.get("rope_type") == "llama3":
         params["use_scaled_rope"] = True
-        for (name, key), default in zip(_FACTORS.items(), SCALING[3], strict=True):
-            if rope.get(key) != default:
+        # Written where they are not the constants of Meta's code, and where a reader would take others.
+        taken = scaling_factors(Params(dict(params), "params.json"), 3)
+        for (name, key), *defaults in zip(_FACTORS.items(), SCALING[3], taken, strict=True):
+            if any(rope.get(key) != default for default in defaults):
                 params[name] = rope.get(key)
     return params
 
 
 def needs_own_scaling(params: Mapping[str, Any]) -> bool:
     """Whether a dense model's rotary scaling differs from the constants in Llama 3's code."""
-    return "moe_args" not in params and any(name in params for name in _FACTORS)
+    given = (params.get(name, default) for name, default in zip(_FACTORS, SCALING[3], strict=True))
+    return "moe_args" not in params and tuple(given) != SCALING[3]
 
 
 def _write_text(config: LlamoeTextConfig | LlamoeConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ up. `name_tables` has the names, `sizes` the sizes, `params_to_config` and `conf
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -34,12 +34,14 @@ from ..io import (
     LazyTensor,
     Plan,
     Slot,
+    are_equal,
     check_target,
     open_pickle,
     read_bytes,
     read_json,
     read_through,
     remember_looks,
+    same_place,
     sources_of,
     write_through,
 )
@@ -51,6 +53,7 @@ from .params_to_config import (
     LLAMA3_THETA,
     Params,
     check_entries,
+    is_llama_32,
     note_defaults,
     read_config,
 )
@@ -97,12 +100,16 @@ def open_meta(
     path, tokenizer = _find_tokenizer(folder)
     generation = find_generation(params, files, tokenizer)
     dropped |= check_entries(params, generation == 4)
-    params, seen, axis = measure(params, files, generation)
+    is_tied = _head_is_embedding(params, files)
+    lent = {"output.weight": "tok_embeddings.weight"} if is_tied else {}
+    measured = [{**{name: file[other] for name, other in lent.items()}, **file} for file in files]
+    params, seen, axis = measure(params, measured, generation)
     # A name that does not show it may still belong to a tuned model.
     tuned = instruct if instruct is not None else is_tuned(folder) or None
     seen = replace(seen, instruct=bool(tuned))
     try:
         config = read_config(params, seen)
+        config.tie_word_embeddings = is_tied
         if (folder / KEPT).is_file():
             config = add_kept(config, read_json(folder / KEPT), str(folder / KEPT))
             config.validate()
@@ -123,6 +130,19 @@ def open_meta(
         translated = hf_files_from_meta(tokenizer, config, instruct=tuned, family=family, origin=str(path))
     kind = "meta-llama4" if seen.generation == 4 else "meta-llama"
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
+
+
+def _head_is_embedding(params: Params, files: Sequence[Mapping[str, LazyTensor]]) -> bool:
+    """Whether a dense model's head is its embedding: the same bytes of a file; of Llama 3.2, a copy, too, or none."""
+    pairs = [(file.get("tok_embeddings.weight"), file.get("output.weight")) for file in files]
+    if all(
+        embedding is not None and head is not None and same_place(embedding, head)
+        for embedding, head in pairs
+    ):
+        return True
+    return is_llama_32(params) and all(
+        embedding is not None and (head is None or are_equal(embedding, head)) for embedding, head in pairs
+    )
 
 
 def is_tuned(folder: Path) -> bool:

@@ -21,6 +21,9 @@ _SCALED_FROM = 8192
 _LOW_FACTOR = 1.0
 # Defaults of (scaling factor, high-frequency factor): constants in Llama 3's code, default values in Llama 4's.
 SCALING = {3: (8.0, 4.0), 4: (16.0, 1.0)}
+# Width, heads and key-value heads of Llama 3.2 1B and 3B. Their params.json say nothing of the factor, and Llama 3's
+# code has a constant; their published configurations have this one.
+_LLAMA_32, _FACTOR_OF_LLAMA_32 = ((2048, 32, 8), (3072, 24, 8)), 32.0
 # Larger vocabularies are tiktoken's (Llama 3: 128256); SentencePiece's have 32000 to 32016 pieces.
 LARGEST_SENTENCEPIECE = 65536
 # The rotary base of Llama 3 and 4; no earlier dense model has it.
@@ -157,10 +160,11 @@ def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
     if isinstance(config, LlamoeDenseConfig):
         scaled = (config.rope_parameters or {}).get("rope_type") == "llama3"
         if scaled and "rope_scaling_factor" not in params and config.hidden_size < 4096:
-            return [
-                f"{params.origin} has no rope_scaling_factor: 8, as in Meta's code; Hugging Face's configurations of "
-                "Llama 3.2 1B and 3B say 32"
-            ]
+            taken = "as in Meta's code; --rope-scaling factor=32 (rope_scaling) gives that of Llama 3.2"
+            if is_llama_32(params):
+                taken = "as in the published configurations of Llama 3.2 1B and 3B; Meta's code has 8"
+            factor, _ = scaling_factors(params, 3)
+            return [f"{params.origin} has no rope_scaling_factor: {factor:g}, {taken}"]
     elif 0 in config.get_text_config().no_rope_layers and "attn_temperature_tuning" not in params:
         return [
             f"{params.origin} has no attn_temperature_tuning: off, as in Meta's code; Hugging Face's configurations of "
@@ -249,13 +253,25 @@ def read_decoder(params: Params, seen: Seen) -> dict[str, Any]:
     }
 
 
+def is_llama_32(params: Params) -> bool:
+    """Whether these are the sizes of Llama 3.2 1B or 3B, with scaled rotary embeddings."""
+    sizes = tuple(params.entries.get(name) for name in ("dim", "n_heads", "n_kv_heads"))
+    return params.flag("use_scaled_rope") and not says_llama4(params) and sizes in _LLAMA_32
+
+
+def scaling_factors(params: Params, generation: int) -> tuple[float, float]:
+    """The scaling factor and the high-frequency factor where `params.json` has none."""
+    factor, high = SCALING[max(generation, 3)]
+    return (_FACTOR_OF_LLAMA_32 if generation < 4 and is_llama_32(params) else factor), high
+
+
 def _read_rope(params: Params, generation: int) -> dict[str, Any]:
     scaled = params.flag("use_scaled_rope")
     # Llama 2's code does not have this key, but Code Llama's files do. Llama 3 and 4 have their own default.
     theta = params.number("rope_theta", LLAMA3_THETA if scaled or generation > 2 else 10000.0)
     if not scaled:
         return {"rope_type": "default", "rope_theta": theta}
-    factor, high = SCALING[max(generation, 3)]
+    factor, high = scaling_factors(params, generation)
     return {
         "rope_type": "llama3",
         "rope_theta": theta,

@@ -38,6 +38,22 @@ _KNOWN = frozenset(
     "dim n_layers head_dim hidden_dim n_heads n_kv_heads norm_eps vocab_size rope_theta sliding_window moe max_seq_len "
     "tied_embeddings".split()
 )
+# Keys of other models' code, with the only value at which they are what is computed here.
+_ONLY = {
+    "causal": True,
+    "hidden_act": "silu",
+    "activation": "silu",
+    **dict.fromkeys(("use_biases", "use_bias", "attention_bias", "qkv_bias", "mlp_bias"), False),
+    **dict.fromkeys(("qk_norm", "use_qk_norm", "use_scaled_rope"), False),
+    **dict.fromkeys(("dropout", "attention_dropout", "attn_logit_softcap", "final_logit_softcap"), 0),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), 0),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "attn_temperature_tuning"), 0),
+    "moe.norm_topk_prob": True,
+    **dict.fromkeys(("moe.route_every_n", "moe.routed_scale"), 1),
+    **dict.fromkeys(("moe.first_k_dense_replace", "moe.num_shared_experts"), 0),
+}
+# Parts that other models have; empty, they are not there.
+_EMPTY = ("rope_scaling", "yarn", "llama_4_scaling")
 # Keys without effect on what the model computes, whatever they say.
 _NO_EFFECT = ("max_batch_size", "model_type")
 _REFUSED = {
@@ -89,14 +105,19 @@ def read_params(content: Mapping[str, Any], origin: str) -> tuple[Params, dict[s
     if mixture is not None or counts:
         inside = {} if mixture is None else mixture.entries
         entries["moe"] = counts | {_RENAMED.get(name, name): value for name, value in inside.items()}
-    named = [(name, name in _KNOWN or name in _NO_EFFECT, value) for name, value in entries.items()]
-    named += [(f"moe.{name}", name in _EXPERTS, value) for name, value in entries.get("moe", {}).items()]
-    for name, is_known, value in named:
-        if value and not is_known:
+    named = {name: value for name, value in entries.items() if name not in (*_KNOWN, *_NO_EFFECT)}
+    named |= {f"moe.{name}": value for name, value in entries.get("moe", {}).items() if name not in _EXPERTS}
+    for name, value in named.items():
+        if name in _ONLY and value == _ONLY[name] or name in (*_REFUSED, *_EMPTY) and not value:
+            continue
+        what = f"{origin}: {name} = {str(value)[:60]}"
+        if name in _ONLY:
             raise CheckpointError(
-                f"{origin}: {name} = {str(value)[:60]} is not known here and may change what the model computes. If it "
-                "does not, remove it from the file."
+                f"{what} is not what is computed here; expected: {_ONLY[name]!r}, or nothing."
             )
+        raise CheckpointError(
+            f"{what} is not known here and may change what the model computes. If it does not, remove it from the file."
+        )
     reason = "has no effect on what the model computes"
     return (
         Params({name: value for name, value in entries.items() if name in _KNOWN}, origin),

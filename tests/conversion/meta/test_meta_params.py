@@ -5,14 +5,17 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
 
 import llamoe
 from llamoe.configuration import PRESETS
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.checkpoint import Checkpoint, expected_shapes
+from llamoe.conversion.convert import convert
 from llamoe.conversion.io.lazy_tensor import LazyTensor, from_tensor
 from llamoe.conversion.io.name_table import read_through, write_through
-from llamoe.conversion.meta.config_to_params import add_kept, write_params
+from llamoe.conversion.meta.config_to_params import add_kept, needs_own_scaling, write_params
 from llamoe.conversion.meta.folder import open_meta, save_meta
 from llamoe.conversion.meta.name_tables import llama4_table, llama_table
 from llamoe.conversion.meta.params_to_config import (
@@ -242,6 +245,115 @@ def test_scaled_rotary_embeddings_have_metas_own_defaults():
     assert (llama_3["factor"], llama_3["high_freq_factor"]) == (8.0, 4.0)
 
 
+# Width, layers, heads, key-value heads and multiplier of the releases; the factor of their published configurations.
+LLAMA_3 = {
+    "3.2-1B": ((2048, 16, 32, 8, 1.5), 32.0),
+    "3.2-3B": ((3072, 28, 24, 8, 1.0), 32.0),
+    "3.1-8B": ((4096, 32, 32, 8, 1.3), 8.0),
+    "3.1-70B": ((8192, 80, 64, 8, 1.3), 8.0),
+}
+
+
+@pytest.mark.parametrize("name", LLAMA_3)
+def test_llama_3_scales_as_its_published_configuration_and_both_ways(name):
+    (dim, layers, heads, kv_heads, multiplier), factor = LLAMA_3[name]
+    sizes = dict(dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, ffn_dim_multiplier=multiplier)
+    config = read(3, 128256, **sizes, use_scaled_rope=True, rope_theta=5e5)
+    assert config.rope_parameters["factor"] == factor and config.rope_parameters["high_freq_factor"] == 4.0
+    assert read(3, 128256, **sizes, rope_theta=5e5).rope_parameters["rope_type"] == "default"
+    for given in (8.0, 16.0, 32.0):
+        config.rope_parameters["factor"] = given
+        params, _ = write_params(config, 3)
+        # Meta's code has 8 for all.
+        assert params.get("rope_scaling_factor", 8.0) == given and needs_own_scaling(params) == (given != 8.0)
+        again = read_config(Params.of(params, "params.json"), Seen(3, 128256))
+        assert again.rope_parameters == config.rope_parameters
+
+
+def write_llama_32(folder, head):
+    """Llama 3.2 1B at its real size, in a file with holes for weights; its head is the embedding, or not there."""
+    (dim, layers, heads, kv_heads, multiplier), _ = LLAMA_3["3.2-1B"]
+    params = dict(dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, ffn_dim_multiplier=multiplier)
+    params |= dict(
+        multiple_of=256, norm_eps=1e-5, rope_theta=500000.0, use_scaled_rope=True, vocab_size=128256
+    )
+    inner, kv = 8192, dim // heads * kv_heads
+    shapes = {
+        "attention.wq": (dim, dim),
+        "attention.wk": (kv, dim),
+        "attention.wv": (kv, dim),
+        "attention.wo": (dim, dim),
+    }
+    shapes |= {
+        "feed_forward.w1": (inner, dim),
+        "feed_forward.w3": (inner, dim),
+        "feed_forward.w2": (dim, inner),
+    }
+    shapes |= {"attention_norm": (dim,), "ffn_norm": (dim,)}
+    whole = {
+        f"layers.{layer}.{name}.weight": shape for layer in range(layers) for name, shape in shapes.items()
+    }
+    whole |= {"tok_embeddings.weight": (128256, dim), "norm.weight": (dim,)}
+    # Never touched, and never written.
+    tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in whole.items()}
+    tensors |= {"output.weight": tensors["tok_embeddings.weight"]} if head else {}
+    folder.mkdir()
+    with torch.serialization.skip_data():
+        torch.save(tensors, folder / "consolidated.00.pth")
+    (folder / "params.json").write_text(json.dumps(params))
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_llama_32_of_its_real_size_has_its_factor_and_one_matrix_for_both_ends(head, tmp_path):
+    write_llama_32(tmp_path / "1B", head)
+    config = open_meta(tmp_path / "1B").config
+    assert (config.rope_parameters["factor"], config.tie_word_embeddings) == (32.0, True)
+    report = convert(tmp_path / "1B", tmp_path / "hf", dry_run=True)
+    assert (
+        report.tensors == 146 and report.bytes == 2 * llamoe.count_parameters(config).total == 2_471_628_800
+    )
+    assert any("rope_scaling_factor" in note and "32" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("factor=16", {"rope_type": "llama3", "factor": 16, "high_freq_factor": 4.0, "rope_theta": 5e5}),
+        ({"factor": 5.0, "rope_theta": 7e4}, {"rope_type": "llama3", "factor": 5.0, "rope_theta": 7e4}),
+        ('{"rope_type": "linear", "factor": 3.0}', {"rope_type": "linear", "factor": 3.0, "rope_theta": 5e5}),
+        ("type=linear,factor=3", {"rope_type": "linear", "factor": 3, "rope_theta": 5e5}),
+        ({"rope_type": "default"}, {"rope_type": "default", "rope_theta": 5e5}),
+    ],
+)
+def test_a_scaling_may_be_given(given, expected, tmp_path):
+    config = llamoe.LlamoeDenseConfig(
+        vocab_size=37, hidden_size=36, intermediate_size=44, num_hidden_layers=1, num_attention_heads=6,
+        num_key_value_heads=2,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "source")
+    tensors = {name: torch.ones(shape) for name, shape in expected_shapes(config).items()}
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    convert(tmp_path / "source", tmp_path / "target", rope_scaling=given)
+    found = AutoConfig.from_pretrained(tmp_path / "target").rope_parameters
+    assert {name: found[name] for name in expected} == expected
+    assert ("low_freq_factor" in found) == (found["rope_type"] == "llama3")
+    for wrong in (
+        "factor",
+        "fctor=3",
+        '{"factor": ',
+        "rope_type=linear",
+        "rope_type=spiral",
+        {"rope_type": "yarn"},
+    ):
+        with pytest.raises(ValueError, match="rope_scaling"):
+            convert(tmp_path / "source", tmp_path / "other", rope_scaling=wrong)
+    assert not (tmp_path / "other").exists()
+
+
 def test_what_params_json_does_not_say_is_what_metas_code_takes():
     dense = read(2, 32000)
     assert (dense.num_key_value_heads, dense.rope_parameters["rope_theta"], dense.head_dim) == (
@@ -273,7 +385,7 @@ def test_a_default_of_metas_that_is_not_hugging_faces_is_noted():
     assert "attn_temperature_tuning" in notes(4, nope_layer_interval=2)[0]
     assert not notes(4, nope_layer_interval=2, attn_temperature_tuning=False)
     assert not notes(4)
-    assert "rope_scaling_factor" in notes(3, use_scaled_rope=True)[0]
+    assert "factor=32" in notes(3, use_scaled_rope=True)[0]
     assert not notes(3, use_scaled_rope=True, rope_scaling_factor=8)
     assert not notes(3)
 

@@ -113,6 +113,17 @@ def test_tensors_that_do_not_fit_params_json_are_named(case, change, words, tmp_
             {"moe": {"num_experts": 3, "num_experts_per_tok": 2, "num_shared_experts": 1}},
             ["moe.num_shared_experts"],
         ),
+        ({"causal": False}, ["causal = False", "True"]),
+        ({"qk_norm": True}, ["qk_norm = True", "False"]),
+        ({"attn_logit_softcap": 30.0}, ["attn_logit_softcap = 30.0"]),
+        ({"rope_scaling": {"factor": 8.0}}, ["rope_scaling = "]),
+        ({"llama_4_scaling": {"beta": 0.1}}, ["llama_4_scaling = "]),
+        # Off may mean something, too.
+        ({"use_rope": False}, ["use_rope = False", "remove it"]),
+        (
+            {"moe": {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": False}},
+            ["moe.norm_topk_prob"],
+        ),
         ({"moe": 3}, ["moe = 3", "an object"]),
         ({"moe": {"num_experts": 3}}, ["moe"]),
         ({"hidden_dim": None}, ["hidden_dim is missing"]),
@@ -145,6 +156,9 @@ def test_keys_that_are_off_change_nothing(tmp_path):
         "lora": None,
         "quantization": {},
         "use_biases": False,
+        "causal": True,
+        "yarn": {},
+        "attn_logit_softcap": 0.0,
         "max_batch_size": 8,
         "model_type": "transformer",
     }
