@@ -29,7 +29,10 @@ from ..configuration import (
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
-from .io import LazyTensor, Look, Plan, Progress, look_at, one_of, write
+from ..modeling.checkpoints import find_weights
+from .io import LazyTensor, Look, Plan, Progress, look_at, one_of, read_json, write
+
+_OF_ADAPTER = "adapter_config.json"
 
 DTYPES = {
     "float32": torch.float32,
@@ -363,3 +366,24 @@ def tie_heads(tensors: dict[str, LazyTensor]) -> dict[str, str]:
         if name in tensors:
             tensors[name] = one_of([tensors[name], stored], why)
     return dict.fromkeys(heads, "the embedding serves as the output head (tie_word_embeddings)")
+
+
+def refuse_adapter(path: Path) -> None:
+    """Refuse a folder or file of peft's.
+
+    Raises:
+        CheckpointError: it is one; the sentence says how it becomes a model.
+    """
+    folder = path if path.is_dir() else path.parent
+    files = [folder / f"adapter_model.{ending}" for ending in ("safetensors", "bin")]
+    if path not in files:
+        is_adapter = path.is_dir() and any(file.is_file() for file in (folder / _OF_ADAPTER, *files))
+        if not is_adapter or find_weights(path) is not None or any(path.glob("consolidated*")):
+            return
+    content = read_json(folder / _OF_ADAPTER) if (folder / _OF_ADAPTER).is_file() else {}
+    base = content.get("base_model_name_or_path") or "its model"
+    raise CheckpointError(
+        f"{path}: is an adapter of {base}, no model. Merge it, and give the folder that this saves: "
+        f'PeftModel.from_pretrained(model, "{folder}").merge_and_unload().save_pretrained("merged"), where model is '
+        f"{base} in 16 or 32 bit, loaded by an Auto class after `import llamoe`."
+    )

@@ -7,7 +7,7 @@ from typing import Any
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ..configuration.errors import CheckpointError
 from ..modeling.checkpoints import find_weights
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, refuse_adapter
 from .clip import open_tower, tower_kind
 from .hf import in_words, open_hf
 from .io import check_apart, check_source, check_target
@@ -34,6 +34,7 @@ def open_checkpoint(
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
+    refuse_adapter(path)
     if path.is_file():
         return open_tower(path)
     check_source(path)

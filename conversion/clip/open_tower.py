@@ -15,7 +15,7 @@ from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip
 
 from ...configuration.errors import CheckpointError
 from ...configuration.multimodal import LlamoeConfig
-from ..checkpoint import Checkpoint, check_at_least, take_part
+from ..checkpoint import Checkpoint, check_at_least, refuse_adapter, take_part
 from ..hf import open_hf, open_shards
 from ..io import LazyTensor, check_source, open_weights, read_json, remember_looks
 from . import image_processors
@@ -91,6 +91,7 @@ def open_tower(
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
+    refuse_adapter(path)
     if path.is_dir():
         check_source(path)
     if activation is not None and activation not in ACTIVATIONS:

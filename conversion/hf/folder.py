@@ -241,8 +241,8 @@ def read_config(path: Path, refuse_quantized: bool = False) -> LlamoeBaseConfig:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         if method != METHOD:
             raise CheckpointError(
-                f"{path}: the weights are quantized ({method}), and quantized weights are not converted. Use the "
-                "original ones."
+                f"{path}: the weights are quantized ({method}), and only what llamoe has packed can be unpacked. "
+                "Give the model that it was made of, in 16 or 32 bit; `llamoe quantize` packs that in 4 or 8 bits."
             )
     try:
         return from_stock(data)

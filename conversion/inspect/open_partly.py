@@ -12,7 +12,7 @@ from ...configuration.errors import CheckpointError
 from ...configuration.json_files import reading
 from ...configuration.presets import nearest_preset
 from ...modeling.checkpoints import UNFINISHED, find_weights
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, refuse_adapter
 from ..hf import read_config, take_quantization, unpack_tensors
 from ..io import LazyTensor, open_weights, read_json
 from ..open import open_checkpoint
@@ -48,6 +48,7 @@ def open_partly(given: str | os.PathLike | Checkpoint) -> tuple[Checkpoint, list
         raise CheckpointError(f"{str(given)!r}: no such folder or file, and no preset of that name.{hint}")
     if not is_file and not is_folder:
         raise CheckpointError(f"{given}: is neither a file nor a folder; {_EXPECTED}.")
+    refuse_adapter(path)
     if is_file and path.suffix == ".json":
         if "model_type" not in read_json(path):
             raise CheckpointError(

@@ -1,7 +1,9 @@
 """Hugging Face folders in and out: shards, dtypes, layouts, experts stacked or one by one."""
 
 import json
+import shutil
 
+import peft
 import pytest
 import torch
 import transformers
@@ -13,6 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llamoe
+from llamoe import conversion
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert, open_checkpoint
 
@@ -325,13 +328,44 @@ def test_tensors_that_do_not_fit_are_named(dense, tmp_path, change, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("given", ["adapter", "adapter with a config.json", "its file", "its .bin"])
+def test_an_adapter_is_called_one_by_every_command(given, dense, tmp_path):
+    folder, _ = dense
+    model = llamoe.LlamoeDenseForCausalLM.from_pretrained(folder)
+    peft.get_peft_model(model, llamoe.lora_config(model, r=3)).save_pretrained(tmp_path / "adapter")
+    source = place = tmp_path / "adapter"
+    if given == "adapter with a config.json":
+        shutil.copy(folder / "config.json", place)
+    elif given == "its file":
+        source = place / "adapter_model.safetensors"
+    elif given == "its .bin":
+        torch.save(load_file(place / "adapter_model.safetensors"), place / "adapter_model.bin")
+        (place / "adapter_model.safetensors").unlink()
+        (place / "adapter_config.json").unlink()
+    target = tmp_path / "target"
+    for command in (
+        lambda: convert(source, target),
+        lambda: conversion.convert_vision(source, target),
+        lambda: conversion.upcycle(source, target, experts=2),
+        lambda: conversion.assemble(source, source, target),
+        lambda: conversion.quantize(source, target, to="int4"),
+        lambda: conversion.verify(folder, source),
+        lambda: conversion.inspect(source),
+    ):
+        with pytest.raises(CheckpointError, match="adapter.*merge_and_unload") as caught:
+            command()
+        assert str(caught.value).startswith(f"{source}:")
+        assert (str(folder) in str(caught.value)) == (given != "its .bin")
+    assert not target.exists()
+
+
 def test_quantized_and_unknown_models_are_refused(dense, tmp_path):
     folder, _ = dense
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
     )
-    with pytest.raises(CheckpointError, match=r"config\.json: the weights are quantized \(gptq\)"):
+    with pytest.raises(CheckpointError, match=r"config\.json.*gptq"):
         convert(folder, tmp_path / "out")
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
     with pytest.raises(CheckpointError, match=r"config\.json: .*'qwen2'"):

@@ -13,6 +13,7 @@ from support.models import (
     VISION,
     draw,
     max_abs,
+    mixtral_config,
     stock_dense_config,
     stock_model,
     stock_multimodal_config,
@@ -346,6 +347,8 @@ QUANTIZED = {
     "fbgemm_fp8": {"activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
     "compressed-tensors": {"config_groups": {}, "format": "float-quantized"},
     "fp8": {"weight_block_size": [128, 128]},
+    "gptq": {"bits": 4, "group_size": 128},
+    "awq": {"bits": 4, "group_size": 128},
 }
 
 
@@ -361,12 +364,11 @@ def test_quantized_mixture_is_refused_by_name(pair, method, by, tmp_path, monkey
     monkeypatch.setattr(
         LlamoePreTrainedModel, "_load_pretrained_model", lambda *_, **__: pytest.fail("weights read")
     )
-    match = rf"{model_class.__name__} .*quantized with '{method}'.*unquantized"
     options = {}
     if by == "argument":
-        if method == "compressed-tensors":
-            pytest.skip("its configuration class needs the package")
-        name = {"fbgemm_fp8": "FbgemmFp8Config", "fp8": "FineGrainedFP8Config"}[method]
+        name = {"fbgemm_fp8": "FbgemmFp8Config", "fp8": "FineGrainedFP8Config"}.get(method)
+        if name is None:
+            pytest.skip("its configuration class needs a package, or arguments")
         options["quantization_config"] = getattr(transformers, name)()
     elif by == "config":
         config = make_config()
@@ -375,8 +377,20 @@ def test_quantized_mixture_is_refused_by_name(pair, method, by, tmp_path, monkey
     else:
         edit_json(tmp_path / "config.json", quantization_config=content)
     auto = AutoModelForImageTextToText if pair == "multimodal" else AutoModelForCausalLM
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=rf"{model_class.__name__} .*'{method}'") as caught:
         (auto if by == "auto" else model_class).from_pretrained(tmp_path, **options)
+    told = str(caught.value)
+    assert "Llama 4 mixture" in told and "QuantizationConfig" in told
+    assert ("Llama 4 classes" in told) == (method == "fbgemm_fp8")
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_a_quantized_mixtral_is_refused_without_a_word_of_llama_4(method, tmp_path):
+    config = mixtral_config(quantization_config={"quant_method": method, **QUANTIZED[method]})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"LlamoeMixtralForCausalLM .*'{method}'") as caught:
+        llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path)
+    assert "Mixtral mixture" in str(caught.value) and "Llama 4" not in str(caught.value)
 
 
 def test_quantization_inside_the_text_part_is_refused(tmp_path):
