@@ -1,9 +1,9 @@
-"""Reads pictures from files, for the processor, the examples and programs that receive files from others.
+"""Reads pictures, from files or as objects, for the processor, the examples and programs that receive files of others.
 
 Pillow opens every format it knows, by content and not by name: an EPS starts Ghostscript, and dozens of rare formats
 use decoders that are hardly reviewed. transformers opens paths through Pillow or through torchvision, with results
 that differ by release, and ignores the orientation of some photos. This file reads the formats that browsers show, in
-one way.
+one way, and what is handed over as an object like the file that it came from.
 """
 
 import base64
@@ -14,6 +14,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import numpy as np
+import torch
+
+from .pixels import PictureError, as_8_bits
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -23,10 +28,6 @@ _EXPECTED = "expected a JPEG, PNG, WebP, GIF or BMP"
 MAX_PIXELS = 2**28 // 3
 # Most bytes that are downloaded.
 _MAX_BYTES = 2**28
-
-
-class PictureError(OSError, ValueError):
-    """A picture is missing, broken, too large, or of a format that is not read."""
 
 
 def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: int = MAX_PIXELS) -> "Image":
@@ -45,7 +46,7 @@ def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: in
         PictureError: no such file, another format than JPEG, PNG, WebP, GIF and BMP, a damaged file, or more than
             `max_pixels`. It is an `OSError` and a `ValueError`.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     name, file = _file_of(source)
     try:
@@ -55,8 +56,7 @@ def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: in
                 raise PictureError(
                     f"{name}: {width:,} x {height:,} pixels are more than {max_pixels:,}. Make the picture smaller."
                 )
-            upright = ImageOps.exif_transpose(picture)
-            return _grey_of_8_bits(upright).convert("RGB")
+            return upright_of_8_bits(picture).convert("RGB")
     except Image.DecompressionBombError as error:
         raise PictureError(f"{name}: has too many pixels. Make the picture smaller ({error}).") from error
     except UnidentifiedImageError as error:
@@ -68,29 +68,100 @@ def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: in
         raise PictureError(f"{name}: is damaged and cannot be read as a picture ({error}).") from error
 
 
-def read_pictures_in(images: Any) -> Any:
-    """Read the pictures that a chat or a processor call names by text; keep pictures, arrays and tensors unchanged.
+def read_pictures_in(images: Any) -> list[Any]:
+    """The pictures that a chat or a processor call hands over, read where they are files.
 
     Args:
-        images: a path, a URL (http, https), a `data:` URL, base64, anything else that a processor takes, or lists of
-            these.
+        images: a picture or a list of pictures, or for each text a list of its pictures. A picture is a path, a URL
+            (http, https), a `data:` URL, base64, the bytes of a file, a binary file, a `PIL.Image.Image`, or numbers:
+            an array, a tensor, or lists in lists, `[height, width]` or with channels first or last. Arrays with one
+            axis more are several pictures.
+
+    Returns:
+        the same list, or list of lists, of PIL pictures, and arrays and tensors with three axes.
 
     Raises:
-        PictureError: see `read_picture`; or a text that is none of these, or None in a list.
+        PictureError: see `read_picture`; or what is none of these, None, or lists beside pictures.
     """
-    if isinstance(images, (list, tuple)):
-        if any(image is None for image in images):
-            raise PictureError(
-                "images holds None where a picture was expected. Leave it out, with its marker in the text; "
-                "images=None stands for no picture at all."
-            )
-        return [read_pictures_in(image) for image in images]
-    if not isinstance(images, (str, os.PathLike)):
-        return images
-    text = os.fspath(images)
+    if not isinstance(images, (list, tuple)) or _axes(images) in (1, 2, 3):
+        return _pictures_of(images)
+    has_rows = [isinstance(entry, (list, tuple)) and _axes(entry) not in (1, 2, 3) for entry in images]
+    if any(has_rows) and not all(has_rows):
+        raise PictureError("images holds pictures beside lists of pictures; expected one or the other.")
+    if any(has_rows):
+        return [[picture for entry in row for picture in _pictures_of(entry)] for row in images]
+    return [picture for entry in images for picture in _pictures_of(entry)]
+
+
+def upright_of_8_bits(picture: "Image") -> "Image":
+    """A picture turned by its EXIF orientation, in a mode of 8 bits that converts to RGB.
+
+    Raises:
+        PictureError: numbers of mode I or F that have no plain reading, see `as_8_bits`.
+    """
+    from PIL import Image, ImageOps
+
+    upright = ImageOps.exif_transpose(picture)
+    # 16 bits, however dark: the mode says so.
+    if upright.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    if upright.mode in ("I", "F"):
+        return Image.fromarray(as_8_bits(np.asarray(upright)).numpy())
+    # Colours that are multiplied by their opacity.
+    return upright.convert(upright.mode.upper()) if upright.mode in ("La", "RGBa") else upright
+
+
+def _pictures_of(image: Any) -> list[Any]:
+    """A picture in a list; several where an array holds several."""
+    from PIL import Image
+
+    if image is None:
+        raise PictureError(
+            "images holds None where a picture was expected. Leave it out, with its marker in the text; "
+            "images=None stands for no picture at all."
+        )
+    if isinstance(image, Image.Image):
+        return [image]
+    if isinstance(image, (str, os.PathLike)):
+        return [_read_named(image)]
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return [read_picture(bytes(image))]
+    if hasattr(image, "read"):
+        return [read_picture(image)]
+    numbers = image
+    if isinstance(image, (list, tuple)) and _axes(image):
+        try:
+            numbers = np.asarray(image)
+        except ValueError as error:
+            raise PictureError(f"a picture of numbers in lists is no array ({error}).") from error
+    elif not isinstance(image, torch.Tensor) and hasattr(image, "__array__"):
+        numbers = np.asarray(image)
+    if not isinstance(numbers, (np.ndarray, torch.Tensor)):
+        raise PictureError(
+            f"a {type(image).__name__} is no picture; expected a path, an address, the bytes of a file, a PIL image, "
+            "an array or a tensor, or one list of these for each text."
+        )
+    if numbers.ndim not in (2, 3, 4):
+        raise PictureError(
+            f"a picture of {str(numbers.dtype).removeprefix('torch.')} and shape {list(numbers.shape)} has no plain "
+            "reading; expected [height, width], with channels first or last, or several of these."
+        )
+    return list(numbers) if numbers.ndim == 4 else [numbers[None] if numbers.ndim == 2 else numbers]
+
+
+def _axes(image: Any) -> int:
+    """How deep the numbers stand in lists; 0 where no list ends in numbers."""
+    axes = 0
+    while isinstance(image, (list, tuple)) and image:
+        axes, image = axes + 1, image[0]
+    return axes if isinstance(image, (bool, int, float, np.number)) else 0
+
+
+def _read_named(image: str | os.PathLike) -> "Image":
+    text = os.fspath(image)
     if text.startswith(("http://", "https://")):
         return read_picture(_fetch(text))
-    if isinstance(images, os.PathLike) or os.path.exists(text):
+    if isinstance(image, os.PathLike) or os.path.exists(text):
         return read_picture(text)
     encoded = text.partition("base64,")[2] if text.startswith("data:") else text
     try:
@@ -124,15 +195,6 @@ def _file_of(source: str | os.PathLike | bytes | BinaryIO) -> tuple[str, Path | 
     if not is_file:
         raise PictureError(f"{source}: is no file; {_EXPECTED}.")
     return str(source), path
-
-
-def _grey_of_8_bits(picture: "Image") -> "Image":
-    if not picture.mode.startswith("I"):
-        return picture
-    import numpy
-    from PIL import Image
-
-    return Image.fromarray((numpy.asarray(picture) >> 8).astype("uint8"))
 
 
 def _fetch(address: str) -> bytes:

@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.image_utils import SizeDict
-from transformers.models.llama4.image_processing_llama4 import find_supported_resolutions, get_best_fit
+from transformers.models.llama4.image_processing_llama4 import (
+    Llama4ImageProcessor,
+    find_supported_resolutions,
+    get_best_fit,
+)
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.processing_utils import MultiModalData
 
 from ...configuration.hub import MODULE_NAME, hub_arguments, write_module
 from ...configuration.servers import told_to_clients
+from .image_processor import LlamoeImageProcessor
 from .pictures import read_pictures_in
 
 
@@ -35,13 +40,26 @@ class _OfTokenizer:
         setattr(processor.tokenizer, self.name, value)
 
 
+class _ImageProcessor:
+    """Attribute in whose place stock's image processor becomes ours.
+
+    transformers reads the parts of a processor off the signature of `__init__`, which stays stock's.
+    """
+
+    def __set__(self, processor: Any, value: Any) -> None:
+        ours = LlamoeImageProcessor.like(value) if type(value) is Llama4ImageProcessor else value
+        processor.__dict__["image_processor"] = ours
+
+
 class LlamoeProcessor(Llama4Processor):
     """Turns pictures and prompts into model inputs; reads folders of `Llama4Processor` and takes the same arguments.
 
-    Pictures given as text (a path, a URL, base64) are read as by `llamoe.read_picture`. `pixel_values` are float32 with
-    the values of bfloat16, in which the stock class computes them.
+    Pictures are paths, URLs, base64, bytes of files, PIL images, arrays, tensors or numbers in lists, and each is read
+    as `llamoe.read_picture` reads its file. Its `image_processor` alone does the same. `pixel_values` are float32 with the
+    values of bfloat16, in which the stock class computes them.
     """
 
+    image_processor = _ImageProcessor()
     # Trainers (TRL's) take a processor in place of a tokenizer, and read its end and padding tokens.
     bos_token = _OfTokenizer()
     bos_token_id = _OfTokenizer()
@@ -65,7 +83,8 @@ class LlamoeProcessor(Llama4Processor):
             all pictures, `[tiles, C, height, width]`; a list of tiles without `return_tensors`.
 
         Raises:
-            ValueError: the numbers of markers and pictures differ, a picture cannot be read, or there is no text.
+            ValueError: the numbers of markers and pictures differ, in a text where each has a list of its pictures, a
+                picture cannot be read, or there is no text.
         """
         if isinstance(text, (list, tuple)) and not text:
             raise ValueError("text is an empty list; expected one text or more.")
@@ -134,12 +153,16 @@ class LlamoeProcessor(Llama4Processor):
         return [self.tokenizer.convert_tokens_to_ids(self.img_patch_token)]
 
     def prepare_inputs_layout(self, images=None, text=None, **kwargs):
-        """Read pictures that are given as text, then let stock arrange them."""
-        return super().prepare_inputs_layout(images=read_pictures_in(images), text=text, **kwargs)
+        """Read the pictures, and let stock arrange the texts."""
+        _, text, *others = super().prepare_inputs_layout(text=text, **kwargs)
+        return None if images is None else read_pictures_in(images), text, *others
 
     def _process_images(self, images, return_tensors=None, **kwargs):
         # Stock returns bfloat16, which NumPy lacks, and without `return_tensors` one tensor a picture: pictures with
         # different numbers of tiles cannot become one array. TRL's GRPO fails on both.
+        if not any(not isinstance(row, list) or row for row in images):
+            # No text has a picture.
+            return {}, []
         processed, replacements = super()._process_images(images, return_tensors="pt", **kwargs)
         tiles = processed["pixel_values"]
         tiles = tiles.float() if tiles.dtype is torch.bfloat16 else tiles
@@ -150,17 +173,33 @@ class LlamoeProcessor(Llama4Processor):
         """Refuse prompts whose number of markers differs from the number of pictures.
 
         Raises:
-            ValueError: the numbers differ; some stock releases accept markers without any picture.
+            ValueError: the numbers differ, in a prompt where each has a list of its pictures, otherwise in all.
         """
         prompts = [text] if isinstance(text, str) else text
         if isinstance(prompts, (list, tuple)) and all(isinstance(prompt, str) for prompt in prompts):
-            markers = sum(prompt.count(self.fake_image_token) for prompt in prompts)
-            if markers != (pictures := len(images) if images is not None else 0):
-                raise ValueError(
-                    f"The prompts hold {markers} image markers ({self.fake_image_token}), but {pictures} images were "
-                    "given. Write one marker for each image, or use apply_chat_template with the images in it."
-                )
+            self._count_markers([prompt.count(self.fake_image_token) for prompt in prompts], images or [])
         super().validate_inputs(images=images, text=text, **kwargs)
+
+    def _count_markers(self, markers: Sequence[int], images: Sequence[Any]) -> None:
+        what, found, given = "The prompts hold", sum(markers), len(images)
+        if images and isinstance(images[0], list):
+            if len(images) != len(markers):
+                raise ValueError(
+                    f"images holds {len(images)} lists of pictures for {len(markers)} texts. Give one list for each "
+                    "text."
+                )
+            wrong = [row for row, count in enumerate(markers) if count != len(images[row])]
+            row = wrong[0] if wrong else 0
+            what, found, given = (
+                f"Text {row} (of {len(markers)}, from 0) holds",
+                markers[row],
+                len(images[row]),
+            )
+        if found != given:
+            raise ValueError(
+                f"{what} {found} image markers ({self.fake_image_token}), but {given} images were given. Write one "
+                "marker for each image, or use apply_chat_template with the images in it."
+            )
 
     def _get_num_multimodal_tokens(
         self, image_sizes: Sequence[Sequence[int]] | None = None, **kwargs

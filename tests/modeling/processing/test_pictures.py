@@ -319,16 +319,6 @@ def test_what_a_chat_names_wrongly(processor, tmp_path):
     assert len(str(caught.value)) < 300
 
 
-def test_pictures_arrays_and_tensors_go_through_as_they_are(processor):
-    picture = drawn("RGB")
-    array = np.array(picture)
-    expected = pixel_values(processor, chat(image=picture))
-    for given in (array, torch.from_numpy(array).permute(2, 0, 1)):
-        assert torch.equal(
-            processor(text="<|image|>", images=given, return_tensors="pt")["pixel_values"], expected
-        )
-
-
 @pytest.mark.parametrize("conversation", [[], (), None, [[]], [[{"role": "user", "content": "Hello"}], []]])
 def test_an_empty_chat(conversation, processor):
     for options in ({}, {"tokenize": True, "return_dict": True}):

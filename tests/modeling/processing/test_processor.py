@@ -303,6 +303,34 @@ def test_our_processor_counts_markers_under_every_release(text, pictures, proces
         ours_like(processor)(text=text, images=images, return_tensors="pt")
 
 
+ONE, TWO = "<|image|> ?", "<|image|> and <|image|> ?"
+
+
+@pytest.mark.parametrize(
+    ("rows", "texts", "message"),
+    [
+        ([2, 0], [ONE, ONE], r"Text 0 \(of 2.* 1 image markers .* 2 images"),
+        ([1, 0], [ONE, ONE], r"Text 1 \(of 2.* 1 image markers .* 0 images"),
+        ([1, 2, 1], [TWO, ONE, ONE], r"Text 0 \(of 3.* 2 image markers .* 1 images"),
+        ([0, 0], ["what ?", ONE], r"Text 1 "),
+        ([1, 1], [TWO], "2 lists of pictures for 1 texts"),
+        ([2], [ONE, ONE], "1 lists of pictures for 2 texts"),
+        ([1, 0, 2], [ONE, "what ?", TWO], None),
+        ([2], TWO, None),
+        ([0, 0], ["what ?", "is"], None),
+        ([], ["what ?"], None),
+    ],
+)
+def test_pictures_in_a_list_for_each_text_are_counted_there(rows, texts, message, processor):
+    images = [[picture(60, 60, seed) for seed in range(count)] for count in rows]
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            ours_like(processor)(text=texts, images=images, padding=True)
+        return
+    inputs = ours_like(processor)(text=texts, images=images, padding=True)
+    assert len(inputs.get("pixel_values", [])) == 5 * sum(rows) and "input_ids" in inputs
+
+
 @pytest.mark.parametrize(
     "order", [["processor"], ["processor", "model"], ["model", "processor"]], ids="-".join
 )
