@@ -24,6 +24,13 @@ _NO_TOOLS = """{%- if tools is defined and tools -%}
 the system message.') -}}
 {%- endif -%}
 """
+_NO_CALLS = """{%- for message in messages -%}
+    {%- if message['role'] == 'tool' or message['tool_calls'] -%}
+        {{- raise_exception('This model knows no calls of tools and no results of them; message ' + \
+loop.index | string + ' holds one.') -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
 
 # Questions and answers in turn.
 _TURNS = (
@@ -43,6 +50,7 @@ part['type'] + '.') -}}
 {%- endmacro -%}
 """
     + _NO_TOOLS
+    + _NO_CALLS
     + """{%- set first = 1 if messages[0]['role'] == 'system' else 0 -%}
 {%- if messages | length == first -%}
     {{- raise_exception('A system message is part of the first question: a message of the user must follow.') -}}
@@ -79,13 +87,13 @@ _HEADERS = (
     """{#- TITLE -#}
 {%- macro write(content) -%}
     {%- if content is string -%}
-        {{- content TRIM-}}
+        {{- content -}}
     {%- elif content is mapping -%}
         {{- content | tojson -}}
     {%- else -%}
         {%- for part in content -%}
             {%- if part['type'] == 'text' -%}
-                {{- part['text'] TRIM-}}
+                {{- part['text'] -}}
             IMAGE{%- else -%}
                 {{- raise_exception('This model cannot read a part of type ' + part['type'] + '.') -}}
             {%- endif -%}
@@ -104,7 +112,7 @@ _HEADERS = (
 {%- endmacro -%}
 {%- macro write_rest(message, role) -%}
     {%- if 'content' in message -%}
-        {{- write(message['content']) -}}
+        {{- write(message['content']) TRIM-}}
     {%- endif -%}
     {%- set calls = message['tool_calls'] if 'tool_calls' in message and message['tool_calls'] else [] -%}
     {%- for call in calls -%}
@@ -184,7 +192,7 @@ def mistral(version: int) -> str:
 
 
 def llama_3() -> str:
-    """The chat template of Llama 3, which strips each message's content."""
+    """The chat template of Llama 3, which strips each message's content, its parts joined, as Meta's code does."""
     borders = {
         "START": "<|start_header_id|>",
         "END": "<|end_header_id|>",
@@ -194,13 +202,15 @@ def llama_3() -> str:
     return _filled({"TITLE": "Llama 3 chat.", **borders, "TRIM": "| trim ", "IMAGE": ""})
 
 
-def llama_4(*, images: bool) -> str:
+def llama_4(*, images: bool, calls: bool = True) -> str:
     """The chat template of Llama 4: tool calls and tool results end with `<|eom|>`, other messages with `<|eot|>`.
 
-    With `images` messages may have parts `{"type": "image"}`; `Llama4Processor` writes their tokens.
+    With `images` messages may have parts `{"type": "image"}`; `Llama4Processor` writes their tokens. Without `calls`
+    those of tools are refused.
     """
     borders = {"START": "<|header_start|>", "END": "<|header_end|>", "EOM": "<|eom|>", "EOT": "<|eot|>"}
-    return _filled({"TITLE": "Llama 4 chat.", **borders, "TRIM": "", "IMAGE": _IMAGE if images else ""})
+    words = {"TITLE": "Llama 4 chat.", **borders, "TRIM": "", "IMAGE": _IMAGE if images else ""}
+    return ("" if calls else _NO_CALLS) + _filled(words)
 
 
 def _filled(words: Mapping[str, str], template: str = _HEADERS) -> str:

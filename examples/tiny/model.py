@@ -15,6 +15,7 @@ from llamoe import (
     LlamoeTextConfig,
     LlamoeVisionConfig,
 )
+from llamoe.conversion.tokenizers.chat_templates import llama_4
 
 PICTURE_SIZE, PATCH_SIZE, PIXEL_SHUFFLE_RATIO = 112, 14, 0.5
 TILE = {"height": PICTURE_SIZE, "width": PICTURE_SIZE}
@@ -35,33 +36,6 @@ SPECIAL_TOKENS = (
     "<|image|>",
     "<|patch|>",
 )
-# The model's part stands between `generation` and `endgeneration`; trainers need these marks.
-CHAT_TEMPLATE = """\
-{%- macro write(message) %}
-    {%- if message['content'] is string %}
-        {{- message['content'] }}
-    {%- else %}
-        {%- for part in message['content'] %}
-            {{- '<|image|>' if part['type'] == 'image' else part['text'] }}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|eot|>' }}
-{%- endmacro %}
-{{- bos_token }}
-{%- for message in messages %}
-    {{- '<|header_start|>' + message['role'] + '<|header_end|>\n\n' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}
-            {{- write(message) }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- write(message) }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|header_start|>assistant<|header_end|>\n\n' }}
-{%- endif %}
-"""
 # Words and line breaks are split, so that text cut after a header's "\n\n" has the same tokens as within the whole.
 WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -101,7 +75,8 @@ def build_processor(tokenizer: PreTrainedTokenizerFast) -> LlamoeProcessor:
         tokenizer=tokenizer,
         patch_size=PATCH_SIZE,
         pixel_shuffle_ratio=PIXEL_SHUFFLE_RATIO,
-        chat_template=CHAT_TEMPLATE,
+        # It has seen no calls of tools.
+        chat_template=llama_4(images=True, calls=False),
     )
 
 

@@ -22,8 +22,8 @@ class LlamoeImageProcessor(Llama4ImageProcessor):
     """Cuts pictures into tiles; takes the arguments of `Llama4ImageProcessor`, and is saved under its name.
 
     A picture is what `read_pictures_in` describes. Its numbers are read by dtype and range, see `as_8_bits`;
-    transparency is dropped. With `do_rescale=False` they must be floats in 0..1; without `do_normalize`, too, floats stay
-    as they are.
+    transparency is dropped. With `do_rescale=False` they must be floats in 0..1; without `do_normalize`, too, floats
+    stay as they are.
     """
 
     @classmethod

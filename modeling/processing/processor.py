@@ -55,8 +55,8 @@ class LlamoeProcessor(Llama4Processor):
     """Turns pictures and prompts into model inputs; reads folders of `Llama4Processor` and takes the same arguments.
 
     Pictures are paths, URLs, base64, bytes of files, PIL images, arrays, tensors or numbers in lists, and each is read
-    as `llamoe.read_picture` reads its file. Its `image_processor` alone does the same. `pixel_values` are float32 with the
-    values of bfloat16, in which the stock class computes them.
+    as `llamoe.read_picture` reads its file. Its `image_processor` alone does the same. `pixel_values` are float32
+    with the values of bfloat16, in which the stock class computes them.
     """
 
     image_processor = _ImageProcessor()

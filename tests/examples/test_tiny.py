@@ -15,6 +15,8 @@ from support import programs
 from support.paths import EXAMPLES
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from llamoe.conversion.tokenizers.chat_templates import llama_4
+
 FOLDER = EXAMPLES / "llamoe-tiny"
 PICTURE = EXAMPLES / "pictures" / "two_shapes.png"
 CSS = {
@@ -67,6 +69,27 @@ def test_the_folder_is_small_and_complete():
     assert sum(files.values()) < 8_000_000
     with safe_open(FOLDER / "model.safetensors", "pt") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}
+
+
+def test_its_template_is_the_one_that_its_generator_writes(tiny):
+    """It refuses tools, calls of tools and films, and writes the rest as Llama 4's does."""
+    template = tiny[1].chat_template
+    assert template == llama_4(images=True, calls=False)
+    turn = {"role": "user", "content": "hello"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    film = {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "what?"}]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for messages, options, message in (
+        ([turn], {"tools": tools}, "no descriptions"),
+        ([turn, call], {}, "message 2"),
+        ([turn, {"role": "tool", "content": "5"}], {}, "message 2"),
+        ([film], {}, "type video"),
+    ):
+        with pytest.raises(Exception, match=message):
+            tiny[1].apply_chat_template(messages, **options)
+    chat = [{"role": "system", "content": "be short"}, turn, {"role": "assistant", "content": " hi "}]
+    whole = llama_4(images=True)
+    assert tiny[1].apply_chat_template(chat) == tiny[1].apply_chat_template(chat, chat_template=whole)
 
 
 def test_it_is_a_mixture_of_the_llama_4_kind(tiny):

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import llamoe
 from llamoe.conversion import tokenizers as conversion
-from llamoe.conversion.tokenizers.chat_templates import llama_2, llama_3, llama_4
+from llamoe.conversion.tokenizers.chat_templates import llama_2, llama_3, llama_4, mistral
 
 LLAMA_3 = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
 LLAMA_4 = ["<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>", "<|eom|>", "<|image|>"]
@@ -73,8 +73,7 @@ def written(tokenizer, messages, **options):
 def test_answers_and_the_tokens_that_end_them(family):
     tokenizer = tokenizer_of(family)
     end = tokenizer.eos_token
-    # Llama 3 strips each part.
-    answers = ["A role, in short.", "Two ofthem; ä 図." if family == "llama-3" else "Two of them; ä 図."]
+    answers = ["A role, in short.", "Two of them; ä 図."]
     around = " {} " if family == "llama-2" else "{}"
     assert written(tokenizer, TURNS) == [around.format(answer) + end for answer in answers]
     assert written(tokenizer, TURNS[:2]) == []
@@ -89,6 +88,34 @@ def test_calls_of_tools_are_answers_and_results_are_not(family):
     end, more = FAMILIES[family][1][3:5]
     call = '{"type": "function", "name": "weather", "parameters": {"place": "Z\\u00fcrich", "days": 3}}'
     assert written(tokenizer, TOOLS) == [call + more, "It rains." + end]
+
+
+PARTS = {
+    "Hello world": ["Hello ", "world"],
+    "  a\n\nb  ": ["  a\n", "\nb  "],
+    " ": [" ", ""],
+    "one": ["one"],
+}
+
+
+@pytest.mark.parametrize("whole", PARTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_in_parts_is_the_text_in_one(family, whole):
+    tokenizer = tokenizer_of(family)
+    parts = [{"type": "text", "text": text} for text in PARTS[whole]]
+    given, expected = (
+        tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        for content in (parts, whole)
+    )
+    assert given == expected and whole.strip() in given
+
+
+@pytest.mark.parametrize("template", [llama_2(), mistral(1), mistral(7), llama_4(images=True, calls=False)])
+def test_calls_are_refused_where_they_are_not_written(template):
+    tokenizer = tokenizer_of("llama-2")
+    for messages in (TOOLS[:2], TOOLS[:1] + TOOLS[2:3]):
+        with pytest.raises(Exception, match="message 2 "):
+            tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
