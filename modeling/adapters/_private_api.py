@@ -65,6 +65,18 @@ def replace_weighted_sum(replacement: Callable) -> None:
     tuner_class.add_weighted_adapter = add_weighted_adapter
 
 
+def after_subtraction(correct: Callable) -> None:
+    """Let `correct(model, tensors)` return what peft saves of an adapter without the numbers that it began with."""
+    tuner_class = importlib.import_module("peft.tuners.lora.model").LoraModel
+    original = tuner_class.subtract_mutated_init
+
+    @functools.wraps(original)
+    def subtract(self, *args, **kwargs):
+        return correct(self.model, original(self, *args, **kwargs))
+
+    tuner_class.subtract_mutated_init = subtract
+
+
 @contextmanager
 def sum_of_parameters(tuner: Any) -> Iterator[None]:
     """Let peft sum adapters of parameters, which it refuses before it looks at their layers."""

@@ -29,6 +29,11 @@ logger = logging.getLogger("llamoe")
 _FACTOR = re.compile(r"^(?P<module>.+?)(?P<nested>(\.base_layer)*)\.lora_A(?P<rest>\..+)$")
 
 
+def by_expert(factor: torch.Tensor, dim: int, num_experts: int) -> torch.Tensor:
+    """A view of A (dim 0) as `[E, r, X]`, or of B (dim 1) as `[Y, r, E]`: in both the second axis is the rank."""
+    return factor.unflatten(dim, (num_experts, -1) if dim == 0 else (-1, num_experts))
+
+
 def exchange_factors(
     lora_A: torch.Tensor, lora_B: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,8 +41,7 @@ def exchange_factors(
 
     Each expert's product is the transpose of what it was.
     """
-    a_ERX = lora_A.unflatten(0, (num_experts, -1))
-    b_YRE = lora_B.unflatten(1, (-1, num_experts))
+    a_ERX, b_YRE = by_expert(lora_A, 0, num_experts), by_expert(lora_B, 1, num_experts)
     return (
         b_YRE.permute(2, 1, 0).flatten(0, 1).contiguous(),
         a_ERX.permute(2, 1, 0).flatten(1, 2).contiguous(),

@@ -22,6 +22,8 @@ from torch import nn
 
 from ..moe import IMPLEMENTATION, LowRank, Updates
 from ._private_api import sum_of_parameters
+from .expert_begin import begin_by_expert
+from .expert_layout import by_expert
 
 
 class ParamWrapper(layer.ParamWrapper):
@@ -55,9 +57,13 @@ class ParamWrapper(layer.ParamWrapper):
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
     ) -> None:
-        """Add an adapter, as peft does, with the dropout that peft refuses."""
-        super().update_layer(adapter_name, r, lora_alpha, config=_without_dropout(config), **kwargs)
+        """Add an adapter, as peft does, with the dropout and the beginnings that peft refuses."""
+        plain = _without_dropout(config)
+        if config.init_lora_weights != "gaussian":
+            plain.init_lora_weights = True
+        super().update_layer(adapter_name, r, lora_alpha, config=plain, **kwargs)
         self._set_dropout(adapter_name, config)
+        begin_by_expert(self, adapter_name, config)
         if (mesh := self._expert_mesh()) is not None:
             # All processes hold all of the adapter; it begins with the same numbers everywhere.
             for factor in (self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight):
@@ -213,18 +219,16 @@ class ParamWrapper(layer.ParamWrapper):
         ]
         a = [self.lora_A[name].weight.data * weight * self.scaling[name] for name, weight in named]
         b = [self.lora_B[name].weight.data for name, _ in named]
-        # The expert is the slowest index of A, and the fastest of B.
-        a_ErI = torch.cat([each.unflatten(0, (self.num_experts, -1)) for each in a], 1)
-        b_OrE = torch.cat([each.unflatten(1, (-1, self.num_experts)) for each in b], 1)
         whole_a, whole_b = (each[adapter_name].weight.data.zero_() for each in (self.lora_A, self.lora_B))
-        # With a `rank_pattern` peft makes room for the largest of all ranks.
-        whole_a.unflatten(0, (self.num_experts, -1))[:, : a_ErI.shape[1]] = a_ErI
-        whole_b.unflatten(1, (-1, self.num_experts))[:, : b_OrE.shape[1]] = b_OrE
+        for dim, whole, parts in ((0, whole_a, a), (1, whole_b, b)):
+            joined = torch.cat([by_expert(each, dim, self.num_experts) for each in parts], 1)
+            # With a `rank_pattern` peft makes room for the largest of all ranks.
+            by_expert(whole, dim, self.num_experts)[:, : joined.shape[1]] = joined
 
     def _update(self, name: str, scale: float | torch.Tensor) -> LowRank:
         """An adapter's factors, `[E, I, r]` and `[O, r, E]`; peft holds `[E * r, I]` and `[O, r * E]`."""
-        a_ErI = self._of_own_experts(self.lora_A[name].weight.unflatten(0, (self.num_experts, -1)), 0)
-        b_OrE = self._of_own_experts(self.lora_B[name].weight.unflatten(1, (-1, self.num_experts)), 2)
+        a_ErI = self._of_own_experts(by_expert(self.lora_A[name].weight, 0, self.num_experts), 0)
+        b_OrE = self._of_own_experts(by_expert(self.lora_B[name].weight, 1, self.num_experts), 2)
         return LowRank(a_ErI.transpose(1, 2), b_OrE, scale, self.lora_dropout[name])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .expert_layout import orient_experts
+from .expert_layout import by_expert, orient_experts
 from .stack_targets import reading
 
 logger = logging.getLogger("llamoe")
@@ -264,13 +264,33 @@ def pad_ranks(
         if not hasattr(module, "parameter_name"):
             continue
         experts, dim = module.num_experts, 0 if factor.startswith("A") else 1
-        shape = (experts, -1) if dim == 0 else (-1, experts)
-        new, old = (each.unflatten(dim, shape) for each in (tensor, model.get_parameter(key)))
+        new, old = (by_expert(each, dim, experts) for each in (tensor, model.get_parameter(key)))
         if new.shape[1] < old.shape[1]:
             whole = new.new_zeros(old.shape)
             whole[:, : new.shape[1]] = new
             padded[key] = whole.flatten(dim, dim + 1)
     return padded
+
+
+def join_beginnings(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Put what peft has subtracted from experts' factors behind each expert's own.
+
+    peft makes LoRA of PiSSA and the like by as many ranks again, which it puts behind all of a factor.
+
+    Args:
+        model: the model, with its adapters.
+        tensors: what peft has made, by the keys of a file.
+    """
+    joined = dict(tensors)
+    for key, tensor in tensors.items():
+        head, is_factor, factor = key.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
+        module = model.get_submodule(head) if is_factor else None
+        if not hasattr(module, "parameter_name"):
+            continue
+        dim = 0 if factor.startswith("A") else 1
+        parts = [by_expert(each, dim, module.num_experts) for each in tensor.chunk(2, dim)]
+        joined[key] = torch.cat(parts, 1).flatten(dim, dim + 1).contiguous()
+    return joined
 
 
 def _is_named(key: str, adapter_name: str) -> bool:

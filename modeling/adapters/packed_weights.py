@@ -66,7 +66,7 @@ def refuse_for_packed(config: Any, model: nn.Module) -> None:
         if asked := _what_needs_numbers(config, name, module, by_parameter):
             raise ValueError(
                 f"{asked} needs the numbers of {name}, which is {_how(module)}: choose LoRA with "
-                'init_lora_weights=True, "gaussian" or "eva", or call model.dequantize() first.'
+                'init_lora_weights=True or "gaussian", or call model.dequantize() first.'
             )
 
 

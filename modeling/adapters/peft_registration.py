@@ -14,6 +14,7 @@ from ...configuration import LlamoeMixtralConfig, LlamoeVisionConfig
 from ...configuration.stock import CONFIG_CLASSES
 from ..moe import Experts
 from ._private_api import (
+    after_subtraction,
     around_injection,
     before_hotswap,
     before_merging,
@@ -27,7 +28,7 @@ from ._private_api import (
 )
 from .adapted_parts import refuse_shared_experts, tell_of_frozen_experts
 from .expert_layout import mark, remember_file
-from .fitting import orient_swapped, pad_ranks
+from .fitting import join_beginnings, orient_swapped, pad_ranks
 from .loading import LoadsAdapters
 from .packed_weights import prepare_for_training, refuse_for_packed, refuse_merging
 from .safetensors_headers import check_files
@@ -85,6 +86,9 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
     choose_parameters(config, model)
     refuse_for_packed(config, model)
     if _is_lora(config):
+        from .expert_begin import refuse_beginnings
+
+        refuse_beginnings(config, model)
         refuse_shared_experts(config, model)
         # Where peft takes "all-linear" for experts, too, it asks here first for the layers alone.
         if not (isinstance(targets, str) and model.config.model_type == LlamoeMixtralConfig.model_type):
@@ -135,6 +139,10 @@ def _tell_of_dropout(model: Any, selected_adapters: list[str] | None) -> None:
                 )
 
 
+def _join_beginnings(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
+    return join_beginnings(model, tensors) if isinstance(model, LoadsAdapters) else tensors
+
+
 def _parameters_to_wrap(config: Any, model: nn.Module) -> Any:
     return choose_parameters(config, model) if isinstance(model, LoadsAdapters) else config.target_parameters
 
@@ -161,6 +169,7 @@ def _register(peft: ModuleType) -> None:
     turn_update_of_one_expert(lambda module: isinstance(module, Experts) and module.is_transposed)
     replace_weighted_sum(_add_weighted_adapter)
     before_saving_adapters(_tell_of_dropout)
+    after_subtraction(_join_beginnings)
     choose_wrapped(_parameters_to_wrap)
     around_injection(_around_injection)
 
