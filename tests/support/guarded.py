@@ -18,13 +18,11 @@ class Outcome:
     Attributes:
         kinds: names of the error's class and its bases; none if there was no error.
         message: of the error.
-        seconds: that it took.
         result: of the job.
     """
 
     kinds: list[str]
     message: str
-    seconds: float
     result: object = None
 
 

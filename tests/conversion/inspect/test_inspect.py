@@ -4,14 +4,13 @@ import dataclasses
 import json
 import math
 import os
-import statistics
 import struct
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.counting import calls_of
 from support.models import dense_config, draw, multimodal_config, text_config, vision_config
 from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, LlamaForCausalLM
 
@@ -111,19 +110,16 @@ def no_reading(monkeypatch):
 
 
 @pytest.mark.parametrize("experts", ["fused", "split"])
-def test_a_checkpoint_of_400_billion_is_described_in_less_than_a_second(experts, tmp_path, no_reading):
+def test_a_checkpoint_of_400_billion_is_described_by_few_calls(experts, tmp_path, no_reading):
     config = preset("llama-4-maverick")
     shapes = shapes_of(config)
     shards = write_headers(
         tmp_path / "maverick", shapes if experts == "fused" else split_shapes(shapes), config, 50
     )
     assert 45 <= shards <= 55
-    seconds = []
-    for _ in range(3):
-        begin = time.process_time()
-        found = inspect(tmp_path / "maverick")
-        seconds.append(time.process_time() - begin)
-    assert statistics.median(seconds) < 1, seconds
+    calls, found = calls_of(lambda: inspect(tmp_path / "maverick"))
+    # 1.0 million for the layers of 1,061 tensors, 1.4 million where each of 10,229 has a header.
+    assert calls < 1_800_000
     assert found.family.startswith("Llama 4 multimodal") and found.presets == ["llama-4-maverick"]
     assert found.stored == found.parameters["total"] == 401_583_781_376
     assert found.parameters["active"] == count_parameters(config).active

@@ -85,10 +85,9 @@ def test_size_beyond_reason(family, part, field, value, model_copy, guard):
     field = "num_local_experts" if field == "num_experts" else field
     says = rf"{field} = .*beyond reason|{field} = .*must"
     guard.refused("load", says, folder=path, name=FAMILIES[family][0].__name__)
-    problems = guard.run("look", folder=path)
+    problems = guard.run("look", limit=10, folder=path)
     assert problems.kinds == [] and any(field in problem for problem in problems.result), problems
     guard.refused("look", says, folder=path / "config.json")
-    assert problems.seconds < 10
 
 
 @pytest.mark.parametrize("field", ["layer_types", "no_rope_layers", "moe_layers"])
@@ -173,11 +172,11 @@ def test_what_never_ends(name, what, model_copy, guard):
         os.mkfifo(file)
     else:
         file.symlink_to("/dev/zero")
-    outcome = guard.run("load", folder=path)
+    outcome = guard.run("load", limit=10, folder=path)
     assert "OSError" in outcome.kinds and str(path) in outcome.message, (
         outcome
     )  # transformers sees no file there
-    assert outcome.seconds < 10
+    assert "OutOfTime" not in outcome.kinds
 
 
 # Which tensor, from where

@@ -265,7 +265,6 @@ def test_a_process_that_saves_alone_is_told_who_is_missing(measured, kind):
     first, second = both(measured, f"alone-{kind}")
     assert first["message"].startswith("save_pretrained waits for process 1 since 1 s: the weights of this ")
     assert "Call save_pretrained in every process" in first["message"]
-    assert first["seconds"] < 10
     for figures in (first, second):
         assert not figures["left"]
         assert figures["weights"] == 0  # saved together afterwards

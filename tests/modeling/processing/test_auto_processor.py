@@ -91,7 +91,7 @@ def test_subclass_of_stocks_processor_keeps_its_class(folders):
 # In processes of their own. Each case is a fork of one that has imported transformers alone.
 
 CASES = """
-import json, os, sys, tempfile, time, traceback
+import json, os, sys, tempfile, traceback
 import torch, transformers, torchvision
 # What the cases need, loaded before the fork.
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
@@ -125,25 +125,23 @@ for what, is_imported, trust in cases:
             for stream in (1, 2):
                 os.dup2(told.fileno(), stream)
             options = {} if trust is None else {"trust_remote_code": trust}
-            begun = time.monotonic()
-            given = load(what, options)
-            json.dump([given, time.monotonic() - begun], answer)
+            json.dump(load(what, options), answer)
         except BaseException as error:
-            json.dump([type(error).__name__, 0], answer)
+            json.dump(type(error).__name__, answer)
         finally:
             for file in (sys.stdout, sys.stderr, answer):
                 file.flush()
             os._exit(0)
     os.waitpid(child, 0)
     told.seek(0), answer.seek(0)
-    results.append([*json.load(answer), told.read()])
+    results.append([json.load(answer), told.read()])
 print()
 print(json.dumps(results))
 """
 
 
 def ask(folder, cases, modules):
-    """For each case what was given, the seconds, and what was printed; somebody is there who answers nothing."""
+    """For each case what was given, and what was printed; somebody is there who answers nothing."""
     done = programs.run(
         ["-c", CASES, folder, json.dumps(cases)], env=environment(HF_MODULES_CACHE=str(modules)), timeout=500
     )
@@ -173,7 +171,7 @@ def test_no_question_and_no_warning_where_llamoe_is_imported_or_trusted(tmp_path
     imported = [(what, True, None) for what in ("AutoTokenizer", "AutoProcessor", "text pipeline")]
     trusted = [(what, False, True) for what in GIVEN]
     results = ask(TINY, imported + trusted, tmp_path / "modules")
-    for (what, is_imported, trust), (given, _, told) in results.items():
+    for (what, is_imported, trust), (given, told) in results.items():
         complaints = [line for line in told.splitlines() if is_complaint(line)]
         assert given == GIVEN[what] and not complaints, (what, is_imported, trust, given, told)
 
@@ -184,11 +182,11 @@ def test_where_transformers_asks(tmp_path):
         ("AutoTokenizer", False, False)
     ]
     results = ask(TINY, cases, tmp_path / "modules")
-    given, seconds, told = results["AutoTokenizer", False, None]
-    assert given == "TokenizersBackend" and "[y/N]" in told and seconds > 1.5
-    given, _, told = results["AutoTokenizer", False, False]
+    given, told = results["AutoTokenizer", False, None]
+    assert given == "TokenizersBackend" and "[y/N]" in told
+    given, told = results["AutoTokenizer", False, False]
     assert given == "TokenizersBackend" and "[y/N]" not in told and "model of type" in told
-    given, _, told = results["AutoImageProcessor", False, None]
+    given, told = results["AutoImageProcessor", False, None]
     assert given == "Llama4ImageProcessor" and not is_complaint(told)
 
 
