@@ -253,3 +253,69 @@ def around_injection(context: Callable) -> None:
             return original(self, model, adapter_name, *args, **kwargs)
 
     tuner_class.inject_adapter = inject_adapter
+
+
+def find_word_embeddings(find: Callable) -> None:
+    """Have peft's prompts use the embeddings that `find(model)` returns, where that is not None.
+
+    peft looks for a module "embeddings.word_embeddings", then among the weights of the first model inside of a model,
+    which in a multimodal one is the tower.
+    """
+    peft_model = importlib.import_module("peft.peft_model").PeftModel
+    original = peft_model._setup_prompt_encoder
+
+    @functools.wraps(original)
+    def set_up(self, *args, **kwargs):
+        base, found = self.base_model, find(self.base_model)
+        if found is None:
+            return original(self, *args, **kwargs)
+        get_submodule = base.get_submodule
+        base.get_submodule = lambda name: (
+            found if name == "embeddings.word_embeddings" else get_submodule(name)
+        )
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            del base.get_submodule
+
+    peft_model._setup_prompt_encoder = set_up
+
+
+def name_tied_parts(parts: Callable, reads_as_tied: Callable, after_merging: Callable) -> None:
+    """Let peft find weights that are tied inside of a model's parts.
+
+    peft asks a model's own class and config. Neither says so of a multimodal model, whose text model has tied weights.
+
+    Args:
+        parts: names of the parts of a model to ask as well, by the parts.
+        reads_as_tied: whether a model's config, as a dict, means tied weights.
+        after_merging: called with a model whose adapters are merged.
+    """
+    other = importlib.import_module("peft.utils.other")
+    tuner_class = importlib.import_module("peft.tuners.tuners_utils").BaseTuner
+    names_of, config_of = other._get_module_names_tied_with_embedding, tuner_class.get_model_config
+    unload = tuner_class._unload_and_optionally_merge
+
+    @functools.wraps(names_of)
+    def names(model):
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = base.model if hasattr(base, "tuner_layer_cls") else base
+        found = names_of(model)
+        return found or [
+            f"{part}.{name}" for part, module in parts(base).items() for name in names_of(module)
+        ]
+
+    @functools.wraps(config_of)
+    def config(model):
+        config = config_of(model)
+        return {**config, "tie_word_embeddings": True} if reads_as_tied(config) else config
+
+    @functools.wraps(unload)
+    def unload_and_merge(self, *args, **kwargs):
+        model = unload(self, *args, **kwargs)
+        after_merging(model)
+        return model
+
+    replace_in_peft("_get_module_names_tied_with_embedding", names_of, names)
+    tuner_class.get_model_config = staticmethod(config)
+    tuner_class._unload_and_optionally_merge = unload_and_merge

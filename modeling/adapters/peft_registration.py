@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ...configuration import LlamoeMixtralConfig, LlamoeVisionConfig
+from ...configuration import LlamoeConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ...configuration.stock import CONFIG_CLASSES
 from ..moe import Experts
 from ._private_api import (
@@ -20,6 +20,8 @@ from ._private_api import (
     before_merging,
     before_saving_adapters,
     choose_wrapped,
+    find_word_embeddings,
+    name_tied_parts,
     read_adapters_as,
     replace_all_linear,
     replace_weighted_sum,
@@ -139,6 +141,31 @@ def _tell_of_dropout(model: Any, selected_adapters: list[str] | None) -> None:
                 )
 
 
+def _text_model(model: nn.Module) -> dict[str, nn.Module]:
+    """The language model in a multimodal one, by its name; nothing for other models."""
+    is_multimodal = isinstance(model, LoadsAdapters) and model.config.model_type == LlamoeConfig.model_type
+    part = getattr(model, "language_model", None) if is_multimodal else None
+    return {} if part is None else {"language_model": part}
+
+
+def _has_tied_text(config: dict[str, Any]) -> bool:
+    text: Any = config.get("text_config") if config.get("model_type") == LlamoeConfig.model_type else None
+    return isinstance(text, dict) and bool(text.get("tie_word_embeddings"))
+
+
+def _untie_text(model: nn.Module) -> None:
+    """Say in the text model's config that merging has given the head weights of its own."""
+    for part in _text_model(model).values():
+        embeddings = part.get_input_embeddings(), part.get_output_embeddings()
+        weights = [getattr(module, "weight", None) for module in embeddings]
+        if all(weight is not None for weight in weights) and weights[0].data_ptr() != weights[1].data_ptr():
+            part.config.tie_word_embeddings = False
+
+
+def _word_embeddings(model: nn.Module) -> nn.Module | None:
+    return model.get_input_embeddings() if isinstance(model, LoadsAdapters) else None
+
+
 def _join_beginnings(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
     return join_beginnings(model, tensors) if isinstance(model, LoadsAdapters) else tensors
 
@@ -170,6 +197,8 @@ def _register(peft: ModuleType) -> None:
     replace_weighted_sum(_add_weighted_adapter)
     before_saving_adapters(_tell_of_dropout)
     after_subtraction(_join_beginnings)
+    find_word_embeddings(_word_embeddings)
+    name_tied_parts(_text_model, _has_tied_text, _untie_text)
     choose_wrapped(_parameters_to_wrap)
     around_injection(_around_injection)
 

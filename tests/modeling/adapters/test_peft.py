@@ -14,7 +14,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import constants
 from support import programs
-from support.models import MULTIMODAL, SHALLOW_MODELS, draw, for_models, max_abs, run
+from support.models import MULTIMODAL, SHALLOW_MODELS, draw, for_models, generate, max_abs, run
 
 import llamoe
 from llamoe.modeling.adapters.when_imported import when_imported
@@ -353,3 +353,63 @@ def test_prompt_learning_equals_stock(case, name):
         outputs.append(run(get_peft_model(model, config).eval(), input_ids=ids))
     assert max_abs(*outputs) < 1e-5
     assert max_abs(outputs[0][:, -9:], run(case.make(), input_ids=ids)) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+def test_prompt_learning_with_pictures(name):
+    """As on the text model of the same prompts, which gets the merged embeddings."""
+    options = {"encoder_hidden_size": 7} if name == "PromptEncoderConfig" else {}
+    config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=3, **options)
+    model = MULTIMODAL.make()
+    text_model = copy.deepcopy(model.language_model)
+    torch.manual_seed(5)
+    model = get_peft_model(model, config).eval()
+    assert not any(p.requires_grad for p in model.get_base_model().parameters())
+    by_text = get_peft_model(text_model, config).eval()
+    by_text.prompt_encoder.load_state_dict(model.prompt_encoder.state_dict())
+    inputs = MULTIMODAL.inputs(padding=(0, 0, 0))
+    base = model.get_base_model()
+    with torch.no_grad():
+        embeds, _ = base._merge(inputs["input_ids"], None, inputs["pixel_values"], None, True)
+    expected = run(by_text, inputs_embeds=embeds, attention_mask=inputs["attention_mask"])
+    assert max_abs(run(model, **inputs), expected) < 1e-5
+    assert max_abs(expected[:, -5:], run(base, **inputs)[:, -5:]) > 1e-3
+    # What is generated follows the same prompts.
+    if name != "PrefixTuningConfig":
+        tokens = generate(model, inputs, max_new_tokens=3)[:, -3:]
+        prompts = by_text.get_prompt(batch_size=len(embeds))
+        whole = torch.cat([prompts, embeds], 1)
+        assert torch.equal(
+            tokens, text_model.generate(inputs_embeds=whole, max_new_tokens=3, eos_token_id=-1)
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["o_proj", "embed_tokens"]},
+        {"trainable_token_indices": [3, 5]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_tied_head_inside_of_the_multimodal_class_is_trained(options):
+    """As under the text class, where peft finds it by itself."""
+    config = LoraConfig(**{"target_modules": ["k_proj"], "ensure_weight_tying": True, **options})
+    trained = []
+    for make in (MULTIMODAL.make, lambda **text: MULTIMODAL.make(**text).language_model):
+        model = get_peft_model(make(tie_word_embeddings=True), copy.deepcopy(config))
+        named = model.named_parameters(remove_duplicate=False)
+        names = [name.replace("language_model.", "") for name, p in named if p.requires_grad]
+        trained.append({name for name in names if "embed" in name or "head" in name})
+    assert trained[0] == trained[1] and any("lm_head" in name for name in trained[0])
+
+
+def test_a_head_that_merging_unties_is_saved(tmp_path):
+    config = LoraConfig(target_modules=["k_proj"], modules_to_save=["embed_tokens"])
+    model = get_peft_model(MULTIMODAL.make(tie_word_embeddings=True), config)
+    model.get_base_model().get_input_embeddings().modules_to_save["default"].weight.data.mul_(0.5)
+    expected = run(model.eval(), **MULTIMODAL.inputs())
+    model.merge_and_unload().save_pretrained(tmp_path)
+    loaded = llamoe.LlamoeForConditionalGeneration.from_pretrained(tmp_path)
+    assert max_abs(run(loaded, **MULTIMODAL.inputs()), expected) < 1e-5
