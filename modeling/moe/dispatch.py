@@ -43,6 +43,7 @@ from ..kernels import (
     rows_known,
     rows_to_trust,
 )
+from .grouped_mm_limits import grouped_mm_takes_dtype
 from .grouped_product import LARGE_GRADIENT_BYTES, grouped_product, groups_between, multiply_groups
 from .low_rank import Updates, factors, of_rows
 from .stores import IMPLEMENTATION, IMPLEMENTATIONS, Experts
@@ -165,8 +166,9 @@ def _products_of_sorted(
 
 
 def _grouped_mm(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    # The factors of an adapter may be thinner than the product takes.
-    if any(size * x_NI.element_size() % 16 for size in weight_EIO.shape[1:]):
+    # The factors of an adapter may be thinner than the product takes, or of a dtype that it does not.
+    is_thin = any(size * x_NI.element_size() % 16 for size in weight_EIO.shape[1:])
+    if is_thin or not grouped_mm_takes_dtype(x_NI.dtype, x_NI, x_NI.device):
         return _grouped_product(x_NI, weight_EIO, ends_E)
     return F.grouped_mm(x_NI, weight_EIO.to(x_NI.dtype), offs=ends_E)
 

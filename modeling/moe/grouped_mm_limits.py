@@ -4,6 +4,8 @@ Checked before it is called, since it would raise, or wait for the GPU.
 """
 
 import torch
+from transformers.utils import is_torchdynamo_compiling
+from transformers.utils.import_utils import is_fake_tensor
 
 
 def grouped_mm_exists(device: torch.device) -> bool:
@@ -22,6 +24,24 @@ def grouped_mm_waits(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] not in (9, 10)
+
+
+def grouped_mm_takes_dtype(dtype: torch.dtype, given: torch.Tensor, device: torch.device) -> bool:
+    """Whether `grouped_mm` multiplies rows of a dtype on a device, also where there are only shapes.
+
+    Args:
+        dtype: of the rows and, cast to it, of the matrices.
+        given: rows or stack, which may have a shape only.
+        device: of the product.
+    """
+    if not grouped_mm_exists(device) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if device.type == "cpu" and dtype == torch.float16:
+        # The CPU multiplies input-first float16 weights in a scalar loop.
+        return False
+    has_shapes_only = is_torchdynamo_compiling() or device.type == "meta" or is_fake_tensor(given)
+    # torch does not know the result's shape for other dtypes.
+    return dtype == torch.bfloat16 or not has_shapes_only
 
 
 def grouped_mm_takes(weight: torch.Tensor, device: torch.device) -> bool:

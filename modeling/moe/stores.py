@@ -18,7 +18,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 from transformers.utils import is_torchdynamo_compiling
-from transformers.utils.import_utils import is_fake_tensor
 
 from ..kernels import (
     PLAIN_MAX_ROWS,
@@ -30,7 +29,7 @@ from ..kernels import (
     plain_matrix,
 )
 from ..layers import activation
-from .grouped_mm_limits import grouped_mm_exists, grouped_mm_takes, grouped_mm_waits
+from .grouped_mm_limits import grouped_mm_takes, grouped_mm_takes_dtype, grouped_mm_waits
 from .grouped_product import Group
 from .low_rank import Updates
 
@@ -212,14 +211,7 @@ class Experts(nn.Module):
         weight = self.down_proj
         device = weight.device if device is None else device
         dtype = weight.dtype if dtype is None else dtype
-        if not grouped_mm_exists(device) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return False
-        if device.type == "cpu" and dtype == torch.float16:
-            # The CPU multiplies input-first float16 weights in a scalar loop.
-            return False
-        has_shapes_only = is_torchdynamo_compiling() or device.type == "meta" or is_fake_tensor(weight)
-        if has_shapes_only and dtype != torch.bfloat16:
-            # torch 2.11 does not know the result's shape for other dtypes.
+        if not grouped_mm_takes_dtype(dtype, weight, device):
             return False
         if is_torchdynamo_compiling() and grouped_mm_waits(device):
             # A compiler may put the product into a CUDA graph, which cannot wait for the host.

@@ -95,7 +95,8 @@ def quantized_product(
         transposed: as in `multiply_groups`.
     """
     form = format_of(key)
-    with torch.no_grad():
+    # Autocast would cast rows and matrices to its dtype, and back.
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         # The results of operators may not be views.
         if ends_E is not None:
             groups = groups_between(ends_E, len(x))

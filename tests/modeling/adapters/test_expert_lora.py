@@ -8,13 +8,18 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import hotswap_adapter
-from support.models import SHALLOW_MODELS, max_abs, run
+from support.models import SHALLOW_MODELS, make_asymmetric, max_abs, run
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.distributed import DistributedConfig
 
 import llamoe
 from llamoe.modeling.checkpoints import in_units
-from llamoe.modeling.moe import Experts
+from llamoe.modeling.moe import Experts, LowRank, OutputFirstExperts
+from llamoe.modeling.moe.dispatch import compute_experts
+from llamoe.modeling.quantization.experts import STACKS as STACK_NAMES
+from llamoe.modeling.quantization.experts import QuantizedExperts
+from llamoe.modeling.quantization.formats import Int4
 
 DENSE, TEXT = (
     case for case in SHALLOW_MODELS if case.name in ("LlamoeDenseForCausalLM", "LlamoeForCausalLM")
@@ -381,3 +386,117 @@ def test_ways_of_sharing_experts_that_are_refused(sizes):
 def test_parts_that_are_not_there(case, part):
     with pytest.raises(ValueError, match=f"has no {part}"):
         llamoe.lora_config(case.make(), **{part: True})
+
+
+def stacks_with_factors(layout, weights, dtype):
+    """Experts of a family, or packed ones, with LoRA's factors: leaves [E, r, I] and [O, r, E] of each stack."""
+    fields = dict(num_local_experts=3, hidden_size=64, intermediate_size=96)
+    experts = (Experts if layout == "llama4" else OutputFirstExperts)(transformers.MixtralConfig(**fields))
+    experts.config._experts_implementation = "llamoe"
+    make_asymmetric(experts).to(weights).requires_grad_(False)
+    if layout == "int4":
+        packed = QuantizedExperts(experts, Int4(32))
+        packed.load_state_dict(
+            {k: v for name in STACK_NAMES for k, v in packed.quantize(name, getattr(experts, name)).items()}
+        )
+        experts = packed
+    generator, leaves = torch.Generator().manual_seed(1), {}
+    for name, size_in, size_out in zip(STACK_NAMES, (64, 96), (192, 64), strict=True):
+        # Of a rank that grouped products take in each dtype.
+        factors = (
+            torch.randn(*shape, generator=generator) / 8 for shape in ((3, 8, size_in), (size_out, 8, 3))
+        )
+        leaves[name] = [factor.to(dtype).requires_grad_() for factor in factors]
+    return experts, leaves
+
+
+def outputs_and_gradients(compute, leaves, num_tokens, dtype, context=None):
+    """Of 2 experts a token; gradients of the factors. The context is for the forward pass, as torch wants autocast."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    x, weights = (
+        torch.randn(num_tokens, 64, generator=generator),
+        torch.rand(num_tokens, 2, generator=generator),
+    )
+    ids = torch.rand(num_tokens, 3, generator=generator).topk(2).indices
+    with context or nullcontext():
+        y = compute(x.to(dtype), ids, weights.to(dtype))
+    flat = [leaf for pair in leaves.values() for leaf in pair]
+    return y, torch.autograd.grad(y.double().square().sum(), flat)
+
+
+def beside(experts, leaves):
+    """The experts with the update beside their weights."""
+
+    def compute(*inputs):
+        updates = {
+            name: [LowRank(a.transpose(1, 2), b, 0.5, nn.Identity())] for name, (a, b) in leaves.items()
+        }
+        return compute_experts(experts, *inputs, updates=updates)
+
+    return compute
+
+
+def within(experts, leaves):
+    """The same in float64, with the update added to the weights: peft's way."""
+    whole = Experts(experts.config).double()
+
+    def compute(x, ids, weights):
+        stacks = {}
+        for name, (a, b) in leaves.items():
+            stack = (
+                experts.dequantized_weight(name, torch.float64)
+                if experts.is_packed
+                else getattr(experts, name)
+            )
+            stack = stack if experts.is_transposed else stack.transpose(1, 2)
+            stacks[name] = stack.double() + 0.5 * torch.einsum("eri,ore->eio", a.double(), b.double())
+        return torch.func.functional_call(whole, stacks, (x.double(), ids, weights.double()))
+
+    whole.config._experts_implementation = "eager"
+    return compute
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Weights, factors and autocast, of each layout of experts.
+MIXED = [
+    (layout, weights, factors, autocast)
+    for layout in ("llama4", "mixtral", "int4")
+    for weights in (DTYPES if layout != "int4" else DTYPES[1:2])
+    for factors in dict.fromkeys((torch.float32, weights, torch.bfloat16))
+    for autocast in (None, torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize(("layout", "weights", "factors", "autocast"), MIXED, ids=str)
+def test_dtypes_of_weights_and_factors_may_differ(layout, weights, factors, autocast):
+    """Outputs and gradients of a token and of many; what has shapes alone has them in the same dtypes."""
+    experts, leaves = stacks_with_factors(layout, weights, factors)
+    # Some roundings of the coarsest dtype that takes part; in float32 sums of a few hundred terms are coarser.
+    taking_part = {weights, factors, autocast or weights, experts.dtype}
+    tolerance = max(16 * max(torch.finfo(dtype).eps for dtype in taking_part), TOLERANCE)
+    autocasting = torch.autocast("cpu", autocast, enabled=autocast is not None)
+    compute = beside(experts, leaves)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        shapes, _ = outputs_and_gradients(compute, leaves, 11, weights, autocasting)
+    assert (shapes.dtype, shapes.shape) == (weights, (11, 64))
+    for num_tokens in (1, 11):
+        y, gradients = outputs_and_gradients(compute, leaves, num_tokens, weights, autocasting)
+        assert y.dtype == weights
+        expected = outputs_and_gradients(within(experts, leaves), leaves, num_tokens, weights)
+        for given, right in zip((y, *gradients), (expected[0], *expected[1]), strict=True):
+            assert max_abs(given, right) <= tolerance * right.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["mixtral", "int4"])
+def test_compilers_take_mixed_dtypes(layout):
+    """As peft has them: weights in bfloat16, factors in float32."""
+    torch._dynamo.reset()
+    experts, leaves = stacks_with_factors(layout, torch.bfloat16, torch.float32)
+    compute = beside(experts, leaves)
+    y, gradients = outputs_and_gradients(compute, leaves, 11, torch.bfloat16)
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
+    found = outputs_and_gradients(compiled, leaves, 11, torch.bfloat16)
+    for given, right in zip((found[0], *found[1]), (y, *gradients), strict=True):
+        # Sums of bfloat16 in another order.
+        assert given.dtype == right.dtype and max_abs(given, right) <= 0.02 * right.abs().max()
+    torch._dynamo.reset()
