@@ -33,7 +33,9 @@ from .attention import (
     MaskInputs,
     attend_one_token,
     attention_masks,
+    cache_to_write,
     mask_of_new_tokens,
+    recomputed_with_gradients_only,
     rules_of,
     without_padding_positions,
 )
@@ -130,6 +132,7 @@ class DecoderModel(LlamoePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @recomputed_with_gradients_only
     @takes_cache
     @merge_with_config_defaults
     @capture_outputs
@@ -165,10 +168,12 @@ class DecoderModel(LlamoePreTrainedModel):
 
         Raises:
             ValueError: both or none of `input_ids` and `inputs_embeds`, anything of a wrong shape or dtype, a
-                negative position of a real token (on the CPU), or a cache of another model.
+                negative position of a real token (on the CPU), a cache of another model, or one with tokens under
+                gradient checkpointing.
         """
         leave_out_attentions(self.config, kwargs)
         check_inputs(self.config, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
+        past_key_values = cache_to_write(self, past_key_values)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:

@@ -3,8 +3,8 @@
 Reading order: cache (length and keys of a KV cache before a pass), visibility (which tokens see each other: rules,
 groups, chunk borders), positions (from padding, from lengths, of cached tokens), mask_inputs (the facts of a pass),
 varlen and chunked_sdpa (attention without a mask), masks (a real one), forms (the table of all forms, and which one a
-pass takes), cache_checks (whether a cache fits the model), layer (the module), one_token (a
-decode step on a CPU).
+pass takes), cache_checks (whether a cache fits the model), recomputation (caches under gradient checkpointing), layer
+(the module), one_token (a decode step on a CPU).
 """
 
 from .cache import cached_length
@@ -14,6 +14,7 @@ from .layer import Attention, eager_attention_forward
 from .mask_inputs import MaskInputs, mask_of_new_tokens
 from .one_token import attend_one_token
 from .positions import without_padding_positions
+from .recomputation import cache_to_write, recomputed_with_gradients_only
 from .visibility import rules_of
 
 __all__ = [
@@ -21,10 +22,12 @@ __all__ = [
     "MaskInputs",
     "attend_one_token",
     "attention_masks",
+    "cache_to_write",
     "cached_length",
     "check_cache",
     "eager_attention_forward",
     "mask_of_new_tokens",
+    "recomputed_with_gradients_only",
     "rules_of",
     "without_padding_positions",
 ]

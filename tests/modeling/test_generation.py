@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from support.models import (
     IMAGE_TOKEN,
     MODELS,
@@ -28,6 +29,7 @@ from transformers import (
 )
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import llamoe
 
@@ -211,6 +213,30 @@ def test_sampling_follows_the_seed(case):
     assert samples[0].shape == (6, 8)
     assert torch.equal(samples[0], samples[1]) and not torch.equal(samples[0], samples[2])
     assert not torch.equal(samples[0][0], samples[0][1])
+
+
+IN_TRAINING = {
+    "sampling": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "static cache": {"cache_implementation": "static", "disable_compile": True},
+    "assistant": {"prompt_lookup_num_tokens": 3},
+    "adapter": {},
+}
+
+
+@for_models("is_head")
+@pytest.mark.parametrize("way", IN_TRAINING)
+def test_generate_in_training_under_checkpointing(case, way):
+    """Stock's layers drop the cache there, and each token follows from the one before it alone."""
+    model, inputs = case.make_small(), case.inputs(length=PROMPT)
+    inputs = case.row(inputs, 1) if way == "assistant" else inputs
+    expected = generate(model, inputs, **IN_TRAINING[way])
+    if way == "adapter":
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    assert torch.equal(generate(model, inputs, **IN_TRAINING[way]), expected)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert layers and all(layer.gradient_checkpointing for layer in layers)
 
 
 # Images and embeddings

@@ -18,6 +18,7 @@ from support.models import (
     SHALLOW_MODELS,
     TOKENS_PER_TILE,
     for_models,
+    main_output,
     max_abs,
     run,
 )
@@ -332,6 +333,22 @@ def test_checkpointing_keeps_the_router_loss_or_says_that_it_cannot(case, reentr
         assert reentrant and "use_reentrant" in message
     else:
         assert_same_gradients(given, expected)
+
+
+@for_models("is_text", models=SHALLOW_MODELS)
+def test_no_cached_token_is_lost_under_checkpointing(case):
+    """Where gradients are computed layers get no cache, as stock's; then there may be nothing in it."""
+    model, past = case.make().train(), DynamicCache()
+    ids = case.inputs(padding=(0,))["input_ids"]
+    expected = run(model, input_ids=ids)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    output = model(input_ids=ids, past_key_values=past, use_cache=True)
+    assert max_abs(main_output(output), expected) < 1e-5
+    assert output.past_key_values is None and past.get_seq_length() == 0
+    parts = [run(model, input_ids=part, past_key_values=past) for part in ids.split(29, 1)]
+    assert max_abs(torch.cat(parts, 1), expected) < 1e-5
+    with pytest.raises(ValueError, match="past_key_values"):
+        model(input_ids=ids, past_key_values=past)
 
 
 @for_models("is_head", models=SHALLOW_MODELS)
