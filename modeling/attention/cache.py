@@ -86,6 +86,33 @@ def make_rings(past_key_values: Cache | None) -> None:
             layer.__class__ = DynamicLayer  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def keep_exported_tokens(past_key_values: Cache | None, position_ids: torch.Tensor | None) -> None:
+    """Turn a cache's growing windows into full layers, in place, for a program that is being exported.
+
+    A program takes and gives keys and values alone. They are as many as the tokens of a full layer; how many tokens a
+    window has forgotten is not among them. The masks apply windows and chunks.
+
+    Raises:
+        ValueError: a window may have forgotten tokens, and the new tokens' positions are not given, or other layers
+            keep all tokens.
+    """
+    layers = getattr(past_key_values, "layers", ())
+    windows = {i: layer for i, layer in enumerate(layers) if isinstance(layer, DynamicSlidingWindowLayer)}
+    for i, layer in windows.items():
+        kept = layer.keys.shape[-2] if layer.is_initialized else 0
+        if kept < layer.sliding_window - 1:
+            # A class cannot be changed in a graph.
+            layers[i] = DynamicLayer()
+            if kept:
+                layers[i].update(layer.keys, layer.values)
+        elif kept == layer.get_seq_length() and (position_ids is None or len(windows) < len(layers)):
+            raise ValueError(
+                f"past_key_values keeps the last {kept} tokens of layers with chunks or a window, and an exported "
+                "program is not told how many came before them. Export with a cache that keeps every token, "
+                "DynamicCache() without a config."
+            )
+
+
 def first_layer(past_key_values: Cache | None, is_sliding: bool | None = None) -> int:
     """Index of the first cache layer that is written in this process; if none is, of the first one; 0 without layers.
 

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_torchdynamo_exporting
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..kernels import are_single_queries, attend_to_single_queries, is_tracing
-from .cache import make_rings
+from .cache import keep_exported_tokens, make_rings
 from .chunked_sdpa import Fold, attend_in_equal_rows, attend_in_fold, folded_batch
 from .mask_inputs import MaskInputs
 from .masks import real_mask
@@ -119,6 +120,9 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
     if isinstance(mask, dict):
         return mask
     rules = rules_of(inputs.config)
+    is_local = any(rule.is_local for rule in rules.values())
+    if is_local and is_torchdynamo_exporting():
+        keep_exported_tokens(inputs.past_key_values, inputs.position_ids)
     is_flash = is_flash_attention_requested(requested_attention_implementation=inputs.implementation)
     if mask is not None and len(mask.shape) == 4:
         if is_flash:
@@ -128,7 +132,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
                 'model.set_attn_implementation("sdpa").'
             )
         return dict.fromkeys(rules, mask)
-    if any(rule.is_local for rule in rules.values()):
+    if is_local:
         _refuse_split_rows(inputs.implementation)
         make_rings(inputs.past_key_values)
     is_sdpa = inputs.implementation == "sdpa" and getattr(inputs.config, "is_causal", True)

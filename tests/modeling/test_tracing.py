@@ -8,6 +8,9 @@ import pytest
 import torch
 from support.models import MODELS, main_output, make_asymmetric, max_abs, run, stock_text_config
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree
+from transformers import DynamicCache
+from transformers.integrations.executorch import register_dynamic_cache_export_support
 
 import llamoe
 from llamoe.modeling.moe.layer import MixtureOfExperts
@@ -158,3 +161,40 @@ def test_a_model_made_by_fx_is_right_for_other_tokens(implementation):
     example, other = (case.inputs(padding=(0, 0, 0))["input_ids"].roll(by, 1) for by in (0, 20))
     program = make_fx(lambda ids: model(input_ids=ids, use_cache=False).logits)(example)
     assert max_abs(program(other), run(model, input_ids=other)) < TOLERANCE
+
+
+@pytest.fixture
+def exportable_caches():
+    register_dynamic_cache_export_support()
+    yield
+    _pytree._deregister_pytree_node(DynamicCache)
+
+
+# All layers have windows; one layer has chunks and one has not.
+LOCAL = [CASES["LlamoeMixtralForCausalLM"], CASES["LlamoeForCausalLM"]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", LOCAL, ids=lambda case: case.name)
+def test_an_exported_cache_keeps_its_tokens(case, exportable_caches):
+    """A program hands on keys alone: not how many a window has forgotten, by which transformers' caches go wrong."""
+    model, ids = case.make_small(), case.inputs(padding=(0, 0))["input_ids"]
+    options = {"use_cache": True, "past_key_values": DynamicCache(config=model.config)}
+    shapes = {"input_ids": {1: torch.export.Dim.AUTO}, "use_cache": None, "past_key_values": [[], []]}
+    example = {"input_ids": ids[:, :20], **options}
+    program = torch.export.export(model, (), example, dynamic_shapes=shapes, strict=False).module()
+    expected = run(model, input_ids=ids)
+    output = program(input_ids=ids[:, :37], **options)
+    assert max_abs(output.logits, expected[:, :37]) < TOLERANCE
+    past = output.past_key_values
+    assert max_abs(run(model, input_ids=ids[:, 37:], past_key_values=past), expected[:, 37:]) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", LOCAL, ids=lambda case: case.name)
+def test_a_cache_that_has_forgotten_tokens_is_not_exported(case, exportable_caches):
+    model, ids = case.make_small(), case.inputs(padding=(0, 0))["input_ids"]
+    past = DynamicCache(config=model.config)
+    run(model, input_ids=ids[:, :20], past_key_values=past)
+    with pytest.raises(ValueError, match="past_key_values"):
+        torch.export.export(model, (ids[:, 20:26],), {"past_key_values": past}, strict=False)
