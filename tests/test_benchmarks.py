@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import programs
 
 from benchmarks import (
     AGAIN,
@@ -481,8 +482,9 @@ def test_results_keep_the_runs_that_they_come_from():
     assert [about["date"] for about in third["runs"]] == ["2", "3"]
 
 
-def test_loading_is_measured_in_a_process_of_its_own(tmp_path):
+def test_loading_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch):
     """Of 30 MB of weights at least 27 have to be held, and the sum tells that they are the ones that were saved."""
+    programs.in_place_of_subprocess(monkeypatch, loading)
     shape = Shape(hidden=256, expert=320, experts=25, heads=6, key_value_heads=2, head_dim=20, vocabulary=101)
     loading.save(SETTING, shape, 1, tmp_path / "checkpoint", "10MB")
     loading.save(SETTING, loading.SMALL, 1, tmp_path / "small", "10MB")
@@ -525,6 +527,7 @@ SAVED = (
 
 def test_few_bits_from_the_cases_to_the_reports(tmp_path, monkeypatch, clock):
     monkeypatch.setitem(GROUPS, "few-bits", partial(few_bits.few_bits, SAVED, 9))
+    monkeypatch.setattr(beside_llama_cpp, "NEW", 5)
     assert run_session(tmp_path, clock, ["few-bits"]) == 0
     results = json.loads((tmp_path / "cpu.json").read_text())
     assert [(case["phase"], case["model"]) for case in results["cases"]] == [

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from support import programs
 
 from benchmarks import OURS, bars, command_line, elsewhere
 from benchmarks.clocks import ProcessorClock
@@ -57,8 +58,9 @@ def test_hits_are_the_simulated_ones_and_all_contestants_compute_the_same(folder
     )
 
 
-def test_a_contestant_that_fails_is_told(folder):
+def test_a_contestant_that_fails_is_told(folder, monkeypatch):
     """Room for less than one expert."""
+    programs.in_place_of_subprocess(monkeypatch, elsewhere)
     given = {"folder": str(folder), "small": str(folder), "law": "even", "budget": 1, "warm": 1, "tokens": 1}
     assert "experts_memory=1 bytes" in elsewhere.in_process("decode", who=OURS, **given)["skipped"]
 

@@ -24,9 +24,10 @@ has_kernels = pytest.mark.skipif(
 )
 
 
-def told(*options, **environment):
-    """What the command says in JSON, with these environment variables."""
-    done = programs.run([*DOCTOR, "--json", *options], env={**os.environ, **environment})
+def told(*words, **environment):
+    """What the command, or a program that runs it, says in JSON, with these environment variables."""
+    words = words or (*DOCTOR, "--json")
+    done = programs.run(words, env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -52,13 +53,19 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Missing())
+for name in [name for name in sys.modules if name.partition(".")[0] in {modules!r}]:
+    del sys.modules[name]
 from llamoe_command.cli import main
 main(["doctor", "--json"])
 """
 
 
-def test_it_tells_what_is_here():
-    content = told()
+@pytest.fixture(scope="module")
+def content():
+    return told()
+
+
+def test_it_tells_what_is_here(content):
     assert content["versions"]["llamoe"] == version("llamoe")
     for name in ("torch", "transformers", "accelerate", "safetensors", "peft"):
         assert package(content, name)["version"] == version(name)
@@ -102,8 +109,7 @@ def test_the_text_has_every_section():
 
 
 @has_kernels
-def test_compiled_kernels_serve_where_they_can():
-    content = told()
+def test_compiled_kernels_serve_where_they_can(content):
     assert "C++ kernels" in served(content, "products of few rows")["served_by"]
     assert "C++ kernels" in served(content, "int4 and int8")["served_by"]
     assert not [line for line in content["advice"] if " on cpu" in line]
@@ -135,15 +141,14 @@ def test_a_wrong_name_of_experts_is_told():
 
 @has_kernels
 def test_a_missing_compiler_is_told(tmp_path):
-    # As a user starts it: the compiler's name is read when torch is imported.
-    done = subprocess.run(
-        [sys.executable, *DOCTOR, "--json"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "CXX": "/nowhere", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout)
+    # torch reads the compiler's name, CXX, when it is imported, which it is here.
+    program = """
+import torch._inductor.config
+from llamoe_command.cli import main
+torch._inductor.config.cpp.cxx = (None, "/nowhere")
+main(["doctor", "--json"])
+"""
+    content = told("-c", program, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert served(content, "products of few rows")["served_by"] == "torch's products"
     assert "/nowhere" in served(content, "products of few rows")["why"]
     # One line, whatever number of steps it would help.
@@ -151,11 +156,7 @@ def test_a_missing_compiler_is_told(tmp_path):
 
 
 def test_a_missing_package_is_told_with_its_advice():
-    # In a process that has imported none of them yet.
-    program = blocking("sentencepiece", "flash_attn", "kernels")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout)
+    content = told("-c", blocking("sentencepiece", "flash_attn", "kernels"))
     assert package(content, "sentencepiece")["version"] is None
     lines = [line for line in content["advice"] if line.startswith("sentencepiece is missing")]
     assert len(lines) == 1
@@ -192,7 +193,7 @@ def test_a_package_that_cannot_be_imported_is_told_by_try(tmp_path):
     pytest.importorskip("tiktoken", reason="needs the extra llamoe[tokenizers]")
     looked = told(PYTHONPATH=str(tmp_path))
     assert not [line for line in looked["advice"] if "spoilt" in line]
-    tried = told("--try", PYTHONPATH=str(tmp_path))
+    tried = told(*DOCTOR, "--json", "--try", PYTHONPATH=str(tmp_path))
     assert [line for line in tried["advice"] if "cannot be imported (its library is spoilt)" in line]
 
 

@@ -130,14 +130,21 @@ def test_few_graphs_for_all_lengths():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param("LlamoeDenseForCausalLM", marks=pytest.mark.slow), "LlamoeForConditionalGeneration"],
+    ("name", "is_checkpointed"),
+    [
+        pytest.param("LlamoeDenseForCausalLM", False, marks=pytest.mark.slow),
+        pytest.param("LlamoeForConditionalGeneration", False, marks=pytest.mark.slow),
+        ("LlamoeForConditionalGeneration", True),
+    ],
 )
-def test_training_is_one_graph(name):
+def test_training_is_one_graph(name, is_checkpointed):
     case = CASES[name]
     model, inputs = case.make_small().train(), case.inputs()
-    options = {"labels": inputs["input_ids"]} if case.is_head else {}
+    # Left to transformers, `use_cache` is turned off with a warning, which no graph can hold.
+    options = {"labels": inputs["input_ids"], "use_cache": not is_checkpointed}
     expected = gradients(model, model, inputs, **options)
+    if is_checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same_gradients(gradients(model, compiled, inputs, **options), expected)
 
@@ -166,27 +173,17 @@ def test_router_training_is_one_graph():
     assert loads == [[2 * inputs["attention_mask"].sum().item()]]
 
 
-def test_gradient_checkpointing_is_one_graph():
-    case = CASES["LlamoeForCausalLM"]
-    model, inputs = case.make_small().train(), case.inputs()
-    # Left to transformers, `use_cache` is turned off with a warning, which no graph can hold.
-    options = {"labels": inputs["input_ids"], "use_cache": False}
-    expected = gradients(model, model, inputs, **options)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_same_gradients(gradients(model, compiled, inputs, **options), expected)
-
-
 # The experts, for every size and dtype
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXPERTS = [
-    *itertools.product(("llamoe", "grouped_mm"), DTYPES, (52,)),
     # In graphs torch's grouped product is for bfloat16 only; the width decides nothing in other dtypes.
-    *itertools.product(("llamoe", "grouped_mm"), (torch.bfloat16,), (48,)),
+    *itertools.product(("llamoe", "grouped_mm"), (torch.bfloat16,), (52, 48)),
+    ("llamoe", torch.float32, 52),
+    ("grouped_mm", torch.float16, 52),
     # No dtype or width has a way of its own in these.
-    *itertools.product(("eager", "batched_mm"), (torch.float32, torch.bfloat16), (52,)),
+    ("eager", torch.float32, 52),
+    ("batched_mm", torch.bfloat16, 52),
 ]
 
 
@@ -235,14 +232,9 @@ def test_grouped_product():
 # Generation with a static cache
 
 
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [("LlamoeForConditionalGeneration", 24), ("LlamoeForCausalLM", 11)],
-)
-def test_generate_compiles_once(name, length):
-    """Eleven tokens and nine new ones fill the window of a chunk while they are generated; 24 have filled it before."""
-    case = CASES[name]
-    model, inputs = case.make_small(), case.inputs(padding=(3, 0, 1), length=length)
+def test_generate_compiles_once():
+    case = CASES["LlamoeForConditionalGeneration"]
+    model, inputs = case.make_small(), case.inputs(padding=(3, 0, 1), length=24)
     options = dict(max_new_tokens=9, min_new_tokens=9, do_sample=False, cache_implementation="static")
     expected = model.generate(**inputs, **options, disable_compile=True)
     backend = Counting()
@@ -266,7 +258,10 @@ def test_generate_compiles_once(name, length):
     ids=str,
 )
 def test_prompts_of_differing_lengths_share_one_graph(name, dtype):
-    """The longest comes first, as a server would warm up: shorter ones find its cache, and its graph."""
+    """The longest comes first, as a server would warm up: shorter ones find its cache, and its graph.
+
+    Eleven tokens and six new ones fill the window of a chunk while they are generated; 30 have filled it before.
+    """
     case = CASES[name]
     model = case.make_small().to(dtype)
     options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, cache_implementation="static")

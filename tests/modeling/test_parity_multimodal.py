@@ -181,7 +181,8 @@ def test_image_features(stock, ours):
     given = ours.get_image_features(pixels)
     assert given.last_hidden_state.shape == expected.shape
     assert max_abs(given.last_hidden_state, expected) <= 1e-4
-    # Stock returns the tower's output and projects later; ours holds both.
+    # Stock returns the tower's output and projects later; ours holds both, with one entry for each tile.
+    assert given.pooler_output.shape == (len(pixels), TOKENS_PER_TILE, ours.config.text_config.hidden_size)
     assert max_abs(given.pooler_output, stock.multi_modal_projector(expected)) <= 1e-4
 
 

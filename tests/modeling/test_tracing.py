@@ -56,26 +56,28 @@ def made_of_fakes(block, example):
 
 
 FOR_ANY_NUMBER = (traced, exported, compiled)
+# A path, sizes, experts a token, and which of the tracers that need half a second look at it.
+PATHS = [
+    ("llamoe", "odd", 1, exported),
+    ("llamoe", "aligned", 2, compiled),
+    # Without gradients the CPU takes this path for the name above, too, whatever the sizes.
+    ("llamoe_loop", "odd", 2, exported),
+    # This one looks at the sizes.
+    ("grouped_mm", "odd", 2, compiled),
+    ("grouped_mm", "aligned", 2, exported),
+    # These are transformers', which look at no size.
+    ("eager", "odd", 2, exported),
+    ("batched_mm", "odd", 2, compiled),
+]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("trace", [*FOR_ANY_NUMBER, made_by_fx, made_of_fakes], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
-    ("implementation", "sizes", "top_k"),
-    [
-        ("llamoe", "odd", 1),
-        ("llamoe", "aligned", 2),
-        # Without gradients the CPU takes this path for the name above, too, whatever the sizes.
-        ("llamoe_loop", "odd", 2),
-        # This one looks at the sizes.
-        ("grouped_mm", "odd", 2),
-        ("grouped_mm", "aligned", 2),
-        # These are transformers', which look at no size.
-        ("eager", "odd", 2),
-        ("batched_mm", "odd", 2),
-    ],
+    ("implementation", "sizes", "top_k", "trace"),
+    [(*path, trace) for *path, slow in PATHS for trace in (traced, made_by_fx, made_of_fakes, slow)],
+    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_other_tokens_go_to_their_own_experts(sizes, top_k, implementation, trace):
+def test_other_tokens_go_to_their_own_experts(implementation, sizes, top_k, trace):
     if trace is made_of_fakes and implementation == "grouped_mm" and sizes == "aligned":
         pytest.skip("before torch 2.15 fake tensors of the grouped product are of bfloat16 only; it says so")
     config = llamoe.from_stock(stock_text_config(num_experts_per_tok=top_k, **SIZES[sizes]))

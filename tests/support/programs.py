@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from transformers import dynamic_module_utils
@@ -73,6 +74,16 @@ def run(arguments, cwd=None, env=None, timeout=300) -> subprocess.CompletedProce
         return subprocess.CompletedProcess(
             arguments, process.exitcode, output.read_text(), errors.read_text()
         )
+
+
+def in_place_of_subprocess(monkeypatch, module):
+    """Let a module that starts Python with `subprocess.run` start it here, where imports are done."""
+
+    def run_python(command, cwd=None, env=None, **_):
+        assert command[0] == sys.executable
+        return run(command[1:], cwd, env)
+
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run_python))
 
 
 def _call(module, function, arguments):

@@ -1,0 +1,154 @@
+"""What Mixtral alone has, against transformers' Mixtral: ties of the router, heads, files of experts, positions.
+
+Logits, losses and gradients are in `test_parity.py`.
+"""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.models import load_whole, max_abs, stock_mixtral_config, stock_model
+from transformers import MixtralForCausalLM
+
+import llamoe
+from llamoe import LlamoeMixtralForCausalLM
+
+
+def ids(length=50, rows=2):
+    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def padded():
+    mask = torch.ones_like(ids())
+    mask[0, :9] = 0
+    return {"input_ids": ids(), "attention_mask": mask}
+
+
+def pair(folder, stock_class=MixtralForCausalLM, **overrides):
+    stock = stock_model(stock_class, stock_mixtral_config(**overrides))
+    stock.save_pretrained(folder)
+    name = f"LlamoeMixtral{stock_class.__name__.removeprefix('Mixtral')}"
+    return stock, load_whole(getattr(llamoe, name), folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ties_and_near_ties_go_stocks_way(dtype):
+    """Experts that share a weight tie exactly, and in 16 bits most others nearly do."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+
+    from llamoe.modeling.moe import Router
+
+    config = stock_mixtral_config(num_local_experts=7, num_experts_per_tok=3)
+    stock, ours = MixtralTopKRouter(config), Router(llamoe.from_stock(config))
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(7, 72, generator=generator)
+    weight[4], weight[2] = weight[1], weight[0] * (1 + 2e-7)
+    x = 0.1 * torch.randn(4096, 72, generator=generator)
+    for router in (stock, ours):
+        router.weight.data.copy_(weight)
+        router.to(dtype)
+    for mine, its in zip(ours(x.to(dtype)), stock(x.to(dtype)), strict=True):
+        assert mine.dtype == its.dtype and torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_heads(head, tmp_path, record_parity):
+    stock_class = getattr(transformers, f"MixtralFor{head}")
+    stock, ours = pair(tmp_path, stock_class=stock_class, num_labels=3)
+    expected, given = stock(**padded()), ours(**padded())
+    real = padded()["attention_mask"].bool()
+    for name in [name for name in expected if "logits" in name]:
+        kept = (...,) if head == "SequenceClassification" else (real,)
+        difference = max_abs(given[name][kept], expected[name][kept])
+        record_parity(f"LlamoeMixtralFor{head}", f"MixtralFor{head}", "float32", difference)
+        assert difference <= 1e-4
+    ours.save_pretrained(tmp_path / "ours", layout="stock")
+    again = load_whole(stock_class, tmp_path / "ours")
+    for name, weight in again.state_dict().items():
+        assert torch.equal(weight, stock.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("layout", ["stock", "llamoe"])
+def test_folders_go_both_ways_bit_for_bit(layout, tmp_path):
+    stock, ours = pair(tmp_path / "stock")
+    ours.save_pretrained(tmp_path / "ours", layout=layout)
+    given, written = (load_file(tmp_path / name / "model.safetensors") for name in ("stock", "ours"))
+    assert "model.layers.0.block_sparse_moe.experts.4.w2.weight" in written
+    assert given.keys() == written.keys()
+    assert all(torch.equal(given[name], written[name]) for name in given)
+    reader = MixtralForCausalLM if layout == "stock" else LlamoeMixtralForCausalLM
+    again = load_whole(reader, tmp_path / "ours")
+    assert torch.equal(again(ids()).logits, (stock if layout == "stock" else ours)(ids()).logits)
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts"
+BROKEN = {
+    "an expert's matrix is missing": (f"{EXPERT}.3.w3.weight", None, r"experts\.3\.w3.*num_local_experts"),
+    "stacked as well": ("model.layers.1.mlp.experts.gate_up_proj", (5, 104, 72), r"\.0\.w1.*gate_up_proj"),
+    "one expert more": (f"{EXPERT}.5.w1.weight", (52, 72), "expert 5.*num_local_experts"),
+    "another shape": (f"{EXPERT}.2.w2.weight", (52, 72), r"\.2\.w2\.weight.*\[52, 72\].*\[72, 52\]"),
+    "another matrix": (f"{EXPERT}.2.w4.weight", (52, 72), r"experts\.N\.w1\.weight"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_folders_say_what_is_wrong(fault, tmp_path):
+    stock_model(MixtralForCausalLM, stock_mixtral_config()).save_pretrained(tmp_path)
+    name, shape, message = BROKEN[fault]
+    weights = load_file(tmp_path / "model.safetensors")
+    weights |= {name: torch.zeros(shape or 1)}
+    if shape is None:
+        del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(llamoe.CheckpointError, match=message):
+        LlamoeMixtralForCausalLM.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_a_layer_on_disk(tmp_path):
+    """transformers stacks its experts there anew, hence the folder."""
+    stock, _ = pair(tmp_path / "stock")
+    places = {"": "cpu", "model.layers.1": "disk"}
+    placed = LlamoeMixtralForCausalLM.from_pretrained(
+        tmp_path / "stock", device_map=places, offload_folder=tmp_path / "offload"
+    )
+    assert placed.model.layers[1].mlp.experts.down_proj.device.type == "meta"
+    assert max_abs(placed(ids()).logits, stock(ids()).logits) <= 1e-4
+
+
+def test_lora_on_a_single_square_expert_merges_as_it_adapts(tmp_path):
+    """peft takes a stack of one expert for a linear layer's weight, which output-first it is."""
+    from peft import LoraConfig, get_peft_model
+
+    _, ours = pair(tmp_path, num_local_experts=1, num_experts_per_tok=1, intermediate_size=72)
+    config = LoraConfig(
+        target_modules=["q_proj"], target_parameters=["experts.down_proj"], init_lora_weights=False
+    )
+    adapted = get_peft_model(ours, config).eval()
+    for implementation in ("llamoe", "eager"):
+        adapted.get_base_model().set_experts_implementation(implementation)
+        with torch.no_grad():
+            if implementation == "llamoe":
+                expected = adapted(ids()).logits
+            assert max_abs(adapted(ids()).logits, expected) <= 1e-4
+    with torch.no_grad():
+        assert max_abs(adapted.merge_and_unload()(ids()).logits, expected) <= 1e-4
+
+
+def test_positions_leave_a_compiled_graph_open_to_all_lengths(tmp_path):
+    _, ours = pair(tmp_path, num_hidden_layers=1)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for length in (7, 9, 20):
+            positions = torch.arange(length)[None]
+            compiled(ids(length), position_ids=positions, use_cache=False)
+    torch._dynamo.reset()
+    # One for all of them, and one more where a window first ends within the row.
+    assert len(graphs) <= 2

@@ -1,0 +1,478 @@
+"""Text models against transformers' Llama, Mixtral and Llama 4: a stock folder, loaded by path, gives its numbers.
+
+`test_parity_multimodal.py` does the same for the model with pictures.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers
+from support.models import (
+    ROPES,
+    check_bfloat16_errors,
+    check_choices,
+    choices,
+    deviation_in_range,
+    gradient_differences,
+    load_whole,
+    make_asymmetric,
+    max_abs,
+    mixtures,
+    record_calls,
+    scaled_rope,
+    stock_dense_config,
+    stock_mixtral_config,
+    stock_model,
+    stock_text_config,
+    text_config,
+)
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+import llamoe
+from llamoe.modeling.moe.layer import MixtureOfExperts
+from llamoe.modeling.moe.stores import Experts
+
+BACKENDS = ["llamoe", "eager", "grouped_mm", "batched_mm"]
+# More than three attention chunks or windows of 16 tokens, and six steps of the temperature (floor_scale is 8).
+LENGTH = 53
+
+SCOUT_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=16.0,
+    original_max_position_embeddings=64,
+    low_freq_factor=1.0,
+    high_freq_factor=1.0,
+)
+# Everywhere 6 * 20 channels of the heads are not the 72 of the residual stream, unless the head follows from it.
+DENSE = {
+    "gqa": dict(),
+    "mha": dict(num_key_value_heads=6),
+    "mqa": dict(num_key_value_heads=1),
+    "tied": dict(tie_word_embeddings=True),
+    "biases": dict(attention_bias=True, mlp_bias=True),
+    "head_dim-derived": dict(head_dim=None, num_key_value_heads=3),
+    "gelu-large-eps": dict(hidden_act="gelu", rms_norm_eps=0.05),
+}
+MIXTRAL = {
+    "window": dict(),
+    "whole": dict(sliding_window=None),
+    "top1": dict(num_experts_per_tok=1),
+    "every expert": dict(num_experts_per_tok=5),
+    "mha-tied": dict(num_key_value_heads=6, tie_word_embeddings=True),
+    "gelu-aligned": dict(hidden_act="gelu", intermediate_size=56, head_dim=None),
+}
+# Unless said otherwise: five layers, the second and fourth are mixtures, the fourth is free of positions.
+LLAMA4 = {
+    "moe-every-second": dict(),
+    "moe-every": dict(interleave_moe_layer_step=1),
+    "moe-listed": dict(moe_layers=[0, 3]),
+    "moe-none": dict(moe_layers=[]),
+    "top-2": dict(num_experts_per_tok=2),
+    "top-2-every": dict(num_experts_per_tok=2, interleave_moe_layer_step=1),
+    "no-qk-norm": dict(use_qk_norm=False),
+    "no-qk-norm-every": dict(use_qk_norm=False, interleave_moe_layer_step=1),
+    "no-tuning": dict(attn_temperature_tuning=False),
+    "strong-tuning": dict(floor_scale=3, attn_scale=0.5),
+    "no-rope-listed": dict(no_rope_layers=[0, 1, 1, 0, 1]),
+    "rope-everywhere": dict(no_rope_layers=[1] * 5),
+    "no-chunks": dict(layer_types=["full_attention"] * 5),
+    "chunks-mixed": dict(layer_types=["full_attention", *["chunked_attention"] * 3, "full_attention"]),
+    "scout": dict(interleave_moe_layer_step=1, rope_parameters=SCOUT_ROPE),
+    "biases": dict(attention_bias=True),
+    "mha": dict(num_key_value_heads=6),
+    "mqa": dict(num_key_value_heads=1),
+    "tied": dict(tie_word_embeddings=True),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    stock_name: str
+    make_config: Callable
+    kinds: dict
+
+    def fields(self, kind):
+        return self.kinds[kind] if kind in self.kinds else scaled_rope(kind)
+
+
+FAMILIES = {
+    "dense": Family("LlamoeDenseForCausalLM", "LlamaForCausalLM", stock_dense_config, DENSE),
+    "mixtral": Family("LlamoeMixtralForCausalLM", "MixtralForCausalLM", stock_mixtral_config, MIXTRAL),
+    "llama4": Family("LlamoeForCausalLM", "Llama4ForCausalLM", stock_text_config, LLAMA4),
+}
+
+
+def over(**kinds):
+    """Parametrise over kinds of each family: lists of their names, or all of them."""
+    cases = [(family, kind) for family, names in kinds.items() for kind in (names or FAMILIES[family].kinds)]
+    return pytest.mark.parametrize(("family", "kind"), cases, ids=str)
+
+
+def over_in_turn(**kinds):
+    """Likewise, with the implementations of attention in turn."""
+    cases = [(family, kind) for family, names in kinds.items() for kind in names]
+    cases = [(*case, ("eager", "sdpa")[number % 2]) for number, case in enumerate(cases)]
+    return pytest.mark.parametrize(("family", "kind", "attention"), cases, ids=str)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Gives stock with asymmetric weights, and ours read from its folder; built once, and only read."""
+
+    @functools.cache
+    def folder_of(family, kind, exact):
+        known = FAMILIES[family]
+        stock_class = getattr(transformers, known.stock_name)
+        folder = tmp_path_factory.mktemp("stock")
+        stock = stock_model(stock_class, known.make_config(**known.fields(kind)), exact_in_bfloat16=exact)
+        stock.save_pretrained(folder)
+        return stock, folder, load_whole(getattr(llamoe, known.name), folder)
+
+    def pair(family, kind, attention="sdpa", exact=False):
+        stock, folder, ours = folder_of(family, kind, exact)
+        for model in (stock, ours):
+            model.set_attn_implementation(attention)
+            model.zero_grad()
+        return stock, ours, folder
+
+    return pair
+
+
+def ids(length=LENGTH, rows=2):
+    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def inputs_of(family):
+    """Mixtral's have padding on the left, behind which the others of stock number positions otherwise."""
+    mask = torch.ones_like(ids())
+    if family == "mixtral":
+        mask[0, :9] = 0
+    return {"input_ids": ids(), "attention_mask": mask}
+
+
+def labels():
+    return ids().masked_fill(torch.arange(LENGTH) < torch.tensor([[20], [0]]), -100)
+
+
+def test_every_scaling_type_of_transformers_is_tried():
+    tried = {ROPES[name].get("rope_type", name) for name in ROPES}
+    # "default" is not in the table: it is the type without scaling.
+    assert tried == {*ROPE_INIT_FUNCTIONS, "default"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@over(dense=None, mixtral=None, llama4=None)
+def test_logits_states_and_routing(family, kind, attention, pairs, record_parity):
+    known, (stock, ours, _) = FAMILIES[family], pairs(family, kind, attention)
+    inputs = inputs_of(family)
+    real = inputs["attention_mask"].bool()
+    wanted = dict(output_hidden_states=True, output_attentions=attention == "eager")
+    ours_too = {} if family == "dense" else {"output_router_logits": True}
+    stock_too = ours_too if family == "mixtral" else {}
+    routers = {i: block.router for i, block in mixtures(stock).items()} if family == "llama4" else {}
+    calls = record_calls(routers)
+    expected, given = stock(**inputs, **wanted, **stock_too), ours(**inputs, **wanted, **ours_too)
+    assert deviation_in_range(expected.logits)
+    difference = max_abs(given.logits[real], expected.logits[real])
+    record_parity(known.name, known.stock_name, "float32", difference, "logits")
+    assert difference <= 1e-4
+    layers = ours.config.num_hidden_layers
+    assert len(given.hidden_states) == len(expected.hidden_states) == layers + 1
+    for mine, its in zip(given.hidden_states, expected.hidden_states, strict=True):
+        assert max_abs(mine[real], its[real]) <= 1e-4  # values of a deviation of about 1 to 3
+    if attention == "eager":
+        assert len(given.attentions) == len(expected.attentions) == layers
+        for mine, its in zip(given.attentions, expected.attentions, strict=True):
+            seen = real[:, None, :, None].expand_as(its)
+            assert mine.shape == its.shape and max_abs(mine[seen], its[seen]) <= 1e-5  # at most 1
+    if family == "dense":
+        return
+    if family == "llama4":
+        assert list(calls) == ours.config.moe_layers
+        theirs = [its for _, (_, its) in calls.values()]
+    else:
+        theirs = expected.router_logits
+        assert len(theirs) == layers
+        assert given.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-5)
+    for mine, its in zip(given.router_logits or (), theirs, strict=True):
+        mine, its = mine[real.flatten()], its[real.flatten()]
+        difference = max_abs(mine, its)
+        record_parity(known.name, known.stock_name, "float32", difference, "router logits")
+        assert difference <= 1e-4
+        assert torch.equal(*(choices(x, ours.config.num_experts_per_tok) for x in (mine, its)))
+
+
+@torch.no_grad()
+@over(dense=ROPES, llama4=ROPES)
+def test_rope_scaling(family, kind, pairs, record_parity):
+    stock, ours, _ = pairs(family, kind, "eager" if family == "dense" else "sdpa")
+    unscaled = 10000.0 ** (-torch.arange(10) / 10)  # of 20 channels
+    # Twice the short pass: `dynamic` and `longrope` keep frequencies of the pass before, and have to return.
+    frequencies = []
+    for length in (20, LENGTH, 20):
+        expected, given = stock(ids(length)).logits, ours(ids(length)).logits
+        assert deviation_in_range(expected)
+        difference = max_abs(given, expected)
+        record_parity(
+            FAMILIES[family].name, FAMILIES[family].stock_name, "float32", difference, "logits, scaled rope"
+        )
+        assert difference <= 1e-4
+        if family == "dense":
+            frequencies.append(stock.model.rotary_emb.inv_freq.clone())
+    if family == "dense":
+        assert max_abs(frequencies[1], unscaled) > 1e-3, "these parameters scale nothing"
+        if kind in ("dynamic", "longrope"):
+            assert max_abs(frequencies[0], frequencies[1]) > 1e-3, "both passes are of one kind"
+            assert max_abs(frequencies[0], frequencies[2]) == 0
+
+
+def check_gradients(family, ours, stock, record_parity, limit=2e-5):
+    names = FAMILIES[family].name, FAMILIES[family].stock_name, "float32"
+    differences = gradient_differences(ours, stock)
+    absolute, relative = (max(values) for values in zip(*differences.values(), strict=True))
+    record_parity(*names, absolute, "gradients")
+    record_parity(*names, relative, "gradients, relative to each parameter's largest")
+    # About 1e-6 as a rule: sums over all tokens in another order, through up to five layers.
+    assert relative <= limit, max(differences.items(), key=lambda item: item[1][1])
+
+
+@over_in_turn(
+    dense="gqa mha mqa tied biases yarn llama3".split(),
+    llama4="moe-every-second moe-every moe-none top-2-every no-qk-norm scout biases tied".split(),
+)
+def test_loss_and_gradients(family, kind, attention, pairs, record_parity):
+    stock, ours, _ = pairs(family, kind, attention)
+    means, shares = [], []
+    for model in (stock, ours):
+        means.append(model(ids(), labels=labels()).loss.item())
+        # Divided by a count that is not this batch's, as trainers do that accumulate gradients.
+        shares.append(model(ids(), labels=labels(), num_items_in_batch=131).loss)
+        shares[-1].backward()
+    assert means[1] == pytest.approx(means[0], abs=1e-5)
+    assert shares[1].item() == pytest.approx(shares[0].item(), abs=1e-5)
+    num_targets = int((labels()[:, 1:] != -100).sum())
+    assert shares[1].item() == pytest.approx(means[1] * num_targets / 131, rel=1e-4)
+    check_gradients(family, ours, stock, record_parity)
+
+
+@pytest.mark.parametrize(
+    ("kind", "jitter"), [("window", 0.0), ("top1", 0.2), ("every expert", 0.2), ("mha-tied", 0.0)]
+)
+def test_mixtrals_losses_and_gradients(kind, jitter, tmp_path, record_parity):
+    options = dict(router_aux_loss_coef=0.3, output_router_logits=True, router_jitter_noise=jitter)
+    stock = stock_model(transformers.MixtralForCausalLM, stock_mixtral_config(**options, **MIXTRAL[kind]))
+    stock.save_pretrained(tmp_path)
+    ours = load_whole(llamoe.LlamoeMixtralForCausalLM, tmp_path)
+    losses = []
+    for model in (stock, ours):
+        torch.manual_seed(3)
+        output = model.train()(ids(), labels=labels())
+        losses.append((output.loss.item(), output.aux_loss.item()))
+        output.loss.backward()
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
+    check_gradients("mixtral", ours, stock, record_parity, limit=5e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_experts_without_tokens(backend, pairs, record_parity):
+    stock, _, folder = pairs("llama4", "moe-every")
+    ours = load_whole(llamoe.LlamoeForCausalLM, folder, experts_implementation=backend)
+    routers = record_calls({i: block.router for i, block in mixtures(stock).items()})
+    for model in (stock, ours):
+        logits = model(ids(3, rows=1)).logits
+        (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+    check_gradients("llama4", ours, stock, record_parity)
+    for i, (_, (_, logits)) in routers.items():
+        idle = sorted(set(range(5)) - set(logits.argmax(-1).tolist()))
+        assert len(idle) >= 2  # three tokens at most hit three of five
+        for parameter in mixtures(ours)[i].experts.parameters():
+            assert parameter.grad[idle].abs().max() == 0
+            assert parameter.grad.abs().amax((1, 2)).count_nonzero() == 5 - len(idle)
+
+
+@pytest.fixture(scope="module")
+def stock_of_width(tmp_path_factory):
+    """Gives for a width of the experts the folder of a stock model, and its logits."""
+
+    @functools.cache
+    def make(width):
+        folder = tmp_path_factory.mktemp("stock")
+        sizes = dict(intermediate_size=width, interleave_moe_layer_step=1, num_experts_per_tok=2)
+        stock = stock_model(transformers.Llama4ForCausalLM, stock_text_config(**sizes))
+        stock.save_pretrained(folder)
+        with torch.no_grad():
+            return folder, stock(ids()).logits
+
+    return make
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("backend", "how"), [*zip(BACKENDS, ["set", "at-load"] * 2, strict=True), ("grouped_mm", "set")]
+)
+@pytest.mark.parametrize(("width", "fits"), [(52, True), (51, False)], ids=["aligned", "odd"])
+def test_experts_backends(width, fits, backend, how, stock_of_width, monkeypatch):
+    # Rows of 51 floats are no multiple of 16 bytes: `grouped_mm` then runs the loop over experts.
+    folder, expected = stock_of_width(width)
+    at_load = backend if how == "at-load" else "eager"
+    ours = load_whole(llamoe.LlamoeForCausalLM, folder, experts_implementation=at_load)
+    if how == "set":
+        ours.set_experts_implementation(backend)
+    assert ours.config._experts_implementation == backend
+    assert all(block.experts.fits_grouped_mm() is fits for block in mixtures(ours).values())
+    loops = []
+    loop = Experts.loop_over_experts
+    monkeypatch.setattr(Experts, "loop_over_experts", lambda *args: loops.append(1) or loop(*args))
+    assert max_abs(ours(ids()).logits, expected) <= 1e-4
+    assert len(loops) == (5 if backend == "eager" or (backend == "grouped_mm" and not fits) else 0)
+
+
+@torch.no_grad()
+@over_in_turn(
+    dense="gqa mha mqa tied biases llama3 longrope".split(), mixtral=["window", "top1", "every expert"]
+)
+def test_bfloat16(family, kind, attention, pairs, record_parity):
+    known = FAMILIES[family]
+    reference_model, _, folder = pairs(family, kind, attention, exact=True)
+    options = dict(attn_implementation=attention, dtype=torch.bfloat16)
+    ours = load_whole(getattr(llamoe, known.name), folder, **options)
+    # Stock's grouped product takes no rows of 52.
+    eager = {} if family == "dense" else {"experts_implementation": "eager"}
+    stock = load_whole(getattr(transformers, known.stock_name), folder, **options, **eager)
+    # A few tokens go to other experts than in float32, by chance more of ours or of stock's in few rows.
+    many = ids(rows=2 if family == "dense" else 12)
+    reference = reference_model(many).logits
+    assert deviation_in_range(reference)
+    names = known.name, known.stock_name
+    check_bfloat16_errors(ours(many).logits, stock(many).logits, reference, names, record_parity)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "width", "attention"),
+    [
+        ("moe-every-second", 52, "eager"),
+        ("scout", 56, "sdpa"),
+        ("top-2-every", 56, "eager"),
+        ("no-qk-norm-every", 52, "sdpa"),
+    ],
+)
+def test_bfloat16_with_every_backend(kind, width, attention, tmp_path, record_parity):
+    stock_class = transformers.Llama4ForCausalLM
+    config = stock_text_config(attn_implementation=attention, intermediate_size=width, **LLAMA4[kind])
+    reference_model = stock_model(stock_class, config, exact_in_bfloat16=True)
+    reference_model.save_pretrained(tmp_path)
+    options = dict(attn_implementation=attention, dtype=torch.bfloat16)
+    stock = load_whole(stock_class, tmp_path, **options)
+    calls = record_calls(mixtures(stock))
+    reference, expected = reference_model(ids()).logits, stock(ids()).logits
+    assert deviation_in_range(reference)
+    names, top_k = ("LlamoeForCausalLM", "Llama4ForCausalLM"), config.num_experts_per_tok
+    ours = load_whole(llamoe.LlamoeForCausalLM, tmp_path, **options)
+    for backend in BACKENDS:
+        ours.set_experts_implementation(backend)
+        # In bfloat16 rows of 52 are no multiple of 16 bytes, those of 56 are.
+        assert all(block.experts.fits_grouped_mm() is (width == 56) for block in mixtures(ours).values())
+        given = ours(ids(), output_router_logits=True)
+        check_bfloat16_errors(given.logits, expected, reference, names, record_parity)
+        check_blocks(mixtures(ours), calls, top_k)
+        check_choices(given.router_logits, [its for _, (_, its) in calls.values()], top_k)
+
+
+def check_blocks(blocks, calls, top_k):
+    """The very same bfloat16 input: the same choice, and as a rule the same bits of the output."""
+    assert blocks.keys() == calls.keys()
+    for i, (hidden_states, (its_output, its_logits)) in calls.items():
+        tokens = hidden_states.flatten(0, 1)
+        logits, _, chosen = blocks[i].router(tokens)
+        assert torch.equal(logits, its_logits)
+        assert torch.equal(chosen.sort(-1).values, choices(its_logits, top_k))
+        shared = blocks[i].shared_expert(tokens).float()
+        # One unit in the last place of each of the two terms: bfloat16's neighbours are 2**-8 to 2**-7 apart.
+        allowed = 2**-7 * (shared.abs() + (its_output - shared).abs())
+        assert ((blocks[i](tokens) - its_output).abs() <= allowed).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "kind", "side", "attention"),
+    [
+        ("dense", "gqa", "left", "sdpa"),
+        ("dense", "gqa", "right", "eager"),
+        ("llama4", "moe-every", "left", "sdpa"),
+        ("llama4", "moe-every", "left", "eager"),
+        ("llama4", "moe-every", "right", "sdpa"),
+        ("llama4", "no-tuning", "left", "sdpa"),
+        ("llama4", "no-tuning", "right", "eager"),
+    ],
+)
+def test_padding(family, kind, side, attention, pairs):
+    stock, ours, _ = pairs(family, kind, attention)
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
+    mask[1, :5], mask[2, :21] = 0, 0  # 21 is more than a chunk
+    mask = mask if side == "left" else mask.flip(-1)
+    given = ours(ids(rows=3), attention_mask=mask).logits
+    if kind == "moe-every" and side == "left":
+        # Stock's temperature counts the padding, so the truth is each row alone.
+        expected = torch.zeros_like(given)
+        for i, row in enumerate(ids(rows=3)):
+            expected[i, mask[i].bool()] = stock(row[mask[i].bool()][None]).logits[0]
+    else:
+        # Stock numbers padding too; a common offset of all positions of a row changes no score.
+        expected = stock(ids(rows=3), attention_mask=mask).logits
+    assert max_abs(given[mask.bool()], expected[mask.bool()]) <= 1e-4
+
+
+@torch.no_grad()
+@over(
+    dense=["gqa"],
+    mixtral=["window", "whole"],
+    llama4=["moe-every-second", "scout", "top-2", "no-qk-norm", "no-rope-listed", "no-chunks"],
+)
+def test_greedy_generation(family, kind, pairs):
+    """Over borders of chunks, of which the prompt ends in the second, and beyond a window."""
+    stock, ours, _ = pairs(family, kind)
+    inputs = {
+        name: value[:, : 53 if family == "mixtral" else 26] for name, value in inputs_of(family).items()
+    }
+    options = dict(max_new_tokens=14, min_new_tokens=14, do_sample=False)
+    options |= dict(return_dict_in_generate=True, output_logits=True)
+    # One reference for both caches.
+    expected = stock.generate(**inputs, **options)
+    for cache in (None, "static"):
+        given = ours.generate(**inputs, cache_implementation=cache, disable_compile=True, **options)
+        assert given.sequences.tolist() == expected.sequences.tolist()
+        for mine, its in zip(given.logits, expected.logits, strict=True):
+            assert max_abs(mine, its) <= 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "name"), [("dense", "LlamoeDenseModel"), ("llama4", "LlamoeTextModel")])
+def test_base_model_reads_the_folder_of_the_model_with_a_head(family, name, pairs):
+    stock, _, folder = pairs(family, "gqa" if family == "dense" else "moe-every-second")
+    base, info = getattr(llamoe, name).from_pretrained(folder, output_loading_info=True)
+    assert info.pop("unexpected_keys") == {"lm_head.weight"} and not any(info.values())
+    assert max_abs(base(ids()).last_hidden_state, stock.model(ids()).last_hidden_state) <= 1e-4
+
+
+def test_only_chosen_experts_are_computed():
+    """Multiplications of a mixture, counted: 13 experts and the shared one in stock, one and the shared one here."""
+    sizes = dict(num_local_experts=13, num_experts_per_tok=1)
+    stock, ours = Llama4TextMoe(stock_text_config(**sizes)), MixtureOfExperts(text_config(**sizes))
+    ours.load_state_dict(make_asymmetric(stock).state_dict())
+    x, counts, outputs = torch.randn(1, 57, ours.router.weight.shape[1]), [], []
+    for block in (stock, ours.eval()):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            output = block(x)
+        counts.append(counter.get_total_flops() - 2 * 57 * ours.router.weight.numel())
+        outputs.append((output[0] if isinstance(output, tuple) else output).view(x.shape))
+    assert counts[0] == pytest.approx(counts[1] * 14 / 2, rel=1e-6)
+    assert max_abs(*outputs) < 1e-5 * outputs[0].std()
