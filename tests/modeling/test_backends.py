@@ -17,6 +17,7 @@ from support.models import (
     stock_text_config,
     text_config,
 )
+from support.tables import in_turn
 from transformers import AutoModelForCausalLM
 
 import llamoe
@@ -69,9 +70,15 @@ def test_attention_implementation_is_taken(case, when, calls, tmp_path):
     assert calls["eager_attention"] == layers
 
 
-@for_models("has_experts", models=SHALLOW_MODELS)
-@pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("when", ["load", "set", "from_config"])
+@pytest.mark.parametrize(
+    ("case", "name", "when"),
+    in_turn(
+        [case for case in SHALLOW_MODELS if case.has_experts],
+        ["eager", "grouped_mm", "batched_mm"],
+        ["load", "set", "from_config"],
+    ),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_experts_implementation_is_taken(case, name, when, calls, tmp_path):
     all_layers = {"moe_layers": [0, 1]} if case.is_llama4 else {}
     model, inputs = case.make(**all_layers), case.inputs()

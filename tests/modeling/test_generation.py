@@ -20,6 +20,7 @@ from support.models import (
     new_tokens,
     run,
 )
+from support.tables import in_turn
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -150,9 +151,11 @@ def test_generate_on_a_padded_batch_equals_each_row_alone(case):
         assert torch.equal(alone["input_ids"][0, -12:], together[row])
 
 
-@for_models("is_head")
-@pytest.mark.parametrize("by", ["ids", "embeddings"])
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no_cache"])
+@pytest.mark.parametrize(
+    ("case", "by", "use_cache"),
+    in_turn([case for case in MODELS if case.is_head], ["ids", "embeddings"], [True, False]),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_beams_of_a_batch_are_those_of_each_row(case, by, use_cache):
     """Rows without a tile, with two and with one: each beam must take the tiles of its own row."""
     if by == "embeddings" and not use_cache:

@@ -22,6 +22,7 @@ from support.models import (
     max_abs,
     run,
 )
+from support.tables import in_turn
 from transformers import AutoConfig, AutoModel, DynamicCache, StaticCache
 
 import llamoe
@@ -43,9 +44,11 @@ def assert_same_weights(model, other):
 # Saving, loading and copying
 
 
-@for_models(models=SHALLOW_MODELS)
-@pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype", "max_shard_size"),
+    in_turn(SHALLOW_MODELS, [torch.float32, torch.bfloat16], ["5GB", "40KB"]),
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_save_and_load_is_bit_equal(case, dtype, max_shard_size, tmp_path):
     model = case.make().to(dtype)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
@@ -229,13 +232,15 @@ def one_pass(case):
     return run(case.make_small(), **case.inputs(), use_cache=False)
 
 
-@for_models("is_text")
 @pytest.mark.parametrize(
-    "pieces",
-    [[52], [30, 20], [32, 16], [33, 1, 14], [48, 2], [47], [30]],
-    ids=lambda pieces: "-".join(map(str, pieces)),
+    ("case", "pieces", "cache"),
+    in_turn(
+        [case for case in MODELS if case.is_text],
+        [[52], [30, 20], [32, 16], [33, 1, 14], [48, 2], [47], [30]],
+        ["dynamic", "static"],
+    ),
+    ids=lambda value: getattr(value, "name", str(value)),
 )
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_pieces_and_single_tokens_equal_one_pass(case, pieces, cache):
     """Prefill in pieces, then eight tokens: borders of the pieces fall before, on and behind chunk borders."""
     model, inputs = case.make_small(), case.inputs()

@@ -29,6 +29,7 @@ from support.models import (
     stock_text_config,
     text_config,
 )
+from support.tables import in_turn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
@@ -118,7 +119,7 @@ def over(**kinds):
 def over_in_turn(**kinds):
     """Likewise, with the implementations of attention in turn."""
     cases = [(family, kind) for family, names in kinds.items() for kind in names]
-    cases = [(*case, ("eager", "sdpa")[number % 2]) for number, case in enumerate(cases)]
+    cases = [(*case, attention) for case, attention in in_turn(cases, ["eager", "sdpa"])]
     return pytest.mark.parametrize(("family", "kind", "attention"), cases, ids=str)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from support.models import MODELS, PADDING, apply_rotary, for_models, main_output, max_abs, run
+from support.tables import in_turn
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers import modeling_flash_attention_utils as flash_utils
 
@@ -25,8 +26,14 @@ from llamoe.modeling.attention.visibility import cut_equal_rows
 CASES = {case.name: case for case in MODELS}
 TEXT, DENSE = CASES["LlamoeForCausalLM"], CASES["LlamoeDenseForCausalLM"]
 DECODERS = pytest.mark.parametrize("case", [DENSE, TEXT], ids=lambda case: case.name)
+# Those of the fixture `implementation`; `eager` is the truth.
+IMPLEMENTATIONS = ["sdpa", "flex_attention", "flash_attention_2"]
 # Sums in another order, of logits with a deviation of about one.
 TOLERANCE = 1e-5
+
+
+def named(value):
+    return getattr(value, "name", value)
 
 
 def make(case, implementation):
@@ -64,11 +71,14 @@ def assert_equal(given, expected, mask=None):
     assert difference.max() < TOLERANCE * max(1.0, expected.std().item())
 
 
-@for_models()
-@pytest.mark.parametrize("side", ["left", "right", "none"])
+@pytest.mark.parametrize(
+    ("case", "implementation", "side"),
+    in_turn(MODELS, IMPLEMENTATIONS, ["left", "right", "none"]),
+    indirect=["implementation"],
+    ids=named,
+)
 def test_every_class_equals_eager(case, side, implementation):
-    if side != "none" and not case.is_text:
-        pytest.skip("there is nothing to pad")
+    side = side if case.is_text else "none"
     model = make(case, implementation)
     inputs = case.inputs(padding=(0, 0, 0) if side == "none" else PADDING)
     if side == "right" and case.is_text:
@@ -135,10 +145,10 @@ HIDDEN = {
 
 
 @DECODERS
-@pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("cache", [None, "dynamic", "static"])
 @pytest.mark.parametrize(
-    "implementation", ["eager", "sdpa", "flex_attention", "flash_attention_2"], indirect=True
+    ("implementation", "cache", "hidden"),
+    in_turn(["eager", *IMPLEMENTATIONS], [None, "dynamic", "static"], HIDDEN),
+    indirect=["implementation"],
 )
 def test_positions_that_a_mask_hides_do_not_matter(case, cache, hidden, implementation):
     """Padding on the left, on the right and in the middle; in one pass and in pieces, over borders of chunks."""
@@ -170,8 +180,11 @@ def test_positions_that_a_mask_hides_do_not_matter(case, cache, hidden, implemen
 
 
 @DECODERS
-@pytest.mark.parametrize("cache", ["dynamic", "static", "no_layers"])
-@pytest.mark.parametrize("side", ["left", "right", "none"])
+@pytest.mark.parametrize(
+    ("implementation", "cache", "side"),
+    in_turn(IMPLEMENTATIONS, ["dynamic", "static", "no_layers"], ["left", "right", "none"]),
+    indirect=["implementation"],
+)
 def test_pieces_with_a_cache_equal_one_pass(case, side, cache, implementation):
     """Pieces and single tokens before, on and behind the border of a chunk.
 
@@ -211,8 +224,12 @@ def generated_by_eager(case, cache):
     return generated(case, cache, "eager")
 
 
-@for_models("is_head")
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("case", "implementation", "cache"),
+    in_turn([case for case in MODELS if case.is_head], IMPLEMENTATIONS, ["dynamic", "static"]),
+    indirect=["implementation"],
+    ids=named,
+)
 def test_generate_equals_eager(case, cache, implementation):
     assert generated(case, cache, implementation) == generated_by_eager(case, cache)
 

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from support.models import (
+    MODELS,
     MULTIMODAL,
     dense_config,
     for_models,
@@ -16,6 +17,7 @@ from support.models import (
     run,
     text_config,
 )
+from support.tables import in_turn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache, cache_utils
 from transformers.generation import utils as generation_utils
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
@@ -69,9 +71,11 @@ def tokens_without_a_kind(case, beams):
     return new_tokens(case.make_small(), case.inputs(length=PROMPT), **kinds_options(beams))
 
 
-@for_models("is_head")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
+@pytest.mark.parametrize(
+    ("case", "kind", "beams"),
+    in_turn([case for case in MODELS if case.is_head], KINDS, [1, 3]),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_kinds_of_cache_give_the_same_tokens(case, kind, beams, streams):
     """On a padded batch, of which each row begins its chunks elsewhere."""
     if case.has_images and "pieces" in kind and not hasattr(generation_utils, "_slice_mm_encoder_output"):

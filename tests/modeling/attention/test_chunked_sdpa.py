@@ -18,6 +18,7 @@ from support.models import (
     stock_text_config,
     text_config,
 )
+from support.tables import in_turn
 from torch.export import Dim
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,9 +130,12 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("side", ["none", "ones", "left", "late"])
-@pytest.mark.parametrize("pieces", [(50, 21), (7, 40, 1, 23), (16, 33, 22), (3, 5, 60, 3), (70, 1)], ids=str)
+PIECES = [(50, 21), (7, 40, 1, 23), (16, 33, 22), (3, 5, 60, 3), (70, 1)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "side", "cache"), in_turn(PIECES, ["none", "ones", "left", "late"], CACHES), ids=str
+)
 def test_pieces_equal_eager(models, cache, side, pieces):
     """They begin in the middle of a chunk, and are longer and shorter than one."""
     length = sum(pieces)
@@ -370,9 +374,11 @@ def test_full_layers_fold_rows_too(models, no_full_masks, kind, cache):
     assert isinstance(masks["full_attention"], form.get(kind, Fold | EqualRows | None))
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("side", ["none", "left", "hole"])
-@pytest.mark.parametrize("pieces", [(50, 21), (7, 40, 1, 23), (3, 5, 60, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("pieces", "side", "cache"),
+    in_turn([(50, 21), (7, 40, 1, 23), (3, 5, 60, 3)], ["none", "left", "hole"], CACHES),
+    ids=str,
+)
 def test_pieces_of_folded_full_layers_equal_eager(models, no_full_masks, cache, side, pieces):
     length = sum(pieces)
     ids, mask = tokens(3, length), padding_mask((2, 0, 6), length)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from support.models import DENSE, max_abs, run, stock_model
+from support.tables import in_turn
 from transformers import DynamicCache, StaticCache
 
 import llamoe
@@ -78,17 +79,10 @@ def test_logits_equal_stocks(family, window, implementation, record_parity):
     record_parity(f"{family}, W = {window}, {implementation}", "transformers", "float32", max(plain, padded))
 
 
-# Every pair of a window, a cache, an implementation, and with or without padding.
-PAIRS = [
-    (window, [*CACHES][(i + j + is_padded) % 3], bool(is_padded), implementation)
-    for i, window in enumerate(WINDOWS)
-    for j, implementation in enumerate(IMPLEMENTATIONS)
-    for is_padded in (0, 1)
-]
-
-
 @pytest.mark.parametrize(
-    ("window", "cache", "is_padded", "implementation"), PAIRS, indirect=["implementation"]
+    ("window", "implementation", "is_padded", "cache"),
+    in_turn(WINDOWS, IMPLEMENTATIONS, [False, True], CACHES),
+    indirect=["implementation"],
 )
 def test_pieces_with_a_cache_equal_one_pass(window, cache, is_padded, implementation):
     stock, ours = stock_pair("Ministral", window)
