@@ -16,6 +16,7 @@ from transformers import Cache, GenerationMixin, PreTrainedConfig, ProcessorMixi
 from ..configuration.errors import CheckpointError
 from ..configuration.servers import told_to_clients
 from ._compat import CACHE
+from .adapters import names_of_tiles, repeat_names
 from .attention import rules_of
 from .input_checks import check_tensors
 from .moe import try_kernels
@@ -54,6 +55,11 @@ class CheckedGeneration(GenerationMixin):
             kwargs[CACHE] = kwargs.pop("past_key_values")
         try_kernels(self)  # pyright: ignore[reportArgumentType]
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, *args, **kwargs):
+        repeat_names(expand_size)
+        expand = super()._expand_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        return expand(expand_size, *args, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if generation_config.cache_implementation == "quantized" and _sees_locally(self.config):
@@ -166,7 +172,8 @@ class MultimodalGeneration(ChunkedGeneration):
     # The model has these.
     vision_model: Any
     _image_places: Callable
-    _mismatch: Callable
+    _lengths: Callable
+    _tiles_of_rows: Callable
 
     def _get_candidate_generator(self, generation_config, *args, **kwargs):
         if generation_config.assistant_early_exit is not None:
@@ -198,13 +205,17 @@ class MultimodalGeneration(ChunkedGeneration):
             # If ids are given too, the first pass takes the embeddings.
             embeds = model_kwargs.get("inputs_embeds")
             is_image = self._image_places(input_ids if embeds is None else None, embeds)
+
+            def repeated(tiles: Any) -> list[int]:
+                rows = self._tiles_of_rows(is_image, self._lengths(tiles))
+                return [tile for row in rows for _ in range(expand_size) for tile in row]
+
             if pixel_values is not None:
                 self.vision_model.check_pixel_values(pixel_values)
-                lengths = [self.config.vision_config.tokens_per_tile] * len(pixel_values)
-                pixel_values = pixel_values[self._repeat_tiles(is_image, lengths, expand_size)]
+                pixel_values = pixel_values[repeated(pixel_values)]
             else:
                 features = images.pooler_output
-                order = self._repeat_tiles(is_image, [len(tile) for tile in features], expand_size)
+                order = repeated(features)
                 is_stacked = isinstance(features, torch.Tensor)
                 features = features[order] if is_stacked else [features[tile] for tile in order]
                 images = type(images)(**{**images, "pooler_output": features})
@@ -217,6 +228,21 @@ class MultimodalGeneration(ChunkedGeneration):
             expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **others
         )
         return input_ids, {**others, **kept}
+
+    def _maybe_prepare_encoder_kwargs_for_generation(self, inputs_tensor, model_kwargs, *args, **kwargs):
+        """Encode the images before rows are repeated."""
+        prepare = super()._maybe_prepare_encoder_kwargs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        pixel_values = model_kwargs.get("pixel_values")
+        if pixel_values is None:
+            return prepare(inputs_tensor, model_kwargs, *args, **kwargs)
+
+        def tiles_of_rows() -> list[list[int]]:
+            embeds = inputs_tensor if inputs_tensor.is_floating_point() else None
+            is_image = self._image_places(inputs_tensor if embeds is None else None, embeds)
+            return self._tiles_of_rows(is_image, self._lengths(pixel_values))
+
+        with names_of_tiles(tiles_of_rows):
+            return prepare(inputs_tensor, model_kwargs, *args, **kwargs)
 
     def prepare_inputs_for_generation(
         self,
@@ -255,21 +281,6 @@ class MultimodalGeneration(ChunkedGeneration):
                 encoder_outputs = {"image": None}
             inputs |= {"pixel_values": pixel_values, "mm_encoder_outputs": encoder_outputs}
         return inputs
-
-    def _repeat_tiles(self, is_image: torch.Tensor, lengths: list[int], times: int) -> list[int]:
-        """Order of the tiles when each row's are repeated; tile i of the text has `lengths[i]` features."""
-        order, tile = [], 0
-        for num_tokens in is_image.sum(-1).tolist():
-            first = tile
-            while num_tokens > 0 and tile < len(lengths):
-                num_tokens -= lengths[tile]
-                tile += 1
-            order += list(range(first, tile)) * times
-            if num_tokens:
-                break
-        if num_tokens or tile < len(lengths):
-            raise ValueError(self._mismatch(int(is_image.sum()), sum(lengths)))
-        return order
 
 
 class _WithinOneChunk:

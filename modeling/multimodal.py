@@ -20,6 +20,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdyn
 
 from ..configuration import LlamoeConfig
 from ._compat import PAGED_CACHE, takes_cache
+from .adapters import names_of_tiles
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import MultimodalGeneration, is_first_pass
@@ -178,7 +179,8 @@ class MultimodalModel(LlamoePreTrainedModel):
         if pixel_values is not None:
             self.vision_model.check_pixel_values(pixel_values)
             self._check_counts(is_image, len(pixel_values) * self.config.vision_config.tokens_per_tile)
-            images = self.get_image_features(pixel_values, return_dict=True)
+            with names_of_tiles(lambda: self._tiles_of_rows(is_image, self._lengths(pixel_values))):
+                images = self.get_image_features(pixel_values, return_dict=True)
         # Stacked [tiles, tokens, hidden], or a list of [tokens, hidden].
         features = images.pooler_output
         features = features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
@@ -203,6 +205,27 @@ class MultimodalModel(LlamoePreTrainedModel):
         return (
             inputs_embeds == self.language_model.get_input_embeddings()(token).to(inputs_embeds.device)
         ).all(-1)
+
+    def _lengths(self, tiles: Any) -> list[int]:
+        """Number of features of each tile, of pixels or of features."""
+        if isinstance(tiles, torch.Tensor) and tiles.ndim == 4:
+            return [self.config.vision_config.tokens_per_tile] * len(tiles)
+        return [len(tile) for tile in tiles]
+
+    def _tiles_of_rows(self, is_image: torch.Tensor, lengths: list[int]) -> list[list[int]]:
+        """The tiles of each row; tile i of the text has `lengths[i]` features."""
+        rows, tile = [], 0
+        for num_tokens in is_image.sum(-1).tolist():
+            first = tile
+            while num_tokens > 0 and tile < len(lengths):
+                num_tokens -= lengths[tile]
+                tile += 1
+            rows.append(list(range(first, tile)))
+            if num_tokens:
+                break
+        if num_tokens or tile < len(lengths):
+            raise ValueError(self._mismatch(int(is_image.sum()), sum(lengths)))
+        return rows
 
     def _check_counts(self, is_image: torch.Tensor, num_features: int) -> None:
         if not is_torchdynamo_compiling() and (num_tokens := int(is_image.sum())) != num_features:

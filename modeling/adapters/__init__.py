@@ -1,12 +1,14 @@
 """peft's adapters: read, checked, and renamed to a model's keys; and what peft must know of our models.
 
 Reading order: safetensors_headers, expert_layout, stack_targets (which parameters an adapter means), fitting, loading,
-adapted_parts (which LoRA adapts), expert_begin (how factors of experts begin), expert_lora (how they adapt experts),
-packed_weights (what peft may do beside them), when_imported, peft_registration.
+adapted_parts (which LoRA adapts), expert_begin (how factors of experts begin), expert_lora and router_lora (how they
+adapt), packed_weights (what peft may do beside them), row_names (which row gets which), when_imported,
+peft_registration.
 """
 
 from .adapted_parts import lora_config
 from .loading import LoadsAdapters
 from .peft_registration import register_with_peft
+from .row_names import names_of_tiles, repeat_names
 
-__all__ = ["LoadsAdapters", "lora_config", "register_with_peft"]
+__all__ = ["LoadsAdapters", "lora_config", "names_of_tiles", "register_with_peft", "repeat_names"]

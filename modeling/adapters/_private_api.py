@@ -319,3 +319,19 @@ def name_tied_parts(parts: Callable, reads_as_tied: Callable, after_merging: Cal
     replace_in_peft("_get_module_names_tied_with_embedding", names_of, names)
     tuner_class.get_model_config = staticmethod(config)
     tuner_class._unload_and_optionally_merge = unload_and_merge
+
+
+def around_forward_hooks(context: Callable) -> None:
+    """Replace peft's context for batches of several adapters by `context(original, tuner, *args, **kwargs)`."""
+    mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_TUNER_MAPPING
+    for tuner_class in set(mapping.values()):
+        if original := vars(tuner_class).get("_enable_peft_forward_hooks"):
+            tuner_class._enable_peft_forward_hooks = _with_context(original, context)
+
+
+def _with_context(original: Callable, context: Callable) -> Callable:
+    @functools.wraps(original)
+    def enable(self, *args, **kwargs):
+        return context(original, self, *args, **kwargs)
+
+    return enable

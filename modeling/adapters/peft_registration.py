@@ -12,9 +12,10 @@ from torch import nn
 
 from ...configuration import LlamoeConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ...configuration.stock import CONFIG_CLASSES
-from ..moe import Experts
+from ..moe import Experts, Router
 from ._private_api import (
     after_subtraction,
+    around_forward_hooks,
     around_injection,
     before_hotswap,
     before_merging,
@@ -33,6 +34,7 @@ from .expert_layout import mark, remember_file
 from .fitting import join_beginnings, orient_swapped, pad_ranks
 from .loading import LoadsAdapters
 from .packed_weights import prepare_for_training, refuse_for_packed, refuse_merging
+from .row_names import dealing_names
 from .safetensors_headers import check_files
 from .stack_targets import choose_parameters, reading, telling_unused
 from .when_imported import when_imported
@@ -106,11 +108,11 @@ def _is_lora(config: Any) -> bool:
 
 
 def _adapt_experts_here(config: Any) -> None:
-    """Let peft wrap the experts' stacks in our class."""
-    from .expert_lora import ParamWrapper
+    """Let peft wrap the experts' stacks and the routers' weights in our classes."""
+    from . import expert_lora, router_lora
 
     if _is_lora(config) and not config._custom_modules:
-        config._register_custom_module({Experts: ParamWrapper})
+        config._register_custom_module({Experts: expert_lora.ParamWrapper, Router: router_lora.ParamWrapper})
 
 
 def _orient_before_hotswap(model: nn.Module, tensors: dict[str, Any], adapter_name: str, config: Any) -> Any:
@@ -139,6 +141,12 @@ def _tell_of_dropout(model: Any, selected_adapters: list[str] | None) -> None:
                     "others.",
                     name,
                 )
+
+
+def _forward_hooks(enable_hooks: Any, tuner: Any, *args: Any, **kwargs: Any) -> AbstractContextManager:
+    if isinstance(tuner.model, LoadsAdapters):
+        return dealing_names(enable_hooks, tuner, *args, **kwargs)
+    return enable_hooks(tuner, *args, **kwargs)
 
 
 def _text_model(model: nn.Module) -> dict[str, nn.Module]:
@@ -197,6 +205,7 @@ def _register(peft: ModuleType) -> None:
     replace_weighted_sum(_add_weighted_adapter)
     before_saving_adapters(_tell_of_dropout)
     after_subtraction(_join_beginnings)
+    around_forward_hooks(_forward_hooks)
     find_word_embeddings(_word_embeddings)
     name_tied_parts(_text_model, _has_tied_text, _untie_text)
     choose_wrapped(_parameters_to_wrap)

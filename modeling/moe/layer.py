@@ -18,6 +18,7 @@ Shapes: T tokens, H hidden_size, E experts, K experts a token, N = T * K rows.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -59,17 +60,25 @@ class Router(nn.Module):
             bias_E = torch.zeros(config.num_local_experts, dtype=torch.float32)
         self.register_buffer("balancing_bias", bias_E)
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        update: Callable[[torch.Tensor], torch.Tensor | float] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits, scores and indices of the chosen experts.
 
         Args:
             hidden_states: `[T, H]`.
+            update: what adapters add to the logits of these rows.
 
         Returns:
             the logits `[T, E]`, then for the chosen experts the scores `[T, K]` (float32 if they multiply outputs,
             else in the dtype of the logits) and the indices `[T, K]` (int64), best first.
         """
-        logits_TE = multiply_rows(jitter(hidden_states, self.jitter_noise, self.training), self.weight)
+        x_TH = jitter(hidden_states, self.jitter_noise, self.training)
+        logits_TE = multiply_rows(x_TH, self.weight)
+        if update is not None:
+            logits_TE = (logits_TE + update(x_TH)).to(logits_TE.dtype)
         if self.training and self.dropout > 0:
             logits_TE = F.dropout(logits_TE, p=self.dropout)
         scores_TK, indices_TK = self.choose(logits_TE)
