@@ -111,9 +111,9 @@ class LlamoePreTrainedModel(KeepsExpertsElsewhere, LoadsAdapters, Distributed, c
         """Switch the attention implementation, as `PreTrainedModel.set_attn_implementation` does.
 
         Args:
-            attn_implementation: "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3" or
-                another name in transformers' attention interface; or a dict of them by part: `text_config`,
-                `vision_config` and "" (the model itself).
+            attn_implementation: "eager", "sdpa", "flex_attention" (on a CPU computed by sdpa), "flash_attention_2",
+                "flash_attention_3" or another name in transformers' attention interface; or a dict of them by part:
+                `text_config`, `vision_config` and "" (the model itself).
 
         Raises:
             ValueError: an unknown implementation or part.
@@ -167,10 +167,10 @@ class LlamoePreTrainedModel(KeepsExpertsElsewhere, LoadsAdapters, Distributed, c
     ) -> dict[str, Any] | torch.Tensor | None:
         """Prepare the masks outside of a compiled forward pass; `generate` calls this."""
         text_config = config.get_text_config(decoder=True)
-        if "flex" in text_config._attn_implementation:
+        inputs = MaskInputs(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        if "flex" in inputs.implementation:
             # `generate` makes all masks contiguous, which flex attention's cannot be.
             return attention_mask
-        inputs = MaskInputs(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
         return attention_masks(inputs)
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.vision import LlamoeVisionConfig
-from .attention import eager_attention_forward
+from .attention import eager_attention_forward, implementation_on
 from .base import LlamoePreTrainedModel
 from .input_checks import check_tensors
 from .layers import activation, rotary_2d_cos_sin, rotary_tables, rotate
@@ -96,7 +96,7 @@ class VisionAttention(nn.Module):
             both = rotate(both, rotary_tables(*cos_sin, interleave=True), interleave=True)
             q_NTHK, k_NTHK = both.chunk(2, dim=2)
 
-        implementation = "eager" if with_weights else self.config._attn_implementation or "eager"
+        implementation = "eager" if with_weights else implementation_on(q_NTHK.device, self.config)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         out_NTHK, weights = attend(
             self,

@@ -1,15 +1,16 @@
 """Attention: which tokens see each other, and the product itself.
 
-Reading order: cache (length and keys of a KV cache before a pass), visibility (which tokens see each other: rules,
-groups, chunk borders), positions (from padding, from lengths, of cached tokens), mask_inputs (the facts of a pass),
-varlen and chunked_sdpa (attention without a mask), masks (a real one), forms (the table of all forms, and which one a
-pass takes), cache_checks (whether a cache fits the model), recomputation (caches under gradient checkpointing), layer
-(the module), one_token (a decode step on a CPU).
+Reading order: cache (length and keys of a KV cache before a pass), implementation (which one a device takes),
+visibility (which tokens see each other: rules, groups, chunk borders), positions (from padding, from lengths, of
+cached tokens), mask_inputs (the facts of a pass), varlen and chunked_sdpa (attention without a mask), masks (a real
+one), forms (the table of all forms, and which one a pass takes), cache_checks (whether a cache fits the model),
+recomputation (caches under gradient checkpointing), layer (the module), one_token (a decode step on a CPU).
 """
 
 from .cache import cached_length
 from .cache_checks import check_cache
 from .forms import attention_masks
+from .implementation import implementation_on
 from .layer import Attention, eager_attention_forward
 from .mask_inputs import MaskInputs, mask_of_new_tokens
 from .one_token import attend_one_token
@@ -26,6 +27,7 @@ __all__ = [
     "cached_length",
     "check_cache",
     "eager_attention_forward",
+    "implementation_on",
     "mask_of_new_tokens",
     "recomputed_with_gradients_only",
     "rules_of",

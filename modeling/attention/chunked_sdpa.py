@@ -134,10 +134,9 @@ def _check_keys(key: torch.Tensor, key_length: int) -> None:
     """Raise a ValueError if the cache returned another number of keys than it had announced."""
     if key.shape[2] != key_length:
         raise ValueError(
-            f"A layer was given {key.shape[2]} keys where {key_length}, cached and new, were expected. Either gradient "
-            "checkpointing has left cached tokens out: turn it off, or train without past_key_values. Or the layers of "
-            "past_key_values hold differing numbers of tokens, or give other keys than get_mask_sizes announces: use "
-            "a cache that all layers write to alike, such as DynamicCache()."
+            f"A layer was given {key.shape[2]} keys where {key_length}, cached and new, were expected: the layers "
+            "of past_key_values hold differing numbers of tokens, or give other keys than get_mask_sizes announces. "
+            "Use a cache that all layers write to alike, such as DynamicCache()."
         )
 
 

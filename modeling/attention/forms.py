@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_torchdynamo_exporting
@@ -131,6 +132,8 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
                 f"got {list(mask.shape)}. For a mask of four axes set another implementation: "
                 'model.set_attn_implementation("sdpa").'
             )
+        if inputs.implementation == "sdpa" and isinstance(mask, BlockMask):
+            mask = create_mask(mask.mask_mod, *mask.shape, device=inputs.device)
         return dict.fromkeys(rules, mask)
     if is_local:
         _refuse_split_rows(inputs.implementation)

@@ -22,6 +22,7 @@ from .._compat import PAGED_CACHE, fill_paged_cache
 from ..kernels import apply_linear, apply_linears
 from ..layers import L2Norm, rotary_tables, rotate
 from .forms import attend_in_form, fail_split_rows
+from .implementation import implementation_on
 
 
 def eager_attention_forward(
@@ -129,7 +130,7 @@ class Attention(nn.Module):
         elif PAGED_CACHE in kwargs:
             key, value = fill_paged_cache(key, value, self.layer_idx, kwargs)
 
-        implementation = self.config._attn_implementation
+        implementation = implementation_on(query.device, self.config)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         kwargs["dropout"] = self.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling

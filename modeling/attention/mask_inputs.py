@@ -17,6 +17,7 @@ from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from ..kernels import is_readable, is_tracing
 from .cache import Keys, cached_length, keys_of
+from .implementation import implementation_on
 from .positions import (
     cached_positions,
     is_real,
@@ -62,8 +63,8 @@ class MaskInputs:
         cu_seq_lens: torch.Tensor | None = None,
     ):
         self.config = config
-        self.implementation = config._attn_implementation
         self.inputs_embeds, self.device = inputs_embeds, inputs_embeds.device
+        self.implementation = implementation_on(self.device, config)
         self.batch_size, self.query_length = inputs_embeds.shape[:2]
         self.attention_mask, self.past_key_values = attention_mask, past_key_values
         self.is_static = getattr(past_key_values, "is_compileable", False)

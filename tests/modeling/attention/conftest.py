@@ -8,6 +8,8 @@ from support.plain_flash import PlainFlash
 from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash_utils
 
+from llamoe.modeling.attention import implementation as implementation_module
+
 
 @pytest.fixture
 def flash(monkeypatch):
@@ -34,8 +36,9 @@ IMPLEMENTATIONS = ["sdpa", "flex_attention", "flash_attention_2"]
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request):
-    """Every implementation but `eager`, the truth. Flex runs as plain Python: its compiler takes half a minute."""
+    """Every implementation but `eager`, the truth. Flex, otherwise for GPUs, runs as plain Python."""
     if request.param.startswith("flash"):
         request.getfixturevalue("flash")
+    request.getfixturevalue("monkeypatch").setattr(implementation_module, "FOR_GPUS", ())
     with torch.compiler.set_stance("force_eager"):
         yield request.param

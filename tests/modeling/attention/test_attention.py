@@ -14,11 +14,13 @@ import torch
 import transformers
 from support.models import MODELS, PADDING, apply_rotary, for_models, main_output, max_abs, run
 from support.tables import in_turn
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers import modeling_flash_attention_utils as flash_utils
 
 import llamoe
 from llamoe.modeling._compat import CACHE
+from llamoe.modeling.attention import implementation as implementation_module
 from llamoe.modeling.attention.positions import positions_from_lengths
 from llamoe.modeling.attention.varlen import sequences_of_equal_rows, sequences_of_groups
 from llamoe.modeling.attention.visibility import cut_equal_rows
@@ -456,6 +458,7 @@ def test_stock_returns_no_weights_either(case):
 def test_what_flex_gives_beside_its_output_is_no_weights(monkeypatch):
     """On a GPU it gives the logarithm of each row's sum, which transformers returns as the attentions."""
     model = DENSE.make_small()
+    monkeypatch.setattr(implementation_module, "FOR_GPUS", ())
     functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
     model.set_attn_implementation("flex_attention")
     monkeypatch.setitem(
@@ -567,10 +570,43 @@ def test_flash_attention_on_a_gpu(case, version):
     assert errors[1].median() <= 1.5 * errors[0].median()
 
 
+@for_models()
+def test_flex_attention_on_a_cpu_is_computed_by_sdpa(case, monkeypatch, caplog):
+    """Batches with padding, over chunks: forward, backward and, over caches, `generate`; told once."""
+    logging.Logger.warning_once.cache_clear()
+    functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(functions, "flex_attention", None)
+    truth, model = pair(case, "flex_attention")
+    inputs = case.inputs()
+    mask = inputs.get("attention_mask")
+    outputs = [main_output(each.train()(**inputs)) for each in (model, truth)]
+    assert_equal(*outputs, mask)
+    for output in outputs:
+        (output if mask is None else output[mask.bool()]).square().mean().backward()
+    for given, expected in zip(model.parameters(), truth.parameters(), strict=True):
+        if expected.grad is not None:
+            assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max()
+    if case.is_head:
+        for cache in ("dynamic", "static"):
+            assert generated(case, cache, "flex_attention") == generated_by_eager(case, cache)
+    assert sum("flex_attention" in record.message for record in caplog.records) == 1
+
+
+def test_a_block_mask_on_a_cpu():
+    truth, model = pair(DENSE, "flex_attention")
+    ids = DENSE.inputs(padding=(0, 0))["input_ids"]
+    blocks = create_block_mask(lambda b, h, q, k: (q >= k) & (k >= 3 * b), 2, None, 53, 53, "cpu")
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    expected = run(truth, input_ids=ids, attention_mask=mask, position_ids=torch.arange(53)[None])
+    assert_equal(run(model, input_ids=ids, attention_mask=blocks), expected, mask)
+
+
 @pytest.mark.slow
 @DECODERS
-def test_compiled_flex_attention_equals_eager(case):
-    """As it runs in practice, compiled; half a minute of C++."""
+def test_compiled_flex_attention_equals_eager(case, monkeypatch):
+    """As it runs on a GPU, compiled; half a minute of C++."""
+    monkeypatch.setattr(implementation_module, "FOR_GPUS", ())
     truth, model = pair(case, "flex_attention")
     inputs = case.inputs()
     assert_equal(run(model, **inputs), run(truth, **inputs), inputs["attention_mask"])
