@@ -1,7 +1,7 @@
-"""LLaMA 1, LLaMA 2 and Llama-4-style multimodal mixtures of experts for Hugging Face transformers.
+"""LLaMA 1, LLaMA 2, Llama 3, Mistral, Mixtral and Llama-4-style multimodal mixtures of experts for transformers.
 
-Importing this package registers its model types (`llamoe_dense`, `llamoe_text`, `llamoe_vision`, `llamoe`) with the
-Auto classes; transformers' own types stay as they are, until `adopt` is called.
+Importing this package registers its model types (`llamoe_dense`, `llamoe_mixtral`, `llamoe_text`, `llamoe_vision`,
+`llamoe`) with the Auto classes; transformers' own types stay as they are, until `adopt` is called.
 """
 
 import os as _os

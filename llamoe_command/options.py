@@ -34,6 +34,12 @@ Tag = Annotated[
     str | None,
     typer.Option(help='Release of an open_clip file, such as "metaclip_fullcc"; it implies the activation.'),
 ]
+ModelOfFile = Annotated[
+    str | None,
+    typer.Option(
+        help='Architecture of an open_clip file by open_clip\'s name, such as "ViT-L-14-quickgelu".'
+    ),
+]
 Heads = Annotated[int | None, typer.Option(help="Attention heads of an open_clip file of unpublished size.")]
 
 

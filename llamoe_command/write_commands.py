@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from .app import writes
-from .options import ActivationOfFile, Fold, Heads, Seed, Source, Tag, Target
+from .options import ActivationOfFile, Fold, Heads, ModelOfFile, Seed, Source, Tag, Target
 
 
 @writes("convert")
@@ -91,6 +91,7 @@ def vision(
     fold_normalization: Fold = False,
     activation: ActivationOfFile = None,
     tag: Tag = None,
+    model: ModelOfFile = None,
     heads: Heads = None,
 ) -> None:
     """Convert a vision tower: open_clip's MetaCLIP, Hugging Face's CLIP and MetaCLIP 2, or llamoe's.
@@ -98,7 +99,9 @@ def vision(
     The weights do not show which activation they were trained with.
     MetaCLIP's first releases use QuickGELU.
 
-        llamoe vision l14_400m.pt tower --activation quick_gelu --image-size 336
+        llamoe vision l14_400m.pt tower --tag metaclip_400m --image-size 336
+
+        llamoe vision ViT-L-14.pt tower --model ViT-L-14-quickgelu
     """
 
 
@@ -192,6 +195,7 @@ def assemble(
     fold_normalization: Fold = False,
     activation: ActivationOfFile = None,
     tag: Tag = None,
+    model: ModelOfFile = None,
     heads: Heads = None,
     seed: Seed = 0,
 ) -> None:

@@ -68,6 +68,7 @@ def convert_vision(
     fold_normalization: bool = False,
     activation: str | None = None,
     tag: str | None = None,
+    model: str | None = None,
     heads: int | None = None,
     **options: Unpack[RunOptions],
 ) -> Report:
@@ -83,9 +84,12 @@ def convert_vision(
             grid is resized as open_clip does it.
         fold_normalization: change the patch weights so that pixels are normalized by mean = std = 0.5, as Llama 4's
             processor does, and the features stay the same.
-        activation: "quick_gelu" or "gelu"; needed for an open_clip file without open_clip_config.json, unless `tag` is
-            given.
-        tag: the release's tag in open_clip, such as "metaclip_fullcc", which implies the activation.
+        activation: "quick_gelu" or "gelu"; needed for an open_clip file without open_clip_config.json, unless `tag` or
+            `model` is given.
+        tag: the release's tag in open_clip, such as "metaclip_fullcc", which implies activation and preparation of
+            pixels. The file is a local one in any case.
+        model: the architecture's name in open_clip, such as "ViT-L-14-quickgelu", which stands for the description that
+            the file has not. For the same weights open_clip has architectures with either activation.
         heads: number of attention heads; needed for an open_clip file of an unpublished size without
             open_clip_config.json.
         **options: see `RunOptions`.
@@ -105,7 +109,7 @@ def convert_vision(
     wanted = parse_dtype(options["dtype"])
     check_apart(source, target)
     check_target(target, options["resume"])
-    checkpoint = open_tower(source, activation=activation, tag=tag, heads=heads)
+    checkpoint = open_tower(source, activation=activation, tag=tag, model=model, heads=heads)
     if to != "tower":
         _check_expressible(checkpoint, to)
     if image_size is not None:

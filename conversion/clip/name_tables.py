@@ -1,13 +1,12 @@
-"""MetaCLIP towers as data: keys in open_clip and transformers, published sizes and activations.
+"""CLIP's towers as data: keys in open_clip and transformers, and what of open_clip has no place in ours.
 
 The right side of a row holds our keys, those of `LlamoeVisionModel`. Shapes: D width, M inner width, P patch side,
 C channels, G patches a side, E width of the joint space.
 
-Sources: open_clip's `transformer.py`, `pretrained.py` and `model_configs`; transformers' CLIP and MetaCLIP 2.
+Sources: open_clip's `transformer.py`; transformers' CLIP and MetaCLIP 2. Published sizes and releases are read from
+open_clip itself (`open_clip_config.py`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -149,61 +148,3 @@ OPEN_CLIP_DEFAULTS = {
     "scale_fc": (False, "a norm inside of the feed-forward"),
     "timm_model_name": (None, "a tower of timm"),
 }
-
-# Published (width, layers, inner width) to heads. No two published towers differ in the heads alone.
-HEADS = {
-    (384, 12, 1536): 6,  # S
-    (512, 12, 2048): 8,  # M
-    (768, 12, 3072): 12,  # B
-    (1024, 24, 4096): 16,  # L
-    (1280, 32, 5120): 16,  # H
-    (1408, 40, 6144): 16,  # g
-    (1664, 48, 8192): 16,  # bigG
-}
-
-
-@dataclass(frozen=True)
-class Release:
-    """A release of MetaCLIP weights in open_clip.
-
-    Attributes:
-        tag: the name that open_clip loads it by.
-        sizes: tower name to width and patch side.
-        image_size: in pixels.
-        activation: activation that the weights were trained with, by transformers' name.
-        resize_mode: how open_clip resizes its pictures.
-    """
-
-    tag: str
-    sizes: Sequence[str]
-    image_size: int
-    activation: str
-    resize_mode: str = "shortest"
-
-
-# Tower name to width, layers and patch side.
-TOWERS = {
-    "ViT-B-32": (768, 12, 32),
-    "ViT-B-16": (768, 12, 16),
-    "ViT-L-14": (1024, 24, 14),
-    "ViT-H-14": (1280, 32, 14),
-    "ViT-bigG-14": (1664, 48, 14),
-}
-RELEASES = [
-    Release("metaclip_400m", ("ViT-B-32", "ViT-B-16", "ViT-L-14"), 224, "quick_gelu"),
-    Release("metaclip_fullcc", tuple(TOWERS), 224, "quick_gelu"),
-    Release("metaclip_altogether", ("ViT-H-14",), 224, "gelu"),
-    Release("metaclip2_worldwide", ("ViT-H-14",), 224, "quick_gelu"),
-    Release("metaclip2_worldwide", ("ViT-H-14",), 378, "gelu", "squash"),
-    Release("metaclip2_worldwide", ("ViT-bigG-14",), 224, "gelu"),
-    Release("metaclip2_worldwide", ("ViT-bigG-14",), 378, "gelu", "squash"),
-]
-
-
-def describe_releases() -> str:
-    """Each release with its activation, for messages."""
-    lines = [
-        f"{release.tag} ({', '.join(release.sizes)} at {release.image_size} pixels): {release.activation}"
-        for release in RELEASES
-    ]
-    return "; ".join(lines)

@@ -1,18 +1,22 @@
-"""What open_clip states about a tower besides its tensors: open_clip_config.json and its list of releases."""
+"""What open_clip states about a tower besides its tensors: open_clip_config.json, its architectures and its releases.
 
-from collections.abc import Mapping
-from pathlib import Path
+Architectures and releases are open_clip's own tables, which are read where a file does not describe itself: importing
+open_clip takes as long as importing torch. Nothing is downloaded.
+"""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from ...configuration.errors import CheckpointError
 from ...configuration.vision import LlamoeVisionConfig
-from .name_tables import HEADS, OPEN_CLIP_DEFAULTS, RELEASES, TOWERS, Release, describe_releases
+from .name_tables import OPEN_CLIP_DEFAULTS
 
 OPEN_CLIP_CONFIG = "open_clip_config.json"
 _TANH = {"approximate": "tanh"}
 
 
-def read_sizes(model: Any, where: Path) -> dict[str, Any]:
+def read_sizes(model: Any, where: object) -> dict[str, Any]:
     """Fields of `LlamoeVisionConfig` in the `model_cfg` of open_clip_config.json; or open_clip's defaults.
 
     Raises:
@@ -50,7 +54,7 @@ def read_sizes(model: Any, where: Path) -> dict[str, Any]:
         raise CheckpointError(f"{where}: vision_cfg cannot be read ({error}).") from error
 
 
-def read_norm_eps(model: Mapping[str, Any], where: Path) -> float:
+def read_norm_eps(model: Mapping[str, Any], where: object) -> float:
     """The epsilon that the norms add to the variance; torch's default if none is given."""
     arguments = model["vision_cfg"].get("norm_kwargs") or {}
     eps = arguments.get("eps", 1e-5) if isinstance(arguments, dict) else None
@@ -59,7 +63,7 @@ def read_norm_eps(model: Mapping[str, Any], where: Path) -> float:
     return float(eps)
 
 
-def read_activation(model: Mapping[str, Any], where: Path) -> str:
+def read_activation(model: Mapping[str, Any], where: object) -> str:
     """The activation, by transformers' name; open_clip's default is GELU."""
     quick = model.get("quick_gelu", False)
     if not isinstance(quick, bool):
@@ -98,41 +102,99 @@ def write_model_cfg(config: LlamoeVisionConfig) -> dict[str, Any]:
     }
 
 
-def find_heads(
-    model: Mapping[str, Any], config_file: Path, sizes: Mapping[str, Any], heads: int | None, file: Path
-) -> int:
-    """The number of attention heads, which no tensor shows.
-
-    It is stated by the configuration (`model`, empty if there is none), by the caller (`heads`), or known of the
-    published towers of these sizes.
+def architecture(name: str) -> dict[str, Any]:
+    """The `model_cfg` of one of open_clip's architectures, such as "ViT-L-14-quickgelu".
 
     Raises:
-        ValueError: no source states it, or two sources disagree.
+        ValueError: open_clip has none of this name; names on a hub or in a folder (`hf-hub:…`) are none.
     """
-    width = sizes["hidden_size"]
-    shape = (width, sizes["num_hidden_layers"], sizes["intermediate_size"])
-    found: dict[str, Any] = {}
-    if model:
-        head_width = model["vision_cfg"].get("head_width", 64)
-        is_count = (
-            isinstance(head_width, int) and not isinstance(head_width, bool) and 1 <= head_width <= width
+    import open_clip
+
+    known = open_clip.list_models()
+    if name not in known:
+        near = ", ".join(get_close_matches(str(name), known, n=4)) or "see open_clip.list_models()"
+        raise ValueError(f"model = {name!r}: no architecture of open_clip. Near to it: {near}.")
+    return open_clip.get_model_config(name)
+
+
+def read_heads(model: Mapping[str, Any], where: object, width: int) -> int:
+    """The number of attention heads that a description states.
+
+    Raises:
+        CheckpointError: it does not divide the width.
+    """
+    head_width = model["vision_cfg"].get("head_width", 64)
+    is_count = isinstance(head_width, int) and not isinstance(head_width, bool) and 1 <= head_width <= width
+    if not is_count or width % (width // head_width):
+        raise CheckpointError(f"{where}: head_width is {head_width!r}, which does not divide width {width}.")
+    return width // head_width
+
+
+def published_heads(sizes: Mapping[str, Any]) -> int | None:
+    """The number of heads of open_clip's architectures of these sizes, if they agree; no tensor shows it."""
+    fields = ("hidden_size", "num_hidden_layers", "intermediate_size")
+    heads = {read_heads(model, name, own["hidden_size"]) for name, model, own in _published(sizes, fields)}
+    return heads.pop() if len(heads) == 1 else None
+
+
+def find_release(tag: str, sizes: Mapping[str, Any], image_size: int) -> tuple[str, dict[str, Any]]:
+    """Activation and `preprocess_cfg` of one of open_clip's releases of weights, by its tag and a tower's sizes.
+
+    The picture size decides where a release has the same tower with both activations.
+
+    Raises:
+        ValueError: no release of this tag for these sizes, or an undecided activation.
+    """
+    fitting = [found for found in _releases(sizes) if found[0] == str(tag).lower().replace("-", "_")]
+    chosen = [found for found in fitting if found[1] == image_size] or fitting
+    if len({activation for _, _, activation, _ in chosen}) != 1:
+        problem = (
+            "has towers of either activation, but none for these pictures," if fitting else "has no tower"
         )
-        if not is_count or width % (width // head_width):
-            raise CheckpointError(
-                f"{config_file}: head_width is {head_width!r}, which does not divide width {width}."
-            )
-        found[str(config_file)] = width // head_width
-    elif shape in HEADS:
-        found["the published towers of this size"] = HEADS[shape]
-    if heads is not None:
-        found["the argument heads"] = heads
-    if not found:
+        width, layers = sizes["hidden_size"], sizes["num_hidden_layers"]
         raise ValueError(
-            f"{file}: the tensors do not show the number of attention heads, and no published tower has width {width}, "
-            f"{shape[1]} layers and inner width {shape[2]}. Give heads= (often width / 64 = {width / 64:g}), or put "
-            f"{OPEN_CLIP_CONFIG} beside the file."
+            f"tag = {tag!r}: the release {problem} of width {width}, {layers} layers, "
+            f"patches of {sizes['patch_size']} and {image_size} pixels. Give activation= instead. "
+            f"{describe_releases(sizes)}"
         )
-    return agree("number of heads", found)
+    return chosen[0][2:]
+
+
+def describe_releases(sizes: Mapping[str, Any]) -> str:
+    """The tags of open_clip's releases of these sizes, for messages."""
+    found = [f"{tag} ({activation} at {size} pixels)" for tag, size, activation, _ in _releases(sizes)]
+    return f"open_clip's releases of these sizes: {', '.join(dict.fromkeys(found)) or 'none'}."
+
+
+def _releases(sizes: Mapping[str, Any]) -> Iterator[tuple[str, int, str, dict[str, Any]]]:
+    """Tag, picture size, activation and `preprocess_cfg` of each release of weights for a tower of these sizes."""
+    import open_clip
+
+    for name, model, _ in _published(sizes, ("hidden_size", "num_hidden_layers", "patch_size")):
+        for tag in open_clip.list_pretrained_tags_by_model(name):
+            listed = open_clip.get_pretrained_cfg(name, tag)
+            # The same weights stand under architectures with either; the release says what they were trained with.
+            quick = listed.get("quick_gelu", model.get("quick_gelu", False))
+            preprocess = {field: listed[field] for field in ("mean", "std", "interpolation", "resize_mode")}
+            activation = read_activation({**model, "quick_gelu": quick}, name)
+            yield tag, model["vision_cfg"]["image_size"], activation, preprocess
+
+
+def _published(
+    sizes: Mapping[str, Any], fields: tuple[str, ...]
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Name, `model_cfg` and sizes of open_clip's architectures that have these sizes in these fields."""
+    import open_clip
+
+    for name in open_clip.list_models():
+        model = open_clip.get_model_config(name)
+        try:
+            own = read_sizes(model, name)
+        except CheckpointError:
+            # Of parts that ours does not have.
+            continue
+        if all(own[field] == sizes[field] for field in fields):
+            yield name, model, own
 
 
 def agree(what: str, stated: Mapping[str, Any]) -> Any:
@@ -149,31 +211,3 @@ def agree(what: str, stated: Mapping[str, Any]) -> Any:
             "the argument."
         )
     return next(iter(stated.values()))
-
-
-def find_release(tag: str, sizes: Mapping[str, Any], image_size: int) -> Release:
-    """The release that a tag and a tower's sizes belong to.
-
-    The picture size decides where a release has the same tower with both activations.
-
-    Raises:
-        ValueError: an unknown tag, no tower of these sizes in the release, or an undecided activation.
-    """
-    named = [release for release in RELEASES if release.tag == str(tag).lower().replace("-", "_")]
-    if not named:
-        raise ValueError(
-            f"tag = {tag!r}: no release of MetaCLIP in open_clip. Known releases: {describe_releases()}."
-        )
-    shape = (sizes["hidden_size"], sizes["num_hidden_layers"], sizes["patch_size"])
-    fitting = [release for release in named if any(TOWERS[name] == shape for name in release.sizes)]
-    same_size = [release for release in fitting if release.image_size == image_size]
-    chosen = same_size or fitting
-    if len({release.activation for release in chosen}) != 1:
-        problem = (
-            "has no tower" if not fitting else "has towers of either activation, but none for these pictures,"
-        )
-        raise ValueError(
-            f"tag = {tag!r}: the release {problem} of width {shape[0]}, {shape[1]} layers, patches of {shape[2]} and "
-            f"{image_size} pixels. Give activation= instead. Known releases: {describe_releases()}."
-        )
-    return chosen[0]

@@ -2,8 +2,8 @@
 
 The weights do not show their activation: most MetaCLIP releases were trained with QuickGELU, some with GELU, and
 open_clip lists the same weights under architectures with either. It is taken from a description of the weights
-(open_clip_config.json, config.json, the release's tag, the caller) and never from a file's name. A tower without a
-description, or with two that disagree, is refused.
+(open_clip_config.json, config.json, the release's tag, the architecture's name in open_clip, the caller) and never from
+a file's name. A tower without a description, or with two that disagree, is refused.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,16 @@ from ..hf import open_hf, open_shards
 from ..io import LazyTensor, check_source, open_weights, read_json, remember_looks
 from . import image_processors
 from .image_processors import PROCESSOR
-from .name_tables import CLIP, OPEN_CLIP, OPEN_CLIP_REFUSED, describe_releases
+from .name_tables import CLIP, OPEN_CLIP, OPEN_CLIP_REFUSED
 from .open_clip_config import (
     OPEN_CLIP_CONFIG,
     agree,
-    find_heads,
+    architecture,
+    describe_releases,
     find_release,
+    published_heads,
     read_activation,
+    read_heads,
     read_norm_eps,
     read_sizes,
 )
@@ -69,7 +72,12 @@ def tower_kind(path: str | Path) -> str | None:
 
 @remember_looks
 def open_tower(
-    path: str | Path, *, activation: str | None = None, tag: str | None = None, heads: int | None = None
+    path: str | Path,
+    *,
+    activation: str | None = None,
+    tag: str | None = None,
+    model: str | None = None,
+    heads: int | None = None,
 ) -> Checkpoint:
     """Open a vision tower: open_clip's, transformers' CLIP or MetaCLIP 2, Llama 4's or ours.
 
@@ -77,7 +85,7 @@ def open_tower(
 
     Args:
         path: an open_clip file (.safetensors, .pt, .bin) or folder, or a folder of transformers.
-        activation, tag, heads: what an open_clip file does not state, as in `convert_vision`.
+        activation, tag, model, heads: what an open_clip file does not state, as in `convert_vision`.
 
     Returns:
         the tower under the keys of `LlamoeVisionModel`. Its companions hold preprocessor_config.json where the source
@@ -86,7 +94,7 @@ def open_tower(
     Raises:
         CheckpointError: a file is missing or damaged, a tensor is missing, unknown or of another shape, or the
             tower has parts that ours cannot express.
-        ValueError: activation or heads are unknown, or an argument contradicts the configuration.
+        ValueError: activation, model or heads are unknown, or an argument contradicts the configuration.
     """
     path = Path(path)
     if not path.exists():
@@ -100,9 +108,10 @@ def open_tower(
         check_at_least(1, heads=heads)
     kind = tower_kind(path)
     if kind == "open_clip":
-        return _open_open_clip(path, activation, tag, heads)
-    if tag is not None:
-        raise ValueError(f"tag = {tag!r}: {path} is no open_clip checkpoint, and says its activation itself.")
+        return _open_open_clip(path, activation, tag, model, heads)
+    for name, value in {"tag": tag, "model": model}.items():
+        if value is not None:
+            raise ValueError(f"{name} = {value!r}: {path} is no open_clip checkpoint, and describes itself.")
     if kind is None:
         raise _explain_unknown(path)
     checkpoint = _open_clip(path) if kind == "clip" else _open_ours(path)
@@ -142,7 +151,9 @@ def _explain_unknown(path: Path) -> CheckpointError:
     )
 
 
-def _open_open_clip(path: Path, activation: str | None, tag: str | None, heads: int | None) -> Checkpoint:
+def _open_open_clip(
+    path: Path, activation: str | None, tag: str | None, model: str | None, heads: int | None
+) -> Checkpoint:
     file = path
     if path.is_dir():
         file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
@@ -164,49 +175,70 @@ def _open_open_clip(path: Path, activation: str | None, tag: str | None, heads: 
     # The configuration belongs to the file only where both have the names that open_clip gives them.
     config_file = file.with_name(OPEN_CLIP_CONFIG)
     settings: dict[str, Any] = {}
-    model: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     if file.name in OPEN_CLIP_FILES and config_file.is_file():
         settings = read_json(config_file)
-        model = settings.get("model_cfg", settings)
-        stated = read_sizes(model, config_file)
-        check_stated(stated, sizes, config_file, file)
-        image_size = image_size_of(
-            model["vision_cfg"].get("image_size"), grid, sizes["patch_size"], config_file
-        )
-    else:
-        image_size = grid * sizes["patch_size"]
-    release = find_release(tag, sizes, image_size) if tag is not None else None
-    act = {
-        str(config_file): read_activation(model, config_file) if model else None,
-        "the argument activation": activation,
-        f"the tag {tag!r}": release.activation if release else None,
-    }
+        described[str(config_file)] = settings.get("model_cfg", settings)
+    if model is not None:
+        described[f"open_clip's {model}"] = architecture(model)
+    image_size = grid * sizes["patch_size"]
+    for where, content in described.items():
+        check_stated(read_sizes(content, where), sizes, where, file)
+        image_size_of(content["vision_cfg"].get("image_size"), grid, sizes["patch_size"], where)
+    tagged, prepared = (None, {}) if tag is None else find_release(tag, sizes, image_size)
+    act = {where: read_activation(content, where) for where, content in described.items()}
+    act |= {"the argument activation": activation, f"the tag {tag!r}": tagged}
     found = [where for where, value in act.items() if value is not None]
     if not found:
         raise ValueError(
             f"{file}: nothing says whether these weights were trained with QuickGELU or GELU: there is no "
             f"{OPEN_CLIP_CONFIG} beside a file named {' or '.join(OPEN_CLIP_FILES)}, and the tensors do not show it. "
-            f"Give activation='quick_gelu' or 'gelu', or the release's tag. Known releases: {describe_releases()}."
+            "Give activation='quick_gelu' or 'gelu', or the release's tag, or open_clip's name of the model. "
+            f"{describe_releases(sizes)}"
         )
     hidden_act = agree("activation", act)
     notes = [f"activation: {hidden_act}, by {' and '.join(found)}"]
-    if not model:
+    if not settings and tag is None:
         notes.append(f"pixels: open_clip's default preparation, as there is no {OPEN_CLIP_CONFIG}")
     config = make_config(
         file,
         **sizes,
         image_size=image_size,
         hidden_act=hidden_act,
-        num_attention_heads=find_heads(model, config_file, sizes, heads, file),
-        norm_eps=read_norm_eps(model, config_file) if model else 1e-5,
+        num_attention_heads=_find_heads(described, sizes, heads, file),
+        norm_eps=agree(
+            "norm_eps", {where: read_norm_eps(content, where) for where, content in described.items()}
+        )
+        if described
+        else 1e-5,
     )
     preprocess = settings.get("preprocess_cfg") or {}
     if not isinstance(preprocess, dict):
         raise CheckpointError(f"{config_file}: preprocess_cfg is {preprocess!r}, not an object.")
-    if release is not None:
-        preprocess = {"resize_mode": release.resize_mode, **preprocess}
-    processor = image_processors.from_open_clip(preprocess, image_size, str(config_file if model else file))
+    origin = str(config_file if settings else file)
+    processor = image_processors.from_open_clip({**prepared, **preprocess}, image_size, origin)
     return make_checkpoint(path, "open_clip", OPEN_CLIP, config, tensors, processor, [file], notes)
+
+
+def _find_heads(described: Mapping[str, Any], sizes: Mapping[str, Any], heads: int | None, file: Path) -> int:
+    """The number of attention heads, which no tensor shows: described, given, or that of published towers.
+
+    Raises:
+        ValueError: no source states it, or two sources disagree.
+    """
+    width = sizes["hidden_size"]
+    found = {where: read_heads(content, where, width) for where, content in described.items()}
+    if not found and (published := published_heads(sizes)):
+        found["the published towers of this size"] = published
+    if heads is not None:
+        found["the argument heads"] = heads
+    if not found:
+        raise ValueError(
+            f"{file}: the tensors do not show the number of attention heads, and no published tower has width {width}, "
+            f"{sizes['num_hidden_layers']} layers and inner width {sizes['intermediate_size']}. Give heads= (often "
+            f"width / 64 = {width / 64:g}), or put {OPEN_CLIP_CONFIG} beside the file."
+        )
+    return agree("number of heads", found)
 
 
 def _open_clip(path: Path) -> Checkpoint:

@@ -67,7 +67,9 @@ def measure(table: Table, tensors: Mapping[str, LazyTensor], where: Path) -> tup
     return sizes, grid
 
 
-def check_stated(stated: Mapping[str, Any], sizes: Mapping[str, Any], where: Path, weights: Path) -> None:
+def check_stated(
+    stated: Mapping[str, Any], sizes: Mapping[str, Any], where: Path | str, weights: Path
+) -> None:
     """Refuse a configuration that states other sizes than the tensors have."""
     for name, value in stated.items():
         if value is not None and value != sizes[name]:
@@ -77,7 +79,7 @@ def check_stated(stated: Mapping[str, Any], sizes: Mapping[str, Any], where: Pat
             )
 
 
-def image_size_of(stated: Any, grid: int, patch: int, where: Path) -> int:
+def image_size_of(stated: Any, grid: int, patch: int, where: Path | str) -> int:
     """Side of the picture in pixels; the position grid must fit it."""
     sides = (
         list(stated) if isinstance(stated, (list, tuple)) else [grid * patch if stated is None else stated]

@@ -15,7 +15,7 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -55,6 +55,7 @@ def assemble(
     max_tiles: int = 16,
     activation: str | None = None,
     tag: str | None = None,
+    model: str | None = None,
     heads: int | None = None,
     seed: int = 0,
     **options: Unpack[WriteOptions],
@@ -74,7 +75,7 @@ def assemble(
         image_size: side of a tile in pixels, a multiple of the tower's patch size; None keeps the tower's.
         fold_normalization: change the patch weights so that pixels are normalized as for Llama 4.
         max_tiles: largest number of tiles that a picture is cut into.
-        activation, tag, heads: what an open_clip file does not state, as in `convert_vision`.
+        activation, tag, model, heads: what an open_clip file does not state, as in `convert_vision`.
         seed: random seed of adapter and projector, at least 0.
         **options: see `WriteOptions`; without a dtype, all weights get the decoder's. Stock cannot express a model
             with a CLIP tower.
@@ -92,7 +93,7 @@ def assemble(
         check_at_least(1, projector_dim=projector_dim)
     check_apart(Path(vision), Path(target))
     decoder = _open_decoder(text, target, options["resume"])
-    tower = _open_tower(vision, activation, tag, heads)
+    tower = _open_tower(vision, activation=activation, tag=tag, model=model, heads=heads)
     if image_size is not None:
         tower = resize(tower, image_size)
     if fold_normalization:
@@ -152,10 +153,10 @@ def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpo
     return checkpoint
 
 
-def _open_tower(vision: str | Path, activation: str | None, tag: str | None, heads: int | None) -> Checkpoint:
+def _open_tower(vision: str | Path, **stated: Any) -> Checkpoint:
     """Open a tower; of Meta's multimodal models the tower alone, as `open_tower` does for Hugging Face's."""
     if not (Path(vision) / "params.json").is_file():
-        return open_tower(vision, activation=activation, tag=tag, heads=heads)
+        return open_tower(vision, **stated)
     whole = open_checkpoint(vision)
     if not isinstance(whole.config, LlamoeConfig):
         raise ValueError(

@@ -1,5 +1,7 @@
 """Towers from open_clip: its transformer's features, its releases' activations."""
 
+import json
+
 import open_clip
 import pytest
 import torch
@@ -31,8 +33,7 @@ import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import open_checkpoint
 from llamoe.conversion.clip.convert_vision import convert_vision, open_tower
-from llamoe.conversion.clip.name_tables import HEADS, RELEASES, TOWERS
-from llamoe.conversion.clip.open_clip_config import find_release
+from llamoe.conversion.clip.open_clip_config import find_release, published_heads, read_sizes
 
 ACTIVATIONS = [
     pytest.param(nn.GELU, "gelu", id="gelu"),
@@ -162,11 +163,10 @@ class TestActivation:
         file = write_open_clip(tmp_path, visual_state(open_clip_tower()))
         named = file.rename(tmp_path / "ViT-H-14-quickgelu-metaclip_fullcc.safetensors")
         with pytest.raises(
-            ValueError, match="activation='quick_gelu' or 'gelu', or the release's tag"
+            ValueError, match="activation='quick_gelu' or 'gelu', or the release's tag, or"
         ) as error:
             convert_vision(named, tmp_path / "tower", heads=HEADS_HERE)
-        for release in RELEASES:
-            assert release.tag in str(error.value) and release.activation in str(error.value)
+        assert "releases of these sizes: none" in str(error.value)
         assert not (tmp_path / "tower").exists()
 
     def test_descriptions_that_disagree_are_refused(self, tmp_path):
@@ -184,30 +184,30 @@ class TestActivation:
             open_tower(source, activation="relu")
 
     def test_releases_are_those_of_open_clip(self):
-        """Every MetaCLIP entry that open_clip lists gives its own activation and resize mode here, by tag and sizes."""
-        seen = set()
-        for name, tag in open_clip.list_pretrained():
-            if "metaclip" not in tag:
-                continue
+        """MetaCLIP's and others: by tag and sizes each has the activation and preparation that it was trained with."""
+        expected = {
+            ("ViT-B-32", "metaclip_400m"): "quick_gelu",
+            ("ViT-L-14", "metaclip_fullcc"): "quick_gelu",
+            ("ViT-H-14", "metaclip_altogether"): "gelu",
+            ("ViT-H-14-worldwide", "metaclip2_worldwide"): "quick_gelu",
+            ("ViT-H-14-worldwide-378", "metaclip2_worldwide"): "gelu",
+            ("ViT-bigG-14-worldwide", "metaclip2_worldwide"): "gelu",
+            ("ViT-L-14-336", "openai"): "quick_gelu",
+            ("ViT-L-14", "datacomp_xl_s13b_b90k"): "gelu",
+            ("ViT-H-14-378", "dfn5b"): "quick_gelu",
+        }
+        for (name, tag), activation in expected.items():
+            model = open_clip.get_model_config(name)
+            size = model["vision_cfg"]["image_size"]
+            found, preprocess = find_release(tag, read_sizes(model, name), size)
             listed = open_clip.get_pretrained_cfg(name, tag)
-            vision = open_clip.get_model_config(name)["vision_cfg"]
-            sizes = {
-                "hidden_size": vision["width"],
-                "num_hidden_layers": vision["layers"],
-                "patch_size": vision["patch_size"],
-            }
-            release = find_release(tag, sizes, vision["image_size"])
-            assert (release.activation == "quick_gelu") == listed.get("quick_gelu", False), (name, tag)
-            assert release.resize_mode == (listed.get("resize_mode") or "shortest"), (name, tag)
-            tower = next(known for known, shape in TOWERS.items() if shape == tuple(sizes.values()))
-            seen.add((release.tag, release.image_size, tower))
-        ours = {(r.tag, r.image_size, tower) for r in RELEASES for tower in r.sizes}
-        assert seen == ours
+            assert found == activation, (name, tag)
+            assert preprocess == {field: listed[field] for field in preprocess} and len(preprocess) == 4
 
     def test_a_tag_that_leaves_it_open_is_refused(self):
         vit_h = {"hidden_size": 1280, "num_hidden_layers": 32, "patch_size": 14}
-        assert find_release("metaclip2-worldwide", vit_h, 224).activation == "quick_gelu"
-        assert find_release("metaclip_fullcc", vit_h, 336).activation == "quick_gelu"  # resized before
+        assert find_release("metaclip2-worldwide", vit_h, 224)[0] == "quick_gelu"
+        assert find_release("metaclip_fullcc", vit_h, 336)[0] == "quick_gelu"  # resized before
         with pytest.raises(ValueError, match="either activation"):
             find_release("metaclip2_worldwide", vit_h, 336)
         with pytest.raises(ValueError, match="no tower"):
@@ -216,18 +216,37 @@ class TestActivation:
             find_release("laion2b", vit_h, 224)
 
     def test_heads_are_those_of_every_published_tower(self):
-        """No tower of open_clip has the sizes of the table and another number of heads."""
-        seen = set()
-        for name in open_clip.list_models():
-            vision = open_clip.get_model_config(name)["vision_cfg"]
-            if "timm_model_name" in vision or isinstance(vision.get("layers", 12), list):
-                continue
-            width = vision.get("width", 768)
-            shape = (width, vision.get("layers", 12), int(width * vision.get("mlp_ratio", 4.0)))
-            if shape in HEADS:
-                assert HEADS[shape] == width // vision.get("head_width", 64), name
-                seen.add(shape)
-        assert seen == HEADS.keys()
+        """As open_clip builds them, where no width has heads of 64 channels."""
+        for width, layers, inner, heads in (
+            (1280, 32, 5120, 16),
+            (1664, 48, 8192, 16),
+            (1792, 56, 15360, 16),
+        ):
+            sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": inner}
+            assert published_heads(sizes) == heads != width // 64
+
+    def test_a_model_of_open_clip_by_its_name(self, tmp_path):
+        """A local file of an architecture: what open_clip's own loader makes of it, and what its name says."""
+        described = open_clip_config(layers=2, norm_kwargs={"eps": 1e-3})["model_cfg"]
+        described["text_cfg"] = {"context_length": 8, "vocab_size": 20, "width": 32, "heads": 2, "layers": 1}
+        (tmp_path / "ViT-tiny.json").write_text(json.dumps(described))
+        open_clip.add_model_config(tmp_path / "ViT-tiny.json")
+        file = tmp_path / "weights.pt"
+        torch.save(randomize(open_clip.create_model("ViT-tiny", load_weights=False)).state_dict(), file)
+        reference = open_clip.create_model("ViT-tiny", pretrained=str(file)).eval()
+        convert_vision(file, tmp_path / "tower", model="ViT-tiny")
+        with torch.no_grad():
+            given = load_tower(tmp_path / "tower")(pictures()).pooler_output
+            check_close(given, reference.encode_image(pictures()))
+        refused = {
+            "'quick_gelu' by open_clip's ViT-tiny, 'gelu' by": {"model": "ViT-tiny", "activation": "gelu"},
+            "open_clip's ViT-B-32: makes hidden_size 768": {"model": "ViT-B-32"},
+            "model = 'ViT-B32'.*ViT-B-32": {"model": "ViT-B32"},
+            "model = 'hf-hub:timm/some'": {"model": "hf-hub:timm/some"},
+        }
+        for message, options in refused.items():
+            with pytest.raises(ValueError, match=message):
+                open_tower(file, **options)
 
     def test_heads_of_other_sizes_are_asked_for(self, tmp_path):
         file = write_open_clip(tmp_path, visual_state(open_clip_tower()))
