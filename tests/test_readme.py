@@ -35,6 +35,13 @@ def test_the_first_answer_is_all_that_the_first_snippet_prints(tmp_path):
     assert not re.sub(r"(Loading weights: .*?\]|\s)", "", done.stderr)
 
 
+@pytest.mark.parametrize("family", ["LLaMA 1", "LLaMA 2", "Llama 3", "Mistral", "Mixtral", "Llama-4"])
+def test_every_family_is_named_wherever_the_package_introduces_itself(family):
+    site = re.search("^site_description: (.*)", read("mkdocs.yml"), re.MULTILINE)[1]
+    module = ast.get_docstring(ast.parse(read("llamoe/__init__.py")))
+    assert all(family in text for text in (PROJECT["description"], site, module, read("README.md")[:300]))
+
+
 def test_first_example_is_short():
     assert len(ast.parse(blocks("README.md")[1].code).body) <= 8
 
