@@ -6,7 +6,7 @@ open_clip takes as long as importing torch. Nothing is downloaded.
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 from ...configuration.errors import CheckpointError
 from ...configuration.vision import LlamoeVisionConfig
@@ -114,7 +114,7 @@ def architecture(name: str) -> dict[str, Any]:
     if name not in known:
         near = ", ".join(get_close_matches(str(name), known, n=4)) or "see open_clip.list_models()"
         raise ValueError(f"model = {name!r}: no architecture of open_clip. Near to it: {near}.")
-    return open_clip.get_model_config(name)
+    return cast(dict[str, Any], open_clip.get_model_config(name))
 
 
 def read_heads(model: Mapping[str, Any], where: object, width: int) -> int:
@@ -187,7 +187,7 @@ def _published(
     import open_clip
 
     for name in open_clip.list_models():
-        model = open_clip.get_model_config(name)
+        model = cast(dict[str, Any], open_clip.get_model_config(name))
         try:
             own = read_sizes(model, name)
         except CheckpointError:

@@ -4,7 +4,7 @@ Tiles, resizing and normalization are stock's. Stock divides any numbers by 255,
 files, into white, and does not turn photos that Pillow has opened.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ class LlamoeImageProcessor(Llama4ImageProcessor):
     @classmethod
     def like(cls, stock: Llama4ImageProcessor) -> "LlamoeImageProcessor":
         """One with the settings of stock's."""
-        return cls.from_dict(stock.to_dict())
+        return cast("LlamoeImageProcessor", cls.from_dict(stock.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:
         """Content of preprocessor_config.json, which loads without llamoe."""
