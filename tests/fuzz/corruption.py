@@ -17,7 +17,7 @@ from .judge import Wrong
 from .originals import Original, draw_original
 from .reading import READERS, Unclean, bounded, check_error, check_tensors
 
-KINDS = {"weights": 50, "index": 12, "config": 25, "companions": 5, "adapter": 8}
+KINDS = {"weights": 45, "index": 11, "config": 22, "companions": 4, "adapter": 8, "meta": 10}
 LOADERS = ["from_pretrained", "from_pretrained", "AutoModel", "convert", "convert", "inspect", "verify"]
 FOLDERS = ["one", "shards", "shards", "stock", "pictures", "bin", "bins", "legacy", "split"]
 
@@ -51,6 +51,18 @@ def draw(rng: random.Random, kind: str) -> tuple[Original, Damage, str]:
                 Damage(f"{name}: {how}", {name: content}),
                 rng.choice(["from_pretrained", "convert", "convert", "inspect"]),
             )
+        case "meta":
+            original = draw_original(rng, "meta", "meta4")
+            ways = [
+                damage.flip_structure,
+                damage.flip_structure,
+                damage.cut,
+                damage.extend,
+                damage.lose,
+                damage.pickle,
+            ]
+            made = rng.choice([*ways, damage_params, damage_tokenizer])(rng, original)
+            return original, made, rng.choice(["convert", "convert", "convert", "inspect", "verify"])
     original = draw_original(rng, "adapter", "adapter", "adapter-bin")
     reader = rng.choice(["PeftModel", "load_adapter"])
     if rng.random() < 0.4:
@@ -76,6 +88,18 @@ def fields_of(original: Original) -> list[str]:
         "auto_map",
     }
     return sorted((names | more) - {"_name_or_path"})
+
+
+def damage_params(rng: random.Random, original: Original) -> Damage:
+    how, content = damage.change_json(
+        rng, original.files["params.json"], ["n_kv_heads", "head_dim", "rope_theta"]
+    )
+    return Damage(f"params.json: {how}", {"params.json": content}, is_config=True)
+
+
+def damage_tokenizer(rng: random.Random, original: Original) -> Damage:
+    name = "tokenizer.model"
+    return Damage(f"bytes of {name}", {name: damage.changed(rng, original.files[name])})
 
 
 def damage_index(rng: random.Random, original: Original) -> Damage:

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import struct
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -98,6 +99,30 @@ def flip(rng: random.Random, original: Original) -> Damage:
             return Damage(how, {name: bytes(content)}, torch.load(io.BytesIO(content), weights_only=True))
     stacks = len(stacks_of_changed_experts(original, name, bytes(content))) if original.name == "split" else 0
     return Damage(how, {name: bytes(content)}, with_numbers(original, name, bytes(content)), stacks)
+
+
+def structure(content: bytes) -> list[tuple[int, int]]:
+    """The parts of one of torch's archives that are no numbers of tensors, as ranges of bytes."""
+    ranges, position = [], 0
+    with zipfile.ZipFile(io.BytesIO(content)) as whole:
+        for info in sorted(whole.infolist(), key=lambda info: info.header_offset):
+            name, more = struct.unpack_from("<HH", content, info.header_offset + 26)
+            begin = info.header_offset + 30 + name + more
+            if "/data/" in info.filename:
+                ranges.append((position, begin))
+                position = begin + info.file_size
+    return [*ranges, (position, len(content))]
+
+
+def flip_structure(rng: random.Random, original: Original) -> Damage:
+    """Bits of an archive's pickle and directories; each range is as likely as another one."""
+    name = rng.choice(original.weight_files)
+    content = bytearray(original.files[name])
+    ranges = structure(original.files[name])
+    positions = [rng.randrange(*rng.choice(ranges)) for _ in range(rng.choice([1, 1, 2, 3]))]
+    for position in positions:
+        content[position] ^= 1 << rng.randrange(8)
+    return Damage(f"{len(positions)} bits of {name} from {positions[0]}", {name: bytes(content)})
 
 
 def cut(rng: random.Random, original: Original) -> Damage:
@@ -204,7 +229,12 @@ def header(rng: random.Random, original: Original) -> Damage:
     return Damage(f"header of {name}: {way} of {key}", {name: with_header(content, raw or entries)})
 
 
-def archive(rng: random.Random, original: Original) -> Damage:
+def pickle(rng: random.Random, original: Original) -> Damage:
+    """One change of an archive that leaves the records of numbers as they are."""
+    return archive(rng, original, only_pickle=True)
+
+
+def archive(rng: random.Random, original: Original, only_pickle: bool = False) -> Damage:
     """One change of a record of torch's zip archive, or of its directory."""
     names = [name for name in original.weight_files if original.files[name].startswith(b"PK")]
     if not names:
@@ -216,7 +246,7 @@ def archive(rng: random.Random, original: Original) -> Damage:
     with zipfile.ZipFile(io.BytesIO(content)) as old:
         infos = {info.filename: old.read(info) for info in old.infolist()}
     pickled = next(record for record in infos if record.endswith("data.pkl"))
-    record = pickled if rng.random() < 0.6 else rng.choice(list(infos))
+    record = pickled if only_pickle or rng.random() < 0.6 else rng.choice(list(infos))
     way = rng.choice(
         ["op", "op", "op", "twice", "missing", "empty", "deflated", "shorter", "longer", "renamed", "swapped"]
     )
@@ -229,9 +259,9 @@ def archive(rng: random.Random, original: Original) -> Damage:
             if file == record:
                 match way:
                     case "op":
-                        data = _changed(rng, data)
+                        data = changed(rng, data)
                     case "twice":
-                        new.writestr(file, _changed(rng, data))
+                        new.writestr(file, changed(rng, data))
                     case "missing":
                         continue
                     case "empty":
@@ -250,26 +280,27 @@ def archive(rng: random.Random, original: Original) -> Damage:
                         data = infos[partner]
             new.writestr(file, data, method)
     # Changed elements behind a correct checksum cannot be noticed.
-    changed = int(way in ("op", "swapped", "twice") and "/data/" in record)
-    return Damage(f"{name}: {way} of {record}", {name: result.getvalue()}, tensors_changed=changed)
+    elements = int(way in ("op", "swapped", "twice") and "/data/" in record)
+    return Damage(f"{name}: {way} of {record}", {name: result.getvalue()}, tensors_changed=elements)
 
 
-def _changed(rng: random.Random, data: bytes) -> bytes:
+def changed(rng: random.Random, data: bytes) -> bytes:
+    """The data with a few bytes exchanged, put in or taken away."""
     if not data:
         return b"x"
-    changed = bytearray(data)
+    result = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 4])):
-        position = rng.randrange(len(changed))
+        position = rng.randrange(len(result))
         match rng.choice(["flip", "set", "insert", "remove"]):
             case "flip":
-                changed[position] ^= 1 << rng.randrange(8)
+                result[position] ^= 1 << rng.randrange(8)
             case "set":
-                changed[position] = rng.randrange(256)
+                result[position] = rng.randrange(256)
             case "insert":
-                changed[position:position] = rng.randbytes(rng.choice([1, 4]))
-            case "remove" if len(changed) > 1:
-                del changed[position]
-    return bytes(changed)
+                result[position:position] = rng.randbytes(rng.choice([1, 4]))
+            case "remove" if len(result) > 1:
+                del result[position]
+    return bytes(result)
 
 
 def _directory(rng: random.Random, name: str, content: bytes) -> Damage:

@@ -6,12 +6,14 @@ import json
 import random
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from support.conversions import META_LLAMA_2, META_MAVERICK
 
 import llamoe
 from llamoe.conversion import convert
@@ -50,6 +52,7 @@ VISION = dict(
     projector_output_dim=20,
     vision_output_dim=20,
 )
+META_MOE = {"num_experts": 3, "top_k": 1, "interleave_moe_layer_step": 2}
 EXPERTS = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
 
 
@@ -61,7 +64,7 @@ class Original:
         name: name of its kind.
         files: file name to content.
         tensors: key in the file to tensor.
-        model_class: class that loads it; for an adapter, the class of its base model.
+        model_class: class that loads it; for an adapter, the class of its base model; None for Meta's folders.
         base: base model of an adapter.
     """
 
@@ -73,7 +76,7 @@ class Original:
 
     @property
     def weight_files(self) -> list[str]:
-        return [name for name in self.files if name.endswith((".safetensors", ".bin"))]
+        return [name for name in self.files if name.endswith((".safetensors", ".bin", ".pth"))]
 
     @property
     def json_files(self) -> list[str]:
@@ -145,6 +148,16 @@ def originals() -> dict[str, Original]:
             result[name] = Original(name, read(folder / name), _state(model), type(model))
         convert(folder / "shards", folder / "split", experts="split", shard_size="12KB")
         result["split"] = Original("split", read(folder / "split"), _state(text), type(text))
+        for name, case, params, shards in (
+            ("meta", META_LLAMA_2, {}, 2),
+            ("meta4", META_MAVERICK, {"head_dim": 4, "n_kv_heads": 2, "moe_args": META_MOE}, 1),
+        ):
+            params = case.params | {"dim": 24, "n_layers": 2, "multiple_of": 4} | params
+            case = replace(case, params=params, vocabulary=2305 if name == "meta4" else case.vocabulary)
+            case.write(folder / name, case.weights(), shards)
+            convert(folder / name, folder / f"{name} converted")
+            tensors = load_file(folder / f"{name} converted" / "model.safetensors")
+            result[name] = Original(name, read(folder / name), tensors, None)
         for name, safe in (("adapter", True), ("adapter-bin", False)):
             config = LoraConfig(
                 r=2, target_modules=["q_proj", "up_proj"], target_parameters=EXPERTS, task_type="CAUSAL_LM"

@@ -1,6 +1,6 @@
 """Damaged files give an error that names them or no difference at all; nothing half-made, the source untouched.
 
-Damage that no reader can see is left out: another finite number in the data, two equal tensors exchanged.
+What is drawn at random is in `tests/fuzz`, for these folders and more; here is what a draw would seldom hit.
 """
 
 import hashlib
@@ -8,37 +8,28 @@ import io
 import json
 import os
 import pickle
+import random
 import shutil
 import tempfile
-import time
 import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from fuzz.damage import places, structure
 from safetensors.torch import load_file
 from support.conversions import META_LLAMA_2, META_MAVERICK, looks_finished, sums
+from support.counting import calls_of
 from support.models import draw, stock_dense_config, stock_text_config
 from transformers import Llama4ForCausalLM, LlamaForCausalLM
 
 from llamoe.conversion import convert
 
 SMALL = dict(hidden_size=24, intermediate_size=20, head_dim=6, num_hidden_layers=2, vocab_size=31)
-
-
-def few(examples: int):
-    """The same few examples every time, or as many new ones as LLAMOE_FUZZ says; nothing remembered on the disk."""
-    more = int(os.environ.get("LLAMOE_FUZZ", 0))
-    return settings(
-        max_examples=more or examples,
-        derandomize=not more,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 class Original:
@@ -130,160 +121,6 @@ def check(original, changes: dict[str, bytes | None], may_pass=True, says=(), mu
         assert sums(source) == before
 
 
-def structure(name: str, content: bytes) -> list[tuple[int, int]]:
-    """The parts of a file that are no numbers of tensors, as ranges of bytes."""
-    if name.endswith(".safetensors"):
-        return [(0, 8 + int.from_bytes(content[:8], "little"))]
-    if not content.startswith(b"PK"):
-        return [(0, len(content))]
-    ranges, position = [], 0
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        for info in sorted(archive.infolist(), key=lambda info: info.header_offset):
-            lengths = content[info.header_offset + 26 : info.header_offset + 30]
-            begin = info.header_offset + 30 + int.from_bytes(lengths[:2], "little")
-            begin += int.from_bytes(lengths[2:], "little")
-            if "/data/" in info.filename:
-                ranges.append((position, begin))
-                position = begin + info.file_size
-    return [*ranges, (position, len(content))]
-
-
-def altered(data, content: bytes, ranges: list[tuple[int, int]]) -> bytes:
-    """Some bytes inside of ranges exchanged, put in or taken away; each range as likely as another one."""
-    changed = bytearray(content)
-    # One way at a time: what is put in here and taken away there would move numbers, and no reader could tell.
-    way = data.draw(st.sampled_from(["flip", "flip", "set", "zeros", "insert", "remove"]))
-    for _ in range(data.draw(st.integers(1, 3))):
-        begin, end = data.draw(
-            st.sampled_from([span for span in ranges if span[0] < span[1] <= len(changed)])
-        )
-        position = data.draw(st.integers(begin, end - 1))
-        match way:
-            case "flip":
-                changed[position] ^= 1 << data.draw(st.integers(0, 7))
-            case "set":
-                changed[position] = data.draw(st.integers(0, 255))
-            case "zeros":
-                stop = min(position + 4, end)
-                changed[position:stop] = bytes(stop - position)
-            case "insert":
-                changed[position:position] = data.draw(st.binary(min_size=1, max_size=9))
-            case "remove":
-                del changed[position : min(position + data.draw(st.integers(1, 9)), end)]
-                break
-    return bytes(changed)
-
-
-@given(data=st.data())
-@few(30)
-@pytest.mark.parametrize("kind", ["hf", "bin", "meta", "meta4"])
-def test_altered_bytes_of_headers_directories_and_pickles(originals, kind, data):
-    original = originals[kind]
-    name = data.draw(st.sampled_from(original.weight_files()))
-    content = original.files[name]
-    check(original, {name: altered(data, content, structure(name, content))})
-
-
-ODD_VALUES = [None, -1, 0, 1, 3, 10**7, 10**30, 0.5, -2.5, float("nan"), "", "x", [], [7], {}, {"a": 1}, True]
-
-
-def places(value, path=()):
-    """The path of every value inside a JSON object, itself left out."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield (*path, key)
-        yield from places(inner, (*path, key))
-
-
-def changed_json(data, content: bytes) -> bytes:
-    """One value exchanged, taken away or under another name."""
-    whole = json.loads(content)
-    *path, last = data.draw(st.sampled_from(sorted(places(whole), key=str)))
-    inner = whole
-    for key in path:
-        inner = inner[key]
-    match data.draw(st.sampled_from(["exchange", "exchange", "remove", "rename"])):
-        case "exchange":
-            inner[last] = data.draw(st.sampled_from(ODD_VALUES))
-        case "remove":
-            del inner[last]
-        case "rename" if isinstance(inner, dict):
-            inner[f"{last}x"] = inner.pop(last)
-    return json.dumps(whole).encode()
-
-
-@given(data=st.data())
-@few(20)
-@pytest.mark.parametrize("kind", ["hf", "split", "meta", "meta4"])
-def test_altered_json_files(originals, kind, data):
-    original = originals[kind]
-    name = data.draw(st.sampled_from([name for name in original.files if name.endswith(".json")]))
-    content = original.files[name]
-    alter = data.draw(
-        st.sampled_from([changed_json, lambda data, content: altered(data, content, [(0, len(content))])])
-    )
-    check(original, {name: alter(data, content)})
-
-
-@given(data=st.data())
-@few(15)
-@pytest.mark.parametrize("kind", ["meta", "meta4"])
-def test_altered_tokenizers(originals, kind, data):
-    original = originals[kind]
-    content = original.files["tokenizer.model"]
-    check(original, {"tokenizer.model": altered(data, content, [(0, len(content))])})
-
-
-@given(data=st.data())
-@few(30)
-def test_altered_headers_of_safetensors(originals, data):
-    original = originals["one"]
-    content = original.files["model.safetensors"]
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    name = data.draw(st.sampled_from([name for name in header if name != "__metadata__"]))
-    entry, others = header[name], [key for key in header if key not in ("__metadata__", name)]
-    match data.draw(st.sampled_from(["dtype", "shape", "offsets", "axes", "name", "missing"])):
-        case "dtype":  # of the same width, too: what is left are numbers that are no weights
-            entry["dtype"] = data.draw(
-                st.sampled_from(["I32", "U32", "F64", "F16", "I8", "F8_E4M3", "C64", "f32", 7])
-            )
-        case "shape":
-            axis = data.draw(st.integers(0, len(entry["shape"]) - 1))
-            entry["shape"][axis] = data.draw(
-                st.sampled_from([0, -1, 1, 10**25, entry["shape"][axis] + 1, 2.0, "3"])
-            )
-        case "axes":
-            entry["shape"] = data.draw(st.sampled_from([[*entry["shape"], 1], [1, *entry["shape"]], []]))
-        case "offsets":
-            side = data.draw(st.integers(0, 1))
-            entry["data_offsets"][side] += data.draw(st.sampled_from([-1, 1, 4, -4, 10**25, -(10**25)]))
-        case "name":
-            new = data.draw(
-                st.sampled_from([f"{name}x", name[1:], "", "\u0000", "model.layers.9.mlp.up_proj.weight"])
-            )
-            header[new] = header.pop(name)
-        case "missing":
-            del header[data.draw(st.sampled_from(others))]
-    text = json.dumps(header).encode()
-    check(
-        original,
-        {"model.safetensors": len(text).to_bytes(8, "little") + text + content[8 + length :]},
-        may_pass=False,
-        says=["model.safetensors"],
-    )
-
-
-@given(data=st.data())
-@few(20)
-@pytest.mark.parametrize("kind", ["one", "bin", "legacy", "meta"])
-def test_files_cut_short_anywhere(originals, kind, data):
-    original = originals[kind]
-    name = data.draw(st.sampled_from(original.weight_files()))
-    length = data.draw(st.integers(0, len(original.files[name]) - 1))
-    check(original, {name: original.files[name][:length]}, may_pass=False, says=[name])
-
-
 @pytest.mark.parametrize("kind", ["hf", "one", "split", "bin", "meta", "meta4"])
 def test_missing_and_empty_files(originals, kind):
     original = originals[kind]
@@ -303,32 +140,27 @@ def test_a_file_in_excess_of_metas_is_not_taken_for_a_part(originals):
     )
 
 
-def number_ranges(name: str, content: bytes) -> list[tuple[int, int]]:
-    """Where the numbers of tensors are: what `structure` leaves."""
-    ranges = structure(name, content)
-    return [
-        (a[1], b[0]) for a, b in zip(ranges, [*ranges[1:], (len(content), 0)], strict=True) if a[1] < b[0]
-    ]
-
-
-@given(data=st.data())
-@few(15)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", ["first", "last"])
 @pytest.mark.parametrize("kind", ["one", "meta4"])
-def test_numbers_that_are_none_are_found_wherever_they_are(originals, kind, data):
+def test_numbers_that_are_none_are_found_wherever_they_are(originals, kind, place, value):
+    """Frequencies and statistics of Meta's files are no weights: what they hold does not matter."""
     original = originals[kind]
-    name = data.draw(st.sampled_from(original.weight_files()))
+    [name] = original.weight_files()
     content = bytearray(original.files[name])
-    begin, end = data.draw(st.sampled_from(number_ranges(name, original.files[name])))
-    position = begin + data.draw(st.integers(0, (end - begin) // 4 - 1)) * 4
-    value = data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf")]))
+    if kind == "one":
+        begin, end = 8 + int.from_bytes(content[:8], "little"), len(content)
+    else:
+        begin, end = next(ranges for ranges in numbers(content))
+    position = begin if place == "first" else end - 4
     content[position : position + 4] = torch.tensor([value]).numpy().tobytes()
-    # Frequencies and statistics are no weights: what they hold does not matter.
-    check(
-        original,
-        {name: bytes(content)},
-        may_pass=kind == "meta4",
-        says=[name, "weight" if kind == "one" else ""],
-    )
+    check(original, {name: bytes(content)}, may_pass=False, says=[name, "weight"])
+
+
+def numbers(content: bytes) -> Iterator[tuple[int, int]]:
+    """Where the tensors of one of torch's archives are."""
+    ranges = structure(bytes(content))
+    return ((before[1], after[0]) for before, after in pairwise(ranges))
 
 
 def rewritten(content: bytes, change) -> bytes:
@@ -441,21 +273,23 @@ def test_files_without_checksums_are_read(originals):
     check(original, {"pytorch_model.bin": buffer.getvalue()}, checksums=True, must_pass=True)
 
 
-@given(data=st.data())
-@few(15)
-def test_checksums_find_any_change_of_a_torch_file(originals, data):
-    original = originals["meta"]
-    name = data.draw(st.sampled_from(original.weight_files()))
-    content = original.files[name]
+@pytest.mark.parametrize("seed", range(4))
+def test_checksums_find_any_change_of_a_torch_file(originals, seed):
+    original, dice = originals["meta"], random.Random(seed)
     listed = b"".join(
         hashlib.md5(original.files[file]).hexdigest().encode() + f"  {file}\n".encode()
         for file in original.weight_files()
     )
-    ranges = [*structure(name, content), *number_ranges(name, content)]
-    damaged = altered(data, content, ranges)
-    with_list = data.draw(st.booleans())
-    changes = {name: damaged} | ({"checklist.chk": listed} if with_list else {})
-    check(original, changes, may_pass=damaged == content or not with_list, says=[name], checksums=True)
+    name = dice.choice(original.weight_files())
+    content = original.files[name]
+    damaged = bytearray(content)
+    # Of a tensor, whose record has a checksum, and anywhere, for which the list has one.
+    begin, end = dice.choice([*numbers(content)])
+    damaged[dice.randrange(begin, end)] ^= 1 << dice.randrange(8)
+    check(original, {name: bytes(damaged)}, False, [name], checksums=True)
+    damaged = bytearray(content)
+    damaged[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+    check(original, {name: bytes(damaged), "checklist.chk": listed}, False, [name], checksums=True)
 
 
 def test_a_wrong_list_of_checksums_matters_only_where_it_is_asked_for(originals):
@@ -472,7 +306,7 @@ def test_a_wrong_list_of_checksums_matters_only_where_it_is_asked_for(originals)
     check(original, {"checklist.chk": bytes(range(128, 256))}, False, ["checklist.chk"], checksums=True)
 
 
-@pytest.mark.parametrize("kind", ["hf", "stacked", "meta", "meta4"])
+@pytest.mark.parametrize("kind", ["stacked", "meta4"])
 def test_sizes_beyond_reason_end_at_once(originals, kind):
     original = originals[kind]
     name = "params.json" if kind.startswith("meta") else "config.json"
@@ -485,6 +319,6 @@ def test_sizes_beyond_reason_end_at_once(originals, kind):
                 inner = inner[key]
             if isinstance(inner[last], int) and not isinstance(inner[last], bool):
                 inner[last] = size
-                begun = time.process_time()
-                check(original, {name: json.dumps(whole).encode()})
-                assert time.process_time() - begun < 2, path
+                content = json.dumps(whole).encode()
+                calls, _ = calls_of(partial(check, original, {name: content}))
+                assert calls < 400_000, (path, calls)
