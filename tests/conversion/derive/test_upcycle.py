@@ -1,63 +1,81 @@
-"""Dense LLaMA to a mixture: the same function for any router, experts that can be told apart, errors that say why."""
+"""A dense LLaMA or Mistral to Llama 4's mixture or Mixtral's: the same function for any router, errors that say why."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from support.models import (
-    draw,
-    max_abs,
-    mixtures,
-    scaled_rope,
-    stock_dense_config,
-    stock_text_config,
-)
+from safetensors.torch import load_file, save_file
+from support.models import load_whole, max_abs, mixtures, scaled_rope, stock_model, stock_text_config
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Llama4ForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
 )
 
-from llamoe import LlamoeForCausalLM, LlamoeTextConfig
+from llamoe import LlamoeForCausalLM, LlamoeMixtralConfig, LlamoeMixtralForCausalLM, LlamoeTextConfig
 from llamoe.conversion.convert import convert
-from llamoe.conversion.derive.upcycle import Mixture, as_text_model, upcycle
+from llamoe.conversion.derive.upcycle import Mixture, as_mixtral, as_text_model, upcycle
 from llamoe.conversion.io.lazy_tensor import LazyTensor, blocks
 from llamoe.conversion.open import open_checkpoint
+from llamoe_command.cli import main
 
-# Logits of deviation about 1. Rotated channels are summed in another order; everything else is equal bit by bit.
+# Logits of deviation about 1. Llama 4: rotated channels are summed in another order. Mixtral: the scores of the chosen
+# experts sum to 1 within an ulp or two, a few 1e-7 in each of three layers. Windows that are off by one, or scores that
+# do not sum to 1, change logits by 1e-2 and more.
 TOLERANCE = 1e-5
+# Sizes never coincide; three query heads share a key/value head; a window is much shorter than the texts.
+SIZES = dict(
+    vocab_size=101, hidden_size=72, intermediate_size=92, num_hidden_layers=3, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=20, max_position_embeddings=256, pad_token_id=0,
+)  # fmt: skip
+WINDOW = 9
+KINDS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=WINDOW)),
+    "mistral without a window": (MistralForCausalLM, MistralConfig, dict(sliding_window=None)),
+    "ministral": (
+        MinistralForCausalLM,
+        MinistralConfig,
+        dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    ),
+}
+CLASSES = {
+    "llama4": (LlamoeForCausalLM, Llama4ForCausalLM),
+    "mixtral": (LlamoeMixtralForCausalLM, MixtralForCausalLM),
+}
 
 
-def save_dense(folder, dtype=torch.float32, **config):
-    """A LLaMA that transformers wrote, and the model."""
-    config = stock_dense_config(**config)
-    model = draw(LlamaForCausalLM, config).to(dtype)
-    if config.tie_word_embeddings:
-        with torch.no_grad():
-            model.model.embed_tokens.weight.mul_(config.hidden_size**-0.5)
-    model.generation_config.max_new_tokens = 7
-    model.save_pretrained(folder)
-    return model
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """Gives a folder that transformers wrote and its model, neither of which is to be changed."""
+    made = {}
+
+    def get(kind="llama", dtype=torch.float32, **fields):
+        key = (kind, dtype, repr(fields))
+        if key not in made:
+            model_class, config_class, more = KINDS[kind]
+            model = stock_model(model_class, config_class(**{**SIZES, **more, **fields})).to(dtype)
+            model.generation_config.max_new_tokens = 7
+            model.save_pretrained(folder := tmp_path_factory.mktemp("dense"))
+            made[key] = folder, model
+        return made[key]
+
+    return get
 
 
-def save_tokenizer(folder, size=90):
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"word{index}": index for index in range(3, size)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-    fast.save_pretrained(folder)
-    return fast
-
-
-def some_ids(config, rows=2, length=37):
-    return torch.randint(3, config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(5))
+def some_ids(rows=2, length=37):
+    return torch.randint(3, 101, (rows, length), generator=torch.Generator().manual_seed(5))
 
 
 @torch.no_grad()
@@ -66,161 +84,210 @@ def logits(model, ids):
 
 
 def set_routers(model, scale):
-    """Routers of that deviation; at 30 every score is close to 0 or 1."""
+    """Routers of that deviation; at 30 every score of Llama 4's is close to 0 or 1, and one of Mixtral's has it all."""
     with torch.no_grad():
-        for block in mixtures(model).values():
-            block.router.weight.normal_(0, scale)
+        for name, weight in model.named_parameters():
+            if name.endswith((".router.weight", ".gate.weight")):
+                weight.normal_(0, scale)
 
 
 @pytest.mark.parametrize(
-    ("experts", "interleave", "top_k"), [(5, 1, 1), (5, 2, 2), (3, 1, 3), (1, 3, 1)], ids=str
+    ("family", "experts", "interleave", "top_k"),
+    [
+        ("llama4", 5, 1, 1),
+        ("llama4", 5, 2, 2),
+        ("llama4", 3, 1, 3),
+        ("llama4", 1, 3, 1),
+        ("mixtral", 5, 1, 2),
+        ("mixtral", 3, 1, 3),
+        ("mixtral", 4, 1, 1),
+    ],  # fmt: skip
 )
 def test_the_mixture_computes_the_dense_function_for_any_router(
-    tmp_path, record_parity, experts, interleave, top_k
+    dense, tmp_path, record_parity, family, experts, interleave, top_k
 ):
-    dense = save_dense(tmp_path / "dense")
-    upcycle(tmp_path / "dense", tmp_path / "moe", experts=experts, interleave=interleave, top_k=top_k)
-
-    ids = some_ids(dense.config)
-    expected = logits(dense, ids)
-    for model_class in (LlamoeForCausalLM, Llama4ForCausalLM):  # the layout is stock's where it can be
-        model, info = model_class.from_pretrained(
-            tmp_path / "moe", dtype=torch.float32, output_loading_info=True
-        )
-        assert not any(info.values()), info
-        assert list(mixtures(model)) == list(range(interleave - 1, 3, interleave))
+    source, model = dense("llama" if family == "llama4" else "mistral")
+    upcycle(source, tmp_path / "moe", experts=experts, interleave=interleave, top_k=top_k)
+    ids, greedy = some_ids(), dict(do_sample=False, max_new_tokens=12, eos_token_id=-1, pad_token_id=0)
+    expected, tokens = logits(model, ids), model.generate(ids, **greedy)
+    for model_class in CLASSES[family]:  # the layout is stock's where it can be
+        mixture = load_whole(model_class, tmp_path / "moe", dtype=torch.float32).eval()
+        if family == "llama4":
+            assert list(mixtures(mixture)) == list(range(interleave - 1, 3, interleave))
         for scale in (None, 0.3, 30.0):
             if scale is not None:
-                set_routers(model.eval(), scale)
-            error = max_abs(logits(model, ids), expected)
+                set_routers(mixture, scale)
+            error = max_abs(logits(mixture, ids), expected)
             assert error < TOLERANCE
-            record_parity(f"upcycled, {model_class.__name__}", "LlamaForCausalLM", "float32", error)
+            record_parity(f"upcycled, {model_class.__name__}", type(model).__name__, "float32", error)
+        if family == "mixtral":
+            assert mixture.config.sliding_window == WINDOW
+            assert torch.equal(mixture.generate(ids, **greedy), tokens)
+    if family == "mixtral":
+        assert max_abs(logits(dense("mistral without a window")[1], ids), expected) > 0.1
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3", "proportional"])
-def test_scaled_rotary_biases_activation_and_a_tied_head_survive(tmp_path, kind):
-    fields = dict(attention_bias=True, hidden_act="gelu", tie_word_embeddings=True, **scaled_rope(kind))
-    dense = save_dense(tmp_path / "dense", **fields)
-    upcycle(tmp_path / "dense", tmp_path / "moe", experts=3, interleave=2)
+@pytest.mark.parametrize(
+    ("family", "kind", "rope"),
+    [("llama4", "llama", rope) for rope in ("linear", "yarn", "llama3", "proportional")]
+    + [("mixtral", kind, "yarn") for kind in ("llama", "mistral", "mistral without a window")],
+)
+def test_scaled_rotary_biases_activation_and_a_tied_head_survive(dense, tmp_path, family, kind, rope):
+    fields = dict(hidden_act="gelu", tie_word_embeddings=True, **scaled_rope(rope))
+    source, model = dense(kind, **fields, **({"attention_bias": True} if family == "llama4" else {}))
+    upcycle(source, tmp_path / "moe", family=family, experts=3, interleave=2 if family == "llama4" else 1)
+    ids = some_ids(length=90)
+    for model_class in CLASSES[family]:
+        mixture = load_whole(model_class, tmp_path / "moe", dtype=torch.float32).eval()
+        assert mixture.get_output_embeddings().weight is mixture.get_input_embeddings().weight
+        assert getattr(mixture.config, "sliding_window", None) == (WINDOW if kind == "mistral" else None)
+        assert max_abs(logits(mixture, ids), logits(model, ids)) < TOLERANCE
 
-    ids = some_ids(dense.config, length=90)
-    for model_class in (LlamoeForCausalLM, Llama4ForCausalLM):
-        model = model_class.from_pretrained(tmp_path / "moe", dtype=torch.float32).eval()
-        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        assert max_abs(logits(model, ids), logits(dense, ids)) < TOLERANCE
 
-
-def test_feed_forward_biases_go_to_dense_layers_and_shared_experts(tmp_path):
-    dense = save_dense(tmp_path / "dense", mlp_bias=True)
-    with pytest.raises(ValueError, match="mlp_bias"):
-        upcycle(tmp_path / "dense", tmp_path / "stock", experts=3, layout="stock")
+@pytest.mark.parametrize(
+    ("kind", "fields", "refused"),
+    [("llama", dict(mlp_bias=True), "mlp_bias"), ("ministral", {}, "layer_types")],
+)
+def test_what_stock_cannot_say_needs_the_layout_llamoe(dense, tmp_path, kind, fields, refused):
+    """Biases of dense layers and shared experts; layers with and without a window."""
+    source, model = dense(kind, **fields)
+    with pytest.raises(ValueError, match=refused):
+        upcycle(source, tmp_path / "stock", experts=3, layout="stock")
     assert not (tmp_path / "stock").exists()
+    upcycle(source, tmp_path / "moe", experts=3, interleave=2 if kind == "llama" else 1)
+    mixture = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32).eval()
+    assert type(mixture) is CLASSES["llama4" if kind == "llama" else "mixtral"][0]
+    assert getattr(mixture.config, refused) == getattr(model.config, refused)
+    assert max_abs(logits(mixture, some_ids()), logits(model, some_ids())) < TOLERANCE
 
-    upcycle(tmp_path / "dense", tmp_path / "moe", experts=3, interleave=2)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
-    assert type(model) is LlamoeForCausalLM and model.config.mlp_bias
-    ids = some_ids(dense.config)
-    assert max_abs(logits(model, ids), logits(dense, ids)) < TOLERANCE
 
-
-def test_feed_forwards_are_equal_bit_by_bit(tmp_path):
-    dense = save_dense(tmp_path / "dense")
-    upcycle(tmp_path / "dense", tmp_path / "moe", experts=3, top_k=2)
+def test_feed_forwards_are_equal_bit_by_bit(dense, tmp_path):
+    source, dense_model = dense()
+    upcycle(source, tmp_path / "moe", experts=3, top_k=2)
     model = LlamoeForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32).eval()
     set_routers(model, 1.0)
-    x = torch.randn(2, 19, dense.config.hidden_size)
+    x = torch.randn(2, 19, 72)
     with torch.no_grad():
-        for ours, theirs in zip(model.model.layers, dense.model.layers, strict=True):
+        for ours, theirs in zip(model.model.layers, dense_model.model.layers, strict=True):
             assert torch.equal(ours.feed_forward(x), theirs.mlp(x))
 
 
-def test_a_dense_model_whose_weights_pair_neighbours_is_not_permuted(tmp_path):
-    dense = save_dense(tmp_path / "dense")
+def test_a_source_that_pairs_neighbours_gets_each_familys_order(dense, tmp_path):
+    shutil.copytree(dense()[0], tmp_path / "dense")
     config = json.loads((tmp_path / "dense/config.json").read_text())
     config |= {"model_type": "llamoe_dense", "rope_interleave": True, "architectures": None}
     (tmp_path / "dense/config.json").write_text(json.dumps(config))
-    upcycle(tmp_path / "dense", tmp_path / "moe", experts=3)
-    tensors = open_checkpoint(tmp_path / "moe").tensors
+    upcycle(tmp_path / "dense", tmp_path / "llama4", experts=3)
+    tensors, before = open_checkpoint(tmp_path / "llama4").tensors, dense()[1].state_dict()
     for name in ("q_proj", "k_proj"):
         key = f"model.layers.1.self_attn.{name}.weight"
-        assert torch.equal(tensors[key].read(), dense.get_parameter(key))
+        assert torch.equal(tensors[key].read(), before[key])
+    source = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32).eval()
+    upcycle(tmp_path / "dense", tmp_path / "mixtral", family="mixtral", experts=3, layout="stock")
+    model = load_whole(MixtralForCausalLM, tmp_path / "mixtral", dtype=torch.float32).eval()
+    assert max_abs(logits(model, some_ids()), logits(source, some_ids())) < TOLERANCE
 
 
-def test_a_folder_of_metas_gives_the_same_mixture(tmp_path):
-    pytest.importorskip("llamoe.conversion.meta.folder", reason="folders of Meta's are written by it")
-    save_dense(tmp_path / "dense", head_dim=12)
-    convert(tmp_path / "dense", tmp_path / "meta", to="meta")
-    for source in ("dense", "meta"):
-        upcycle(tmp_path / source, tmp_path / f"moe-{source}", experts=3, noise=0.1)
-    expected, given = (open_checkpoint(tmp_path / f"moe-{source}").tensors for source in ("dense", "meta"))
+def test_a_folder_of_metas_gives_the_same_mixture(dense, tmp_path):
+    source, _ = dense(head_dim=12)
+    convert(source, tmp_path / "meta", to="meta")
+    for name, folder in (("dense", source), ("meta", tmp_path / "meta")):
+        upcycle(folder, tmp_path / f"moe-{name}", experts=3, noise=0.1)
+    expected, given = (open_checkpoint(tmp_path / f"moe-{name}").tensors for name in ("dense", "meta"))
     assert given.keys() == expected.keys()
     for key, tensor in given.items():
         assert torch.equal(tensor.read(), expected[key].read()), key
 
 
-def test_the_first_step_reaches_the_down_projections_and_the_second_the_rest(tmp_path):
-    dense = save_dense(tmp_path / "dense")
-    upcycle(tmp_path / "dense", tmp_path / "moe", experts=3, top_k=2)
-    model = LlamoeForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
-    ids = some_ids(dense.config, rows=4)
+def trained(model, look):
+    """The losses of three steps, and what `look` finds after each."""
+    ids = some_ids(rows=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, largest = [], []
+    losses, found = [], []
     for _ in range(3):
         optimizer.zero_grad()
         loss = model(ids, labels=ids).loss
         loss.backward()
-        losses.append(loss.item())
-        block = model.model.layers[1].feed_forward
-        parts = (block.experts.down_proj, block.experts.gate_up_proj, block.router.weight)
-        largest.append([part.grad.abs().amax().item() for part in parts])
-        per_expert = block.experts.down_proj.grad.flatten(1)
         optimizer.step()
-    assert largest[0][0] > 0 and largest[0][1:] == [0, 0]
-    assert all(value > 0 for value in largest[1])
-    assert all(not torch.equal(per_expert[0], other) for other in per_expert[1:])
+        found.append(look(model.model.layers[1]))
+        losses.append(loss.item())
     assert losses[2] < losses[1] < losses[0]
+    return found
 
 
-def test_noise_makes_experts_that_differ_and_can_be_made_again(tmp_path):
-    dense = save_dense(tmp_path / "dense")
+def test_the_first_step_reaches_the_down_projections_and_the_second_the_rest(dense, tmp_path):
+    upcycle(dense()[0], tmp_path / "moe", experts=3, top_k=2)
+    model = LlamoeForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
+
+    def look(layer):
+        block = layer.feed_forward
+        parts = (block.experts.down_proj, block.experts.gate_up_proj, block.router.weight)
+        return [part.grad.abs().amax().item() for part in parts], parts[0].grad.flatten(1).clone()
+
+    (first, _), (second, _), (_, per_expert) = trained(model, look)
+    assert first[0] > 0 and first[1:] == [0, 0]
+    assert all(value > 0 for value in second)
+    assert all(not torch.equal(per_expert[0], other) for other in per_expert[1:])
+
+
+def test_copies_differ_after_a_step_and_routers_learn_from_the_second(dense, tmp_path):
+    """Equal experts make every choice equally good: until they differ, a router's gradient is rounding alone."""
+    upcycle(dense("mistral")[0], tmp_path / "moe", experts=3)
+
+    def look(layer):
+        for stacked in (layer.mlp.experts.gate_up_proj.detach(), layer.mlp.experts.down_proj.detach()):
+            assert all(
+                max_abs(stacked[one], stacked[other]) > 1e-4 for one, other in ((0, 1), (0, 2), (1, 2))
+            )
+        return layer.mlp.gate.weight.grad.abs().amax().item()
+
+    for model_class in CLASSES["mixtral"]:
+        model = model_class.from_pretrained(tmp_path / "moe", dtype=torch.float32).train()
+        routers = trained(model, look)
+        assert routers[0] < 1e-4 * routers[1] and routers[1] > 1e-4
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_noise_makes_experts_that_differ_and_can_be_made_again(dense, tmp_path, family):
+    is_llama4 = family == "llama4"
+    source, model = dense("llama" if is_llama4 else "mistral")
     runs = {
         "a": dict(experts=3, seed=7),
-        "b": dict(experts=5, seed=7, interleave=3),
+        "b": dict(experts=5, seed=7, interleave=3 if is_llama4 else 1),
         "c": dict(experts=3, seed=8),
     }
     for name, options in runs.items():
-        report = upcycle(tmp_path / "dense", tmp_path / name, noise=0.1, **options)
+        report = upcycle(source, tmp_path / name, noise=0.1, **options)
         assert any("noise of 0.1" in note for note in report.notes)
     tensors = {name: open_checkpoint(tmp_path / name).tensors for name in runs}
-    layer = "model.layers.2"
+    layer, state = "model.layers.2", model.state_dict()
+    block = "feed_forward" if is_llama4 else "mlp"
     for part, sources in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-        key = f"{layer}.feed_forward.experts.{part}"
-        a, b, c = (tensors[name][key].read() for name in runs)
+        key = f"{layer}.{block}.experts.{part}"
+        # Inputs first, as in Llama 4's stacks.
+        a, b, c = (tensors[name][key].read() if is_llama4 else tensors[name][key].read().mT for name in runs)
         # What an expert becomes does not depend on how many there are, or in which order files are written.
         assert torch.equal(a, b[:3])
         assert not torch.equal(a, c)
-        state = dense.state_dict()
         weights = torch.cat([state[f"{layer}.mlp.{name}.weight"].T for name in sources], 1)
-        noise = a - weights if part == "gate_up_proj" else a
-        for index, source in enumerate(sources):
-            std = state[f"{layer}.mlp.{source}.weight"].std(correction=0).item()
+        noise = a if is_llama4 and part == "down_proj" else a - weights
+        for index, name in enumerate(sources):
+            std = state[f"{layer}.mlp.{name}.weight"].std(correction=0).item()
             mine = noise.chunk(len(sources), -1)[index]
             assert mine.std().item() == pytest.approx(0.1 * std, rel=0.03)  # 20,000 numbers: 0.5 %
             assert abs(mine.mean().item()) < 0.004 * std
-        assert np.abs(np.corrcoef(noise.flatten(1).numpy()) - np.eye(3)).max() < 0.05
-    routers = [tensors["a"][f"model.layers.{index}.feed_forward.router.weight"].read() for index in range(3)]
+        assert np.abs(np.corrcoef(noise.flatten(1).numpy()) - np.eye(3)).max() < 0.06
+    router = "router" if is_llama4 else "gate"
+    routers = [tensors["a"][f"model.layers.{index}.{block}.{router}.weight"].read() for index in range(3)]
     assert not torch.equal(routers[0], routers[1])
     assert torch.cat(routers).std().item() == pytest.approx(0.02, rel=0.1)
-
-    model = LlamoeForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float32)
-    ids = some_ids(dense.config)
-    assert 1e-3 < max_abs(logits(model, ids), logits(dense, ids)) < 1
+    noisy = CLASSES[family][0].from_pretrained(tmp_path / "a", dtype=torch.float32).eval()
+    assert 1e-3 < max_abs(logits(noisy, some_ids()), logits(model, some_ids())) < 1
 
 
-def test_an_expert_is_made_of_its_dense_matrices_alone(tmp_path):
-    save_dense(tmp_path / "dense")
-    source = open_checkpoint(tmp_path / "dense")
-    reads = []
+@pytest.mark.parametrize("family", CLASSES)
+def test_an_expert_is_made_of_its_dense_matrices_alone(dense, family):
+    source, reads = open_checkpoint(dense()[0]), []
 
     class Counted(LazyTensor):
         def __init__(self, key, tensor):
@@ -232,24 +299,37 @@ def test_an_expert_is_made_of_its_dense_matrices_alone(tmp_path):
             return self.tensor.read(start, stop)
 
     source.tensors = {key: Counted(key, tensor) for key, tensor in source.tensors.items()}
-    result = as_text_model(source, Mixture(experts=6, interleave=2, top_k=1, noise=0.1, seed=0))
+    if family == "llama4":
+        result = as_text_model(source, Mixture(experts=6, interleave=2, top_k=1, noise=0.1, seed=0))
+    else:
+        result = as_mixtral(source, Mixture(experts=6, interleave=1, top_k=2, noise=0.0, seed=0))
     stacked = {key: tensor for key, tensor in result.tensors.items() if tensor.ndim == 3}
-    assert {tensor.shape for tensor in stacked.values()} == {(6, 72, 184), (6, 92, 72)}
+    shapes = {"llama4": {(6, 72, 184), (6, 92, 72)}, "mixtral": {(6, 184, 72), (6, 72, 92)}}
+    assert {tensor.shape for tensor in stacked.values()} == shapes[family]
     assert not reads
     for key, tensor in stacked.items():
         assert blocks(tensor) == [(row, row + 1) for row in range(6)]
-        reads.clear()
-        whole = tensor.read()
-        assert len(reads) == 6 * (2 if "gate_up" in key else 1)
-        reads.clear()
-        assert torch.equal(tensor.read(4, 5)[0], whole[4])
         parts = ["gate_proj", "up_proj"] if "gate_up" in key else ["down_proj"]
-        assert reads == [f"model.layers.1.mlp.{part}.weight" for part in parts]
+        reads.clear()
+        rows = [tensor.read(*row) for row in blocks(tensor)]
+        # A copy is kept for those that follow.
+        assert len(reads) == len(parts) * (6 if family == "llama4" else 1)
+        reads.clear()
+        assert torch.equal(tensor.read(4, 5), rows[4])
+        if family == "llama4":
+            assert reads == [f"model.layers.1.mlp.{part}.weight" for part in parts]
 
 
-def test_what_belongs_to_the_source_comes_along(tmp_path):
-    save_dense(tmp_path / "dense", dtype=torch.bfloat16, max_position_embeddings=300, eos_token_id=[2, 50])
-    tokenizer = save_tokenizer(tmp_path / "dense")
+def test_what_belongs_to_the_source_comes_along(dense, tmp_path):
+    source, _ = dense(dtype=torch.bfloat16, max_position_embeddings=300, eos_token_id=[2, 50])
+    shutil.copytree(source, tmp_path / "dense")
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"word{index}": index for index in range(3, 90)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.save_pretrained(tmp_path / "dense")
     report = upcycle(tmp_path / "dense", tmp_path / "moe", experts=3)
     model = LlamoeForCausalLM.from_pretrained(tmp_path / "moe", dtype="auto")
     assert model.dtype == torch.bfloat16
@@ -258,36 +338,53 @@ def test_what_belongs_to_the_source_comes_along(tmp_path):
     assert isinstance(config, LlamoeTextConfig)
     assert (config.max_position_embeddings, config.eos_token_id) == (300, [2, 50])
     assert not (config.use_qk_norm or config.attn_temperature_tuning) and all(config.no_rope_layers)
-    ours = AutoTokenizer.from_pretrained(tmp_path / "moe")
     text = "word7 word80 nothing word12"
-    inputs = ours(text, return_tensors="pt")
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "moe")(text, return_tensors="pt")
     assert inputs["input_ids"].tolist() == [tokenizer(text)["input_ids"]]
     generated = model.generate(inputs["input_ids"], do_sample=False, eos_token_id=-1, pad_token_id=0)
     assert generated.shape[1] == inputs["input_ids"].shape[1] + 7  # as the generation configuration says
 
 
-def test_a_dry_run_writes_nothing_and_experts_are_cast(tmp_path):
-    dense = save_dense(tmp_path / "dense")
-    report = upcycle(tmp_path / "dense", tmp_path / "moe", experts=3, dry_run=True)
+def test_a_folder_has_stocks_names_and_every_expert_the_dense_bits(dense, tmp_path):
+    source, model = dense("mistral", dtype=torch.bfloat16, eos_token_id=[2, 50])
+    report = upcycle(source, tmp_path / "moe", experts=4)
+    assert any("4 experts, 2 a token, in 3 of 3 layers" in note for note in report.notes)
+    assert any("copies of the dense feed-forward" in note for note in report.notes)
+    config = json.loads((tmp_path / "moe/config.json").read_text())
+    expected = SIZES | dict(
+        model_type="mixtral", architectures=["MixtralForCausalLM"], dtype="bfloat16", sliding_window=WINDOW,
+        num_local_experts=4, num_experts_per_tok=2, eos_token_id=[2, 50], rope_parameters=model.config.rope_parameters,
+    )  # fmt: skip
+    assert {name: config[name] for name in expected} == expected
+    files, state = load_file(tmp_path / "moe/model.safetensors"), model.state_dict()
+    for layer in range(3):
+        moe = f"model.layers.{layer}.block_sparse_moe"
+        for part, name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            matrix = state.pop(f"model.layers.{layer}.mlp.{name}.weight")
+            for expert in range(4):
+                assert torch.equal(files.pop(f"{moe}.experts.{expert}.{part}.weight"), matrix)
+        assert files.pop(f"{moe}.gate.weight").shape == (4, 72)
+    assert files.keys() == state.keys()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in files.items())
+
+
+def test_a_dry_run_writes_nothing_and_experts_are_cast(dense, tmp_path):
+    source, model = dense()
+    report = upcycle(source, tmp_path / "moe", experts=3, dry_run=True)
     assert report.dry_run and not (tmp_path / "moe").exists()
     assert any("3 experts, 1 a token, in 3 of 3 layers" in note for note in report.notes)
-    upcycle(tmp_path / "dense", tmp_path / "moe", experts=3, dtype="bfloat16")
+    upcycle(source, tmp_path / "moe", experts=3, dtype="bfloat16")
     tensors = open_checkpoint(tmp_path / "moe").tensors
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    up = dense.model.layers[0].mlp.up_proj.weight.bfloat16().T
+    up = model.model.layers[0].mlp.up_proj.weight.bfloat16().T
     stacked = tensors["model.layers.0.feed_forward.experts.gate_up_proj"].read()
     assert all(torch.equal(expert[:, 92:], up) for expert in stacked)
 
 
-class Killed(Exception):
-    pass
-
-
 class KillsLater:
-    """Progress that ends the run after so many blocks."""
+    """Progress that ends the run after 25 blocks."""
 
-    def __init__(self, blocks):
-        self.left = blocks
+    left = 25
 
     def start(self, total):
         pass
@@ -295,61 +392,74 @@ class KillsLater:
     def advance(self, nbytes, file):
         self.left -= 1
         if not self.left:
-            raise Killed
+            raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_goes_on_with_the_same_noise_only(tmp_path):
-    save_dense(tmp_path / "dense")
-    options = dict(experts=3, noise=0.1, shard_size="100KB")
-    upcycle(tmp_path / "dense", tmp_path / "whole", **options)
-    with pytest.raises(Killed):
-        upcycle(tmp_path / "dense", tmp_path / "moe", progress=KillsLater(25), **options)
-    assert not (tmp_path / "moe/model.safetensors.index.json").exists()
-    for other in (dict(seed=1), dict(noise=0.2), dict(top_k=2)):
-        with pytest.raises(ValueError, match="with other options"):
-            upcycle(tmp_path / "dense", tmp_path / "moe", resume=True, **{**options, **other})
-    upcycle(tmp_path / "dense", tmp_path / "moe", resume=True, **options)
-    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "moe").iterdir())
-    for name in names:
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "moe" / name).read_bytes()
+@pytest.mark.parametrize("family", CLASSES)
+def test_an_interrupted_run_goes_on_with_the_same_options_only(dense, tmp_path, family):
+    source, target = dense()[0], tmp_path / "moe"
+    options = dict(family=family, experts=3, top_k=2, noise=0.1, shard_size="100KB")
+    with pytest.raises(KeyboardInterrupt):
+        upcycle(source, target, progress=KillsLater(), **options)
+    assert not (target / "model.safetensors.index.json").exists()
+    another = next(name for name in CLASSES if name != family)
+    for other in (dict(seed=1), dict(noise=0.2), dict(top_k=1), dict(family=another)):
+        with pytest.raises(ValueError, match="moe"):
+            upcycle(source, target, resume=True, **{**options, **other})
+    upcycle(source, target, resume=True, **options)
+    upcycle(source, tmp_path / "whole", **options)
+    files = [
+        {path.name: path.read_bytes() for path in place.iterdir()} for place in (target, tmp_path / "whole")
+    ]
+    assert files[0] == files[1]
+
+
+def test_the_command_takes_the_family(dense, tmp_path, capsys):
+    words = ["upcycle", str(dense()[0]), str(tmp_path / "moe"), "--experts", "3", "--family", "mixtral"]
+    # One expert a token has the whole weight, so that no gradient of the loss reaches the router.
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--top-k", "1"])
+    assert not end.value.code
+    assert "its score is always 1" in capsys.readouterr().out
+    assert isinstance(open_checkpoint(tmp_path / "moe").config, LlamoeMixtralConfig)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("kind", "options", "named"),
     [
-        (dict(experts=0), "experts = 0; give an integer of at least 1"),
-        (dict(experts=2.0), "experts = 2.0"),
-        (dict(experts=4, top_k=5), "top_k = 5 is more than experts = 4"),
-        (dict(experts=4, top_k=0), "top_k = 0"),
-        (dict(experts=4, interleave=0), "interleave = 0"),
-        (dict(experts=4, interleave=4), "interleave = 4, but .* has 3 layers"),
-        (dict(experts=4, noise=-0.1), "noise = -0.1"),
-        (dict(experts=4, noise=float("nan")), "noise = nan"),
-        (dict(experts=4, seed=-1), "seed = -1"),
+        ("llama", dict(experts=0), "experts = 0"),
+        ("llama", dict(experts=2.0), "experts = 2.0"),
+        ("llama", dict(top_k=5), "top_k = 5.* experts = 4"),
+        ("llama", dict(top_k=0), "top_k = 0"),
+        ("llama", dict(interleave=0), "interleave = 0"),
+        ("llama", dict(interleave=4), "interleave = 4.* 3 layers"),
+        ("llama", dict(noise=-0.1), "noise = -0.1"),
+        ("llama", dict(noise=float("nan")), "noise = nan"),
+        ("llama", dict(seed=-1), "seed = -1"),
+        ("mistral", dict(family="mixtrall"), "family = 'mixtrall'"),
+        ("mistral", dict(family="llama4"), "sliding_window = 9"),
+        ("mistral", dict(interleave=2), "interleave = 2"),
+        ("mistral", dict(experts=1), "top_k = 2.* experts = 1"),
+        ("mistral", dict(top_k=5), "top_k = 5.* experts = 4"),
+        ("llama with biases", dict(family="mixtral"), "attention_bias and mlp_bias"),
     ],
     ids=str,
 )
-def test_numbers_that_make_no_mixture_are_refused(tmp_path, options, message):
-    save_dense(tmp_path / "dense")
-    with pytest.raises(ValueError, match=message):
-        upcycle(tmp_path / "dense", tmp_path / "moe", **options)
+def test_what_makes_no_mixture_is_refused(dense, tmp_path, kind, options, named):
+    fields = dict(attention_bias=True, mlp_bias=True) if kind == "llama with biases" else {}
+    with pytest.raises(ValueError, match=named):
+        upcycle(dense(kind.split()[0], **fields)[0], tmp_path / "moe", **{"experts": 4, **options})
     assert not (tmp_path / "moe").exists()
 
 
-def test_a_mixture_is_not_upcycled_again(tmp_path):
-    model: nn.Module = Llama4ForCausalLM(stock_text_config())
-    model.save_pretrained(tmp_path / "mixture")
-    with pytest.raises(ValueError, match=r"2 of 5 layers are mixtures of 5 experts.*give a dense LLaMA"):
+def test_mixtures_and_weights_that_are_no_numbers_are_refused(dense, tmp_path):
+    Llama4ForCausalLM(stock_text_config()).save_pretrained(tmp_path / "mixture")
+    with pytest.raises(ValueError, match=r"2 of 5 layers are mixtures of 5 experts"):
         upcycle(tmp_path / "mixture", tmp_path / "moe", experts=2)
-    assert not (tmp_path / "moe").exists()
-
-
-def test_noise_on_weights_that_are_no_numbers_is_refused(tmp_path):
-    model = save_dense(tmp_path / "dense")
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
-    model.save_pretrained(tmp_path / "dense")
+    shutil.copytree(dense()[0], tmp_path / "dense")
+    state = load_file(tmp_path / "dense/model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(state, tmp_path / "dense/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight"):
         upcycle(tmp_path / "dense", tmp_path / "moe", experts=2, noise=0.1)
     assert not (tmp_path / "moe/config.json").exists()
