@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import llamoe
 from llamoe.modeling.moe import Router
+from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
 
 from .models import draw
 
@@ -89,6 +90,17 @@ def _loaded(family: str, weights: str) -> torch.nn.Module:
 def packed(family: str, weights: str) -> torch.nn.Module:
     """A copy of a family's model in few bits."""
     return copy.deepcopy(_loaded(family, weights))
+
+
+def codes_and_scales(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Everything that is packed, by name."""
+    return {
+        f"{path}.{name}": tensor
+        for path, module in model.named_modules()
+        if isinstance(module, QuantizedExperts | QuantizedLinear)
+        for name, tensor in module.state_dict().items()
+        if name != "bias"
+    }
 
 
 def token_ids(batch: int = 2, length: int = 11) -> torch.Tensor:

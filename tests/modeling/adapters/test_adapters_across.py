@@ -22,6 +22,7 @@ from support.models import (
     run,
     stock_text_config,
 )
+from support.tables import in_turn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import llamoe
@@ -35,12 +36,8 @@ MULTIMODAL = CASES["LlamoeForConditionalGeneration"]
 for_heads = pytest.mark.parametrize("case", HEADS, ids=lambda case: case.name)
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TOWER = [
-    "fc1",
-    "fc2",
-    "linear",
-    "linear_1",
-]  # of which `linear` embeds patches and `linear_1` is the projector
+# Of which `linear` embeds patches and `linear_1` is the projector.
+TOWER = ["fc1", "fc2", "linear", "linear_1"]
 # Written for stock's names: one projection of each attention, shared experts and dense feed-forwards.
 REGEX = r".*layers\.\d+\.(self_attn\.[qk]_proj|(feed_forward|mlp)\.(shared_expert\.)?up_proj)"
 ADAPTERS = {
@@ -103,8 +100,9 @@ def load(model, folder, how):
 both_ways = pytest.mark.parametrize("how", ["PeftModel", "load_adapter"])
 
 
-@for_heads
-@pytest.mark.parametrize("kind", list(ADAPTERS))
+@pytest.mark.parametrize(
+    ("kind", "case"), in_turn(ADAPTERS, HEADS, times=2), ids=lambda value: getattr(value, "name", value)
+)
 def test_adapters_of_stock_give_the_same_logits_on_ours_and_back(case, kind, tmp_path):
     """0 for the dense family, 9.3e-6 at most for the mixtures, which differ by 6e-6 without an adapter too.
 
@@ -146,8 +144,16 @@ def expert_pair(targets, hidden_size=72, intermediate_size=52, task_type="CAUSAL
     return ours, stock, adapted(stock, task_type=task_type, **options)
 
 
-@both_ways
-@pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:]], ids=["both", "gate_up", "down"])
+@pytest.mark.parametrize(
+    ("targets", "how"),
+    [
+        (EXPERTS, "load_adapter"),
+        (EXPERTS[:1], "PeftModel"),
+        (EXPERTS[1:], "load_adapter"),
+        (EXPERTS, "PeftModel"),
+    ],
+    ids=str,
+)
 def test_experts_trained_on_stock_are_turned_round(targets, how, tmp_path):
     ours, stock, trained = expert_pair(targets)
     trained.save_pretrained(tmp_path)
@@ -161,9 +167,10 @@ def test_experts_trained_on_stock_are_turned_round(targets, how, tmp_path):
     assert max_abs(run(load(ours, tmp_path / "again", how), **inputs), expected) < 1e-5
 
 
-@both_ways
 @pytest.mark.parametrize(
-    ("targets", "intermediate_size"), [(EXPERTS[1:], 72), (EXPERTS[:1], 36)], ids=["down", "gate_up"]
+    ("targets", "intermediate_size", "how"),
+    [(EXPERTS[1:], 72, "PeftModel"), (EXPERTS[:1], 36, "load_adapter"), (EXPERTS[1:], 72, "load_adapter")],
+    ids=str,
 )
 def test_square_experts_are_read_by_what_the_adapter_says_of_its_base(
     targets, intermediate_size, how, tmp_path
@@ -184,7 +191,7 @@ def test_square_experts_of_an_unknown_base_are_refused(how, tmp_path):
     """peft writes the base's class only where the task is not said."""
     ours, _, trained = expert_pair(EXPERTS[1:], intermediate_size=72)
     trained.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="auto_mapping.*Llama4ForCausalLM"):
+    with pytest.raises(ValueError, match="auto_mapping"):
         load(ours, tmp_path, how)
     # The remedy that the message names.
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -202,9 +209,8 @@ def test_square_experts_are_read_into_an_adapter_that_exists(tmp_path):
     """As `Trainer` does when it resumes: peft then reads the weights alone, without their config."""
     ours, stock, trained = expert_pair(EXPERTS[1:], intermediate_size=72, task_type=None)
     trained.save_pretrained(tmp_path / "stock")
-    mine = adapted(
-        ours, seed=5, target_modules=["v_proj"], target_parameters=EXPERTS[1:], rank_pattern={"v_proj": 3}
-    )
+    options = dict(target_modules=["v_proj"], target_parameters=EXPERTS[1:], rank_pattern={"v_proj": 3})
+    mine = adapted(ours, seed=5, **options)
     mine.save_pretrained(tmp_path / "ours")
     inputs = inputs_of(TEXT)
     expected = {"stock": run(trained, **inputs), "ours": run(mine, **inputs)}
@@ -216,9 +222,7 @@ def test_square_experts_are_read_into_an_adapter_that_exists(tmp_path):
         model.save_pretrained(tmp_path / "again")
         assert max_abs(run(load(ours, tmp_path / "again", "load_adapter"), **inputs), expected["ours"]) < 1e-5
     # In memory the layout is that of the model.
-    other = adapted(
-        ours, seed=6, target_modules=["v_proj"], target_parameters=EXPERTS[1:], rank_pattern={"v_proj": 3}
-    )
+    other = adapted(ours, seed=6, **options)
     peft.set_peft_model_state_dict(other, peft.get_peft_model_state_dict(mine))
     assert torch.equal(run(other, **inputs), expected["ours"])
 
@@ -248,7 +252,7 @@ def test_adapter_for_a_model_on_disk_is_refused(tmp_path):
     ours.save_pretrained(tmp_path / "model")
     adapted(ours, target_modules=["v_proj"]).save_pretrained(tmp_path / "adapter")
     model = type(ours).from_pretrained(tmp_path / "model", device_map={"": "cpu", "model.layers.1": "disk"})
-    with pytest.raises(ValueError, match="a part of the model is on disk"):
+    with pytest.raises(ValueError, match="on disk"):
         model.load_adapter(tmp_path / "adapter")
 
 
@@ -264,8 +268,7 @@ def test_multimodal_experts_trained_on_stock(tmp_path):
 # Parts and wholes
 
 
-@both_ways
-@pytest.mark.parametrize("targets", [LINEAR, ["v_proj"]], ids=["all", "v_proj"])
+@pytest.mark.parametrize(("targets", "how"), [(LINEAR, "PeftModel"), (["v_proj"], "load_adapter")], ids=str)
 def test_multimodal_adapter_on_the_text_model(targets, how, tmp_path, caplog):
     """The text's part is taken, the tower's passed over with a word."""
     _, stock = pair(MULTIMODAL)
@@ -280,8 +283,11 @@ def test_multimodal_adapter_on_the_text_model(targets, how, tmp_path, caplog):
     assert "vision_model" in caplog.text and "passed over" in caplog.text
 
 
-@both_ways
-@pytest.mark.parametrize("case", [DENSE, TEXT, MULTIMODAL], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [(DENSE, "PeftModel"), (TEXT, "load_adapter"), (MULTIMODAL, "PeftModel"), (MULTIMODAL, "load_adapter")],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_adapter_of_a_head_on_the_base_model_and_back(case, how, tmp_path):
     ours = case.make()
     inputs = inputs_of(case)
@@ -311,13 +317,10 @@ def test_adapter_of_a_resized_vocabulary(how, tmp_path):
         load(ours, tmp_path / "adapter", how)
     base = llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path / "base")
     base.resize_token_embeddings(120)
-    weights = {
-        name: weight for name, weight in resized.state_dict().items() if "layers" in name or "norm" in name
-    }
-    base.load_state_dict(weights, strict=False)
-    assert (
-        max_abs(run(load(base, tmp_path / "adapter", how), input_ids=ids), run(trained, input_ids=ids)) < 1e-5
-    )
+    state = resized.state_dict().items()
+    base.load_state_dict({name: it for name, it in state if "layers" in name or "norm" in name}, strict=False)
+    loaded = load(base, tmp_path / "adapter", how)
+    assert max_abs(run(loaded, input_ids=ids), run(trained, input_ids=ids)) < 1e-5
 
 
 # What is around an adapter
@@ -382,9 +385,8 @@ def test_adapter_from_memory():
     trained = adapted(stock, target_modules=["q_proj"], target_parameters=EXPERTS)
     tensors = peft.get_peft_model_state_dict(trained)
     ours = copy.deepcopy(ours)
-    ours.load_adapter(
-        peft_config=trained.peft_config["default"], adapter_state_dict=tensors, adapter_name="mine"
-    )
+    config = trained.peft_config["default"]
+    ours.load_adapter(peft_config=config, adapter_state_dict=tensors, adapter_name="mine")
     inputs = inputs_of(TEXT)
     assert max_abs(run(ours, **inputs), run(trained, **inputs)) < 1e-5
 
@@ -424,19 +426,10 @@ def adapter_of(tmp_path, make, **options):
 
 
 WRONG = {
-    "narrower": (dict(hidden_size=66), r"has shape \[66, 4\] where the model has \[72, 4\] \(14 such\)"),
-    "longer": (
-        dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1]),
-        r"layers\.2.*belongs to nothing in the model",
-    ),
-    "shorter": (
-        dict(num_hidden_layers=1, moe_layers=[], no_rope_layers=[1]),
-        r"needs .*layers\.1.* and the adapter has no such tensor",
-    ),
-    "fewer experts": (
-        dict(num_local_experts=4),
-        r"experts.*has shape \[16, 52\] where the model has \[20, 52\]",
-    ),
+    "narrower": (dict(hidden_size=66), r"\[66, 4\] .*\[72, 4\] \(14 such\)"),
+    "longer": (dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1]), r"layers\.2"),
+    "shorter": (dict(num_hidden_layers=1, moe_layers=[], no_rope_layers=[1]), r"layers\.1"),
+    "fewer experts": (dict(num_local_experts=4), r"experts.*\[16, 52\] .*\[20, 52\]"),
 }
 
 
@@ -445,10 +438,8 @@ WRONG = {
 def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
     overrides, message = WRONG[kind]
     options = {"target_parameters": EXPERTS[1:]} if "experts" in kind else {}
-    other = draw(
-        transformers.Llama4ForCausalLM,
-        stock_text_config(**{"num_experts_per_tok": 2, **SHALLOW, **overrides}),
-    )
+    config = stock_text_config(**{"num_experts_per_tok": 2, **SHALLOW, **overrides})
+    other = draw(transformers.Llama4ForCausalLM, config)
     other.config.name_or_path = other.name_or_path = "some/other-model"
     if "experts" in kind:  # trained on ours, so that its layout is ours
         other = TEXT.make(**overrides)
@@ -458,7 +449,7 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
     loader = model.load_adapter if how == "load_adapter" else partial(PeftModel.from_pretrained, model)
     with pytest.raises(ValueError, match=message) as error:
         loader(folder)
-    assert "does not fit this LlamoeForCausalLM" in str(error.value)
+    assert "LlamoeForCausalLM" in str(error.value)
     if "experts" not in kind:
         assert "some/other-model" in str(error.value)
     assert torch.equal(run(model, **inputs), before)
@@ -472,9 +463,8 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
 
 @both_ways
 def test_adapter_for_other_module_names_is_refused(how, tmp_path):
-    other = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=2, n_embd=72, n_head=6, vocab_size=101)
-    )
+    config = transformers.GPT2Config(n_layer=2, n_embd=72, n_head=6, vocab_size=101)
+    other = transformers.GPT2LMHeadModel(config)
     adapter_of(tmp_path, other, target_modules=["c_attn"])
     with pytest.raises(ValueError, match="c_attn.*not found"):
         load(TEXT.make(), tmp_path / "other", how)
@@ -579,9 +569,8 @@ def test_stock_adapts_experts_of_layers_that_a_config_leaves_out(how, tmp_path):
 def test_adapters_of_single_experts_that_transformers_4_trained(tmp_path):
     ours, stock = pair(MIXTRAL)
     config = ours.config
-    LoraConfig(
-        r=3, lora_alpha=6, target_modules=["q_proj", "w1", "w2", "w3"], task_type="CAUSAL_LM"
-    ).save_pretrained(tmp_path)
+    targets = ["q_proj", "w1", "w2", "w3"]
+    LoraConfig(r=3, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM").save_pretrained(tmp_path)
     generator = torch.Generator().manual_seed(0)
     hidden, inner = config.hidden_size, config.intermediate_size
     layers = {"self_attn.q_proj": (hidden, config.num_attention_heads * config.head_dim)}
@@ -598,7 +587,7 @@ def test_adapters_of_single_experts_that_transformers_4_trained(tmp_path):
     expected = run(load(stock, tmp_path, "PeftModel"), **inputs)
     assert max_abs(expected, run(ours, **inputs)) > 0.3
     assert max_abs(run(load(ours, tmp_path, "PeftModel"), **inputs), expected) < 2e-5
-    with pytest.raises(ValueError, match=r"trained with transformers 4: PeftModel\.from_pretrained"):
+    with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained"):
         load(ours, tmp_path, "load_adapter")
 
 
@@ -610,9 +599,8 @@ def test_an_adapter_of_the_other_layout_is_refused(tmp_path):
     for key in [key for key in weights if "experts" in key and "lora_A" in key]:
         other = key.replace("lora_A", "lora_B")
         weights[key], weights[other] = exchange_factors(weights[key], weights[other], 5)
-    save_file(
-        {key: value.contiguous() for key, value in weights.items()}, tmp_path / "adapter_model.safetensors"
-    )
+    weights = {key: value.contiguous() for key, value in weights.items()}
+    save_file(weights, tmp_path / "adapter_model.safetensors")
     for how in ("PeftModel", "load_adapter"):
         with pytest.raises((ValueError, RuntimeError), match="shape"):
             load(ours, tmp_path, how)

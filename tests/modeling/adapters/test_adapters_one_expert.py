@@ -8,6 +8,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.models import SHALLOW_MODELS, deviation_in_range, draw, max_abs, run
+from support.tables import in_turn
 
 import llamoe
 
@@ -16,10 +17,8 @@ STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 # Stacks of 72 x 104 and 52 x 72; square down_proj; square gate_up_proj, where a wrong way round raises nothing.
 SIZES = (52, 72, 36)
 for_sizes = pytest.mark.parametrize("intermediate_size", SIZES)
-for_stacks = pytest.mark.parametrize(
-    "stacks", [STACKS, STACKS[:1], STACKS[1:]], ids=["both", "gate_up", "down"]
-)
-both_ways = pytest.mark.parametrize("how", ["PeftModel", "load_adapter"])
+BOTH_AND_EACH = [STACKS, STACKS[:1], STACKS[1:]]
+HOW = ["PeftModel", "load_adapter"]
 INPUTS = TEXT.inputs(padding=(0, 0, 0), length=37)
 # Stock multiplies in another order; logits of deviation 1 differ by up to 5e-6 without an adapter, too.
 TOLERANCE = 2e-5
@@ -81,8 +80,10 @@ def load(model, folder, how):
     return model
 
 
-@for_stacks
-@for_sizes
+@pytest.mark.parametrize(
+    ("intermediate_size", "stacks"),
+    [(52, STACKS), (72, STACKS[1:]), (36, STACKS[:1]), (52, STACKS[1:]), (36, STACKS)],
+)
 def test_an_adapter_is_the_formula_also_merged_and_taken_off(intermediate_size, stacks):
     ours, _ = pair(intermediate_size)
     model = adapted(ours, stacks)
@@ -105,8 +106,7 @@ def test_an_adapter_is_the_formula_also_merged_and_taken_off(intermediate_size, 
     assert max_abs(run(merged, **INPUTS), expected) < 1e-5
 
 
-@both_ways
-@for_sizes
+@pytest.mark.parametrize(("intermediate_size", "how"), in_turn(SIZES, HOW))
 def test_it_is_trained_saved_and_loaded(intermediate_size, how, tmp_path):
     ours, _ = pair(intermediate_size)
     config = LoraConfig(r=4, lora_alpha=6, target_modules=["v_proj"], target_parameters=STACKS)
@@ -130,9 +130,15 @@ def test_it_is_trained_saved_and_loaded(intermediate_size, how, tmp_path):
     assert max_abs(run(load(ours, tmp_path / "adapter", how), **INPUTS), expected) < 1e-6
 
 
-@both_ways
-@for_stacks
-@for_sizes
+@pytest.mark.parametrize(
+    ("intermediate_size", "stacks", "how"),
+    [
+        (size, stacks, HOW[(i + j) % 2])
+        for i, size in enumerate(SIZES)
+        for j, stacks in enumerate(BOTH_AND_EACH)
+    ],
+    ids=str,
+)
 def test_an_adapter_of_stock_gives_stocks_logits(intermediate_size, stacks, how, tmp_path):
     ours, stock = pair(intermediate_size)
     trained = adapted(stock, stacks)  # without a task peft writes the class of the base

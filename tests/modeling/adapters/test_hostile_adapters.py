@@ -107,14 +107,7 @@ def test_rank_beyond_reason(change, by, adapter, model_folders, guard, tmp_path)
     """peft makes the layers before it opens the file."""
     shutil.copytree(adapter, tmp_path / "adapter")
     edit(tmp_path / "adapter/adapter_config.json", **change)
-    add(
-        guard,
-        by,
-        model_folders,
-        tmp_path / "adapter",
-        adapter,
-        "= 10+, and no tensor of the adapter is longer",
-    )
+    add(guard, by, model_folders, tmp_path / "adapter", adapter, "= 10+")
 
 
 @pytest.mark.parametrize("by", BY)
@@ -122,13 +115,8 @@ def test_rank_beyond_reason(change, by, adapter, model_folders, guard, tmp_path)
 def test_hostile_config_of_an_adapter(damage, by, adapter, model_folders, guard, tmp_path):
     shutil.copytree(adapter, tmp_path / "adapter")
     (tmp_path / "adapter/adapter_config.json").write_text(JSON[damage][0])
-    outcome = guard.run(
-        "add_adapter",
-        limit=15,
-        base=model_folders / "dense",
-        folder=tmp_path / "adapter",
-        by=adapter if by == "second" else by,
-    )
+    arguments = {"base": model_folders / "dense", "folder": tmp_path / "adapter"}
+    outcome = guard.run("add_adapter", limit=15, **arguments, by=adapter if by == "second" else by)
     assert outcome.kinds
     assert "MemoryError" not in outcome.kinds and "OutOfTime" not in outcome.kinds
 
@@ -136,14 +124,11 @@ def test_hostile_config_of_an_adapter(damage, by, adapter, model_folders, guard,
 @pytest.mark.parametrize(
     "change",
     [
-        {"task_type": [[]]},
-        {"peft_type": 1},
-        {"megatron_config": 1},
-        {"init_lora_weights": 7},
+        {"task_type": [[]]}, {"peft_type": 1}, {"megatron_config": 1}, {"init_lora_weights": 7},
         {"target_parameters": "../x"},
     ],
     ids=lambda change: next(iter(change)),
-)
+)  # fmt: skip
 def test_config_that_peft_cannot_take(change, adapter, model_folders, tmp_path):
     """peft raises whatever the field's first use raises, and names no file."""
     shutil.copytree(adapter, tmp_path / "adapter")

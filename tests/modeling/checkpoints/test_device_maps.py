@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from support.models import MODELS, MULTIMODAL, for_models, run
+from support.tables import in_turn
 from transformers import AutoModelForCausalLM
 
 import llamoe
@@ -22,44 +23,29 @@ def no_weights_are_read(monkeypatch):
 
 
 BAD_MAPS = {
-    "misses_the_rest": (
-        {"model.layers": "cpu"},
-        r"no device for 'model.embed_tokens', 'model.norm', 'lm_head'",
-    ),
-    "misses_the_head": (
-        {"model": "cpu"},
-        r"no device for 'lm_head' of LlamoeForCausalLM\. Add 'lm_head': 'cpu', or '': 'cpu'",
-    ),
+    "misses_the_rest": ({"model.layers": "cpu"}, "'model.embed_tokens', 'model.norm', 'lm_head'"),
+    "misses_the_head": ({"model": "cpu"}, "'lm_head'.*'lm_head': 'cpu'"),
     "misses_a_layer": (
         {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
         | {f"model.layers.{layer}": "disk" for layer in range(4)},
-        r"no device for 'model.layers.4'",
+        "'model.layers.4'",
     ),
     "misses_a_part": (
-        {"": "cpu"} | {"model.layers.1.feed_forward.experts.gate_up_proj": "disk"},
-        r"one module in different places .* give 'model.layers.1.feed_forward.experts' one device",
+        {"": "cpu", "model.layers.1.feed_forward.experts.gate_up_proj": "disk"},
+        "'model.layers.1.feed_forward.experts'",
     ),
-    "empty": ({}, r"no device for the whole model"),
-    "typo": (
-        {"": "cpu", "model.layer.1": "disk"},
-        r"'model.layer.1', which .* Did you mean 'model.layers.1'",
-    ),
-    "begins_alike": ({"model": "cpu", "lm_hea": "disk"}, r"'lm_hea', which .* Did you mean 'lm_head'"),
-    "of_the_multimodal_model": (
-        {"": "cpu", "vision_model": "disk"},
-        r"'vision_model', which LlamoeForCausalLM",
-    ),
-    "no_such_gpu": (
-        {"": "cpu", "lm_head": "cuda:73"},
-        r"device_map\['lm_head'\] = 'cuda:73': there is no such",
-    ),
-    "no_such_index": (73, r"device_map = 73: there is no such device\. This machine has 'cpu', 'disk'"),
-    "negative": (-1, r"device_map = -1: there is no such device"),
-    "no_such_kind": ({"": "dsk"}, r"device_map\[''\] = 'dsk': there is no such device"),
-    "no_such_strategy": ("auot", r"device_map = 'auot': there .* strategy: 'auto', 'balanced'"),
+    "empty": ({}, "the whole model"),
+    "typo": ({"": "cpu", "model.layer.1": "disk"}, "'model.layer.1'.*'model.layers.1'"),
+    "begins_alike": ({"model": "cpu", "lm_hea": "disk"}, "'lm_hea'.*'lm_head'"),
+    "of_the_multimodal_model": ({"": "cpu", "vision_model": "disk"}, "'vision_model'.*LlamoeForCausalLM"),
+    "no_such_gpu": ({"": "cpu", "lm_head": "cuda:73"}, r"device_map\['lm_head'\] = 'cuda:73'"),
+    "no_such_index": (73, "device_map = 73: .*'cpu', 'disk'"),
+    "negative": (-1, "device_map = -1"),
+    "no_such_kind": ({"": "dsk"}, r"device_map\[''\] = 'dsk'"),
+    "no_such_strategy": ("auot", "device_map = 'auot': .*'auto', 'balanced'"),
     "none": ({"": None}, r"device_map\[''\] = None"),
     "list": (["cpu"], r"device_map = \['cpu'\]"),
-    "index_for_a_name": ({0: "cpu"}, r"0 is no module's name, but of type int"),
+    "index_for_a_name": ({0: "cpu"}, "^.*0 .*int"),
 }
 
 
@@ -70,31 +56,22 @@ def text_folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("what", BAD_MAPS)
-@pytest.mark.parametrize("auto", [False, True], ids=["class", "auto"])
-def test_bad_device_map(what, auto, text_folder, no_weights_are_read):
-    device_map, says = BAD_MAPS[what]
-    loader = AutoModelForCausalLM if auto else llamoe.LlamoeForCausalLM
-    with pytest.raises(ValueError, match=says) as caught:
+@pytest.mark.parametrize(
+    ("what", "loader"), in_turn(BAD_MAPS, [llamoe.LlamoeForCausalLM, AutoModelForCausalLM])
+)
+def test_bad_device_map(what, loader, text_folder, no_weights_are_read):
+    device_map, named = BAD_MAPS[what]
+    with pytest.raises(ValueError, match=named) as caught:
         loader.from_pretrained(text_folder, device_map=device_map)
     assert len(str(caught.value)) < 500, "a message, not a dump"
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"max_memory": {"cpu": -5}}, r"max_memory\['cpu'\] = -5: give bytes"),
-        ({"max_memory": {"cpu": None}}, r"max_memory\['cpu'\] = None: give bytes"),
-        ({"max_memory": {"cpu": 1.5}}, r"max_memory\['cpu'\] = 1.5: give bytes"),
-        ({"max_memory": 5}, r"max_memory = 5: give a dict"),
-        ({"max_memory": {73: "10GB"}}, r"max_memory\[73\]: there is no such device"),
-        ({"max_memory": {"cpu": "10 gigs"}}, r"10 gigs"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    "memory", [{"cpu": -5}, {"cpu": None}, {"cpu": 1.5}, 5, {73: "10GB"}, {"cpu": "10 gigs"}], ids=str
 )
-def test_bad_memory(options, says, text_folder, no_weights_are_read):
-    with pytest.raises(ValueError, match=says):
-        llamoe.LlamoeForCausalLM.from_pretrained(text_folder, device_map="auto", **options)
+def test_bad_memory(memory, text_folder, no_weights_are_read):
+    with pytest.raises(ValueError, match=r"max_memory(\[.*\])?( =|:)|10 gigs"):
+        llamoe.LlamoeForCausalLM.from_pretrained(text_folder, device_map="auto", max_memory=memory)
 
 
 def test_disk_without_a_place_on_it(text_folder, tmp_path, no_weights_are_read):
@@ -102,14 +79,13 @@ def test_disk_without_a_place_on_it(text_folder, tmp_path, no_weights_are_read):
     model = model_class(HEADS["LlamoeForCausalLM"].make_config())
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"'lm_head' on disk, but only safetensors .* give offload_folder"):
+    with pytest.raises(ValueError, match="'lm_head'.*offload_folder"):
         model_class.from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "disk"})
-    with pytest.raises(ValueError, match=r"on disk, but only safetensors .* give offload_folder"):
-        model_class.from_pretrained(
-            None, config=model.config, state_dict=model.state_dict(), device_map={"": "disk"}
-        )
+    given = {"config": model.config, "state_dict": model.state_dict()}
+    with pytest.raises(ValueError, match="offload_folder"):
+        model_class.from_pretrained(None, device_map={"": "disk"}, **given)
     file = tmp_path / "pytorch_model.bin"
-    with pytest.raises(ValueError, match=rf"offload_folder = '{re.escape(str(file))}' is a file"):
+    with pytest.raises(ValueError, match=rf"offload_folder = '{re.escape(str(file))}'"):
         model_class.from_pretrained(text_folder, device_map={"": "disk"}, offload_folder=file)
 
 
@@ -117,14 +93,13 @@ def test_disk_without_a_place_on_it(text_folder, tmp_path, no_weights_are_read):
 def test_new_weights_and_half_of_a_tied_pair_are_not_put_on_disk(case, tmp_path):
     case.make().model.save_pretrained(tmp_path / "base")
     prefix = "language_model." if case.has_images else ""
-    with pytest.raises(ValueError, match=rf"'{prefix}lm_head.weight' on disk, but the checkpoint does not"):
+    with pytest.raises(ValueError, match=f"'{prefix}lm_head.weight'"):
         case.model_class.from_pretrained(tmp_path / "base", device_map={"": "disk"})
     case.model_class.from_pretrained(tmp_path / "base", device_map={"": "disk", f"{prefix}lm_head": "cpu"})
     case.make(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
-    with pytest.raises(ValueError, match=r"lm_head.weight on 'disk' and .*embed_tokens.weight on 'cpu', but"):
-        case.model_class.from_pretrained(
-            tmp_path / "tied", device_map={"": "cpu", f"{prefix}lm_head": "disk"}
-        )
+    halves = {"": "cpu", f"{prefix}lm_head": "disk"}
+    with pytest.raises(ValueError, match="lm_head.weight on 'disk' and .*embed_tokens.weight on 'cpu'"):
+        case.model_class.from_pretrained(tmp_path / "tied", device_map=halves)
 
 
 def test_settled_maps_name_every_module_once():

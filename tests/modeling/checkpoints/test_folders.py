@@ -19,6 +19,7 @@ from support.models import (
     stock_multimodal_config,
     stock_text_config,
 )
+from support.tables import in_turn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -91,8 +92,7 @@ def edit_json(path, **changes):
 # Stock folders
 
 
-@for_pairs
-@pytest.mark.parametrize("files", ["one", "sharded", "bin", "sharded_bin"])
+@pytest.mark.parametrize(("files", "pair"), in_turn(["one", "sharded", "bin", "sharded_bin"], PAIRS, times=2))
 def test_stock_folder_loads_by_its_path(pair, files, tmp_path):
     stock = save_stock(pair, tmp_path, max_shard_size="40KB" if files == "sharded" else "5GB")
     if "bin" in files:
@@ -198,7 +198,7 @@ def test_overrides_by_keyword(tmp_path):
     assert whole.config.text_config.hidden_size == TEXT["hidden_size"]
     assert torch.equal(logits(whole, inputs_for(text)), expected)
     assert max_abs(logits(load(llamoe.LlamoeForCausalLM, tmp_path), inputs_for(text)), expected) > 0.1
-    with pytest.raises(ValueError, match=r"num_experts_per_tok = 6: .* valid: 1 to 5"):
+    with pytest.raises(ValueError, match="num_experts_per_tok = 6: .*1 to 5"):
         llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, num_experts_per_tok=6)
 
 
@@ -220,22 +220,19 @@ def test_config_of_nobody_we_know(pair, tmp_path):
         with pytest.raises(ValueError, match=r"'gpt2'.*'llama4'"):
             make()
     for wrong in (None, str(tmp_path), {"hidden_size": 72}):
-        with pytest.raises(
-            ValueError, match=rf"{model_class.__name__} needs a \w+, not a {type(wrong).__name__}"
-        ):
+        with pytest.raises(ValueError, match=rf"{model_class.__name__} .*{type(wrong).__name__}"):
             model_class(wrong)
 
 
-@pytest.mark.parametrize("layout", ["llamoe", "stock"])
 @pytest.mark.parametrize(
-    ("name", "wrong"),
+    ("name", "wrong", "layout"),
     [
-        ("LlamoeDenseForCausalLM", "LlamoeForCausalLM"),
-        ("LlamoeDenseForSequenceClassification", "LlamoeForConditionalGeneration"),
-        ("LlamoeForCausalLM", "LlamoeForConditionalGeneration"),
-        ("LlamoeForCausalLM", "LlamoeDenseForCausalLM"),
-        ("LlamoeForConditionalGeneration", "LlamoeDenseModel"),
-        ("LlamoeVisionModel", "LlamoeForCausalLM"),
+        ("LlamoeDenseForCausalLM", "LlamoeForCausalLM", "llamoe"),
+        ("LlamoeDenseForSequenceClassification", "LlamoeForConditionalGeneration", "stock"),
+        ("LlamoeForCausalLM", "LlamoeForConditionalGeneration", "llamoe"),
+        ("LlamoeForCausalLM", "LlamoeDenseForCausalLM", "stock"),
+        ("LlamoeForConditionalGeneration", "LlamoeDenseModel", "stock"),
+        ("LlamoeVisionModel", "LlamoeForCausalLM", "llamoe"),
     ],
 )
 def test_the_wrong_class_names_the_right_one(name, wrong, layout, tmp_path):
@@ -247,13 +244,10 @@ def test_the_wrong_class_names_the_right_one(name, wrong, layout, tmp_path):
         "LlamoeVisionConfig": lambda: stock_multimodal_config().vision_config,
     }[right.config_class.__name__]
     right(make_config()).save_pretrained(tmp_path, layout=layout)
-    says = rf"{right.config_class.__name__} reads .*, and the model's class is {name}\)"
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=rf"{right.config_class.__name__} .*{name}\)"):
         getattr(llamoe, wrong).from_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    content |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"\(the model's class is Qwen2ForCausalLM\)"):
+    edit_json(tmp_path / "config.json", model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM"):
         getattr(llamoe, wrong).from_pretrained(tmp_path)
 
 
@@ -352,9 +346,15 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.parametrize("method", QUANTIZED)
-@pytest.mark.parametrize("pair", ["text", "multimodal"])
-@pytest.mark.parametrize("by", ["folder", "auto", "config", "argument"])
+@pytest.mark.parametrize(
+    ("by", "method", "pair"),
+    [
+        ("folder", "fbgemm_fp8", "text"), ("folder", "compressed-tensors", "multimodal"), ("folder", "fp8", "text"),
+        ("auto", "fp8", "multimodal"), ("auto", "compressed-tensors", "text"), ("config", "fbgemm_fp8", "multimodal"),
+        ("config", "gptq", "text"), ("argument", "fbgemm_fp8", "text"), ("argument", "fp8", "multimodal"),
+        ("folder", "gptq", "multimodal"), ("auto", "awq", "text"),
+    ],
+)  # fmt: skip
 def test_quantized_mixture_is_refused_by_name(pair, method, by, tmp_path, monkeypatch):
     stock_class, make_config, model_class = PAIRS[pair]
     save_stock(pair, tmp_path)
@@ -366,9 +366,7 @@ def test_quantized_mixture_is_refused_by_name(pair, method, by, tmp_path, monkey
     )
     options = {}
     if by == "argument":
-        name = {"fbgemm_fp8": "FbgemmFp8Config", "fp8": "FineGrainedFP8Config"}.get(method)
-        if name is None:
-            pytest.skip("its configuration class needs a package, or arguments")
+        name = {"fbgemm_fp8": "FbgemmFp8Config", "fp8": "FineGrainedFP8Config"}[method]
         options["quantization_config"] = getattr(transformers, name)()
     elif by == "config":
         config = make_config()
@@ -399,7 +397,7 @@ def test_quantization_inside_the_text_part_is_refused(tmp_path):
     content = json.loads((tmp_path / "config.json").read_text())
     content["text_config"]["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="quantized with 'fp8'"):
+    with pytest.raises(ValueError, match="'fp8'"):
         llamoe.LlamoeForCausalLM.from_pretrained(tmp_path)
 
 

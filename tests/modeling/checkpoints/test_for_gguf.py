@@ -40,7 +40,7 @@ def test_a_folder_that_llama_cpp_reads_is_that_of_layout_stock(name, tmp_path):
 def test_what_llama_cpp_would_misread_is_refused_before_anything_is_written(name, tmp_path):
     class_name, config, told = REFUSED[name]
     model = draw(getattr(llamoe, class_name), config())
-    with pytest.raises(ConfigurationError, match="for_gguf=True: a GGUF file of this model would") as error:
+    with pytest.raises(ConfigurationError, match="for_gguf=True") as error:
         model.save_pretrained(tmp_path / "folder", layout="stock", for_gguf=True)
     assert told in str(error.value)
     assert not (tmp_path / "folder").exists()
@@ -51,13 +51,11 @@ def test_a_class_of_ones_own_is_refused(tmp_path):
         pass
 
     with pytest.raises(ValueError, match="architectures = 'Changed'"):
-        draw(Changed, TAKEN["LlamoeDenseModel"]()).save_pretrained(
-            tmp_path / "a", layout="stock", for_gguf=True
-        )
+        draw(Changed, TAKEN["LlamoeDenseModel"]()).save_pretrained(tmp_path, layout="stock", for_gguf=True)
 
 
 def test_our_layout_is_for_no_converter(tmp_path):
     model = draw(llamoe.LlamoeDenseForCausalLM, TAKEN["LlamoeDenseModel"]())
-    with pytest.raises(ValueError, match=r"for_gguf=True, layout='llamoe'.*give layout='stock'"):
+    with pytest.raises(ValueError, match="for_gguf=True, layout='llamoe'"):
         model.save_pretrained(tmp_path / "folder", for_gguf=True)
     assert not (tmp_path / "folder").exists()

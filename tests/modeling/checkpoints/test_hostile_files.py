@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.hostile_files import JSON, entry, safetensors
 from support.spoilt_folders import FAMILIES, KINDS, edit, index_of, refused
+from support.tables import in_turn
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
@@ -42,28 +43,19 @@ def test_error_is_each_of_the_three():
 
 # Configurations
 
+# fmt: off
 SIZES = {
     "dense": {
-        "num_hidden_layers": 10**9,
-        "num_attention_heads": 2**40,
-        "hidden_size": 2**40,
-        "head_dim": 2**40,
-        "vocab_size": 10**15,
-        "intermediate_size": 2**60,
-        "max_position_embeddings": 10**400,
-        "num_labels": 10**9,
+        "num_hidden_layers": 10**9, "num_attention_heads": 2**40, "hidden_size": 2**40, "head_dim": 2**40,
+        "vocab_size": 10**15, "intermediate_size": 2**60, "max_position_embeddings": 10**400, "num_labels": 10**9,
     },
     "text": {
-        "num_hidden_layers": 10**9,
-        "num_local_experts": 2**40,
-        "num_experts": 2**40,
-        "intermediate_size_mlp": 2**60,
-        "attention_chunk_size": 2**62,
-        "no_rope_layer_interval": 10**300,
-        "floor_scale": 10**300,
+        "num_hidden_layers": 10**9, "num_local_experts": 2**40, "num_experts": 2**40, "intermediate_size_mlp": 2**60,
+        "attention_chunk_size": 2**62, "no_rope_layer_interval": 10**300, "floor_scale": 10**300,
     },
     "tower": {"num_hidden_layers": 10**9, "image_size": 2**40, "projector_input_dim": 2**40},
 }
+# fmt: on
 
 
 def sizes():
@@ -109,12 +101,8 @@ def test_more_layers_than_tensors(family, model_copy, monkeypatch):
     path = model_copy(family)
     part = {"num_hidden_layers": 1000, "layer_types": None, "no_rope_layers": None}
     name = FAMILIES[family][0].__name__
-    monkeypatch.setattr(
-        "llamoe.modeling.decoder.DecoderLayer.__init__", lambda *_: pytest.fail("a layer was made")
-    )
-    monkeypatch.setattr(
-        "llamoe.modeling.vision.VisionEncoderLayer.__init__", lambda *_: pytest.fail("a layer was made")
-    )
+    for layer in ("decoder.DecoderLayer", "vision.VisionEncoderLayer"):
+        monkeypatch.setattr(f"llamoe.modeling.{layer}.__init__", lambda *_: pytest.fail("a layer was made"))
     if family == "multimodal":
         content = json.loads((path / "config.json").read_text())
         content["vision_config"].update(num_hidden_layers=1000)
@@ -139,8 +127,7 @@ def test_odd_architectures(value, model_copy, guard):
 # JSON
 
 
-@pytest.mark.parametrize("damage", JSON)
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(("damage", "name"), in_turn(JSON, ["config.json", "generation_config.json"]))
 def test_hostile_json(name, damage, model_copy, guard):
     content, says = JSON[damage]
     path = model_copy("single")
@@ -173,9 +160,8 @@ def test_what_never_ends(name, what, model_copy, guard):
     else:
         file.symlink_to("/dev/zero")
     outcome = guard.run("load", limit=10, folder=path)
-    assert "OSError" in outcome.kinds and str(path) in outcome.message, (
-        outcome
-    )  # transformers sees no file there
+    # transformers sees no file there.
+    assert "OSError" in outcome.kinds and str(path) in outcome.message, outcome
     assert "OutOfTime" not in outcome.kinds
 
 
@@ -228,8 +214,7 @@ OUTSIDE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-@pytest.mark.parametrize("kind", ["sharded", "sharded_bin"])
+@pytest.mark.parametrize(("name", "kind"), in_turn(OUTSIDE, ["sharded", "sharded_bin"]))
 def test_index_that_leaves_the_folder(kind, name, model_copy, model_folders, tmp_path):
     path = model_copy(kind)
     suffix = "safetensors" if kind == "sharded" else "bin"

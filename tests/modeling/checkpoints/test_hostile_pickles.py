@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.guarded import MEGABYTES
 from support.hostile_files import PICKLES, archive, dictionary, legacy, stored, tensor, whole
 from support.spoilt_folders import edit, refused
+from support.tables import in_turn
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
@@ -37,13 +38,7 @@ def test_hostile_pickle(pickled, model_copy, guard):
 
 
 # What is refused here because it takes memory or time there: else these tests would show nothing.
-HEAVY = [
-    "bytearray",
-    "float_tensor",
-    "encoded_over_and_over",
-    "copied_dictionaries",
-    "copied_sizes",
-]
+HEAVY = ["bytearray", "float_tensor", "encoded_over_and_over", "copied_dictionaries", "copied_sizes"]
 
 
 @pytest.mark.parametrize("pickled", HEAVY)
@@ -267,8 +262,9 @@ DTYPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["bin", "legacy", "sharded_bin", "safetensors"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), in_turn(DTYPES, ["bin", "legacy", "sharded_bin", "safetensors"]), ids=str
+)
 def test_dtype_that_no_weight_has(kind, dtype, model_copy, monkeypatch):
     """torch copies whole numbers into a model's weights without a word."""
     monkeypatch.setattr(
@@ -286,8 +282,9 @@ def test_dtype_that_no_weight_has(kind, dtype, model_copy, monkeypatch):
             else:
                 torch.save(weights, file, _use_new_zipfile_serialization=kind != "legacy")
             break
-    code = next(code for code in (read_header(file)[name].dtype,))
-    assert str(file) in refused(path, f"{name} has dtype {code}, which is no dtype of plain weights")
+    assert str(file) in refused(
+        path, f"{name} has dtype {read_header(file)[name].dtype}, which is no dtype of plain weights"
+    )
 
 
 @pytest.mark.parametrize("kind", ["bin", "sharded_bin"])

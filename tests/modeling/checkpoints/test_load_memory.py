@@ -51,17 +51,9 @@ LOADS = [{}, {"device_map": "cpu"}, {"dtype": "float32"}, {"device_map": {"": "d
 def save_large(folder, num_layers, shard):
     """Experts of 6 MB in bfloat16, sixteen a layer."""
     config = llamoe.LlamoeTextConfig(
-        vocab_size=8001,
-        hidden_size=1024,
-        intermediate_size=1024,
-        num_hidden_layers=num_layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_local_experts=16,
-        interleave_moe_layer_step=1,
-        pad_token_id=0,
-    )
+        vocab_size=8001, hidden_size=1024, intermediate_size=1024, num_hidden_layers=num_layers, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, num_local_experts=16, interleave_moe_layer_step=1, pad_token_id=0,
+    )  # fmt: skip
     with torch.device("meta"):
         model = llamoe.LlamoeForCausalLM(config)
     model = model.bfloat16().to_empty(device="cpu")

@@ -22,6 +22,7 @@ from support.models import (
     stock_multimodal_config,
     stock_text_config,
 )
+from support.tables import in_turn
 from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration
 
 import llamoe
@@ -29,8 +30,16 @@ from llamoe.modeling.checkpoints.device_map import settle_device_map
 
 CPU = torch.device("cpu")
 HEADS = {case.name: case for case in SHALLOW_MODELS if case.is_head}
+CASES = [case for case in SHALLOW_MODELS if case.is_stored_as_it_is]
 # 29 tokens and 6 more cross a border of the attention's chunks of 16.
 LENGTH = 29
+
+
+def for_pairs(name, values, times=1):
+    """Parametrise over the classes, each with some of the values."""
+    return pytest.mark.parametrize(
+        ("case", name), in_turn(CASES, values, times=times), ids=lambda it: getattr(it, "name", it)
+    )
 
 
 def bytes_of(model):
@@ -98,8 +107,7 @@ WAYS = {
 }
 
 
-@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
-@pytest.mark.parametrize("way", WAYS)
+@for_pairs("way", WAYS, 3)
 def test_device_maps_change_no_bit(case, way, saved, tmp_path):
     model, folder, inputs, expected = saved(case)
     files = "one" if way in ("parts_in_turns", "buffers_too") else "shards"
@@ -205,12 +213,9 @@ def test_backend_of_experts_on_disk_is_the_one_that_runs(dtype, tmp_path, caplog
     assert ("experts eager (grouped_mm does not" in caplog.text) == (dtype == torch.float16), caplog.text
 
 
-@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
-@pytest.mark.parametrize("layout", ["llamoe", "stock"])
+@for_pairs("layout", ["stock", "llamoe"])
 def test_a_placed_model_saves_whole(case, layout, saved, tmp_path):
     model, folder, inputs, expected = saved(case)
-    if layout == "stock" and not model._has_stock_layout:
-        pytest.skip("stock has no such class")
     placed = case.model_class.from_pretrained(folder / "shards", device_map=in_turns(model))
     placed.save_pretrained(tmp_path, layout=layout)
     assert_equal(case, case.model_class.from_pretrained(tmp_path), inputs, expected)
@@ -304,8 +309,7 @@ OFFLOADS = {
 }
 
 
-@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
-@pytest.mark.parametrize("how", OFFLOADS)
+@for_pairs("how", OFFLOADS, 2)
 def test_offload_of_a_model_in_memory(case, how, saved, tmp_path):
     """Stock Llama 4 fails in all of these: it asks its embedding, which is not in memory, for a device."""
     _, _, inputs, expected = saved(case)
@@ -314,7 +318,7 @@ def test_offload_of_a_model_in_memory(case, how, saved, tmp_path):
     assert_equal(case, placed, inputs, expected)
 
 
-@for_models("is_stored_as_it_is", models=SHALLOW_MODELS)
+@for_models("is_head", "is_stored_as_it_is", models=SHALLOW_MODELS)
 def test_load_checkpoint_and_dispatch(case, saved, tmp_path):
     model, folder, inputs, expected = saved(case)
     with accelerate.init_empty_weights():
@@ -362,12 +366,14 @@ def place_of(name, device_map):
 # Construction on the meta device
 
 
-@pytest.mark.parametrize("name", ["LlamoeDenseModel", "LlamoeTextModel"])
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(
+    ("name", "rope"),
+    [("LlamoeDenseModel" if number % 2 else "LlamoeTextModel", rope) for number, rope in enumerate(ROPES)],
+)
 def test_loaders_leave_no_frequency_wrong(name, rope, tmp_path):
     """Short and long passes in turn: `dynamic` and `longrope` write to their buffers."""
-    case = next(case for case in MODELS if case.name == name)
-    model = case.make(num_hidden_layers=2, **scaled_rope(rope))
+    case = next(case for case in SHALLOW_MODELS if case.name == name)
+    model = case.make(**scaled_rope(rope))
     model.save_pretrained(tmp_path)
     others = [case.model_class.from_pretrained(tmp_path, device_map={"": "disk"}, offload_buffers=True)]
     for include_buffers in (False, True):

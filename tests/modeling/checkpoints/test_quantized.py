@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import IMAGE_TOKEN, TOKENS_PER_TILE, make_asymmetric, max_abs, stock_multimodal_config
+from support.tables import in_turn
 from torch import nn
 from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
@@ -117,8 +118,9 @@ def test_patches_stay_as_they_are_and_the_model_runs(method, folder):
     assert model.generate(**inputs(), max_new_tokens=4, do_sample=False, eos_token_id=-1).shape == (2, 27)
 
 
-@EVERY
-@pytest.mark.parametrize("skip", [["lm_head"], [r".*q_proj", r".*lm_head"], []], ids=str)
+@pytest.mark.parametrize(
+    ("method", "skip"), in_turn(METHODS, [["lm_head"], [r".*q_proj", r".*lm_head"], []]), ids=str
+)
 def test_patches_stay_whatever_the_user_lists(method, skip, folder):
     layers = linear_layers(load(folder, method, skip=skip))
     assert not is_quantized(layers[PATCHES])

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import programs
 from support.models import (
     MODELS,
     MULTIMODAL,
-    for_models,
     generate,
     load_whole,
     make_asymmetric,
@@ -20,6 +20,7 @@ from support.models import (
     run,
     text_config,
 )
+from support.tables import in_turn
 from transformers import AutoModelForCausalLM, Llama4ForCausalLM
 
 import llamoe
@@ -93,8 +94,11 @@ def text(saved_text):
     return folder, model, dict(state)
 
 
-@for_spellings
-@for_models("has_experts", "is_stored_as_it_is")
+@pytest.mark.parametrize(
+    ("case", "spelling"),
+    in_turn([case for case in MODELS if case.has_experts and case.is_stored_as_it_is], SPELLINGS),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_every_class_reads_its_own_folder(case, spelling, tmp_path):
     # With twelve experts an order of names would put 10 and 11 before 2.
     model = case.make(num_local_experts=12)
@@ -105,8 +109,9 @@ def test_every_class_reads_its_own_folder(case, spelling, tmp_path):
     assert torch.equal(run(again, **inputs), run(model, **inputs))
 
 
-@pytest.mark.parametrize("form", ["one", "sharded", "bin", "sharded bin"])
-@pytest.mark.parametrize("layout", ["llamoe", "stock"])
+@pytest.mark.parametrize(
+    ("form", "layout"), [("one", "stock"), ("sharded", "llamoe"), ("bin", "llamoe"), ("sharded bin", "stock")]
+)
 def test_every_form_of_a_folder_is_read(form, layout, tmp_path):
     model = MULTIMODAL.make()
     write(tmp_path, model, split(model.state_dict()), form, layout)
@@ -135,18 +140,13 @@ def test_parts_of_a_multimodal_folder_are_read(name, tmp_path):
 def test_base_model_and_head_read_one_another(tmp_path):
     model = TEXT.make()
     write(tmp_path / "head", model, split(model.state_dict()))
-    base = load_whole_but(llamoe.LlamoeTextModel, tmp_path / "head", unexpected={"lm_head.weight"})
+    base, info = llamoe.LlamoeTextModel.from_pretrained(tmp_path / "head", output_loading_info=True)
+    assert set(info["unexpected_keys"]) <= {"lm_head.weight"} and not info["missing_keys"]
     assert_same_weights(base.state_dict(), model.model.state_dict())
     write(tmp_path / "base", base, split(base.state_dict()))
     again, info = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
     assert info["missing_keys"] == {"lm_head.weight"}
     assert_same_weights(again.model.state_dict(), model.model.state_dict())
-
-
-def load_whole_but(model_class, folder, unexpected):
-    model, info = model_class.from_pretrained(folder, output_loading_info=True)
-    assert set(info["unexpected_keys"]) <= unexpected and not info["missing_keys"]
-    return model
 
 
 def test_renamed_keys_are_read(tmp_path, text):
@@ -171,21 +171,25 @@ def test_a_state_dict_is_read(spelling):
 
 
 @pytest.mark.parametrize("only", ["layers.1.", "gate_up_proj", "down_proj"])
-def test_fused_and_split_stacks_may_stand_side_by_side(only, tmp_path):
+def test_fused_and_split_stacks_and_spellings_may_stand_side_by_side(only, tmp_path):
     model = TEXT.make()
-    write(tmp_path, model, split(model.state_dict(), only=only))
-    assert_same_weights(load_whole(llamoe.LlamoeForCausalLM, tmp_path).state_dict(), model.state_dict())
-
-
-def test_spellings_may_differ_between_layers(tmp_path):
-    model = TEXT.make()
-    state = split(split(model.state_dict(), only="layers.1."), "listed", only="layers.3.")
+    state = split(model.state_dict(), only=only)
+    if only == "layers.1.":
+        state = split(state, "listed", only="layers.3.")
     write(tmp_path, model, state)
     assert_same_weights(load_whole(llamoe.LlamoeForCausalLM, tmp_path).state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("given", ["float32", "bfloat16", "float16", "auto"])
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("stored", "given"),
+    [
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+        ("float32", "auto"),
+        ("bfloat16", "float32"),
+        ("bfloat16", "auto"),
+    ],
+)
 def test_dtypes(stored, given, tmp_path):
     model = TEXT.make().to(getattr(torch, stored))
     write(tmp_path, model, split(model.state_dict()))
@@ -220,8 +224,11 @@ def test_adoption_reads_them_for_stock_types(text, tmp_path):
 # Saving
 
 
-@pytest.mark.parametrize("original_format", [None, False, True])
-@for_models("has_experts", "is_stored_as_it_is")
+@pytest.mark.parametrize(
+    ("case", "original_format"),
+    in_turn([case for case in MODELS if case.has_experts and case.is_stored_as_it_is], [None, False, True]),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_what_is_saved_is_stacked(case, original_format, tmp_path):
     model = case.make()
     write(tmp_path / "split", model, split(model.state_dict()))
@@ -268,44 +275,35 @@ def test_device_maps(text, tmp_path):
     stacks = {name for name in model.state_dict() if ".experts." in name}
     assert {name.removesuffix(".safetensors") for name in written} == stacks, "the rest is read where it is"
     # On the CPU nothing has to be written.
-    rest = {
-        "": "disk",
-        "model.layers.1.feed_forward.experts": "cpu",
-        "model.layers.3.feed_forward.experts": "cpu",
-    }
+    rest = {"": "disk", **{f"model.layers.{layer}.feed_forward.experts": "cpu" for layer in (1, 3)}}
     placed = llamoe.LlamoeForCausalLM.from_pretrained(folder, device_map=rest)
     assert torch.equal(run(placed, **inputs), expected)
 
 
 def test_experts_on_disk_need_a_folder(text):
-    message = (
-        r"puts '.*layers\.1.*experts\.gate_up_proj', .* on disk, .* give offload_folder, .*llamoe convert"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"layers\.1.*experts\.gate_up_proj'.*offload_folder"):
         llamoe.LlamoeForCausalLM.from_pretrained(text[0], device_map={"": "disk"})
 
 
-def quantizations():
-    from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+def torchao():
+    from torchao.quantization import Int8WeightOnlyConfig
 
-    def torchao():
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        return TorchAoConfig(Int8WeightOnlyConfig())
-
-    return {
-        "bitsandbytes-4": ("bitsandbytes", lambda: BitsAndBytesConfig(load_in_4bit=True)),
-        "bitsandbytes-8": ("bitsandbytes", lambda: BitsAndBytesConfig(load_in_8bit=True)),
-        "torchao": ("torchao", torchao),
-        "quanto": ("optimum.quanto", lambda: QuantoConfig(weights="int8")),
-    }
+    return transformers.TorchAoConfig(Int8WeightOnlyConfig())
 
 
 # transformers 5 does not quantize with hqq while it loads, whatever the checkpoint.
-@pytest.mark.parametrize("name", ["bitsandbytes-4", "bitsandbytes-8", "torchao", "quanto"])
+QUANTIZATIONS = {
+    "bitsandbytes-4": ("bitsandbytes", lambda: transformers.BitsAndBytesConfig(load_in_4bit=True)),
+    "bitsandbytes-8": ("bitsandbytes", lambda: transformers.BitsAndBytesConfig(load_in_8bit=True)),
+    "torchao": ("torchao", torchao),
+    "quanto": ("optimum.quanto", lambda: transformers.QuantoConfig(weights="int8")),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_quantizers_see_the_same_model(name, tmp_path):
     """Quantized while loading, from fused and from split experts: the same numbers and logits."""
-    package, make = quantizations()[name]
+    package, make = QUANTIZATIONS[name]
     pytest.importorskip(package)
     # 64 divides the sizes, which int8 and 4 bit kernels want on a CPU.
     sizes = dict(
@@ -314,11 +312,9 @@ def test_quantizers_see_the_same_model(name, tmp_path):
     model = TEXT.make(num_local_experts=3, **sizes).bfloat16()
     model.save_pretrained(tmp_path / "fused")
     write(tmp_path / "split", model, split(model.state_dict()))
+    options = {"quantization_config": make(), "dtype": torch.bfloat16, "device_map": "cpu"}
     loaded = [
-        llamoe.LlamoeForCausalLM.from_pretrained(
-            tmp_path / folder, quantization_config=make(), dtype=torch.bfloat16, device_map="cpu"
-        )
-        for folder in ("fused", "split")
+        llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / each, **options) for each in ("fused", "split")
     ]
     stacks = [{n: p for n, p in m.named_parameters() if ".experts." in n} for m in loaded]
     assert_same_weights(stacks[1], stacks[0])
@@ -412,99 +408,55 @@ def test_peak_memory_is_the_models_and_a_layers_experts(tmp_path):
 LAYER = "model.layers.1.feed_forward.experts"
 
 
-def rename(state, old, new):
-    state[new] = state.pop(old)
+def put(part, *shape, dtype=torch.float32):
+    """Another tensor under the name of a part of the layer's experts."""
+    return lambda state: state.update({f"{LAYER}.{part}": torch.ones(shape).to(dtype)})
 
 
-def duplicate_in_other_spelling(state):
-    state[f"{LAYER}.up_projs.1.weight"] = state[f"{LAYER}.1.up_proj.weight"] + 1
+def lose(*parts):
+    return lambda state: [state.pop(f"{LAYER}.{part}_proj.weight") for part in parts]
 
 
+def rename(old, new):
+    return lambda state: state.update({f"{LAYER}.{new}": state.pop(f"{LAYER}.{old}.weight")})
+
+
+# What is done to a state dict, and what the message names.
 DAMAGE = {
-    "missing expert": (
-        lambda state: [state.pop(f"{LAYER}.1.{part}_proj.weight") for part in ("gate", "up", "down")],
-        rf"{LAYER}\.1\.(gate|down)_proj\.weight is missing \((2|1) such\), though .*num_local_experts .* is 3",
-    ),
-    "missing last expert": (
-        lambda state: [state.pop(f"{LAYER}.2.{part}_proj.weight") for part in ("gate", "up", "down")],
-        rf"{LAYER}\.2\.(gate|down)_proj\.weight is missing",
-    ),
-    "missing up": (
-        lambda state: state.pop(f"{LAYER}.0.up_proj.weight"),
-        rf"{LAYER}\.0\.up_proj\.weight is missing \(1 such\)",
-    ),
-    "missing every up": (
-        lambda state: [state.pop(f"{LAYER}.{expert}.up_proj.weight") for expert in range(3)],
-        rf"{LAYER}\.0\.up_proj\.weight is missing \(3 such\)",
-    ),
-    "missing every down": (
-        lambda state: [state.pop(f"{LAYER}.{expert}.down_proj.weight") for expert in range(3)],
-        rf"{LAYER}\..*_proj\.weight has no counterpart: {LAYER}\.down_proj is missing",
-    ),
-    "one expert more": (
-        lambda state: state.update({f"{LAYER}.3.up_proj.weight": torch.ones(52, 72)}),
-        rf"{LAYER}\.3\.up_proj\.weight is of expert 3, but num_local_experts .* is 3",
-    ),
-    "transposed": (
-        lambda state: state.update({f"{LAYER}.1.up_proj.weight": torch.ones(72, 52)}),
-        rf"{LAYER}\.1\.up_proj\.weight has shape \[72, 52\], but .* has \[52, 72\]",
-    ),
-    "another width": (
-        lambda state: state.update({f"{LAYER}.2.down_proj.weight": torch.ones(72, 53)}),
-        rf"{LAYER}\.2\.down_proj\.weight has shape \[72, 53\], but .* has \[72, 52\]",
-    ),
-    "a vector": (
-        lambda state: state.update({f"{LAYER}.2.down_proj.weight": torch.ones(72)}),
-        r"2\.down_proj\.weight has shape \[72\]",
-    ),
-    "packed": (
-        lambda state: state.update({f"{LAYER}.0.up_proj.weight": torch.ones(52, 72, dtype=torch.uint8)}),
-        rf"{LAYER}\.0\.up_proj\.weight has dtype (U8|uint8): experts that a quantizer has packed",
-    ),
-    "float8": (
-        lambda state: state.update({f"{LAYER}.0.up_proj.weight": torch.ones(52, 72).to(torch.float8_e4m3fn)}),
-        rf"{LAYER}\.0\.up_proj\.weight has dtype (F8_E4M3|float8_e4m3fn): experts that a quantizer",
-    ),
-    "quantizer's names": (
-        lambda state: rename(state, f"{LAYER}.0.up_proj.weight", f"{LAYER}.0.up_proj.weight_packed"),
-        rf"{LAYER}\.0\.up_proj\.weight_packed belongs to one expert, but is no weight that can be fused",
-    ),
-    "another spelling": (
-        lambda state: rename(state, f"{LAYER}.0.up_proj.weight", f"{LAYER}.0.w3.weight"),
-        rf"{LAYER}\.0\.w3\.weight belongs to one expert, but .* experts\.N\.gate_proj\.weight",
-    ),
-    "leading zero": (
-        lambda state: rename(state, f"{LAYER}.1.up_proj.weight", f"{LAYER}.01.up_proj.weight"),
-        rf"{LAYER}\.01\.up_proj\.weight belongs to one expert",
-    ),
-    "bias": (
-        lambda state: state.update({f"{LAYER}.1.up_proj.bias": torch.ones(52)}),
-        rf"{LAYER}\.1\.up_proj\.bias belongs to one expert",
-    ),
-    "stack, too": (
-        lambda state: state.update({f"{LAYER}.down_proj": torch.ones(3, 52, 72)}),
-        rf"{LAYER}\.\d\.down_proj\.weight is there a second time: .*{LAYER}\.down_proj has it, too",
-    ),
-    "both spellings": (
-        duplicate_in_other_spelling,
-        rf"{LAYER}\..*up_proj.*\.weight is there a second time: .*{LAYER}\.",
-    ),
-}
+    "missing expert": (lose("1.gate", "1.up", "1.down"), r"\.1\.(gate|down)_proj\.weight .*num_local_experts"),
+    "missing last expert": (lose("2.gate", "2.up", "2.down"), r"\.2\.(gate|down)_proj\.weight"),
+    "missing up": (lose("0.up"), r"\.0\.up_proj\.weight .*1 such"),
+    "missing every up": (lose("0.up", "1.up", "2.up"), r"\.0\.up_proj\.weight .*3 such"),
+    "missing every down": (lose("0.down", "1.down", "2.down"), rf"\..*_proj\.weight .*{LAYER}\.down_proj"),
+    "one expert more": (put("3.up_proj.weight", 52, 72), r"\.3\.up_proj\.weight .*num_local_experts"),
+    "transposed": (put("1.up_proj.weight", 72, 52), r"\.1\.up_proj\.weight .*\[72, 52\].*\[52, 72\]"),
+    "another width": (put("2.down_proj.weight", 72, 53), r"\.2\.down_proj\.weight .*\[72, 53\].*\[72, 52\]"),
+    "a vector": (put("2.down_proj.weight", 72), r"\.2\.down_proj\.weight .*\[72\]"),
+    "packed": (put("0.up_proj.weight", 52, 72, dtype=torch.uint8), r"\.0\.up_proj\.weight .*(U8|uint8)"),
+    "float8": (put("0.up_proj.weight", 52, 72, dtype=torch.float8_e4m3fn), r"\.0\.up_proj\.weight .*(F8_E4M3|float8)"),
+    "quantizer's names": (rename("0.up_proj", "0.up_proj.weight_packed"), r"\.0\.up_proj\.weight_packed"),
+    "another spelling": (rename("0.up_proj", "0.w3.weight"), r"\.0\.w3\.weight .*experts\.N\.gate_proj\.weight"),
+    "leading zero": (rename("1.up_proj", "01.up_proj.weight"), r"\.01\.up_proj\.weight"),
+    "bias": (put("1.up_proj.bias", 52), r"\.1\.up_proj\.bias"),
+    "stack, too": (put("down_proj", 3, 52, 72), rf"\.\d\.down_proj\.weight .*{LAYER}\.down_proj"),
+    "both spellings": (put("up_projs.1.weight", 52, 72), rf"\..*up_proj.*\.weight .*{LAYER}\."),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["one", "sharded", "bin", "state_dict"])
-@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize(("what", "form"), in_turn(DAMAGE, ["one", "sharded", "bin", "state_dict"]))
 def test_damage_is_an_error_that_names_the_tensor(what, form, text, tmp_path):
     _, model, state = text
-    damage, message = DAMAGE[what]
+    damage, named = DAMAGE[what]
     damage(state)
     if form == "state_dict":
-        with pytest.raises(CheckpointError, match=f"^state_dict.*{message}"):
+        with pytest.raises(CheckpointError, match=f"^state_dict.*{LAYER}{named}"):
             llamoe.LlamoeForCausalLM.from_pretrained(None, config=model.config, state_dict=state)
         return
     write(tmp_path / "damaged", model, state, form)
     suffix = r"\.bin" if form == "bin" else r"\.safetensors"
-    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(tmp_path))}/damaged/\S*{suffix}.*{message}"):
+    with pytest.raises(
+        CheckpointError, match=rf"^{re.escape(str(tmp_path))}/damaged/\S*{suffix}.*{LAYER}{named}"
+    ):
         llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "damaged")
 
 
@@ -533,9 +485,7 @@ def test_zero_3_is_refused_by_name(text, monkeypatch):
     folder, model, state = text
     monkeypatch.setattr(split_experts, "is_deepspeed_zero3_enabled", lambda: True)
     expected = {name: parameter.shape for name, parameter in model.named_parameters()}
-    with pytest.raises(
-        ValueError, match="which ZeRO-3 does not load: fuse the experts first, by `llamoe convert"
-    ):
+    with pytest.raises(ValueError, match="ZeRO-3"):
         split_experts.find_split_experts(model, state, None, Options(), expected)
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import programs
 from support.elsewhere import counts, expert_bytes, llamoe_class, load_both, mixtral, text_model
+from support.models import run
 
 import llamoe
 from llamoe.modeling.elsewhere import ExpertsMemory
@@ -72,9 +73,10 @@ def write_at_odd_bytes(tensors, path: Path, pad: int) -> None:
             file.write(tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
-@pytest.mark.parametrize("readers", [1, 32])
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("kind", ["text", "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "direct", "readers"),
+    [("text", True, 32), ("text", False, 1), ("mixtral", True, 1), ("mixtral", False, 32)],
+)
 def test_ways_to_read_are_equal(kind, direct, readers, text_folder, mixtral_folder, ids):
     folder = {"text": text_folder, "mixtral": mixtral_folder}[kind]
     resident = llamoe_class(folder).from_pretrained(folder, dtype="auto").eval()
@@ -88,26 +90,20 @@ def test_ways_to_read_are_equal(kind, direct, readers, text_folder, mixtral_fold
     assert found.bytes_read >= whole if store.reads_directly else found.bytes_read == whole
 
 
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("pad", [0, 8, 16, 40])
+@pytest.mark.parametrize(
+    ("pad", "direct"), [(0, True), (8, False), (16, False), (40, True), (3, True), (3, False)]
+)
 def test_experts_begin_anywhere_and_end_with_the_file(pad, direct, text_folder, ids, tmp_path):
     shutil.copy(text_folder / "config.json", tmp_path)
     tensors = load_file(text_folder / "model.safetensors")
     write_at_odd_bytes(tensors, tmp_path / "model.safetensors", pad)
     resident = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path).eval()
-    check_equal(resident, on_disk(tmp_path, direct=direct), ids)
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_experts_at_odd_bytes_are_read_right(direct, text_folder, ids, tmp_path):
-    shutil.copy(text_folder / "config.json", tmp_path)
-    tensors = load_file(text_folder / "model.safetensors")
-    write_at_odd_bytes(tensors, tmp_path / "model.safetensors", 3)
-    resident = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path).eval()
     model = on_disk(tmp_path, direct=direct)
-    with torch.no_grad():
+    if pad % 4 == 0:
+        check_equal(resident, model, ids)
+    else:
         # The resident model multiplies floats at odd addresses, which rounds otherwise: 2e-6 measured, logits up to 8.
-        torch.testing.assert_close(model(ids).logits, resident(ids).logits, rtol=0, atol=2e-5)
+        torch.testing.assert_close(run(model, input_ids=ids), run(resident, input_ids=ids), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["text", "mixtral"])
@@ -153,14 +149,15 @@ def test_file_systems_without_direct_reads_fall_back(error, text_folder, ids, mo
     check_equal(llamoe.LlamoeForCausalLM.from_pretrained(text_folder).eval(), model, ids)
 
 
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["text", "mixtral"])
-def test_every_dtype_is_cast_as_in_memory(kind, stored, dtype, direct, ids, tmp_path):
-    {"text": text_model, "mixtral": mixtral}[kind]().to(stored).save_pretrained(tmp_path)
-    resident = llamoe_class(tmp_path).from_pretrained(tmp_path, dtype=dtype).eval()
-    check_equal(resident, on_disk(tmp_path, dtype=dtype, direct=direct), ids)
+def test_every_dtype_is_cast_as_in_memory(stored, ids, tmp_path):
+    """Each dtype to each; one family in whole blocks, the other through the file cache, and the other way round."""
+    for make, first in ((text_model, True), (mixtral, False)):
+        folder = tmp_path / make.__name__
+        make().to(stored).save_pretrained(folder)
+        for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+            resident = llamoe_class(folder).from_pretrained(folder, dtype=dtype).eval()
+            check_equal(resident, on_disk(folder, dtype=dtype, direct=first == (number % 2 == 0)), ids)
 
 
 def test_split_experts_of_llama4_are_equal(text_folder, ids, tmp_path):
@@ -175,20 +172,16 @@ def test_split_experts_of_llama4_are_equal(text_folder, ids, tmp_path):
     check_equal(resident, llamoe.LlamoeForCausalLM.from_pretrained(out, experts_memory=memory).eval(), ids)
 
 
-@pytest.mark.parametrize("layout", ["stock", "variant", "subfolder"])
-def test_layouts_of_folders_are_equal(layout, ids, tmp_path):
-    kwargs = {}
-    if layout == "stock":
-        text_model().save_pretrained(tmp_path, layout="stock")
-    elif layout == "variant":
-        text_model().save_pretrained(tmp_path, variant="fp32")
-        kwargs = {"variant": "fp32"}
-    else:
-        text_model().save_pretrained(tmp_path / "inner")
-        kwargs = {"subfolder": "inner"}
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [({"layout": "stock"}, {}), ({"variant": "fp32"}, {"variant": "fp32"}), ({}, {"subfolder": "inner"})],
+    ids=["stock", "variant", "subfolder"],
+)
+def test_layouts_of_folders_are_equal(saved, loaded, ids, tmp_path):
+    text_model().save_pretrained(tmp_path / loaded.get("subfolder", ""), **saved)
     cls = llamoe.LlamoeForCausalLM
-    resident = cls.from_pretrained(tmp_path, **kwargs).eval()
-    model = cls.from_pretrained(tmp_path, experts_memory=2 * expert_bytes(resident), **kwargs).eval()
+    resident = cls.from_pretrained(tmp_path, **loaded).eval()
+    model = cls.from_pretrained(tmp_path, experts_memory=2 * expert_bytes(resident), **loaded).eval()
     check_equal(resident, model, ids)
 
 
@@ -247,17 +240,22 @@ def shrink(path):
 
 
 CHANGES = {
-    "rewritten": (rewrite, "has changed since the model was loaded.*bytes then.*Load the model again"),
-    "replaced": (replace, "has changed since the model was loaded.*Load the model again"),
-    "shrunk": (shrink, "has changed since the model was loaded|was cut short"),
-    "emptied": (lambda path: os.truncate(path, 0), "has changed since the model was loaded|was cut short"),
-    "gone": (lambda path: path.unlink(), "cannot be read any more while expert . of .*No such file"),
+    "rewritten": (rewrite, "has changed"),
+    "replaced": (replace, "has changed"),
+    "shrunk": (shrink, "has changed|was cut short"),
+    "emptied": (lambda path: os.truncate(path, 0), "has changed|was cut short"),
+    "gone": (lambda path: path.unlink(), "expert . of .*No such file"),
 }
 
 
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("when", ["before", "between two reads", "after the last read"])
+@pytest.mark.parametrize(
+    ("when", "change", "direct"),
+    [
+        (when, change, (number + place) % 2 == 0)
+        for place, when in enumerate(("before", "between two reads", "after the last read"))
+        for number, change in enumerate(CHANGES)
+    ],
+)
 def test_changed_files_are_told(when, change, direct, experts_file, ids, monkeypatch):
     make, message = CHANGES[change]
     model = on_disk(experts_file.parent, direct=direct, readers=1)
@@ -297,9 +295,7 @@ def test_a_file_replaced_while_the_model_loads_is_refused(experts_file, monkeypa
         install(model)
 
     monkeypatch.setattr(base, "install", late)
-    with pytest.raises(
-        llamoe.CheckpointError, match="experts.safetensors: has changed while the model was loaded"
-    ):
+    with pytest.raises(llamoe.CheckpointError, match="experts.safetensors: has changed"):
         llamoe.LlamoeForCausalLM.from_pretrained(experts_file.parent, experts_memory=size)
 
 
@@ -332,8 +328,10 @@ def test_reads_that_end_early_are_errors(direct, text_folder, ids, monkeypatch):
         model(ids)
 
 
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("broken", [range(1), range(2, 3), range(1, 9999, 2), range(9999)])
+@pytest.mark.parametrize(
+    ("broken", "direct"),
+    [(range(1), True), (range(2, 3), False), (range(1, 9999, 2), True), (range(9999), False)],
+)
 def test_errors_that_go_away_leave_nothing_behind(broken, direct, text_folder, ids, monkeypatch):
     resident = llamoe.LlamoeForCausalLM.from_pretrained(text_folder).eval()
     model = on_disk(text_folder, direct=direct)

@@ -27,8 +27,9 @@ def folders(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("experts", [1, 4, 99])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "mixtral", "int8"])
+@pytest.mark.parametrize(
+    ("kind", "experts"), [("float32", 1), ("bfloat16", 4), ("mixtral", 1), ("mixtral", 99), ("int8", 4)]
+)
 def test_large_matrices_are_bit_equal(kind, experts, folders, ids):
     resident, elsewhere = load_both(folders[kind], experts)
     with torch.no_grad():

@@ -121,8 +121,9 @@ def test_compiled_models_are_equal(text_folder, ids):
     resident = llamoe.LlamoeForCausalLM.from_pretrained(text_folder).eval()
     model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder, experts_memory="60KB").eval()
     with torch.no_grad():
-        logits = [torch.compile(each, backend="aot_eager")(ids).logits for each in (resident, model)]
+        logits = [torch.compile(each, backend="eager")(ids).logits for each in (resident, model)]
     assert torch.equal(*logits)
+    torch.compiler.reset()
 
 
 def test_classifiers_take_experts_elsewhere(tmp_path, ids):

@@ -1,13 +1,11 @@
 """The compiled kernels for a CPU: packed weights against the numbers that they mean, others against plain products."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
 from llamoe import LlamoeTextConfig
@@ -118,29 +116,27 @@ def test_what_is_no_number_stays_so():
     assert found[1].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("environment", "said"), [({"LLAMOE_CPP_KERNELS": "0"}, ""), ({"CXX": "/bin/false"}, "were not compiled")]
-)
-def test_without_kernels_torch_computes(environment, said, tmp_path):
+@pytest.fixture
+def first_use(monkeypatch):
+    """What is known of the kernels before they are first needed."""
+    for name, value in (("_library", False), ("_why_none", ("", "")), ("_reasons", [])):
+        monkeypatch.setattr(cpp_kernels, name, value)
+
+
+@pytest.mark.parametrize("is_off", [True, False])
+def test_without_kernels_torch_computes(is_off, first_use, tmp_path, monkeypatch, caplog):
     """Turned off, or without a compiler: said once, and the numbers are the same."""
-    code = """
-import torch, llamoe
-from llamoe.modeling.kernels import cpp_kernels
-from llamoe.modeling.quantization.formats import Int4
-torch.manual_seed(0)
-parts = Int4(32).quantize(torch.randn(128, 64))
-for num_rows in (1, 3, 100):
-    x = torch.randn(num_rows, 64).bfloat16()
-    y = Int4(32).multiply(x, parts, (128, 64)).float()
-    expected = x.float() @ Int4(32).matrix(parts, (128, 64), torch.float32).T
-    assert (y - expected).abs().max() < 0.01 * expected.abs().max()
-print(cpp_kernels.library())
-"""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **environment}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "None"
-    assert done.stderr.count("were not compiled") == (1 if said else 0)
+    monkeypatch.setenv("LLAMOE_CPP_KERNELS", str(int(not is_off)))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    parts = Int4(32).quantize(torch.randn(128, 64))
+    with inductor_config.patch({"cpp.cxx": (None, "/bin/false")}):
+        for num_rows in (1, 3, 100):
+            x = torch.randn(num_rows, 64).bfloat16()
+            y = Int4(32).multiply(x, parts, (128, 64))
+            assert error(y, x.float() @ Int4(32).matrix(parts, (128, 64), torch.float32).T) < 0.01
+        assert cpp_kernels.library() is None
+    assert caplog.text.count("were not compiled") == (not is_off)
 
 
 # Of the largest number, by dtype: sums are float32, in another order; bfloat16 rounds once.
@@ -308,13 +304,10 @@ def test_silu_of_numbers_of_all_sizes(dtype):
     assert ((found.float() - expected).abs() <= PLAIN[dtype] * expected.abs() + 1e-36).all()
 
 
-def test_a_default_device_changes_nothing():
+def test_a_default_device_changes_nothing(first_use):
     """The test before the first use makes its numbers on the CPU."""
-    code = """
-import torch
-from llamoe.modeling.kernels import cpp_kernels
-torch.set_default_device("meta")
-assert cpp_kernels.library() is not None
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    torch.set_default_device("meta")
+    try:
+        assert cpp_kernels.library() is not None, cpp_kernels.why_no_cpp_kernels()
+    finally:
+        torch.set_default_device(None)

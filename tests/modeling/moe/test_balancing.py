@@ -86,7 +86,7 @@ def test_experts_share_the_tokens_and_the_loss_is_no_higher():
     for balancing in (None, "bias"):
         model = make(balancing, **SHALLOW)
         watch = llamoe.RouterWatch(model)
-        losses[balancing], reports = train(model, watch, 120, report_before=(1, 100))
+        losses[balancing], reports = train(model, watch, 90, report_before=(1, 70))
         violations[balancing] = violation(reports[-1])
         assert violation(reports[0]) > 3
     assert violations["bias"] < 0.1 and violations[None] > 1
@@ -190,8 +190,7 @@ def test_a_checkpoint_without_a_bias_begins_at_zero(tmp_path):
     assert model.model.layers[1].feed_forward.router.balancing_bias.tolist() == [0.0] * 5
 
 
-@pytest.mark.parametrize("strategy", ["steps", "epoch"])
-@pytest.mark.parametrize("makes_model", [False, True], ids=["model", "model_init"])
+@pytest.mark.parametrize(("strategy", "makes_model"), [("steps", True), ("epoch", False)])
 def test_the_trainer_reports_and_balances(strategy, makes_model, tmp_path):
     from transformers import Trainer, TrainingArguments
 

@@ -36,9 +36,9 @@ def tokens(num_tokens, hidden_size, dtype=torch.float32):
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("num_tokens", "sizes", "top_k"), [(1, "odd", 2), (3, "aligned", 1), (40, "odd", 1), (40, "aligned", 2)]
+)
 def test_equals_stock(backend, sizes, top_k, num_tokens):
     stock, ours = blocks(backend, sizes=sizes, num_experts_per_tok=top_k)
     x = tokens(num_tokens, ours.router.weight.shape[1])
@@ -86,10 +86,12 @@ def test_every_expert_stays_in_the_graph(backend, num_rows):
         assert parameter.grad is not None, name
 
 
-def test_only_chosen_experts_are_computed():
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_only_chosen_experts_are_computed(num_tokens, sizes):
     # Poison the experts that no token chose: a computed product would carry the NaN on.
-    _, ours = blocks("eager")
-    x = tokens(2, 64)
+    _, ours = blocks("eager", sizes=sizes)
+    x = tokens(num_tokens, ours.router.weight.shape[1])
     chosen = ours.router(x)[2].unique().tolist()
     assert len(chosen) < ours.router.num_experts
     with torch.no_grad():

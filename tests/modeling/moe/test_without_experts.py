@@ -44,15 +44,8 @@ def test_it_equals_stock_and_comes_back(chunk, layout, tmp_path):
         assert model.config.moe_layers == [] and model.config.attention_chunk_size == chunk
         assert max_abs(run(model, input_ids=tokens()), expected) < 1e-5
     model.save_pretrained(tmp_path / layout, layout=layout)
-    assert (
-        max_abs(run(load_whole(llamoe.LlamoeForCausalLM, tmp_path / layout), input_ids=tokens()), expected)
-        < 1e-5
-    )
-    if layout == "stock":
-        assert (
-            max_abs(run(load_whole(Llama4ForCausalLM, tmp_path / layout), input_ids=tokens()), expected)
-            < 1e-5
-        )
+    for model_class in (llamoe.LlamoeForCausalLM, Llama4ForCausalLM)[: 1 + (layout == "stock")]:
+        assert max_abs(run(load_whole(model_class, tmp_path / layout), input_ids=tokens()), expected) < 1e-5
 
 
 @pytest.mark.parametrize("layout", ["stock", "llamoe"])

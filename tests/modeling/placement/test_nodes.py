@@ -123,26 +123,18 @@ def test_accelerate_reads_the_file_for_inference(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "arguments", "says"),
+    ("model", "arguments", "named"),
     [
-        ("llama-2-7b", dict(nodes=0), r"nodes=0: give a whole number of at least 1"),
-        (
-            "llama-2-7b",
-            dict(nodes=2, gpus=0),
-            r"gpus=0: nodes and training are planned for equal accelerators",
-        ),
-        ("llama-2-7b", dict(nodes=2, gpus=["24GB", "80GB"]), r"planned for equal accelerators"),
-        (
-            "llama-2-7b",
-            dict(nodes=2, gpus=8, bits=4),
-            r"int4: weights in few bits cannot be shared by processes",
-        ),
-        ("metaclip-b16", dict(nodes=2, gpus=8), r"A vision tower alone is planned for one machine"),
+        ("llama-2-7b", dict(nodes=0), "nodes=0"),
+        ("llama-2-7b", dict(nodes=2, gpus=0), "gpus=0"),
+        ("llama-2-7b", dict(nodes=2, gpus=["24GB", "80GB"]), "gpus="),
+        ("llama-2-7b", dict(nodes=2, gpus=8, bits=4), "int4"),
+        ("metaclip-b16", dict(nodes=2, gpus=8), "vision tower"),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_said(model, arguments, says):
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_be_is_said(model, arguments, named):
+    with pytest.raises(ValueError, match=named):
         plan_placement(model, ram="1TB", **arguments)
 
 

@@ -30,8 +30,19 @@ def split_bytes(model):
     return sum(sizes.values()) - experts, experts
 
 
-@for_models("is_head")
-@pytest.mark.parametrize(("gpus", "bits"), [(0, 32), (1, 16), (3, 32), (3, 16)])
+@pytest.mark.parametrize(
+    ("case", "gpus", "bits"),
+    [
+        (case, *pair)
+        for case, pairs in zip(
+            [case for case in MODELS if case.is_head],
+            [[(0, 32), (3, 16)], [(1, 16), (3, 32)], [(0, 32), (3, 16)], [(1, 16), (3, 32)]],
+            strict=True,
+        )
+        for pair in pairs
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_every_byte_is_somewhere(case, gpus, bits):
     """At many capacities: weights by counting a real model's tensors, cache by layer, and no device over its room."""
     config = case.make_config()
@@ -45,15 +56,9 @@ def test_every_byte_is_somewhere(case, gpus, bits):
     for step in range(6, 26, 3):
         room = total * step // 20
         plan = plan_placement(
-            config,
-            gpus=[room] * gpus,
-            ram=total // 3 if gpus else room,
-            bits=bits,
-            context=40,
-            batch=2,
-            prefill=20,
+            config, gpus=[room] * gpus, ram=total // 3 if gpus else room, bits=bits, context=40, batch=2, prefill=20,
             headroom=0,
-        )
+        )  # fmt: skip
         weights, experts = dict.fromkeys(plan.weights, 0), {}
         for name, parameter in model.named_parameters():
             place = plan.place_of(name)
@@ -312,33 +317,21 @@ def test_this_machine_is_the_default():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "named"),
     [
-        (dict(gpus=-1), r"gpus=-1: give a whole number of at least 0"),
-        (dict(gpus="2"), r"gpus='2': give a number of accelerators, or a list"),
-        (dict(gpus=["24 potatoes"]), r"gpus='24 potatoes': give bytes, or a text like \"24GB\""),
-        (dict(gpus=1, gpu_memory="-3GB"), r"gpu_memory='-3GB'"),
-        (dict(gpus=0, ram=True), r"ram=True: give bytes"),
-        (dict(gpus=0, ram="nan"), r"ram='nan': give bytes"),
-        (dict(gpus=0, ram="4GB"), r"device (0|cpu) of 4 GB has no room beside headroom=4 GB"),
-        (dict(bits=5), r"bits=5: choose 32, 16, 8 or 4"),
-        (dict(batch=0), r"batch=0: give a whole number"),
-        (dict(disk="no"), r"disk='no': give True or False"),
-        (dict(gpus=10**6), r"gpus=1000000: one machine has at most"),
-        (dict(context=0), r"context=0: give a whole number of at least 1"),
-        (dict(prefill=9000), r"prefill=9000: give at most the tokens of context="),
-        (dict(bandwidths={"ram": 0}), r"Bandwidths.ram=0: give bytes, .* of at least 1"),
-        (dict(bandwidths={"disk": 3}), r"give a Bandwidths, or some of gpu, link, ram, drive"),
-        (
-            dict(gpus=["2GB"], ram="5MB", headroom=0, disk=False),
-            r"take more memory, fewer bits, or disk=True",
-        ),
-        (dict(gpus=1, batch=10**6), r"the cache of 8192 tokens in 1000000 rows takes .* smaller context"),
+        (dict(gpus=-1), "gpus=-1"), (dict(gpus="2"), "gpus='2'"), (dict(gpus=["24 potatoes"]), "gpus='24 potatoes'"),
+        (dict(gpus=1, gpu_memory="-3GB"), "gpu_memory='-3GB'"), (dict(gpus=0, ram=True), "ram=True"),
+        (dict(gpus=0, ram="nan"), "ram='nan'"), (dict(gpus=0, ram="4GB"), "device (0|cpu) .*headroom=4 GB"),
+        (dict(bits=5), "bits=5"), (dict(batch=0), "batch=0"), (dict(disk="no"), "disk='no'"),
+        (dict(gpus=10**6), "gpus=1000000"), (dict(context=0), "context=0"), (dict(prefill=9000), "prefill=9000"),
+        (dict(bandwidths={"ram": 0}), "Bandwidths.ram=0"), (dict(bandwidths={"disk": 3}), "gpu, link, ram, drive"),
+        (dict(gpus=["2GB"], ram="5MB", headroom=0, disk=False), "disk=True"),
+        (dict(gpus=1, batch=10**6), "8192 tokens in 1000000 rows .*context"),
     ],
     ids=str,
-)
-def test_what_cannot_be_is_said_with_its_numbers(arguments, says):
-    with pytest.raises(ValueError, match=says):
+)  # fmt: skip
+def test_what_cannot_be_is_said_with_its_numbers(arguments, named):
+    with pytest.raises(ValueError, match=named):
         plan_placement("mixtral-8x7b", **{"ram": "256GB", "gpus": 1, **arguments})
 
 

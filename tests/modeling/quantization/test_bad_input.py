@@ -24,28 +24,17 @@ def weights(request):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields",
     [
-        (dict(weights="int3"), "weights='int3': choose 'int4' or 'int8'"),
-        (dict(weights=4), "weights=4: choose"),
-        (dict(weights=None), "weights=None: choose"),
-        (dict(group_size=48), "group_size=48: int4 has a kernel for 32, 64, 128, 256"),
-        (dict(group_size=64.0), r"group_size=64\.0: int4 has a kernel for"),
-        (dict(group_size="64"), "group_size='64': int4 has a kernel for"),
-        (dict(weights="int8", group_size=32), "group_size=32: int8 has one scale an output"),
-        (dict(experts="yes"), "experts='yes': choose True or False"),
-        (dict(search=1), "search=1: choose True or False"),
-        (dict(experts=False, linears=False), "experts=False and linears=False quantize nothing"),
-        (dict(modules_to_not_convert="q_proj"), "modules_to_not_convert='q_proj': give a list"),
-        (dict(modules_to_not_convert=[""]), r"modules_to_not_convert=\[''\]: give a list"),
-        (dict(bits=4), "QuantizationConfig has no bits: it knows weights, group_size"),
-        (dict(quant_method="gptq"), "is for quant_method='llamoe' alone"),
-        (dict(format_version=2), "format_version=2, but this llamoe reads up to 1: update llamoe"),
-        (dict(format_version=True), "format_version=True, but this llamoe reads up to 1"),
+        dict(weights="int3"), dict(weights=4), dict(weights=None), dict(group_size=48), dict(group_size=64.0),
+        dict(group_size="64"), dict(group_size=32, weights="int8"), dict(experts="yes"), dict(search=1),
+        dict(experts=False, linears=False), dict(modules_to_not_convert="q_proj"), dict(modules_to_not_convert=[""]),
+        dict(bits=4), dict(quant_method="gptq"), dict(format_version=2), dict(format_version=True),
     ],
-)
-def test_configs(fields, message):
-    with pytest.raises(ConfigurationError, match=message):
+    ids=str,
+)  # fmt: skip
+def test_configs(fields):
+    with pytest.raises(ConfigurationError, match=next(iter(fields))):
         llamoe.QuantizationConfig(**fields)
 
 
@@ -53,42 +42,28 @@ def test_a_config_is_a_dict_as_well(weights):
     given = {"quant_method": "llamoe", "weights": weights}
     model = AutoModelForCausalLM.from_pretrained(folder("mixtral"), quantization_config=given)
     assert torch.equal(logits(model), logits(packed("mixtral", weights)))
-    with pytest.raises(ConfigurationError, match="weights='int2': choose"):
-        AutoModelForCausalLM.from_pretrained(
-            folder("mixtral"), quantization_config={**given, "weights": "int2"}
-        )
+    given["weights"] = "int2"
+    with pytest.raises(ConfigurationError, match="weights"):
+        AutoModelForCausalLM.from_pretrained(folder("mixtral"), quantization_config=given)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "fields", "message"),
+    ("family", "sizes", "fields", "name"),
     [
-        (
-            dict(head_dim=12),
-            dict(weights="int4"),
-            "k_proj.weight .* int4:32: it has 24 outputs, .* multiple of 16",
-        ),
-        (
-            dict(),
-            dict(weights="int4", group_size=128),
-            "o_proj.weight .* its 192 inputs are no .* padding would add 33%",
-        ),
-        (dict(hidden_size=136), dict(weights="int8"), "136 inputs are no multiple of 16"),
+        ("mixtral", dict(head_dim=12), dict(weights="int4"), "k_proj"),
+        ("dense", dict(), dict(weights="int4", group_size=128), "o_proj"),
+        ("mixtral", dict(hidden_size=136), dict(weights="int8"), "q_proj"),
     ],
 )
-@pytest.mark.parametrize("family", ["dense", "mixtral"])
-def test_sizes_that_no_kernel_takes(family, sizes, fields, message):
+def test_sizes_that_no_kernel_takes(family, sizes, fields, name):
+    """The message names a layer to leave out; where all are left out, that is refused, too."""
     model = make(family, **sizes)
-    with pytest.raises(ConfigurationError, match=message) as told:
+    with pytest.raises(ConfigurationError, match=rf"{name}.*modules_to_not_convert"):
         load(save(model), **fields)
-    name = str(told.value).rpartition("name '")[2].partition("'")[0]
-    assert str(told.value).endswith(f"or name {name!r} in modules_to_not_convert.")
-    config = llamoe.QuantizationConfig(**fields, modules_to_not_convert=[name.rpartition(".")[2]])
-    kept = ("o_proj", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "experts")
-    config.modules_to_not_convert += kept
-    if family == "mixtral":
-        message = "finds nothing in this LlamoeMixtralForCausalLM that it could store"
-        with pytest.raises(ConfigurationError, match=message):
-            AutoModelForCausalLM.from_pretrained(save(model), quantization_config=config)
+    kept = ["o_proj", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj", "experts"]
+    config = llamoe.QuantizationConfig(**fields, modules_to_not_convert=kept)
+    with pytest.raises(ConfigurationError, match=type(model).__name__):
+        AutoModelForCausalLM.from_pretrained(save(model), quantization_config=config)
 
 
 # Folders
@@ -113,38 +88,27 @@ def changed(**fields):
     return lambda content: content["quantization_config"].update(fields)
 
 
-BELONG = "Weights and config.json do not belong together"
-
-
 @pytest.mark.parametrize(
-    ("weights", "change", "message"),
+    ("weights", "change", "named"),
     [
-        (
-            "int4",
-            changed(group_size=64),
-            r"down_proj\S*_scale has shape \[.*, 128, 2\], but the model .* " + BELONG,
-        ),
-        ("int4", changed(group_size=256), r"cannot be stored as int4:256: .* not that of these weights"),
-        ("int4", changed(weights="int8", group_size=None), BELONG),
-        ("int8", changed(weights="int4"), BELONG),
-        ("int4", lambda content: content["quantization_config"].pop("quant_method"), "has no .?quant_method"),
-        ("int4", changed(format_version=2), "format_version=2, but this llamoe reads up to 1: update llamoe"),
-        ("int4", changed(zero_points=True), "QuantizationConfig has no zero_points"),
-        ("int4", changed(linears=False), BELONG),
-        ("int8", changed(linears=False), "has dtype I8, which is no dtype of plain weights"),
-        ("int4", changed(modules_to_not_convert=["o_proj"]), BELONG),
+        ("int4", changed(group_size=64), r"down_proj\S*_scale has shape \[.*, 128, 2\]"),
+        ("int4", changed(group_size=256), "int4:256"),
+        ("int4", changed(weights="int8", group_size=None), "config.json"),
+        ("int8", changed(weights="int4"), "config.json"),
+        ("int4", lambda content: content["quantization_config"].pop("quant_method"), "quant_method"),
+        ("int4", changed(format_version=2), "format_version"),
+        ("int4", changed(zero_points=True), "zero_points"),
+        ("int4", changed(linears=False), "config.json"),
+        ("int8", changed(linears=False), "has dtype I8"),
+        ("int4", changed(modules_to_not_convert=["o_proj"]), "config.json"),
         ("int8", changed(modules_to_not_convert=["o_proj"]), "o_proj.weight has dtype I8"),
-        ("int4", lambda content: content.pop("quantization_config"), BELONG),
-        (
-            "int8",
-            lambda content: content.pop("quantization_config"),
-            "has dtype I8, .* no quantization_config for it",
-        ),
+        ("int4", lambda content: content.pop("quantization_config"), "config.json"),
+        ("int8", lambda content: content.pop("quantization_config"), "has dtype I8, .*quantization_config"),
     ],
 )
 @pytest.mark.parametrize("family", ["dense", "mixtral"])
-def test_packed_folders_with_another_config(family, weights, change, message):
-    with pytest.raises(ValueError, match=message):
+def test_packed_folders_with_another_config(family, weights, change, named):
+    with pytest.raises(ValueError, match=named):
         AutoModelForCausalLM.from_pretrained(spoilt(save(packed(family, weights)), config=change))
 
 
@@ -153,25 +117,17 @@ def test_plain_folders_with_the_config_of_packed_ones(family, weights):
     def name(content):
         content["quantization_config"] = llamoe.QuantizationConfig(weights).to_dict()
 
-    with pytest.raises(CheckpointError, match=BELONG):
+    with pytest.raises(CheckpointError, match="config.json"):
         AutoModelForCausalLM.from_pretrained(spoilt(save(make(family).bfloat16()), config=name))
 
 
 @pytest.mark.parametrize(
-    ("weights", "asked", "message"),
-    [
-        (
-            "int4",
-            dict(weights="int8"),
-            "asks for weights='int8', but this folder is stored with weights='int4'",
-        ),
-        ("int8", dict(), "asks for weights='int4', but this folder is stored with weights='int8'"),
-        ("int4", dict(group_size=64), "asks for group_size=64, but this folder is stored with group_size=32"),
-    ],
+    ("weights", "asked"),
+    [("int4", dict(weights="int8")), ("int8", dict(weights="int4")), ("int4", dict(group_size=64))],
 )
-def test_packed_folders_are_not_packed_again(weights, asked, message):
+def test_packed_folders_are_not_packed_again(weights, asked):
     path = save(packed("dense", weights))
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match=next(iter(asked))):
         AutoModelForCausalLM.from_pretrained(path, quantization_config=llamoe.QuantizationConfig(**asked))
     same = llamoe.QuantizationConfig(weights, search=False)
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=same)
@@ -191,59 +147,51 @@ def put(value):
 
 @pytest.mark.parametrize("key", [LINEAR, STACK])
 @pytest.mark.parametrize(
-    ("part", "function", "message"),
+    ("part", "function", "wrong"),
     [
-        ("_scale", put(float("nan")), "1 of .* scales are NaN or infinite"),
-        ("_scale", put(float("-inf")), "1 of .* scales are NaN or infinite"),
-        ("_scale", lambda scale: scale[..., :-1], "has shape .* " + BELONG),
-        (
-            "_scale",
-            lambda scale: scale.view(torch.int16),
-            "has dtype I16, which is no dtype of plain weights",
-        ),
-        ("", lambda codes: codes[..., :-1], "has shape .* " + BELONG),
-        ("", lambda codes: codes.bfloat16(), "has dtype BF16, but codes .* " + BELONG),
-        ("", lambda codes: codes.int(), "has dtype I32, but codes .* " + BELONG),
-        (
-            "",
-            lambda codes: codes.view(torch.int8 if codes.dtype == torch.uint8 else torch.uint8),
-            "has dtype .*, but codes of .* " + BELONG,
-        ),
+        ("_scale", put(float("nan")), ": 1 of"),
+        ("_scale", put(float("-inf")), ": 1 of"),
+        ("_scale", lambda scale: scale[..., :-1], " has shape"),
+        ("_scale", lambda scale: scale.view(torch.int16), " has dtype I16"),
+        ("", lambda codes: codes[..., :-1], " has shape"),
+        ("", lambda codes: codes.bfloat16(), " has dtype BF16"),
+        ("", lambda codes: codes.int(), " has dtype I32"),
+        ("", lambda codes: codes.view(torch.int8 if codes.dtype == torch.uint8 else torch.uint8), " has dtype"),
     ],
-)
-def test_damaged_parts(weights, key, part, function, message):
+)  # fmt: skip
+def test_damaged_parts(weights, key, part, function, wrong):
     path = spoilt(save(packed("mixtral", weights)), tensors=at(key + part, function))
-    with pytest.raises(CheckpointError, match=f"{key}{part}.*{message}"):
+    with pytest.raises(CheckpointError, match=f"{key}{part}{wrong}"):
         AutoModelForCausalLM.from_pretrained(path)
 
 
-@pytest.mark.parametrize("key", [LINEAR, STACK, LINEAR + "_scale", STACK + "_scale"])
 @pytest.mark.parametrize(
-    "loaded", [llamoe.LlamoeMixtralForCausalLM, llamoe.LlamoeMixtralForTokenClassification]
+    ("loaded", "key"),
+    [
+        (llamoe.LlamoeMixtralForCausalLM, LINEAR),
+        (llamoe.LlamoeMixtralForCausalLM, STACK + "_scale"),
+        (llamoe.LlamoeMixtralForTokenClassification, LINEAR + "_scale"),
+        (llamoe.LlamoeMixtralForTokenClassification, STACK),
+    ],
 )
 def test_missing_parts(weights, key, loaded):
     """Also for a class that begins with a head of its own."""
     path = spoilt(save(packed("mixtral", weights)), tensors=lambda tensors: tensors.pop(key))
-    with pytest.raises(
-        CheckpointError, match=rf"{key} cannot be filled from the checkpoint, and packed weights"
-    ):
+    with pytest.raises(CheckpointError, match=key):
         loaded.from_pretrained(path)
 
 
 def test_missing_weights_are_not_quantized(weights):
     path = spoilt(save(make("dense").bfloat16()), tensors=lambda tensors: tensors.pop(LINEAR))
-    with pytest.raises(
-        CheckpointError, match=rf"{LINEAR} and 1 more cannot|{LINEAR}, .*_scale cannot be filled"
-    ):
-        llamoe.LlamoeDenseForTokenClassification.from_pretrained(
-            path, quantization_config=llamoe.QuantizationConfig(weights)
-        )
+    config = llamoe.QuantizationConfig(weights)
+    with pytest.raises(CheckpointError, match=LINEAR):
+        llamoe.LlamoeDenseForTokenClassification.from_pretrained(path, quantization_config=config)
 
 
 @pytest.mark.parametrize("key", [LINEAR, STACK + "_scale"])
 def test_shapes_that_do_not_fit_are_not_passed_over(key):
     path = spoilt(save(packed("mixtral", "int8")), tensors=at(key, lambda tensor: tensor[..., :-2]))
-    with pytest.raises(CheckpointError, match=f"{key} cannot be filled from the checkpoint"):
+    with pytest.raises(CheckpointError, match=key):
         AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=True)
 
 
@@ -266,11 +214,12 @@ def rows(weight):
 
 
 @pytest.mark.parametrize("key", [LINEAR, STACK])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float32, float("nan")), (torch.bfloat16, float("inf")), (torch.float16, float("-inf"))],
+)
 def test_weights_that_are_no_numbers(weights, key, dtype, value):
-    message = rf"^{key}_scale: [12] of \d+ scales are NaN or infinite. The checkpoint is damaged, or its weights over"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=rf"^{key}_scale: [12] of \d+"):
         loaded_with(key, lambda weight: rows(weight)[3, 5].fill_(value), weights, dtype)
 
 

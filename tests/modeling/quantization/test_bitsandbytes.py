@@ -20,6 +20,7 @@ from support.bitsandbytes_models import (
     same,
 )
 from support.models import draw, max_abs, stock_dense_config
+from support.tables import in_turn
 from torch import nn
 from transformers import BitsAndBytesConfig, Llama4ForCausalLM, LlamaForCausalLM
 from transformers.integrations.accelerate import compute_module_sizes
@@ -29,11 +30,10 @@ from llamoe.modeling.moe import Experts, Router
 from llamoe.modeling.quantization import ExpertsOfCheckpoint, QuantizedExperts, packed_experts
 
 for_families = pytest.mark.parametrize("family", FAMILIES)
-for_methods = pytest.mark.parametrize("method", METHODS)
+for_pairs = pytest.mark.parametrize(("method", "family"), in_turn(METHODS, FAMILIES))
 
 
-@for_methods
-@for_families
+@for_pairs
 def test_each_matrix_is_that_of_a_linear_layer(family, method, tmp_path):
     """The saved tensors, which are those in memory: codes, scales and their own scales, bit by bit."""
     model = load(folder_of(family), family, method)
@@ -55,8 +55,7 @@ def test_each_matrix_is_that_of_a_linear_layer(family, method, tmp_path):
             assert (type(model.get_submodule(name)) is nn.Linear) == (name == "lm_head")
 
 
-@for_methods
-@for_families
+@for_pairs
 def test_outputs_are_those_of_linear_layers(family, method):
     """Experts by themselves, against bitsandbytes' layers in a loop; in training mode, in which these are exact."""
     model = load(folder_of(family), family, method)
@@ -94,8 +93,7 @@ def test_outputs_are_those_of_linear_layers(family, method):
     assert max_abs(few, given) < limit * scale
 
 
-@for_methods
-@for_families
+@for_pairs
 def test_saved_and_loaded_again(family, method, tmp_path):
     """In shards, after a pass, twice, with equal bits; and unpacked."""
     model = load(folder_of(family), family, method)
@@ -140,8 +138,7 @@ def test_stock_classes_load_the_stock_layout(method, tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
-@for_methods
-@for_families
+@for_pairs
 def test_folders_that_others_have_quantized(family, method, tmp_path):
     """The same model as if it were quantized here, but for the router, which is quantized in those."""
     published(tmp_path / "published", folder_of(family), family, method)

@@ -11,6 +11,7 @@ from support.few_bits import (
     CLOSE,
     FAMILIES,
     WEIGHTS,
+    codes_and_scales,
     distance,
     folder,
     logits,
@@ -18,11 +19,7 @@ from support.few_bits import (
     route_by_position,
 )
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-)
-
-from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
+from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(params=WEIGHTS)
@@ -38,17 +35,6 @@ def family(request):
 @pytest.fixture
 def model(family, weights):
     return packed(family, weights)
-
-
-def codes_and_scales(model):
-    """Everything that is packed, by name."""
-    return {
-        f"{path}.{name}": tensor
-        for path, module in model.named_modules()
-        if isinstance(module, QuantizedExperts | QuantizedLinear)
-        for name, tensor in module.state_dict().items()
-        if name != "bias"
-    }
 
 
 # Dtypes

@@ -49,13 +49,13 @@ print(peak[0] - base, sum(tensor.nbytes for tensor in model.state_dict().values(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("weights", ["int4", "int8", "nf4"])
+@pytest.mark.parametrize("weights", ["int4", "nf4"])
 def test_peak_memory(weights, tmp_path):
     if weights == "nf4":
         pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     config = llamoe.LlamoeTextConfig(
         vocab_size=101, hidden_size=512, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_local_experts=48, interleave_moe_layer_step=1, pad_token_id=0,
+        num_key_value_heads=2, head_dim=16, num_local_experts=32, interleave_moe_layer_step=1, pad_token_id=0,
     )  # fmt: skip
     draw(llamoe.LlamoeForCausalLM, config).bfloat16().save_pretrained(tmp_path / "plain")
     for what, folder in (("quantize", "plain"), ("load", "packed")):
@@ -65,4 +65,4 @@ def test_peak_memory(weights, tmp_path):
         peak, final = map(int, result.stdout.split())
         # One expert in 16 bit, and what loading takes at any size.
         more = 3e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
-        assert final > 40e6 and peak < 1.05 * final + more, (what, peak, final)
+        assert final > 27e6 and peak < 1.05 * final + more, (what, peak, final)

@@ -83,30 +83,17 @@ def test_adapters_do_beside_packed_weights_what_they_do_beside_dequantized_ones(
     assert {p.dtype for name, p in adapted.named_parameters() if ".lora_" in name} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("family", "weights"), [("dense", "int8"), ("text", "int4"), ("mixtral", "int4"), ("mixtral", "int8")]
-)
+@pytest.mark.parametrize(("family", "weights"), [("text", "int4"), ("mixtral", "int8")])
 def test_from_four_bits_over_training_to_a_merged_model_of_sixteen(family, weights, tmp_path, monkeypatch):
     route_by_position(monkeypatch)
     base = prepare_model_for_kbit_training(load(folder(family), weights))
     model = get_peft_model(base, llamoe.lora_config(base, r=3))
     ids = token_ids(4, 9)
-    trainer = Trainer(
-        model,
-        TrainingArguments(
-            tmp_path / "run",
-            max_steps=6,
-            per_device_train_batch_size=4,
-            learning_rate=0.01,
-            logging_steps=1,
-            lr_scheduler_type="constant",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-    )
+    options = TrainingArguments(
+        tmp_path / "run", max_steps=6, per_device_train_batch_size=4, learning_rate=0.01, logging_steps=1,
+        lr_scheduler_type="constant", save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    trainer = Trainer(model, options, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.5
@@ -184,23 +171,21 @@ def layers(model):
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
-@pytest.mark.parametrize("is_safe", [False, True])
-@pytest.mark.parametrize("kept", ["all", "experts", "linears"])
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(
+    ("weights", "kept", "is_safe"),
+    [("int4", "all", False), ("int8", "experts", True), ("int4", "linears", True)],
+)
 def test_nothing_is_merged_into_packed_weights(weights, kept, is_safe):
     chosen = {} if kept == "all" else {"experts": kept == "experts", "linears": kept == "linears"}
     model = adapt(load(folder("mixtral"), weights, **chosen))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     first = "mlp.experts" if kept == "experts" else "self_attn.q_proj"
-    message = (
-        rf"^model\.layers\.0\.{first} is stored as {weights}.*call get_base_model\(\)\.dequantize\(\) first"
-    )
     for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"^model\.layers\.0\.{first} .*{weights}.*dequantize"):
             merge(safe_merge=is_safe)
     for layer in layers(model):
         if layer.get_base_layer().__class__.__name__.startswith("Quantized"):
-            with pytest.raises(ValueError, match="into which no adapter can be merged"):
+            with pytest.raises(ValueError, match=weights):
                 layer.merge(safe_merge=is_safe)
     assert not any(layer.merged for layer in layers(model))
     after = model.state_dict()
@@ -255,38 +240,35 @@ def test_methods_that_read_weights_are_refused(method):
     if method not in PEFT_TYPE_TO_CONFIG_MAPPING:
         pytest.skip("this release of peft has no such method")
     model = packed("dense", "int8")
-    with pytest.raises(
-        ValueError, match=rf"^{method} needs the numbers of model\.layers\.0\.self_attn\.q_proj, .* int8"
-    ):
+    with pytest.raises(ValueError, match=rf"^{method} .*model\.layers\.0\.self_attn\.q_proj, .* int8"):
         get_peft_model(model, method_config(method))
     assert not layers(model)
 
 
 @pytest.mark.parametrize(
-    ("fields", "asked"),
+    ("fields", "target"),
     [
-        (dict(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
-        (dict(init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4'"),
-        (dict(init_lora_weights="olora"), "init_lora_weights='olora'"),
-        (dict(init_lora_weights="loftq"), "init_lora_weights='loftq'"),
-        (dict(init_lora_weights="orthogonal", r=4), "init_lora_weights='orthogonal'"),
-        (dict(use_dora=True), "use_dora=True"),
+        (dict(init_lora_weights="pissa"), "self_attn.o_proj"),
+        (dict(init_lora_weights="pissa_niter_4"), "feed_forward.experts"),
+        (dict(init_lora_weights="olora"), "self_attn.o_proj"),
+        (dict(init_lora_weights="loftq"), "feed_forward.experts"),
+        (dict(init_lora_weights="orthogonal", r=4), "self_attn.o_proj"),
+        (dict(use_dora=True), "feed_forward.experts"),
+        (dict(use_dora=True), "self_attn.o_proj"),
     ],
 )
-@pytest.mark.parametrize("target", ["linear", "experts"])
-def test_what_begins_with_the_weights_is_refused(target, fields, asked):
+def test_what_begins_with_the_weights_is_refused(target, fields):
     model = packed("text", "int8")
-    targets = dict(target_modules=["o_proj"])
-    name = r"model\.layers\.0\.self_attn\.o_proj"
-    if target == "experts":
-        targets = dict(target_modules=[], target_parameters=["experts.down_proj"])
-        name = r"model\.layers\.1\.feed_forward\.experts"
-    config = LoraConfig(**targets)
+    is_linear = target.endswith("o_proj")
+    config = LoraConfig(
+        target_modules=["o_proj"] if is_linear else [],
+        target_parameters=None if is_linear else ["experts.down_proj"],
+    )
     for field, value in fields.items():
         # A config asks for packages that these initialisations need.
         setattr(config, field, value)
-    message = f"^{asked} needs the numbers of {name}, which is stored as int8: choose LoRA"
-    with pytest.raises(ValueError, match=message):
+    asked, value = next(iter(fields.items()))
+    with pytest.raises(ValueError, match=rf"^{asked}={value!r} .*model\.layers\.\d\.{target}, .*int8"):
         get_peft_model(model, config)
     assert not layers(model)
 
@@ -319,29 +301,17 @@ def test_peft_begins_with_the_inputs_of_packed_layers():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        (
-            dict(modules_to_save=["k_proj"]),
-            "modules_to_save names 'k_proj', but model.layers.0.self_attn.k_proj",
-        ),
-        (
-            dict(modules_to_save=["experts"]),
-            "modules_to_save names 'experts', but model.layers.1.feed_forward.experts",
-        ),
-        (
-            dict(modules_to_save=["layers.1"]),
-            "modules_to_save names 'layers.1', but model.layers.1.self_attn.q_proj",
-        ),
-        (
-            dict(target_parameters=["v_proj.weight"]),
-            r"target_parameters, unlike target_modules=\['v_proj'\], needs",
-        ),
+        (dict(modules_to_save=["k_proj"]), "model.layers.0.self_attn.k_proj"),
+        (dict(modules_to_save=["experts"]), "model.layers.1.feed_forward.experts"),
+        (dict(modules_to_save=["layers.1"]), "model.layers.1.self_attn.q_proj"),
+        (dict(target_parameters=["v_proj.weight"]), "target_modules"),
     ],
 )
-def test_packed_modules_are_not_copied_nor_wrapped_by_their_parameters(fields, message):
+def test_packed_modules_are_not_copied_nor_wrapped_by_their_parameters(fields, named):
     model = packed("text", "int4")
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with pytest.raises(ValueError, match=f"^{next(iter(fields))}.*{named}"):
         get_peft_model(model, LoraConfig(target_modules=["q_proj"], **fields))
     assert not layers(model)
 
@@ -357,9 +327,7 @@ def test_what_is_not_packed_still_merges():
 def test_other_ways_to_compute_experts_know_no_adapter_of_packed_ones():
     adapted = adapt(packed("mixtral", "int8"))
     adapted.get_base_model().set_experts_implementation("eager")
-    with pytest.raises(
-        ValueError, match='"eager" adds LoRA to the weights, .* experts that are stored as int8. Choose'
-    ):
+    with pytest.raises(ValueError, match='"eager" .*int8'):
         logits(adapted)
     with adapted.disable_adapter():
         assert distance(logits(adapted), logits(packed("mixtral", "int8"))) < CLOSE

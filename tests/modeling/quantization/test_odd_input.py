@@ -3,8 +3,6 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from support.few_bits import CLOSE, WEIGHTS, distance, folder, load, logits, pac
 from transformers import AutoModelForCausalLM
 
 from llamoe.modeling.kernels import cpp_kernels
-from llamoe.modeling.quantization import QuantizedLinear
+from llamoe.modeling.quantization import QuantizedLinear, formats, quantizer
 from llamoe.modeling.quantization.formats import Int4, Int8
 from llamoe.modeling.quantization.products import multiply
 
@@ -110,52 +108,23 @@ _NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16"}
 # Other machines and processes
 
 
-ELSEWHERE = """
-import json, logging, sys, torch, llamoe
-from transformers import AutoModelForCausalLM
-
-said = []
-handler = logging.Handler()
-handler.emit = lambda record: said.append(record.getMessage())
-logging.getLogger("llamoe").addHandler(handler)
-path, ids = sys.argv[1], torch.load(sys.argv[2])
-for name in ("int4", "int8", "int4"):
-    model = AutoModelForCausalLM.from_pretrained(f"{path}/{name}")
-    with torch.no_grad():
-        found = {"logits": model(ids).logits, "row": model(ids[:1, :1]).logits}
-    model.train()(ids, labels=ids).loss
-    torch.save(found, f"{path}/{name}.pt")
-print(json.dumps([torch.backends.cpu.get_cpu_capability(), said]))
-"""
-
-
-def test_a_processor_without_the_kernels(tmp_path):
+def test_a_processor_without_the_kernels(monkeypatch, caplog):
     """Numbers are the same, and that it is slower is said once."""
-    for weights in WEIGHTS:
-        packed("text", weights).save_pretrained(tmp_path / weights)
-    torch.save(token_ids(), tmp_path / "ids.pt")
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, tmp_path, tmp_path / "ids.pt"],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": "avx2"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    capability, said = json.loads(done.stdout.splitlines()[-1])
-    assert capability == "AVX2"
-    assert [sentence for sentence in said if "AVX-512" in sentence] == [
-        "This CPU has no AVX-512, which torch's 4-bit kernel needs for this layout: on the CPU, int4 weights are "
-        "unpacked for each product, which saves memory, and no time."
-    ]
-    for weights in WEIGHTS:
-        found, model = torch.load(tmp_path / f"{weights}.pt"), packed("text", weights)
-        for each, expected in (
-            (found["logits"], logits(model)),
-            (found["row"], logits(model, token_ids()[:1, :1])),
-        ):
-            error = (each - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+    paths = {weights: save(packed("text", weights)) for weights in WEIGHTS}
+    asked = token_ids(), token_ids()[:1, :1]
+    expected = {weights: [logits(packed("text", weights), ids) for ids in asked] for weights in WEIGHTS}
+    monkeypatch.setattr(cpp_kernels, "_library", None)
+    for module in (formats, quantizer):
+        monkeypatch.setattr(module, "reads_int4_layout", lambda: False)
+    monkeypatch.setattr(quantizer, "_said", set())
+    for weights in ("int4", "int8", "int4"):
+        model = AutoModelForCausalLM.from_pretrained(paths[weights])
+        for ids, wanted in zip(asked, expected[weights], strict=True):
+            error = (logits(model, ids) - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1)
             # The median, for tokens that rounding sends to another expert.
             assert error.median() < CLOSE
+        assert model.train()(asked[0], labels=asked[0]).loss.isfinite()
+    assert caplog.text.count("AVX-512") == 1
 
 
 NEVER_IMPORTED = """
