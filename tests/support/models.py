@@ -223,6 +223,13 @@ def load_whole(model_class: type[nn.Module], folder, **kwargs) -> nn.Module:
     return model
 
 
+def assert_same_weights(given: dict, expected: dict) -> None:
+    """The same tensors under the same names, dtype by dtype and bit by bit."""
+    assert given.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert given[name].dtype == tensor.dtype and torch.equal(given[name], tensor), name
+
+
 def deviation_in_range(logits: torch.Tensor) -> bool:
     """Whether logits are of the size that an absolute tolerance was chosen for."""
     return 0.3 < logits.float().std().item() < 3

@@ -12,6 +12,7 @@ from support.models import (
     TOKENS_PER_TILE,
     VISION,
     draw,
+    load_whole,
     max_abs,
     mixtral_config,
     stock_dense_config,
@@ -63,13 +64,6 @@ def logits(model, inputs=None):
     return model(**(inputs or inputs_for(model))).logits
 
 
-def load(model_class, folder, **options):
-    """Load with nothing missing, left over or of another shape."""
-    model, info = model_class.from_pretrained(folder, output_loading_info=True, **options)
-    assert not any(info.values()), info
-    return model
-
-
 @cache
 def stock_of(pair):
     """A model that is only read."""
@@ -109,7 +103,7 @@ def test_stock_folder_loads_by_its_path(pair, files, tmp_path):
             weight_map = {name: file for file, part in halves.items() for name in part}
             index = {"metadata": {}, "weight_map": weight_map}
             (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    model = load(PAIRS[pair][2], tmp_path)
+    model = load_whole(PAIRS[pair][2], tmp_path)
     assert max_abs(logits(model), logits(stock)) < 2e-5 * logits(stock).std()
 
 
@@ -128,10 +122,10 @@ def test_stock_folder_still_is_stock_for_the_auto_classes(pair, tmp_path):
 def test_ways_to_say_config_agree(pair, tmp_path):
     stock = save_stock(pair, tmp_path)
     _, make_config, model_class = PAIRS[pair]
-    expected = logits(load(model_class, tmp_path))
+    expected = logits(load_whole(model_class, tmp_path))
     ways = [make_config(), llamoe.from_stock(make_config()), str(tmp_path)]
     for config in ways:
-        assert torch.equal(logits(load(model_class, tmp_path, config=config)), expected), type(config)
+        assert torch.equal(logits(load_whole(model_class, tmp_path, config=config)), expected), type(config)
     built = model_class(make_config())
     assert type(built.config) is model_class.config_class
     built.load_state_dict(stock.state_dict())
@@ -160,12 +154,12 @@ def test_old_stock_config(tmp_path):
         for_llm_compressor=False,
         router_jitter_noise=0.0,
     )
-    model = load(llamoe.LlamoeForCausalLM, tmp_path, dtype="auto")
+    model = load_whole(llamoe.LlamoeForCausalLM, tmp_path, dtype="auto")
     assert model.dtype == torch.float32
     assert max_abs(logits(model), expected) < 2e-5 * expected.std()
 
     edit_json(file, rope_scaling={"type": "linear", "factor": 4.0}, torch_dtype="bfloat16")
-    model = load(llamoe.LlamoeForCausalLM, tmp_path, dtype="auto")
+    model = load_whole(llamoe.LlamoeForCausalLM, tmp_path, dtype="auto")
     assert model.dtype == torch.bfloat16
     rope = model.config.rope_parameters
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("linear", 4.0, 500000.0)
@@ -178,26 +172,26 @@ def test_old_dense_config(tmp_path):
         rope_parameters=..., rope_theta=10000.0, rope_scaling=None, dtype=..., torch_dtype="float16"
     )
     edit_json(tmp_path / "config.json", **changes)
-    assert load(llamoe.LlamoeDenseForCausalLM, tmp_path, dtype="auto").dtype == torch.float16
-    model = load(llamoe.LlamoeDenseForCausalLM, tmp_path, dtype=torch.float32)
+    assert load_whole(llamoe.LlamoeDenseForCausalLM, tmp_path, dtype="auto").dtype == torch.float16
+    model = load_whole(llamoe.LlamoeDenseForCausalLM, tmp_path, dtype=torch.float32)
     assert max_abs(logits(model), expected) < 2e-5 * expected.std()
 
 
 def test_overrides_by_keyword(tmp_path):
     save_stock("multimodal", tmp_path)
-    text = load(
+    text = load_whole(
         llamoe.LlamoeForCausalLM, tmp_path, attention_chunk_size=7, num_experts=5, num_experts_per_tok=3
     )
     assert (text.config.attention_chunk_size, text.config.num_experts_per_tok) == (7, 3)
     expected = logits(text)
-    whole = load(
+    whole = load_whole(
         llamoe.LlamoeForConditionalGeneration,
         tmp_path,
         text_config={"attention_chunk_size": 7, "num_experts_per_tok": 3},
     )
     assert whole.config.text_config.hidden_size == TEXT["hidden_size"]
     assert torch.equal(logits(whole, inputs_for(text)), expected)
-    assert max_abs(logits(load(llamoe.LlamoeForCausalLM, tmp_path), inputs_for(text)), expected) > 0.1
+    assert max_abs(logits(load_whole(llamoe.LlamoeForCausalLM, tmp_path), inputs_for(text)), expected) > 0.1
     with pytest.raises(ValueError, match="num_experts_per_tok = 6: .*1 to 5"):
         llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, num_experts_per_tok=6)
 
@@ -280,7 +274,7 @@ def test_part_of_a_multimodal_folder(name, part, multimodal):
     expected = whole
     for step in part.split("."):
         expected = getattr(expected, step)
-    model = load(getattr(llamoe, name), folder)
+    model = load_whole(getattr(llamoe, name), folder)
     mine, theirs = model.state_dict(), expected.state_dict()
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[key], theirs[key]) for key in mine)
@@ -299,19 +293,19 @@ def test_part_of_a_multimodal_folder(name, part, multimodal):
 def test_auto_classes_on_our_multimodal_folder(auto, name, multimodal, tmp_path):
     _, whole = multimodal
     whole.save_pretrained(tmp_path, max_shard_size="40KB")
-    assert type(load(auto, tmp_path)) is getattr(llamoe, name)
+    assert type(load_whole(auto, tmp_path)) is getattr(llamoe, name)
 
 
 def test_text_part_goes_its_own_way(multimodal, tmp_path):
     """Loaded from a multimodal folder, saved as a text model, read by stock's text class."""
     folder, whole = multimodal
-    text = load(llamoe.LlamoeForCausalLM, folder)
+    text = load_whole(llamoe.LlamoeForCausalLM, folder)
     expected = logits(whole, inputs_for(text))
     assert torch.equal(logits(text), expected)
     text.save_pretrained(tmp_path / "ours")
-    assert torch.equal(logits(load(AutoModelForCausalLM, tmp_path / "ours")), expected)
+    assert torch.equal(logits(load_whole(AutoModelForCausalLM, tmp_path / "ours")), expected)
     text.save_pretrained(tmp_path / "stock", layout="stock")
-    stock = load(AutoModelForCausalLM, tmp_path / "stock")
+    stock = load_whole(AutoModelForCausalLM, tmp_path / "stock")
     assert type(stock) is Llama4ForCausalLM
     assert max_abs(logits(stock), expected) < 2e-5 * expected.std()
 
@@ -412,7 +406,7 @@ def test_the_tower_and_dense_models_are_left_to_the_quantizers(multimodal, tmp_p
     ):
         edit_json(tmp_path / folder / "config.json", quantization_config={"quant_method": "nobody's"})
         # transformers skips a method that it does not know, with a warning.
-        load(model_class, tmp_path / folder)
+        load_whole(model_class, tmp_path / folder)
 
 
 def test_stock_config_object_is_left_as_it_was(tmp_path):

@@ -10,33 +10,19 @@ from support import programs
 import llamoe
 
 MEASURE = """
-import gc, json, sys, threading, time
-import torch, transformers, llamoe
+import gc, json, sys
+import transformers, llamoe
 from pathlib import Path
-
-def status():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    pairs = (line.split(":") for line in lines if line.startswith(("VmHWM", "VmRSS", "RssAnon")))
-    return {name: 1024 * int(value.split()[0]) for name, value in pairs}
+from support.peaks import peak_of, status
 
 def measure(load):
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
-    base, peak, done = status(), [0], threading.Event()
-    def poll():
-        while not done.is_set():
-            peak[0] = max(peak[0], status()["RssAnon"])
-            time.sleep(0.001)
-    thread = threading.Thread(target=poll)
-    thread.start()
-    try:
-        model = load()
-    finally:
-        done.set()
-        thread.join()
-    loading = status()["VmHWM"] - base["VmRSS"]
+    base = status("VmRSS")
+    model, own = peak_of(load)
+    loading = status("VmHWM") - base
     checksum = sum(parameter.sum().item() for parameter in model.parameters() if not parameter.is_meta)
-    return {"own": peak[0] - base["RssAnon"], "loading": loading, "used": status()["VmHWM"] - base["VmRSS"],
+    return {"own": own, "loading": loading, "used": status("VmHWM") - base,
             "model": sum(parameter.nbytes for parameter in model.parameters())}
 
 folder, name, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])

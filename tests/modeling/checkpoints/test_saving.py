@@ -11,8 +11,10 @@ from support.models import (
     MODELS,
     SHALLOW,
     Case,
+    assert_same_weights,
     dense_config,
     draw,
+    load_whole,
     run,
     shallow,
     text_config,
@@ -176,22 +178,6 @@ def weights_of(model):
     }
 
 
-def assert_same_tensors(given, expected):
-    assert given.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert given[name].dtype == tensor.dtype and torch.equal(given[name], tensor), name
-
-
-def assert_same_weights(model, expected):
-    assert_same_tensors(model.state_dict(), expected)
-
-
-def load(model_class, folder, **options):
-    model, info = model_class.from_pretrained(folder, output_loading_info=True, **options)
-    assert not any(info.values()), info
-    return model
-
-
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 @pytest.mark.parametrize(
     ("state", "name"),
@@ -207,8 +193,8 @@ def test_what_is_saved_loads_here_and_in_stock(name, state, folder_of, tmp_path)
     hidden = aliases if getattr(model.config.get_text_config(), "tie_word_embeddings", False) else set()
     configs = {}
     for number, options in enumerate(OPTIONS):
-        # Variants and stock's shards have nothing to do with how the model came about.
-        if state is not built and number in (2, 4):
+        # Variants and stock's shards have nothing to do with how the model came about, nor with its class.
+        if number in (2, 4) and not (state is built and case.is_head):
             continue
         options, layout = dict(options), options.get("layout", "llamoe")
         if "state_dict" in options:
@@ -218,23 +204,23 @@ def test_what_is_saved_loads_here_and_in_stock(name, state, folder_of, tmp_path)
         folder = tmp_path / f"saved-{number}"
         model.save_pretrained(folder, **options)
         # Our keys are stock keys, whatever became of the model before.
-        assert_same_tensors(saved_tensors(folder), {key: expected[key] for key in expected.keys() - hidden})
+        assert_same_weights(saved_tensors(folder), {key: expected[key] for key in expected.keys() - hidden})
         config = json.loads((folder / "config.json").read_text())
         is_new = layout not in configs
         assert config == configs.setdefault(layout, config), options
         # The same tensors beside the same configuration, in other files: those are read for a model of one state.
         if not is_new and state is not built:
             continue
-        again = load(case.model_class, folder, variant=options.get("variant"))
-        assert_same_weights(again, expected)
+        again = load_whole(case.model_class, folder, variant=options.get("variant"))
+        assert_same_weights(again.state_dict(), expected)
         # Which are not saved. Equal weights and buffers give equal numbers, which is seen once a class.
-        assert_same_tensors(dict(again.named_buffers()), dict(model.named_buffers()))
+        assert_same_weights(dict(again.named_buffers()), dict(model.named_buffers()))
         if number == 0 and state is built:
             inputs = case.inputs()
             assert torch.equal(again(**inputs)[0], model(**inputs)[0])
         if layout == "stock":
-            stock = load(getattr(transformers, case.stock_name), folder)
-            assert_same_weights(stock, expected)
+            stock = load_whole(getattr(transformers, case.stock_name), folder)
+            assert_same_weights(stock.state_dict(), expected)
 
 
 @for_classes
@@ -242,7 +228,9 @@ def test_positional_options(name, tmp_path):
     """In transformers' order; the ninth is `save_original_format`."""
     model = CASES[name].make()
     model.save_pretrained(tmp_path, True, None, False, "150KB", "v", None, True, True)
-    assert_same_weights(load(CASES[name].model_class, tmp_path, variant="v"), model.state_dict())
+    assert_same_weights(
+        load_whole(CASES[name].model_class, tmp_path, variant="v").state_dict(), model.state_dict()
+    )
 
 
 def test_part_of_a_model_is_saved_as_a_model_of_its_own(folder_of, tmp_path):
@@ -251,7 +239,7 @@ def test_part_of_a_model_is_saved_as_a_model_of_its_own(folder_of, tmp_path):
     for part in (whole.language_model, whole.vision_model, whole.model, whole.language_model.model):
         folder = tmp_path / type(part).__name__
         part.save_pretrained(folder, save_original_format=True)
-        assert_same_weights(load(type(part), folder), part.state_dict())
+        assert_same_weights(load_whole(type(part), folder).state_dict(), part.state_dict())
 
 
 def test_weights_that_are_mapped_from_the_folder_that_is_saved_to(tmp_path):
@@ -262,7 +250,7 @@ def test_weights_that_are_mapped_from_the_folder_that_is_saved_to(tmp_path):
         model = case.model_class.from_pretrained(tmp_path, **options)
         expected = {name: tensor.clone() for name, tensor in weights_of(model).items()}
         model.save_pretrained(tmp_path, max_shard_size="130KB" if options else "150KB")
-        assert_same_weights(load(case.model_class, tmp_path), expected)
+        assert_same_weights(load_whole(case.model_class, tmp_path).state_dict(), expected)
 
 
 # Adapters
@@ -328,7 +316,7 @@ def test_weights_of_a_model_whose_adapter_was_deleted(extra, tmp_path):
     model.add_adapter(lora(**extra))
     model.delete_adapter("default")
     model.save_pretrained(tmp_path)
-    assert_same_weights(load(case.model_class, tmp_path), expected)
+    assert_same_weights(load_whole(case.model_class, tmp_path).state_dict(), expected)
 
 
 def test_models_inside_of_peft(tmp_path):
@@ -337,7 +325,7 @@ def test_models_inside_of_peft(tmp_path):
     inputs = case.inputs()
     trained = peft.get_peft_model(case.make(), lora())
     for inside in (trained.get_base_model(), trained.base_model):
-        with pytest.raises(ValueError, match="adapters of a PeftModel.*save_pretrained of the PeftModel"):
+        with pytest.raises(ValueError, match="PeftModel"):
             inside.save_pretrained(tmp_path / "inside")
     assert not (tmp_path / "inside").exists()
     trained.save_pretrained(tmp_path / "adapter")
@@ -346,7 +334,9 @@ def test_models_inside_of_peft(tmp_path):
     assert torch.equal(again(**inputs).logits, output)
     merged = trained.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged", save_original_format=True)
-    assert torch.equal(run(load(case.model_class, tmp_path / "merged"), **inputs), run(merged, **inputs))
+    assert torch.equal(
+        run(load_whole(case.model_class, tmp_path / "merged"), **inputs), run(merged, **inputs)
+    )
 
 
 # Missing weights
@@ -376,17 +366,13 @@ def test_missing_weights_of_the_named_class_are_an_error(name, tmp_path):
 def test_missing_weights_are_an_error_by_the_auto_classes(tmp_path):
     CASES["LlamoeForCausalLM"].make().save_pretrained(tmp_path)
     lost = lose(tmp_path, "self_attn")
-    with pytest.raises(
-        CheckpointError, match=rf"{len(lost)} of its weights are missing: .*, \.\.\.\. Download"
-    ):
+    with pytest.raises(CheckpointError, match=f"{len(lost)} of its weights"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_larger_model_than_the_checkpoint_is_an_error(tmp_path):
     CASES["LlamoeDenseForCausalLM"].make().save_pretrained(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"missing: model\.layers\.2\..* the configuration that it was saved"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\."):
         llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path, num_hidden_layers=3)
 
 
@@ -434,7 +420,7 @@ def test_tied_weights_need_be_there_once(kept, tmp_path):
     for name in names - {kept}:
         del weights[name]
     model.save_pretrained(tmp_path, state_dict=weights)
-    assert_same_weights(load(case.model_class, tmp_path), model.state_dict())
+    assert_same_weights(load_whole(case.model_class, tmp_path).state_dict(), model.state_dict())
     lose(tmp_path, kept)
     with pytest.raises(CheckpointError, match=r"weights are missing: "):
         case.model_class.from_pretrained(tmp_path)
@@ -478,7 +464,7 @@ def test_a_class_of_the_users_own_on_our_checkpoint(tmp_path):
     model, info = Mine.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert info["missing_keys"] == {"extra.weight", "extra.bias"}
     model.save_pretrained(tmp_path / "mine")
-    assert_same_weights(load(Mine, tmp_path / "mine"), model.state_dict())
+    assert_same_weights(load_whole(Mine, tmp_path / "mine").state_dict(), model.state_dict())
     lose(tmp_path / "mine", "extra.bias")
     with pytest.raises(CheckpointError, match=r"this is a Mine, .*: extra\.bias"):
         Mine.from_pretrained(tmp_path / "mine")

@@ -13,6 +13,7 @@ from support import programs
 from support.models import (
     MODELS,
     MULTIMODAL,
+    assert_same_weights,
     generate,
     load_whole,
     make_asymmetric,
@@ -70,12 +71,6 @@ def write(folder, model, state, form="one", layout="llamoe"):
         weight_map = {key: name for name, file in zip(names, files, strict=True) for key in file}
         index = {"metadata": {}, "weight_map": weight_map}
         (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index))
-
-
-def assert_same_weights(given, expected):
-    assert given.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert given[name].dtype == tensor.dtype and torch.equal(given[name], tensor), name
 
 
 @pytest.fixture(scope="module")
@@ -347,30 +342,13 @@ def test_adapters_and_generation(text, tmp_path):
 # Memory
 
 MEASURE = """
-import ctypes, gc, json, re, sys, threading, time
-import torch, llamoe
-from pathlib import Path
-
-# What is freed goes back at once, as it does with experts of 32 MB and more.
-M_MMAP_THRESHOLD = -3
-assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
-
-def own():
-    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+import json, sys
+import llamoe
+from support.peaks import peak_of, settle
 
 def peak(**options):
-    gc.collect()
-    base, highest, done = own(), [0], threading.Event()
-    def poll():
-        while not done.is_set():
-            highest[0] = max(highest[0], own())
-            time.sleep(0.001)
-    thread = threading.Thread(target=poll)
-    thread.start()
-    llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], **options)
-    done.set()
-    thread.join()
-    return highest[0] - base
+    settle()
+    return peak_of(lambda: llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], **options))[1]
 
 peak(device_map="meta")  # what is imported late
 print(json.dumps([peak(), peak(dtype="float32")]))
@@ -380,13 +358,8 @@ print(json.dumps([peak(), peak(dtype="float32")]))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_is_the_models_and_a_layers_experts(tmp_path):
     """Four layers of 48 MB of experts. What is not cast is mapped, and each layer's experts are copied once."""
-    config = text_config(
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_local_experts=16,
-        interleave_moe_layer_step=1,
-    )
+    sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_local_experts=16)
+    config = text_config(**sizes, interleave_moe_layer_step=1)
     with torch.device("meta"):
         model = llamoe.LlamoeForCausalLM(config)
     model = model.bfloat16().to_empty(device="cpu")
@@ -454,9 +427,8 @@ def test_damage_is_an_error_that_names_the_tensor(what, form, text, tmp_path):
         return
     write(tmp_path / "damaged", model, state, form)
     suffix = r"\.bin" if form == "bin" else r"\.safetensors"
-    with pytest.raises(
-        CheckpointError, match=rf"^{re.escape(str(tmp_path))}/damaged/\S*{suffix}.*{LAYER}{named}"
-    ):
+    path = re.escape(str(tmp_path))
+    with pytest.raises(CheckpointError, match=rf"^{path}/damaged/\S*{suffix}.*{LAYER}{named}"):
         llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "damaged")
 
 

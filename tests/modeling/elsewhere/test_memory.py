@@ -8,9 +8,7 @@ from support.elsewhere import expert_bytes, text_model
 
 SCRIPT = """
 import json, sys, torch, llamoe
-def status(name):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+from support.peaks import status
 # What every program with these libraries takes, and what a small pass adds to it.
 torch.set_num_threads(1)
 before = status("VmRSS")

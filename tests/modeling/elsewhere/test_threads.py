@@ -26,7 +26,7 @@ def prompts(number):
     ]
 
 
-def answer(model, prompt, tokens=6):
+def answer(model, prompt, tokens=4):
     return model.generate(
         prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
     )
@@ -333,8 +333,8 @@ def test_a_forked_process_changes_nothing_of_its_parent(slots, logits_and_model)
     """It puts other experts into its slots; the parent then uses those that it has."""
     if "fork" not in multiprocessing.get_all_start_methods():
         pytest.skip("needs fork, which this system lacks")
-    asked, expected, model = logits_and_model(slots, 6)
-    for mine, its in ((0, 1), (2, 3), (4, 5)):
+    asked, expected, model = logits_and_model(slots, 4)
+    for mine, its in ((0, 1), (2, 3)):
         assert torch.equal(answer(model, asked[mine]), expected[mine])
         queue = multiprocessing.get_context("fork").Queue()
         child = multiprocessing.get_context("fork").Process(

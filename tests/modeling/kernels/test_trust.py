@@ -40,12 +40,8 @@ def test_every_launch_is_among_those_that_are_tried(sizes, element_size):
         return *tiles, few_rows._split_size(min(num_rows, num_experts), hidden, intermediate, plan)
 
     counts = row_counts_of_launches(num_experts, hidden, intermediate, element_size)
-    assert (
-        counts == sorted(set(counts))
-        and counts[0] == 1
-        and counts[-1] == TRITON_MAX_ROWS
-        and len(counts) < 25
-    )
+    assert counts == sorted(set(counts)) and len(counts) < 25
+    assert (counts[0], counts[-1]) == (1, TRITON_MAX_ROWS)
     assert {launch(n) for n in counts} == {launch(n) for n in range(1, TRITON_MAX_ROWS + 1)}
     for before, behind in zip(range(1, TRITON_MAX_ROWS), range(2, TRITON_MAX_ROWS + 1), strict=True):
         assert launch(before) == launch(behind) or {before, behind} <= set(counts)
@@ -85,14 +81,10 @@ def test_where_answers_are_kept(environment, folder, monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "hip", "waits"),
     [
-        ((8, 0), None, True),
-        ((8, 9), None, True),
-        ((9, 0), None, False),
-        ((10, 3), None, False),
-        ((12, 0), None, True),
-        ((9, 4), "6.4", True),
+        ((8, 0), None, True), ((8, 9), None, True), ((9, 0), None, False), ((10, 3), None, False),
+        ((12, 0), None, True), ((9, 4), "6.4", True),
     ],
-)
+)  # fmt: skip
 def test_grouped_mm_waits_for_the_host_on_most_gpus(capability, hip, waits, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -109,11 +101,7 @@ def test_grouped_mm_waits_for_the_host_on_most_gpus(capability, hip, waits, monk
         "rows 25 numbers apart": (lambda: torch.empty(3, 16, 25)[..., :24], False, False),
         "columns apart": (lambda: torch.empty(3, 16, 48)[..., ::2], False, False),
         "all rows one": (lambda: torch.empty(3, 1, 24).expand(3, 16, 24), False, False),
-        "matrices 386 numbers apart": (
-            lambda: torch.empty(3 * 386).as_strided((3, 16, 24), (386, 24, 1)),
-            True,
-            False,
-        ),
+        "matrices 386 apart": (lambda: torch.empty(1158).as_strided((3, 16, 24), (386, 24, 1)), True, False),
         "behind one number": (lambda: torch.empty(1 + 3 * 16 * 24)[1:].view(3, 16, 24), True, False),
         "1024 of them": (lambda: torch.empty(1024, 4, 4), True, False),
     }.values(),
@@ -205,12 +193,7 @@ def test_the_trial_goes_through_in_both_processes_on_a_gpu():
     experts = experts_on_gpu()
     description = describe(experts.gate_up_proj, experts.down_proj)
     device = experts.down_proj.device
-    task = {
-        "path": sys.path,
-        "device": str(device),
-        "facts": trial.device_facts(device),
-        "experts": description,
-    }
+    task = dict(path=sys.path, device=str(device), facts=trial.device_facts(device), experts=description)
     assert trial._run_apart(task) == ""
     assert trial.find_difference(experts.gate_up_proj, experts.down_proj) is None
 
@@ -299,11 +282,7 @@ def test_stored_answers_are_listed_for_the_device_that_they_are_of(tmp_path, mon
     pytest.importorskip("triton", reason="needs triton, which torch brings where it is built for CUDA")
     monkeypatch.setenv("LLAMOE_CACHE", str(tmp_path))
     kinds = [f"torch.bfloat16 {experts} 96 80 15360 160 1 7680 96 1" for experts in (3, 5, 7)]
-    given = [
-        trust.Answer(64, times="1: 1 and 2 ms"),
-        trust.Answer(0, "with 1 rows it is wrong"),
-        trust.Answer(8),
-    ]
+    given = [trust.Answer(64, times="1: 1 and 2 ms"), trust.Answer(0, "it is wrong"), trust.Answer(8)]
     for experts, answer in zip(kinds, given, strict=True):
         question = trust._question(CPU, experts)
         trust._write(trust._file_for(question), question, answer)

@@ -100,9 +100,8 @@ class TestNormalization:
         norm, x = RMSNorm(8), randn(5, 8)
         weights = randn(3, 8, seed=1)
         with torch.no_grad():
-            mapped = torch.func.vmap(lambda weight: torch.func.functional_call(norm, {"weight": weight}, x))(
-                weights
-            )
+            call = lambda weight: torch.func.functional_call(norm, {"weight": weight}, x)  # noqa: E731
+            mapped = torch.func.vmap(call)(weights)
             assert max_abs(mapped, L2Norm(norm.eps)(x) * weights[:, None]) < 1e-6
 
 
@@ -132,10 +131,7 @@ class TestRotary:
     @pytest.mark.parametrize("interleave", [False, True])
     @pytest.mark.parametrize("name", ["dense", "text"])
     def test_scores_depend_on_distance_only(self, name, interleave):
-        query, key = (
-            randn(1, 1, 1, 20).expand(-1, -1, 4, -1),
-            randn(1, 1, 1, 20, seed=1).expand(-1, -1, 4, -1),
-        )
+        query, key = (randn(1, 1, 1, 20, seed=seed).expand(-1, -1, 4, -1) for seed in (0, 1))
 
         def scores(distance):
             starts = [0, 3, 40, 100]
@@ -173,11 +169,8 @@ class TestRotary:
 
         def turned(query, key):
             tables = rotary_tables(*cos_sin, interleave)
-            return (
-                rotate(torch.cat((query, key), dim=2), tables, interleave)
-                .transpose(1, 2)
-                .split((6, 2), dim=1)
-            )
+            joined = rotate(torch.cat((query, key), dim=2), tables, interleave)
+            return joined.transpose(1, 2).split((6, 2), dim=1)
 
         compiled = torch.compile(turned, fullgraph=True, backend="aot_eager")
         for call in (turned, compiled):
@@ -247,9 +240,7 @@ class TestFeedForward:
     @pytest.mark.parametrize(("name", "function"), [("silu", F.silu), ("gelu", F.gelu), ("relu", F.relu)])
     def test_formula(self, name, function, bias):
         block, x = FeedForward(5, 7, name, bias=bias), randn(2, 3, 5)
-        assert {key.split(".")[1] for key in block.state_dict()} == (
-            {"weight", "bias"} if bias else {"weight"}
-        )
+        assert {key.split(".")[1] for key in block.state_dict()} == {"weight", "bias" if bias else "weight"}
 
         def linear(layer, values):
             return values @ layer.weight.T + (layer.bias if bias else 0.0)
@@ -274,5 +265,5 @@ class TestFeedForward:
         assert max_abs(feed_forward(x), expected) == 0
 
     def test_unknown_activation(self):
-        with pytest.raises(ValueError, match="hidden_act = 'swish2': unknown activation; valid: .*silu"):
+        with pytest.raises(ValueError, match="hidden_act = 'swish2'.*silu"):
             activation("swish2")

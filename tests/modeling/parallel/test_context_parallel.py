@@ -92,20 +92,9 @@ def test_sequence_parallelism_learns_what_one_process_does(tmp_path):
     losses = {}
     launch = ["-m", "accelerate.commands.launch", "--config_file", tmp_path / "launch.yaml"]
     for kind, before in (("one", []), ("two", launch)):
-        words = [
-            sys.executable,
-            *before,
-            SUPPORT / "train_in_rows.py",
-            tmp_path / "model",
-            tmp_path / f"{kind}.json",
-        ]
-        done = subprocess.run(
-            list(map(str, words)),
-            env=environment(DS_ACCELERATOR="cpu"),
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        script = [SUPPORT / "train_in_rows.py", tmp_path / "model", tmp_path / f"{kind}.json"]
+        words, env = map(str, [sys.executable, *before, *script]), environment(DS_ACCELERATOR="cpu")
+        done = subprocess.run(list(words), env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         losses[kind] = json.loads((tmp_path / f"{kind}.json").read_text())
     assert len(losses["one"]) == 3

@@ -122,22 +122,17 @@ def test_published_models_are_shared_by_up_to_eight_devices(name, devices):
 
 
 @pytest.mark.parametrize(
-    ("config", "tp_size", "ep_size", "message"),
+    ("config", "tp_size", "ep_size", "field"),
     [
-        (
-            text_config(),
-            3,
-            1,
-            r"LlamoeTextConfig.num_key_value_heads = 2: .* by 3 devices; valid: a multiple of 3",
-        ),
-        (text_config(), 4, 1, r"LlamoeTextConfig.num_attention_heads = 6: .* 1, 2, 3 or 6 devices"),
-        (text_config(), 1, 2, r"LlamoeTextConfig.num_local_experts = 5: .* 1 or 5 devices"),
-        (multimodal_config(), 1, 2, r"LlamoeTextConfig.num_local_experts = 5"),
-        (vision_config(), 4, 1, r"LlamoeVisionConfig.num_attention_heads = 6"),
+        (text_config(), 3, 1, "LlamoeTextConfig.num_key_value_heads = 2"),
+        (text_config(), 4, 1, "LlamoeTextConfig.num_attention_heads = 6"),
+        (text_config(), 1, 2, "LlamoeTextConfig.num_local_experts = 5"),
+        (multimodal_config(), 1, 2, "LlamoeTextConfig.num_local_experts = 5"),
+        (vision_config(), 4, 1, "LlamoeVisionConfig.num_attention_heads = 6"),
     ],
 )
-def test_what_cannot_be_shared_is_named(config, tp_size, ep_size, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_shared_is_named(config, tp_size, ep_size, field):
+    with pytest.raises(ValueError, match=field):
         check_parallel(config, tp_size, ep_size)
 
 

@@ -62,11 +62,8 @@ def run_together(folder, *checks, count=2):
         for rank in range(count):
             own = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=count, LOCAL_WORLD_SIZE=count)
             output, own = folder / f"output-{rank}.txt", {name: str(value) for name, value in own.items()}
-            processes.append(
-                programs.start(
-                    [SUPPORT / "process_worker.py", folder, *checks], output, output, folder, os.environ | own
-                )
-            )
+            script = [SUPPORT / "process_worker.py", folder, *checks]
+            processes.append(programs.start(script, output, output, folder, os.environ | own))
         end = time.monotonic() + PATIENCE
         for process in processes:
             process.join(max(1, end - time.monotonic()))
@@ -80,21 +77,10 @@ def run_together(folder, *checks, count=2):
 
 # All checks take a minute of two cores. These show each kind of sharing once.
 QUICK = (
-    "tensor-text",
-    "expert-llamoe",
-    "expert-mixtral",
-    "expert_adapters-top1",
-    "adapters-text accelerate",
-    "training-multimodal ddp",
-    "training-text fsdp",
-    "pipeline-text",
-    "split-text expert",
-    "balancing-rows",
-    "saves-fsdp",
-    "refused-heads",
-    "refused-stages",
-    "refused-experts",
-)
+    "tensor-text", "expert-llamoe", "expert-mixtral", "expert_adapters-top1", "adapters-text accelerate",
+    "training-multimodal ddp", "training-text fsdp", "pipeline-text", "split-text expert", "balancing-rows",
+    "saves-fsdp", "refused-heads", "refused-stages", "refused-experts",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -274,11 +260,8 @@ def test_a_process_that_saves_alone_is_told_who_is_missing(measured, kind):
 def test_an_adapter_on_shards_is_saved(measured, kind):
     for figures in both(measured, f"adapters-{kind}"):
         assert figures["weights"] == 0
-        assert figures["files"] == [
-            "adapter_config.json",
-            "adapter_model.safetensors",
-            "generation_config.json",
-        ]
+        wanted = ["adapter_config.json", "adapter_model.safetensors", "generation_config.json"]
+        assert figures["files"] == wanted
 
 
 @pytest.mark.parametrize("what", ["weights", "adapter"])
@@ -312,19 +295,16 @@ def test_the_text_part_of_a_multimodal_folder_loads_into_shards(measured):
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "named"),
     [
-        ("heads", r"LlamoeDenseConfig.num_attention_heads = 3: cannot be shared evenly by 2 devices; valid:"),
-        (
-            "stages",
-            "pp_size = 2: a LlamoeForConditionalGeneration has no pipeline stages, which are for text",
-        ),
-        ("experts", r"LlamoeTextConfig.num_local_experts = 5: cannot be shared evenly by 2 devices; valid:"),
+        ("heads", "LlamoeDenseConfig.num_attention_heads = 3"),
+        ("stages", "pp_size = 2: a LlamoeForConditionalGeneration"),
+        ("experts", "LlamoeTextConfig.num_local_experts = 5"),
     ],
 )
-def test_what_devices_cannot_share_is_told_before_loading(measured, what, message):
+def test_what_devices_cannot_share_is_told_before_loading(measured, what, named):
     for figures in both(measured, f"refused-{what}"):
-        assert figures["message"].startswith(message)
+        assert figures["message"].startswith(named)
 
 
 def test_the_example_trains_the_same_in_all_four_ways(measured):

@@ -62,9 +62,7 @@ def test_stages_are_for_what_one_node_has_no_memory_for():
     assert halves.distributed_config() == {"pp_size": 2} and halves.remaining >= 0
     assert halves.cache == whole.cache // 2
     arguments["gpu_memory"] = halves.weights + halves.cache - 1
-    with pytest.raises(
-        ValueError, match=r"at least 0\.0 GB of weights and cache on 2 nodes of 1, and has room for"
-    ):
+    with pytest.raises(ValueError, match="2 nodes of 1"):
         plan_placement(config, nodes=2, gpus=1, **arguments)
 
 

@@ -144,9 +144,7 @@ def test_no_other_program_is_started(name, tmp_path, monkeypatch):
     with Image.open(path) as opened:
         assert opened.format == "EPS"
     for source in (path, EPS):
-        with pytest.raises(
-            PictureError, match=r"of another format; expected a JPEG, PNG, WebP, GIF or BMP\.$"
-        ):
+        with pytest.raises(PictureError, match="JPEG, PNG, WebP, GIF or BMP"):
             llamoe.read_picture(source)
 
 

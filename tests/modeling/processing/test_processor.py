@@ -243,9 +243,7 @@ def test_unreadable_picture(damage, processor, tmp_path):
 def test_processor_of_another_size_than_the_tower(size, pair):
     _, ours = pair
     inputs = make_processor(size=size)(text="<|image|> ?", images=picture(20, 20), return_tensors="pt")
-    with pytest.raises(
-        ValueError, match=rf"pixel_values must be .* 56, 56\]; got \[1, 3, {size}, {size}\].*size"
-    ):
+    with pytest.raises(ValueError, match=rf"pixel_values .* 56, 56\].*{size}, {size}\]"):
         ours(**inputs.to(dtype=torch.float32))
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.few_bits import WEIGHTS, folder, load, logits, make, packed, save
+from support.few_bits import folder, load, logits, make, packed, save
 from transformers import AutoModelForCausalLM
 
 import llamoe
@@ -13,11 +13,6 @@ from llamoe.configuration import CheckpointError, ConfigurationError
 
 LINEAR = "model.layers.1.self_attn.k_proj.weight"
 STACK = "model.layers.1.mlp.experts.down_proj"
-
-
-@pytest.fixture(params=WEIGHTS)
-def weights(request):
-    return request.param
 
 
 # Configs

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_model, save_model
 from support.few_bits import (
     CLOSE,
-    FAMILIES,
     WEIGHTS,
     codes_and_scales,
     distance,
@@ -20,22 +19,6 @@ from support.few_bits import (
 )
 from torch import nn
 from transformers import AutoModelForCausalLM
-
-
-@pytest.fixture(params=WEIGHTS)
-def weights(request):
-    return request.param
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request):
-    return request.param
-
-
-@pytest.fixture
-def model(family, weights):
-    return packed(family, weights)
-
 
 # Dtypes
 
@@ -136,8 +119,6 @@ def test_numbers_are_no_codes(model, family, weights, strict):
     before = {name: tensor.clone() for name, tensor in codes_and_scales(model).items()}
     plain = AutoModelForCausalLM.from_pretrained(folder(family))
     wanted = {"int4": "uint8", "int8": "int8"}[weights]
-    with pytest.raises(
-        RuntimeError, match=rf"q_proj.weight is torch.bfloat16, .* packed weight has torch.{wanted}"
-    ):
+    with pytest.raises(RuntimeError, match=f"q_proj.weight .*torch.{wanted}"):
         model.load_state_dict(plain.state_dict(), strict=strict)
     assert all(torch.equal(tensor, before[name]) for name, tensor in codes_and_scales(model).items())

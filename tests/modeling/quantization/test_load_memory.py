@@ -9,42 +9,26 @@ from support.models import draw
 import llamoe
 
 MEASURE = """
-import ctypes, gc, sys, threading, time
-from pathlib import Path
+import sys
+from transformers import BitsAndBytesConfig
 import llamoe
+from support.peaks import peak_of, settle
 
-def own():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon")))
+folder, what, weights, target = sys.argv[1:]
+NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 def load():
-    if sys.argv[3] == "nf4":
-        from transformers import BitsAndBytesConfig
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    else:
-        config = llamoe.QuantizationConfig(sys.argv[3])
-    given = {"quantization_config": config} if sys.argv[2] == "quantize" else {}
-    return llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], **given)
+    config = BitsAndBytesConfig(**NF4) if weights == "nf4" else llamoe.QuantizationConfig(weights)
+    given = {"quantization_config": config} if what == "quantize" else {}
+    return llamoe.LlamoeForCausalLM.from_pretrained(folder, **given)
 
-# Large tensors lie in maps of their own: between others in the heap, what is given back counts or not by chance.
-allocator, M_MMAP_THRESHOLD = ctypes.CDLL(None), -3
-allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+settle()
 load()  # what is imported late
-gc.collect()
-allocator.malloc_trim(0)
-base, peak, done = own(), [0], threading.Event()
-def poll():
-    while not done.is_set():
-        peak[0] = max(peak[0], own())
-        time.sleep(0.0005)
-threading.Thread(target=poll).start()
-try:
-    model = load()
-finally:
-    done.set()
-if sys.argv[2] == "quantize":
-    model.save_pretrained(sys.argv[4])
-print(peak[0] - base, sum(tensor.nbytes for tensor in model.state_dict().values()))
+settle()
+model, peak = peak_of(load)
+if what == "quantize":
+    model.save_pretrained(target)
+print(peak, sum(tensor.nbytes for tensor in model.state_dict().values()))
 """
 
 

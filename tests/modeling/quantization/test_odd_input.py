@@ -16,12 +16,6 @@ from llamoe.modeling.quantization import QuantizedLinear, formats, quantizer
 from llamoe.modeling.quantization.formats import Int4, Int8
 from llamoe.modeling.quantization.products import multiply
 
-
-@pytest.fixture(params=WEIGHTS)
-def weights(request):
-    return request.param
-
-
 # Inputs
 
 

@@ -1,0 +1,19 @@
+"""Both formats, and each family's model in them."""
+
+import pytest
+from support.few_bits import FAMILIES, WEIGHTS, packed
+
+
+@pytest.fixture(params=WEIGHTS)
+def weights(request):
+    return request.param
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def model(family, weights):
+    return packed(family, weights)
