@@ -228,7 +228,7 @@ def test_packed_texts_do_not_see_each_other(tokenizer, options):
     assert given.sort().values == pytest.approx(torch.cat(alone).sort().values, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["dense", "mixtral", "llama4"])
+@pytest.mark.parametrize("name", ["mixtral", "llama4"])
 def test_preferences_between_texts(name, tmp_path, tokenizer, options):
     """DPO reads its reference model from the folder; its class is the one that config.json names."""
     ours, stock = both_classes(name, tmp_path)
@@ -237,13 +237,15 @@ def test_preferences_between_texts(name, tmp_path, tokenizer, options):
     trainer = dpo(ours, data, tokenizer, options)
     assert type(trainer.ref_model) is type(ours)
     mine = train(trainer)
+    # At first DPO knows no preference.
+    assert mine[0]["loss"] == pytest.approx(torch.tensor(2.0).log().item(), rel=1e-4)
     assert mine[-1]["loss"] < mine[0]["loss"] - 0.05
     assert mine[-1]["rewards/margins"] > mine[0]["rewards/margins"]
     if name != "llama4":
         check_same_training(mine, train(dpo(stock, data, tokenizer, options)))
 
 
-@pytest.mark.parametrize("name", ["dense", "mixtral", "llama4"])
+@pytest.mark.parametrize("name", ["dense", "llama4"])
 def test_rewards_are_learnt_from_preferences(name, tmp_path, tokenizer, options):
     from trl import RewardConfig, RewardTrainer
 
@@ -322,22 +324,6 @@ def test_what_is_in_the_loss(columns, processor, options):
     assert loss == pytest.approx(nll + balance, rel=1e-5, abs=1e-6)
 
 
-def test_predicting_an_image_token_gets_no_gradient(processor, options):
-    """Looked at where the next token is one of a picture: what the decoder gives there."""
-    largest = {}
-    for columns in ("prompt and completion", "messages"):
-        data = picture_rows(COLUMNS[columns][0])
-        trainer = sft(tiny_model(), data, processor, options, max_length=None, router_aux_loss_coef=0.0)
-        model, states = trainer.model, []
-        model.model.language_model.norm.register_forward_hook(lambda *call, to=states: to.append(call[-1]))
-        batch = trainer.data_collator([dict(row) for row in data])
-        is_image = batch["input_ids"][:, 1:] == model.config.image_token_id
-        gradient = torch.autograd.grad(trainer.compute_loss(model, batch), states)[0]
-        largest[columns] = gradient[:, :-1][is_image].abs().amax(-1)
-    assert (largest["prompt and completion"] == 0).all()
-    assert (largest["messages"] > 0).all()
-
-
 def test_sft_with_pictures_learns_and_is_saved(tmp_path, processor, options):
     """With TRL's own defaults, checkpointing among them; the folder opens, and the lesson is said."""
     data = prompts_and_completions(LESSON)
@@ -395,24 +381,6 @@ def test_a_cut_through_a_picture_is_refused(processor, options):
     trainer = sft(tiny_model(), prompts_and_completions(), processor, options, max_length=12)
     with pytest.raises(ValueError, match=r"max_length` \(12\) is too short"):
         trainer.train()
-
-
-def test_preferences_between_answers_about_pictures(processor, options):
-    """The reference model is the folder's; in its first step DPO knows no preference, and learns one."""
-    data = picture_rows(
-        lambda question, answer: {
-            "prompt": turn("user", question),
-            "chosen": turn("assistant", LESSON),
-            "rejected": turn("assistant", answer),
-        }
-    )
-    more = dict(max_length=None, learning_rate=1e-4, router_aux_loss_coef=0.0)
-    trainer = dpo(tiny_model(), data, processor, options, **more)
-    before = weights(trainer.model)
-    log = train(trainer)
-    assert log[0]["loss"] == pytest.approx(torch.tensor(2.0).log().item(), rel=1e-4)
-    assert log[-1]["loss"] < log[0]["loss"] - 0.05
-    assert {name for name in changed(before, trainer.model) if "experts" in name}
 
 
 def test_grpo_rewards_answers_about_pictures(processor, options):
