@@ -237,8 +237,8 @@ def test_preferences_between_texts(name, tmp_path, tokenizer, options):
     trainer = dpo(ours, data, tokenizer, options)
     assert type(trainer.ref_model) is type(ours)
     mine = train(trainer)
-    # At first DPO knows no preference.
-    assert mine[0]["loss"] == pytest.approx(torch.tensor(2.0).log().item(), rel=1e-4)
+    # At first DPO knows no preference; the rest is the routers' balance.
+    assert mine[0]["loss"] == pytest.approx(torch.tensor(2.0).log().item(), abs=5e-3)
     assert mine[-1]["loss"] < mine[0]["loss"] - 0.05
     assert mine[-1]["rewards/margins"] > mine[0]["rewards/margins"]
     if name != "llama4":

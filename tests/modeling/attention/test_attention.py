@@ -426,8 +426,9 @@ def test_flash_without_its_package():
 # Attention weights
 
 
-@for_models("is_text")
-@pytest.mark.parametrize("name", ["sdpa", "flex_attention", "flash_attention_2"])
+@pytest.mark.parametrize(
+    ("case", "name"), in_turn([case for case in MODELS if case.is_text], IMPLEMENTATIONS), ids=named
+)
 def test_no_weights_but_from_eager(case, name, flash, caplog):
     """As in transformers: an empty tuple, in `generate` one for each token, and a single warning."""
     logging.Logger.warning_once.cache_clear()

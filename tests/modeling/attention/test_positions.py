@@ -20,6 +20,7 @@ from support.models import (
     stock_text_config,
     text_config,
 )
+from support.tables import in_turn
 from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
@@ -284,9 +285,9 @@ def in_pieces(model, inputs, past, borders):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("way", "cache", "implementation"), in_turn(WAYS, ["dynamic", "static"], ["eager", "sdpa"])
+)
 def test_padding_in_the_middle_of_rows_counts_as_the_positions_say(implementation, cache, way):
     """Fed in pieces, of cached tokens only the mask is known. One pass, which sees all positions, is the truth."""
     chance = random.Random(way)

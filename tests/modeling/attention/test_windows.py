@@ -61,8 +61,11 @@ def padding_mask():
     return (torch.arange(LENGTH)[None] >= torch.tensor(PADDING)[:, None]).long()
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("window", "implementation", "family"),
+    in_turn(WINDOWS, IMPLEMENTATIONS, FAMILIES),
+    indirect=["implementation"],
+)
 def test_logits_equal_stocks(family, window, implementation, record_parity):
     stock, ours = stock_pair(family, window)
     set_attention("eager", stock)
