@@ -92,7 +92,7 @@ def remember_file(tensors: Mapping[str, torch.Tensor], name_or_path: Any, **kwar
         _latest_file.set((weakref.ref(next(iter(tensors.values()))), name_or_path, kwargs))
 
 
-def _saved_config(config: Any, tensors: Iterable[torch.Tensor]) -> Any:
+def saved_config(config: Any, tensors: Iterable[torch.Tensor]) -> Any:
     """The config saved with these tensors: the file's, if they come from a file."""
     reference, name_or_path, kwargs = _latest_file.get() or (lambda: None, None, {})
     first = reference()
@@ -139,7 +139,7 @@ def orient_experts(
             pairs[key] = (other, experts[match["module"]])
             layouts.add("either" if as_ours and as_stock else "ours" if as_ours else "stock")
     if layouts == {"either"}:
-        layouts.add(_recorded_layout(_saved_config(config, given.values())))
+        layouts.add(_recorded_layout(saved_config(config, given.values())))
     if layouts >= {"ours", "stock"}:
         raise ValueError(
             "The adapter's experts do not agree: some pairs lora_A, lora_B have A on the input side, some on the "

@@ -8,12 +8,13 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from .expert_layout import by_expert, orient_experts
+from .expert_layout import by_expert, orient_experts, saved_config
 from .stack_targets import reading
 
 logger = logging.getLogger("llamoe")
@@ -94,7 +95,7 @@ def fit(
         if name in shapes and tuple(tensor.shape) != shapes[name]
     }
     if strict and (unknown or missing or differing):
-        raise ValueError(_complaint(model, config, unknown, missing, differing))
+        raise ValueError(_complaint(model, config, tensors, unknown, missing, differing))
     if passed_over:
         logger.warning(
             "The adapter has %d tensors for parts that a %s does not have, such as %s; they are passed over.",
@@ -116,6 +117,7 @@ def _names(model: PreTrainedModel, key: str) -> list[str]:
 def _complaint(
     model: PreTrainedModel,
     config: Any,
+    tensors: Mapping[str, torch.Tensor],
     unknown: list[str],
     missing: list[str],
     differing: dict[str, tuple[list[int], list[int]]],
@@ -137,9 +139,74 @@ def _complaint(
     elif any("block_sparse_moe.experts." in name for name in unknown):
         remedy = "It was trained with transformers 4: PeftModel.from_pretrained(model, folder) converts it."
     else:
-        base = getattr(config, "base_model_name_or_path", None)
-        remedy = "Load it on the model that it was trained on" + (f": {base}." if base else ".")
+        remedy = _remedy(model, config, tensors, unknown, differing)
     return f"The adapter does not fit this {type(model).__name__}: {'; '.join(problems)}. {remedy}"
+
+
+def _remedy(
+    model: PreTrainedModel,
+    config: Any,
+    tensors: Mapping[str, torch.Tensor],
+    unknown: list[str],
+    differing: Mapping[str, tuple[list[int], list[int]]],
+) -> str:
+    """What can be done about an adapter of another class, of another rank, or of another model."""
+    ranks = [
+        (given[axis], wanted[axis])
+        for name, (given, wanted) in differing.items()
+        if (axis := 0 if ".lora_A" in name else 1 if ".lora_B" in name else None) is not None
+        and given[1 - axis] == wanted[1 - axis]
+    ]
+    saved = saved_config(config, tensors.values())
+    asked = [(getattr(each, "r", None), getattr(each, "rank_pattern", None)) for each in (config, saved)]
+    if differing and len(ranks) == len(differing) and asked[0] == asked[1]:
+        given, wanted = ranks[0]
+        return (
+            f"Its file contradicts its adapter_config.json: it has {given}/{wanted} of the rank that r = {saved.r} and "
+            f"rank_pattern = {saved.rank_pattern} give. peft writes this after a hotswap, or "
+            "prepare_model_for_compiled_hotswap(target_rank=...), that has raised the rank. Set r (and rank_pattern) "
+            "to the file's ranks, and lora_alpha so that lora_alpha / r is what the adapter was scaled by."
+        )
+    base = getattr(saved, "base_model_name_or_path", None)
+    for place in ("language_model", "language_model.model", "vision_model"):
+        part = reduce(lambda module, name: getattr(module, name, None), place.split("."), model)
+        if part is not None and _fits(part, saved, tensors):
+            return f"It fits a part of this model: PeftModel.from_pretrained(model.{place}, folder)."
+    if not differing and any(
+        key.startswith(("language_model.", "multi_modal_projector.")) for key in unknown
+    ):
+        return _with_class("AutoModelForImageTextToText", base)
+    if not differing and unknown and all(key.startswith(("model.", "lm_head.")) for key in unknown):
+        return _with_class("AutoModelForCausalLM", base)
+    return "Load it on the model that it was trained on" + (f": {base}." if base else ".")
+
+
+def _with_class(name: str, base: str | None) -> str:
+    folder = "FOLDER" if base is None else repr(base)
+    return f"It was trained on another class: load it on {name}.from_pretrained({folder})."
+
+
+def _fits(part: PreTrainedModel, config: Any, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether an adapter would load on a part of a model."""
+    with reading(tensors):
+        try:
+            skeleton = skeleton_with(part, config, "default")
+        except ValueError:
+            return False
+    expected, whole = _shapes_with(skeleton, "default")
+    fitted = fit(part, config, tensors, expected, whole, strict=False)
+    shapes = {**whole, **expected}
+    return expected.keys() <= fitted.keys() and all(
+        shapes.get(name) == tuple(tensor.shape) for name, tensor in fitted.items()
+    )
+
+
+def _shapes_with(skeleton: PreTrainedModel, adapter_name: str) -> tuple[dict, dict]:
+    """Keys and shapes that an adapter has on its skeleton, and those of the whole skeleton."""
+    from peft import get_peft_model_state_dict
+
+    saved = get_peft_model_state_dict(skeleton, adapter_name=adapter_name, save_embedding_layers=False)
+    return _shapes(saved), _shapes(skeleton.state_dict())
 
 
 def fit_folder(
@@ -161,8 +228,6 @@ def fit_folder(
     Raises:
         ValueError: as in `fit`, or a method whose layers share tensors outside of the model.
     """
-    from peft import get_peft_model_state_dict
-
     shared = [key for key in tensors if key.startswith("base_model.") and not key.startswith(_PEFT_PREFIX)]
     # RandLora draws its shared tensors anew, from a seed in its config.
     if shared and config.peft_type != "RANDLORA":
@@ -173,9 +238,7 @@ def fit_folder(
     tensors = {key: tensor for key, tensor in tensors.items() if key not in shared}
     with reading(tensors):
         skeleton = make_skeleton() if make_skeleton else skeleton_with(model, config, adapter_name)
-    saved = get_peft_model_state_dict(skeleton, adapter_name=adapter_name, save_embedding_layers=False)
-    expected = _shapes(saved)
-    whole = _shapes(skeleton.state_dict())
+    expected, whole = _shapes_with(skeleton, adapter_name)
     tensors = {key.removeprefix(_PEFT_PREFIX): tensor for key, tensor in tensors.items()}
     fitted = fit(model, config, tensors, expected, whole, strict)
     # transformers inserts the adapter's name after "lora_...": the parameter's name, if peft saves that in full.

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils.hotswap import hotswap_adapter
+from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from safetensors.torch import load_file, save_file
 from support.models import (
     SHALLOW,
@@ -564,6 +564,72 @@ def test_stock_adapts_experts_of_layers_that_a_config_leaves_out(how, tmp_path):
     expected = run(trained, **inputs_of(MIXTRAL))
     assert max_abs(run(load(ours, tmp_path, how), **inputs_of(MIXTRAL)), expected) < 2e-5
     assert max_abs(run(adapted(ours, **options), **inputs_of(MIXTRAL)), expected) > 0.1
+
+
+TARGETS = [
+    dict(target_modules="all-linear", target_parameters=EXPERTS),
+    dict(target_modules=["q_proj", "up_proj"]),
+]
+
+
+@both_ways
+@pytest.mark.parametrize("targets", TARGETS, ids=["all", "list"])
+def test_an_adapter_of_a_part_is_told_to_be_loaded_on_it(targets, how, tmp_path):
+    model = MULTIMODAL.make()
+    trained = adapted(model.language_model, **targets)
+    trained.base_model.model.name_or_path = "the_same_folder"
+    trained.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained\(model\.language_model, ") as error:
+        load(model, tmp_path, how)
+    assert "the_same_folder" not in str(error.value)
+    # What it says works.
+    inputs = inputs_of(TEXT)
+    on_part = PeftModel.from_pretrained(model.language_model, tmp_path)
+    assert torch.equal(run(on_part, **inputs), run(trained, **inputs))
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("whole", "name", "auto_class"),
+    [
+        (MULTIMODAL, "LlamoeForCausalLM", AutoModelForImageTextToText),
+        (MULTIMODAL, "LlamoeModel", AutoModelForImageTextToText),
+        (TEXT, "LlamoeTextModel", AutoModelForCausalLM),
+    ],
+    ids=["text", "base", "text-base"],
+)
+def test_an_adapter_of_the_whole_is_told_by_which_class_to_load_it(whole, name, auto_class, how, tmp_path):
+    whole.make().save_pretrained(tmp_path / "model")
+    model = auto_class.from_pretrained(tmp_path / "model")
+    trained = adapted(model, **TARGETS[0], task_type=None)
+    trained.save_pretrained(tmp_path / "adapter")
+    loaded = getattr(llamoe, name).from_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=rf"{auto_class.__name__}\.from_pretrained\('{tmp_path}/model'\)"):
+        load(loaded, tmp_path / "adapter", how)
+    on_whole = PeftModel.from_pretrained(auto_class.from_pretrained(tmp_path / "model"), tmp_path / "adapter")
+    inputs = inputs_of(whole)
+    assert torch.equal(run(on_whole, **inputs), run(trained, **inputs))
+
+
+@both_ways
+@pytest.mark.parametrize("raised_by", ["hotswap", "target_rank"])
+def test_a_file_of_a_raised_rank_contradicts_its_config(raised_by, how, tmp_path):
+    model = adapted(DENSE.make(), r=3, target_modules=["q_proj"])
+    if raised_by == "hotswap":
+        adapted(DENSE.make(), r=5, target_modules=["q_proj"]).save_pretrained(tmp_path / "larger")
+        hotswap_adapter(model, tmp_path / "larger", "default", torch_device="cpu")
+    else:
+        prepare_model_for_compiled_hotswap(model, target_rank=5)
+    expected, scaling = run(model, **DENSE.inputs()), 2.0 if raised_by == "target_rank" else 6 / 5
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"adapter_config\.json: it has 5/3 of the rank that r = 3"):
+        load(DENSE.make(), tmp_path / "adapter", how)
+    # What it says works.
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    (tmp_path / "adapter/adapter_config.json").write_text(
+        json.dumps(config | {"r": 5, "lora_alpha": 5 * scaling})
+    )
+    assert max_abs(run(load(DENSE.make(), tmp_path / "adapter", how), **DENSE.inputs()), expected) < 1e-5
 
 
 def test_adapters_of_single_experts_that_transformers_4_trained(tmp_path):
