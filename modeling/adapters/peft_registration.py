@@ -149,7 +149,7 @@ def _forward_hooks(enable_hooks: Any, tuner: Any, *args: Any, **kwargs: Any) -> 
     return enable_hooks(tuner, *args, **kwargs)
 
 
-def _text_model(model: nn.Module) -> dict[str, nn.Module]:
+def _text_model(model: nn.Module) -> dict[str, Any]:
     """The language model in a multimodal one, by its name; nothing for other models."""
     is_multimodal = isinstance(model, LoadsAdapters) and model.config.model_type == LlamoeConfig.model_type
     part = getattr(model, "language_model", None) if is_multimodal else None
