@@ -48,7 +48,9 @@ logger = logging.getLogger("llamoe")
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "llamoe", "quanto", "torchao")
 
 
-class LlamoePreTrainedModel(KeepsExpertsElsewhere, LoadsAdapters, Distributed, checkpoints.SavesWhole):
+class LlamoePreTrainedModel(
+    KeepsExpertsElsewhere, LoadsAdapters, Distributed, checkpoints.TakesStateDicts, checkpoints.SavesWhole
+):
     """Base of every llamoe model."""
 
     base_model_prefix = "model"
@@ -404,6 +406,7 @@ class LlamoePreTrainedModel(KeepsExpertsElsewhere, LoadsAdapters, Distributed, c
         if os.path.isfile(save_directory):
             raise ValueError(f"save_pretrained({str(save_directory)!r}): this is a file; give a folder.")
         self.check_saving()
+        checkpoints.check_loaded(self)
         if layout not in ("llamoe", "stock"):
             raise ValueError(f"save_pretrained(layout={layout!r}): valid layouts are 'llamoe' and 'stock'.")
         if for_gguf and layout != "stock":

@@ -1,8 +1,9 @@
 """Checkpoint folders: what is checked before they are read, how they are read, and how they are written.
 
 Reading order: safetensors_files, pickles, torch_files (headers, without the numbers), checkpoint_files (does a folder
-hold this model), mapped_memory (memory that is given back), split_experts (experts stored one by one), device_map (on
-which device a module goes), quantization, saving (a folder is written whole or not at all).
+hold this model), mapped_memory (memory that is given back), split_experts (experts stored one by one), model_names and
+state_dicts (the same for `load_state_dict`), other_loaders (accelerate's, Trainer's and torch's), device_map (on which
+device a module goes), quantization, saving (a folder is written whole or not at all).
 """
 
 from .checkpoint_files import (
@@ -23,16 +24,19 @@ from .checkpoint_files import (
 )
 from .device_map import check_devices, check_offload, check_on_disk, settle_device_map
 from .mapped_memory import forget_pages, is_mapped, return_freed_memory
+from .other_loaders import replace_loaders, replace_trainers_loader
 from .pickles import Named
 from .quantization import in_units, part_of, tell_of_experts
 from .safetensors_files import TensorHeader
 from .saving import SavesWhole, check_whole
 from .split_experts import expert_of, find_split_experts, fuse_while_loading
+from .state_dicts import TakesStateDicts, check_loaded
 from .torch_files import read_records, read_torch
 
 __all__ = [
     "Named",
     "SavesWhole",
+    "TakesStateDicts",
     "TensorHeader",
     "UNFINISHED",
     "WEIGHT_DTYPES",
@@ -45,6 +49,7 @@ __all__ = [
     "check_folder",
     "check_layers",
     "check_offload",
+    "check_loaded",
     "check_on_disk",
     "check_place",
     "check_shards",
@@ -61,6 +66,8 @@ __all__ = [
     "read_header",
     "read_records",
     "read_torch",
+    "replace_loaders",
+    "replace_trainers_loader",
     "return_freed_memory",
     "settle_device_map",
     "tell_of_experts",

@@ -36,22 +36,26 @@ from transformers.modeling_utils import load_state_dict
 
 from ...configuration.errors import CheckpointError
 from .._private_api import forget_conversions
+from ..moe import PARTS_OF_STACKS, matrix_named
 from .checkpoint_files import read_header
 
 _EXPERTS = "feed_forward.experts"
 _NUMBER = r"(?:0|[1-9]\d*)"
 # Spellings between `experts.` and `.weight`.
 _SPELLINGS = (rf"{_NUMBER}\.{{}}_proj", rf"{{}}_projs\.{_NUMBER}")
-_NAME = re.compile(
-    rf"(.*{re.escape(_EXPERTS)})\.(?:({_NUMBER})\.(gate|up|down)_proj|(gate|up|down)_projs\.({_NUMBER}))\.weight"
-)
 # Such a name has two numbers, of the layer and the expert, whatever a `key_mapping` changes.
 _TWO_NUMBERS = re.compile(r"\d\D+\d")
-_NAME_OF_MIXTRAL = re.compile(rf"(.*mlp\.experts)\.({_NUMBER})\.(w[123])\.weight")
+_BELOW_EXPERTS = re.compile(r"(.*(feed_forward|mlp)\.experts)\.(.+)")
 # Any name of a single expert's tensor, also in an unknown spelling or from a quantizer.
 _OF_ONE = re.compile(r"(feed_forward|mlp)\.experts\.(\w+\.)?\d+\.")
-_PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
-_PARTS_OF_MIXTRAL = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+# The words of `ExpertName` for the matrices of a stack.
+_PARTS, _PARTS_OF_MIXTRAL = (
+    {
+        stack: tuple(part.removesuffix("_proj") for part in parts)
+        for stack, parts in PARTS_OF_STACKS[is_input_first].items()
+    }
+    for is_input_first in (True, False)
+)
 _PLAIN_DTYPES = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
 
 
@@ -69,10 +73,11 @@ class ExpertName(NamedTuple):
 
 def expert_of(name: str) -> ExpertName | None:
     """The expert's weight that a checkpoint's name means; None for other names."""
-    if match := _NAME_OF_MIXTRAL.fullmatch(name):
-        return ExpertName(match[1], int(match[2]), match[3])
-    match = _NAME.fullmatch(name)
-    return match and ExpertName(match[1], int(match[2] or match[5]), match[3] or match[4])
+    match = _BELOW_EXPERTS.fullmatch(name)
+    matrix = match and matrix_named(match[3])
+    if match is None or matrix is None or matrix.part.startswith("w") != (match[2] == "mlp"):
+        return None
+    return ExpertName(match[1], matrix.number, matrix.part.removesuffix("_proj"))
 
 
 class StackExperts(MergeModulelist):
@@ -115,7 +120,8 @@ class StackExperts(MergeModulelist):
         return {target_patterns[0]: stack}
 
 
-def _rules(operation: MergeModulelist | None = None) -> list[WeightConverter]:
+def fusing_rules(operation: MergeModulelist | None = None) -> list[WeightConverter]:
+    """Rules that fuse the experts of Llama 4; each by `operation`, by default `StackExperts`."""
     operation = operation or StackExperts()
     return [
         WeightConverter(
@@ -179,7 +185,7 @@ def find_split_experts(
         return {}
     is_mixtral = model.config.get_text_config().experts_are_output_first
     parts_of_stacks = _PARTS_OF_MIXTRAL if is_mixtral else _PARTS
-    rules = _rules()
+    rules = fusing_rules()
     if is_mixtral:
         rules = [rule for rule in load_config.weight_mapping or () if isinstance(rule, WeightConverter)]
     whole: dict[str, _Tensor] = {}
@@ -297,7 +303,7 @@ def fuse_while_loading(
             state_dict |= load_state_dict(file, disable_mmap=load_config.disable_mmap)
     experts = set() if operation else set().union(*stacks.values())
     turned = {name: tensor.T if name in experts else tensor for name, tensor in state_dict.items()}
-    rules = _rules(operation)
+    rules = fusing_rules(operation)
     mapping = [*(load_config.weight_mapping or []), *rules]
     # Threads that read ahead are faster where a tensor is used as it is. Where many tensors are fused into one, they
     # hold the checkpoint in memory twice: all layers are read while the first is being fused.

@@ -1,10 +1,10 @@
 """The mixture of experts.
 
 Reading order: grouped_mm_limits (what torch's grouped product accepts), grouped_product (each expert's rows times its
-matrix), low_rank (what adapters add to it), stores (where the experts' numbers are, and the loop that defines their
-result), dispatch (rows sorted by expert, and which product multiplies them), layer (which experts, with what weight),
-losses (router losses and the load of experts), balancing (routers watched in training, and balanced without a loss),
-trace (which experts compute which tokens).
+matrix), low_rank (what adapters add to it), state_dicts (experts that come one by one), stores (where the experts'
+numbers are, and the loop that defines their result), dispatch (rows sorted by expert, and which product multiplies
+them), layer (which experts, with what weight), losses (router losses and the load of experts), balancing (routers
+watched in training, and balanced without a loss), trace (which experts compute which tokens).
 """
 
 from .balancing import RouterWatch, watch_routers
@@ -13,10 +13,20 @@ from .grouped_product import Group, groups_between, multiply_groups
 from .layer import MixtureOfExperts, Router
 from .losses import TrainsRouters, expert_load
 from .low_rank import LowRank, Updates
+from .state_dicts import (
+    PARTS_OF_STACKS,
+    ExpertMatrix,
+    fuse,
+    like,
+    matrix_named,
+    missing_matrices,
+    take_matrices,
+)
 from .stores import IMPLEMENTATION, Experts, OutputFirstExperts
 from .trace import ExpertTrace, trace_experts
 
 __all__ = [
+    "ExpertMatrix",
     "ExpertTrace",
     "Experts",
     "Group",
@@ -24,15 +34,21 @@ __all__ = [
     "LowRank",
     "MixtureOfExperts",
     "OutputFirstExperts",
+    "PARTS_OF_STACKS",
     "Router",
     "TrainsRouters",
     "Updates",
     "choose_path",
     "expert_load",
+    "fuse",
     "groups_between",
     "is_torchs_product",
+    "like",
+    "matrix_named",
+    "missing_matrices",
     "multiply_groups",
     "RouterWatch",
+    "take_matrices",
     "trace_experts",
     "try_kernels",
     "watch_routers",

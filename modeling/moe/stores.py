@@ -32,6 +32,7 @@ from ..layers import activation
 from .grouped_mm_limits import grouped_mm_takes, grouped_mm_takes_dtype, grouped_mm_waits
 from .grouped_product import Group
 from .low_rank import Updates
+from .state_dicts import TakesSingleExperts
 
 IMPLEMENTATION = "llamoe"
 """The default name in transformers' registry of experts implementations."""
@@ -49,7 +50,7 @@ IMPLEMENTATIONS = Implementations()
 
 
 @use_experts_implementation(experts_interface=IMPLEMENTATIONS, is_transposed=True)
-class Experts(nn.Module):
+class Experts(TakesSingleExperts):
     """The routed experts' weights, stacked and input-first (`x @ W`), as stock has them for Llama 4."""
 
     # Quantizers, peft and transformers' backends rely on these names, shapes and their order.

@@ -9,15 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from ..moe import Experts
+from ..moe import PARTS_OF_STACKS, Experts
 from .bnb_formats import BitsAndBytesFormat, Bnb4Bit
 from .experts import STACKS, QuantizedExperts
-
-# Of a stack, as files name its matrices: for input-first experts, and for output-first ones.
-_LAYERS = {
-    True: {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
-    False: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
-}
 
 
 class BitsAndBytesExperts(QuantizedExperts):
@@ -43,7 +37,7 @@ class BitsAndBytesExperts(QuantizedExperts):
             number: of the expert.
             place: of the matrix in the expert's part of the stack.
         """
-        return f"{path}.{number}.{_LAYERS[self.is_transposed][stack][place]}"
+        return f"{path}.{number}.{PARTS_OF_STACKS[self.is_transposed][stack][place]}"
 
     def unfused(self, path: str, storage: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of all linear layers that these experts are un-fused, with their names; in the same memory.

@@ -15,7 +15,8 @@ from ...configuration import LlamoeConfig, LlamoeMixtralConfig
 from ...configuration.hub import AUTO_CLASSES, hub_arguments
 from ...configuration.stock import CONFIG_CLASSES
 from .._private_api import choose_processor, name_causal_model, publish, register_model
-from ..adapters import register_with_peft
+from ..adapters import register_with_peft, when_imported
+from ..checkpoints import replace_loaders, replace_trainers_loader
 from ..processing import LlamoeProcessor
 from ..quantization import register_bitsandbytes, register_quantizers
 
@@ -47,6 +48,8 @@ def register(classes: Mapping[str, Any]) -> None:
     AutoProcessor.register(LlamoeConfig, LlamoeProcessor)
     choose_processor(Llama4Processor, _processor_of)
     register_with_peft()
+    replace_loaders()
+    when_imported("transformers.trainer_utils", replace_trainers_loader)
     register_quantizers()
     register_bitsandbytes()
     publish(MODELS.values())

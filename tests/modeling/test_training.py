@@ -86,6 +86,42 @@ def losses_of(trainer, **options):
 # Trainer
 
 
+def saving(**options):
+    return {"save_strategy": "steps", "save_steps": 2, **options}
+
+
+@pytest.mark.parametrize(
+    ("case", "is_adapted"),
+    [*((case, False) for case in HEADS), *((case, True) for case in MIXTURES[:2])],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_resumed_training_equals_one_that_was_not_stopped(case, is_adapted, tmp_path):
+    """Resumed by a model of other weights: all that it knows is from the checkpoint."""
+
+    def make(seed):
+        model = case.make_small(seed=0 if is_adapted else seed)
+        torch.manual_seed(seed)
+        return get_peft_model(model, llamoe.lora_config(model, r=2)) if is_adapted else model
+
+    whole, resumed = make(0), make(5)
+    losses = losses_of(trainer_of(whole, tmp_path, rows(case), **saving()))
+    trainer = trainer_of(resumed, tmp_path / "again", rows(case), **saving())
+    assert losses_of(trainer, resume_from_checkpoint=str(tmp_path / "checkpoint-2")) == losses
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("case", MIXTURES[:2], **ids)
+def test_the_best_model_is_loaded_at_the_end(case, tmp_path):
+    """The first checkpoint, since here more loss is better."""
+    model = case.make_small()
+    options = saving(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, greater_is_better=True)
+    trainer_of(model, tmp_path, rows(case), **options).train()
+    best = case.model_class.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(best[name], tensor), name
+
+
 class Pictures(torch.utils.data.Dataset):
     """Pictures of coloured shapes, each with a question and its answer."""
 

@@ -1,0 +1,215 @@
+"""Experts that a state dict has one by one: their names, and how a module takes them into its stacks.
+
+Files of Mixtral have them so, and so have folders of Llama 4 from quantizers and trainers. Each matrix is `[out, in]`.
+The experts of a layer may come in several state dicts, as shards of a folder do: each is written to its place in the
+stack, and until the last is there the module does not compute.
+
+Shapes: E experts, H hidden_size, I intermediate_size.
+"""
+
+import re
+from collections.abc import Mapping, MutableMapping
+from functools import reduce
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ...configuration.checks import listed
+from ...configuration.errors import CheckpointError
+
+_NUMBER = r"(?:0|[1-9]\d*)"
+_MATRIX = re.compile(
+    rf"(?:({_NUMBER})\.(gate_proj|up_proj|down_proj|w[123])|(gate|up|down)_projs\.({_NUMBER}))\.weight"
+)
+
+PARTS_OF_STACKS: Mapping[bool, Mapping[str, tuple[str, ...]]] = {
+    True: {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    False: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+}
+"""Of a stack, as files name its matrices: for input-first experts, and for output-first ones."""
+
+
+class ExpertMatrix(NamedTuple):
+    """A matrix of one expert: the expert's number, and "gate_proj", "up_proj", "down_proj" (or "w1" …)."""
+
+    number: int
+    part: str
+
+    def __str__(self) -> str:
+        """The name below the experts, with the expert's number first."""
+        return f"{self.number}.{self.part}.weight"
+
+
+def matrix_named(name: str) -> ExpertMatrix | None:
+    """The matrix that a name below the experts means; None for other names."""
+    match = _MATRIX.fullmatch(name)
+    return match and ExpertMatrix(int(match[1] or match[4]), match[2] or f"{match[3]}_proj")
+
+
+def missing_matrices(
+    found: set[ExpertMatrix], stack: str, count: int, is_transposed: bool
+) -> list[ExpertMatrix]:
+    """The matrices that a stack of `count` experts lacks, beside those that were found."""
+    parts = PARTS_OF_STACKS[is_transposed][stack]
+    wanted = (ExpertMatrix(number, part) for number in range(count) for part in parts)
+    return [matrix for matrix in wanted if matrix not in found]
+
+
+class TakesSingleExperts(nn.Module):
+    """A base class of experts in stacks, which `load_state_dict` may also give one by one."""
+
+    num_experts: int
+    is_transposed: bool
+    half_loaded: Mapping[str, set[ExpertMatrix]] = MappingProxyType({})
+    """For each stack of which some matrices were loaded, and others not: those that were."""
+    _loaded_as = "experts"
+    _refusal: Any = None
+
+    def _load_from_state_dict(
+        self,
+        state_dict: MutableMapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        half, completed = dict(self.half_loaded), []
+        for stack, found in take_matrices(state_dict, prefix, self.is_transposed).items():
+            if not missing_matrices(set(found), stack, self.num_experts, self.is_transposed):
+                state_dict[prefix + stack] = like(
+                    self._parameters[stack], fuse(found, self.is_transposed, prefix)
+                )
+                continue
+            self._write(stack, found, prefix, assigns)
+            half[stack] = half.get(stack, set()) | set(found)
+            if not missing_matrices(half[stack], stack, self.num_experts, self.is_transposed):
+                completed.append(prefix + stack)
+                del half[stack]
+        for stack in [stack for stack in half if prefix + stack in state_dict]:
+            del half[stack]
+        self._loaded_as = prefix.removesuffix(".") or self._loaded_as
+        self._note_half_loaded(half)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        missing_keys[:] = [key for key in missing_keys if key not in completed]
+
+    @torch.no_grad()
+    def _write(
+        self, stack: str, found: Mapping[ExpertMatrix, torch.Tensor], prefix: str, assigns: bool
+    ) -> None:
+        own: Any = self._parameters[stack]
+        first = next(iter(found.values()))
+        if isinstance(own, DTensor) or own.dim() != 3 or own.is_meta and not assigns:
+            raise CheckpointError(
+                f"{prefix}{next(iter(found))} comes without the other experts of its layer, and {prefix}{stack} is "
+                f"{'on the meta device' if own.is_meta else 'in shards'}, where it cannot be written: give all experts "
+                "of a layer in one state dict."
+            )
+        if own.is_meta:
+            own = nn.Parameter(torch.empty_like(own, dtype=first.dtype, device=first.device))
+            setattr(self, stack, own)
+        for matrix, tensor in found.items():
+            _put(tensor, own, matrix, stack, self.is_transposed, prefix)
+
+    def _note_half_loaded(self, half: dict[str, set[ExpertMatrix]]) -> None:
+        self.half_loaded = half
+        if half and self._refusal is None:
+            self._refusal = self.register_forward_pre_hook(_refuse)
+        elif not half and self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
+
+    def check_whole(self) -> None:
+        """Raise a `CheckpointError` if some experts of this layer were loaded, and others not."""
+        lost = [
+            f"{self._loaded_as}.{matrix}"
+            for stack, found in self.half_loaded.items()
+            for matrix in missing_matrices(found, stack, self.num_experts, self.is_transposed)
+        ]
+        if lost:
+            raise CheckpointError(
+                "Half of a mixture was loaded: load_state_dict was given other experts of this layer, and not "
+                f"{listed(lost)}. Load these, too."
+            )
+
+
+def _refuse(module: TakesSingleExperts, args: Any) -> None:
+    module.check_whole()
+
+
+def take_matrices(
+    state_dict: MutableMapping[str, Any], prefix: str, is_transposed: bool
+) -> dict[str, dict[ExpertMatrix, torch.Tensor]]:
+    """Take single experts' matrices out of a state dict, by stack; `prefix` is that of the experts' names."""
+    stack_of = {part: stack for stack, parts in PARTS_OF_STACKS[is_transposed].items() for part in parts}
+    found: dict[str, dict[ExpertMatrix, torch.Tensor]] = {}
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        matrix = matrix_named(key[len(prefix) :])
+        if matrix is not None and matrix.part in stack_of:
+            found.setdefault(stack_of[matrix.part], {})[matrix] = state_dict.pop(key)
+    return found
+
+
+@torch.no_grad()
+def fuse(found: Mapping[ExpertMatrix, torch.Tensor], is_transposed: bool, prefix: str) -> torch.Tensor:
+    """The stack of all experts' matrices `[out, in]`: `[E, in, out]` if `is_transposed`, else `[E, out, in]`.
+
+    Raises:
+        CheckpointError: a matrix of another shape, or of integers.
+    """
+    stack = next(
+        stack
+        for stack, parts in PARTS_OF_STACKS[is_transposed].items()
+        if any(matrix.part in parts for matrix in found)
+    )
+    first = next(iter(found.values()))
+    _check_matrix(first, next(iter(found)), first.shape, prefix)
+    parts = len(PARTS_OF_STACKS[is_transposed][stack])
+    size_out, size_in = first.shape[0] * parts, first.shape[1]
+    whole = first.new_empty(
+        len(found) // parts,
+        *((size_in, size_out) if is_transposed else (size_out, size_in)),
+        dtype=reduce(torch.promote_types, (tensor.dtype for tensor in found.values())),
+    )
+    for matrix, tensor in found.items():
+        _put(tensor, whole, matrix, stack, is_transposed, prefix)
+    return whole
+
+
+def _put(
+    tensor: torch.Tensor,
+    stack: torch.Tensor,
+    matrix: ExpertMatrix,
+    name: str,
+    is_transposed: bool,
+    prefix: str,
+) -> None:
+    """Copy a matrix `[out, in]` to its place in a stack."""
+    parts = PARTS_OF_STACKS[is_transposed][name]
+    place = stack[matrix.number].chunk(len(parts), dim=int(is_transposed))[parts.index(matrix.part)]
+    _check_matrix(tensor, matrix, tuple(reversed(place.shape)) if is_transposed else place.shape, prefix)
+    # Copying a transposed view into a strided target is four times as slow as transposing first.
+    place.copy_(tensor.T.contiguous() if is_transposed else tensor)
+
+
+def _check_matrix(tensor: torch.Tensor, matrix: ExpertMatrix, wanted: tuple[int, ...], prefix: str) -> None:
+    if tuple(tensor.shape) != tuple(wanted) or tensor.dim() != 2 or not tensor.is_floating_point():
+        raise CheckpointError(
+            f"{prefix}{matrix} has shape {list(tensor.shape)} and dtype {tensor.dtype}, where its layer's experts have "
+            f"{list(wanted)} and floats."
+        )
+
+
+def like(own: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor:
+    """A whole tensor that every process has, in shards if the parameter is; else itself."""
+    if not isinstance(own, DTensor) or isinstance(given, DTensor):
+        return given
+    mesh = own.device_mesh
+    return distribute_tensor(given.to(mesh.device_type), mesh, own.placements, src_data_rank=None)
