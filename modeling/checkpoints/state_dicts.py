@@ -1,7 +1,7 @@
 """State dicts of every layout that our folders have, through `load_state_dict`.
 
-`from_pretrained` renames what files name otherwise, and fuses experts that they have one by one. Whoever reads the
-files himself (Trainer, accelerate, torch's FSDP, a user) gives them to `load_state_dict`. There the same rules give each
+`from_pretrained` renames what files name otherwise, and fuses experts that they have one by one. Who reads the files
+himself (Trainer, accelerate, torch's FSDP, a user) gives them to `load_state_dict`. There the same rules give each
 tensor its name in the model, below wrappers too (peft, DDP, FSDP, a compiler, a user's module), and the experts'
 modules fuse what is theirs (`moe.state_dicts`).
 
