@@ -406,7 +406,6 @@ class LlamoePreTrainedModel(
         if os.path.isfile(save_directory):
             raise ValueError(f"save_pretrained({str(save_directory)!r}): this is a file; give a folder.")
         self.check_saving()
-        checkpoints.check_loaded(self)
         if layout not in ("llamoe", "stock"):
             raise ValueError(f"save_pretrained(layout={layout!r}): valid layouts are 'llamoe' and 'stock'.")
         if for_gguf and layout != "stock":

@@ -30,7 +30,7 @@ from .quantization import in_units, part_of, tell_of_experts
 from .safetensors_files import TensorHeader
 from .saving import SavesWhole, check_whole
 from .split_experts import expert_of, find_split_experts, fuse_while_loading
-from .state_dicts import TakesStateDicts, check_loaded
+from .state_dicts import TakesStateDicts
 from .torch_files import read_records, read_torch
 
 __all__ = [
@@ -49,7 +49,6 @@ __all__ = [
     "check_folder",
     "check_layers",
     "check_offload",
-    "check_loaded",
     "check_on_disk",
     "check_place",
     "check_shards",

@@ -42,6 +42,7 @@ from ..parallel import (
     sharded_adapter,
     sharing_processes,
 )
+from .state_dicts import check_loaded
 
 # Prefixes of the hidden folder: while files are written, while they are exchanged, and afterwards.
 _WRITING, _EXCHANGING, _DONE = (f".llamoe-{state}-" for state in ("saving", "exchanging", "replaced"))
@@ -249,10 +250,11 @@ class SavesWhole(PreTrainedModel):
 
         Raises:
             ValueError: a model in pipeline stages, of which no process has all weights, or one inside of a
-                `PeftModel`, whose weights have other names.
+                `PeftModel`, whose weights have other names, or one of which half a mixture was loaded.
             RuntimeError: a process that shares the weights did not call this within the process group's timeout.
         """
         refuse_stages(self)
+        check_loaded(self)
         if state_dict is None:
             adapted = self._hf_peft_config_loaded
             state_dict = sharded_adapter(self) if adapted else _without_wrappers(self)
