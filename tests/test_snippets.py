@@ -13,6 +13,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from logging import WARNING
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,30 @@ def server(tmp_path_factory):
     server.stop()
 
 
+# What libraries say of themselves or of the machine, whoever calls them, and what a page says that will be said.
+EXPECTED = (
+    "`is_gradient_checkpointing` is deprecated",  # peft asks for it
+    "Some parameters are on the meta device because they were offloaded",  # accelerate, of every such map
+    "from kernels-community: No module named 'kernels'",  # bitsandbytes, when it is imported
+    "has dropout on the experts' stacks, which peft opens over llamoe's models",  # docs/training.md
+)
+
+
+@pytest.fixture
+def warned(recwarn, caplog):
+    """What a reader would see: warnings that Python shows by default, and those of loggers, transformers' included."""
+    logging.add_handler(caplog.handler)
+    hidden = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
+
+    def found():
+        shown = [str(one.message) for one in recwarn if not issubclass(one.category, hidden)]
+        shown += [record.getMessage() for record in caplog.records if record.levelno >= WARNING]
+        return [text for text in shown if not any(known in text for known in EXPECTED)]
+
+    yield found
+    logging.remove_handler(caplog.handler)
+
+
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
     """A folder in which the repository's examples are found; what pages change in this process is undone."""
@@ -165,12 +190,14 @@ def run_page(page, server):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.is_run for block in blocks(page))])
-def test_page_runs(page, workspace, server, capsys):
+def test_page_runs(page, workspace, server, capsys, warned):
     text = "\n".join(block.code for block in blocks(page))
     for name, write in STAND_INS.items():
         if re.search(rf"(?<![\w-]){name}(?![\w-])", text):
             write(workspace / name)
+    before = len(warned())
     run_page(page, server)
+    assert warned()[before:] == []
     printed = capsys.readouterr().out
     for expected in re.findall(r"^ *print\(.*\)  # (.*)", text, re.MULTILINE):
         assert expected in printed.splitlines()
