@@ -11,12 +11,28 @@ from transformers import BitsAndBytesConfig
 import llamoe
 from llamoe import plan_placement
 from llamoe.configuration import cache_bytes
+from llamoe.modeling.placement import one_machine, units
 from llamoe.modeling.placement.table import summarize
 
 GB = 10**9
 SCOUT = "llama-4-scout"
 CASES = {case.name: case for case in MODELS}
 TEXT, DENSE = CASES["LlamoeForCausalLM"], CASES["LlamoeDenseForCausalLM"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built_once():
+    """Plans read models without weights, of which each takes a second to build if it is a published one."""
+    built, build = {}, units.build
+
+    def once(config):
+        key = type(config), config.to_json_string(use_diff=False)
+        return built[key] if key in built else built.setdefault(key, build(config))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (units, one_machine):
+            patch.setattr(module, "build", once)
+        yield
 
 
 def is_expert(name):

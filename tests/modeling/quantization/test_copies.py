@@ -45,6 +45,7 @@ def test_autocast(model, dtype, monkeypatch):
     ],
     ids=["float16", "float32", "float64", "type", "half", "float", "bfloat16"],
 )
+@pytest.mark.parametrize(("family", "weights"), [("text", "int4"), ("mixtral", "int8")])
 def test_a_cast_leaves_codes_and_scales(model, cast, monkeypatch):
     route_by_position(monkeypatch)
     before = {name: tensor.clone() for name, tensor in codes_and_scales(model).items()}
