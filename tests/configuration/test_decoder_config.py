@@ -310,11 +310,9 @@ def test_odd_heads_are_fine_where_nothing_rotates():
 
 def test_types_are_checked_on_every_assignment():
     config = LlamoeTextConfig()
-    with pytest.raises(
-        ValueError, match=r"^LlamoeTextConfig\.num_local_experts = '4': wrong type str; valid"
-    ):
+    with pytest.raises(ValueError, match="num_local_experts"):
         config.num_experts = "4"
-    with pytest.raises(ValueError, match=r"^LlamoeTextConfig\.use_qk_norm = 1: wrong type int; valid: bool"):
+    with pytest.raises(ValueError, match="use_qk_norm = 1"):
         config.use_qk_norm = 1
     assert config.num_local_experts == 16
 
@@ -322,13 +320,13 @@ def test_types_are_checked_on_every_assignment():
 def test_validate_checks_again(tmp_path):
     config = LlamoeTextConfig(num_hidden_layers=2)
     config.num_experts_per_tok = 17
-    with pytest.raises(ValueError, match=r"num_experts_per_tok = 17: .*valid: 1 to 16"):
+    with pytest.raises(ValueError, match="num_experts_per_tok = 17"):
         config.validate()
     with pytest.raises(ValueError, match="num_experts_per_tok = 17"):
         config.save_pretrained(tmp_path)
     config.num_experts_per_tok = 1
     config.attention_chunk_size = None
-    with pytest.raises(ValueError, match="attention_chunk_size = None: layer_types asks"):
+    with pytest.raises(ValueError, match="attention_chunk_size"):
         config.validate()
 
 

@@ -87,6 +87,6 @@ def test_other_values_replace_the_recipes_own(tmp_path):
 
 
 def test_a_training_that_ends_in_its_warm_up_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="max_steps = 100 end within the 2000 steps of warm-up"):
+    with pytest.raises(ValueError, match="max_steps = 100"):
         llama_recipe(tmp_path, use_cpu=True, max_steps=100)
     assert not any(tmp_path.iterdir())

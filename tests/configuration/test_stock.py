@@ -421,9 +421,7 @@ def test_foreign_parts():
         LlamoeConfig(text_config=LlamaConfig())
     with pytest.raises(ValueError, match=r"LlamoeTextConfig\.model_type = 'llava': "):
         LlamoeTextConfig.from_dict({"model_type": "llava", "text_config": {"model_type": "llama4_text"}})
-    with pytest.raises(
-        ValueError, match="model_type 'qwen2' has no equivalent in llamoe; valid: 'llamoe_dense'"
-    ):
+    with pytest.raises(ValueError, match="model_type 'qwen2'"):
         from_stock({"model_type": "qwen2"})
     with pytest.raises(ValueError, match="without a model_type"):
         from_stock({"hidden_size": 64})
@@ -527,7 +525,7 @@ def test_overrides_are_applied_before_deriving(tmp_path):
     STOCK["llama4_text"]().save_pretrained(tmp_path)
     config = LlamoeTextConfig.from_pretrained(tmp_path, num_hidden_layers=3)
     assert (config.no_rope_layers, config.moe_layers, len(config.layer_types)) == ([1, 1, 1], [1], 3)
-    with pytest.raises(ValueError, match=r"^LlamoeTextConfig\.no_rope_layers = .*valid: a list of 7"):
+    with pytest.raises(ValueError, match="no_rope_layers"):
         LlamoeTextConfig.from_pretrained(tmp_path, num_hidden_layers=7)
     config = LlamoeTextConfig.from_pretrained(
         tmp_path, num_hidden_layers=8, layer_types=None, no_rope_layers=None, moe_layers=None

@@ -285,7 +285,7 @@ def test_features_that_do_not_fit_the_text_are_refused(num_beams):
     with torch.no_grad():
         features = model.get_image_features(inputs.pop("pixel_values"))
     features.pooler_output = features.pooler_output[..., :60]
-    with pytest.raises(ValueError, match="size 60, but hidden_size = 72"):
+    with pytest.raises(ValueError, match="hidden_size = 72"):
         new_tokens(model, inputs | {"mm_encoder_outputs": {"image": features}}, num_beams=num_beams)
 
 
@@ -436,7 +436,7 @@ def test_generated_image_tokens_are_no_forgotten_pictures():
 
 def test_drafting_with_the_first_layers_is_for_text_models():
     model, inputs = MULTIMODAL.make_small(), MULTIMODAL.row(MULTIMODAL.inputs(length=PROMPT), 1)
-    with pytest.raises(ValueError, match="assistant_early_exit is for text models"):
+    with pytest.raises(ValueError, match="assistant_early_exit"):
         new_tokens(model, inputs, assistant_early_exit=2)
 
 

@@ -193,7 +193,7 @@ def test_embeddings_with_pixels(stock, ours):
     embedded = {key: value for key, value in inputs.items() if key != "input_ids"}
     embedded["inputs_embeds"] = ours.get_input_embeddings()(inputs["input_ids"])
     assert max_abs(ours(**embedded).logits, expected) == 0
-    with pytest.raises(ValueError, match="cannot specify both pixel_values and inputs_embeds"):
+    with pytest.raises(ValueError, match="pixel_values"):
         stock(**embedded)
 
 

@@ -450,7 +450,7 @@ class TestModelContract:
         model = our_tower()
         state = {k: v for k, v in model.state_dict().items() if k != "positional_embedding_vlm"}
         model.save_pretrained(tmp_path, state_dict=state)
-        with pytest.raises(ValueError, match="1 of its weights are missing: positional_embedding_vlm"):
+        with pytest.raises(ValueError, match="positional_embedding_vlm"):
             LlamoeVisionModel.from_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["SomebodysTower"]}))

@@ -250,9 +250,7 @@ def test_a_folder_without_a_head_is_refused(tmp_path):
     """Its answers would come from random weights."""
     folder = chat_folders.write_mixtral(tmp_path / "mixtral")
     AutoModel.from_pretrained(folder).save_pretrained(folder)
-    with pytest.raises(
-        llamoe.CheckpointError, match=r"holds no model that answers: lm_head.weight would be random"
-    ):
+    with pytest.raises(llamoe.CheckpointError, match="lm_head"):
         ChatModel(folder)
 
 

@@ -260,9 +260,7 @@ def test_an_unknown_type_of_layer_is_refused(case, when, implementation):
         each.layer_types = ["full_attention", "dilated_attention", "full_attention"]
     ids = case.inputs(padding=(0,))["input_ids"]
     attempt = {"made": lambda: case.model_class(config), "run": lambda: model(ids, use_cache=False)}[when]
-    with pytest.raises(
-        ValueError, match="layer_types names 'dilated_attention'.*'full_attention', 'chunked_att"
-    ):
+    with pytest.raises(ValueError, match="layer_types"):
         attempt()
 
 
@@ -293,9 +291,7 @@ def test_flash_in_one_chunk_is_plain(flash):
 def test_flash_refuses_a_mask_of_four_axes(flash):
     model = make(TEXT, "flash_attention_2")
     mask = torch.ones(3, 1, 53, 53).tril().log()
-    with pytest.raises(
-        ValueError, match=r"flash_attention_2 takes an attention_mask of two axes.*\[3, 1, 53, 53\]"
-    ):
+    with pytest.raises(ValueError, match="attention_mask"):
         model(TEXT.inputs()["input_ids"], attention_mask=mask)
 
 

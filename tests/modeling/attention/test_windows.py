@@ -261,5 +261,5 @@ def test_impossible_windows(fields, says):
 
 def test_what_mistral_cannot_express_is_not_written_as_one():
     config = llamoe.LlamoeDenseConfig(sliding_window=4, attention_bias=True)
-    with pytest.raises(ValueError, match="attention_bias = True: transformers' mistral cannot express it"):
+    with pytest.raises(ValueError, match="attention_bias"):
         llamoe.to_stock(config)
