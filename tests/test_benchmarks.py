@@ -34,6 +34,7 @@ from benchmarks import (
     models,
     qlora,
     readme,
+    report,
     routing,
     saved_models,
     small_modules,
@@ -260,8 +261,6 @@ def test_from_the_cases_to_the_reports(tmp_path, clock, capsys):
         len(case["contestants"][OURS]["seconds"]) for case in again["cases"] if case["group"] == "vision"
     } == {3}
     assert len(again["runs"]) == 2
-    runs = {case["group"]: case["run"] for case in again["cases"]}
-    assert runs["vision"] != runs["dense"] == runs["decoder"]
     assert (tmp_path / "cpu.svg").exists() == _has_matplotlib()
 
 
@@ -454,6 +453,28 @@ def test_the_summary_has_the_ratios_of_the_results():
     text = readme.summary(results, None)
     assert [float(number) for number in re.findall(r"([\d.]+)\s+times", text)] == [5.0, 6.5, 42.6]
     assert "prefill" not in readme.summary({"cases": results["cases"][:1]}, None)
+
+
+def test_results_keep_the_runs_that_they_come_from():
+    def made(group, about):
+        return {"about": about, "group": group, "results": [{"group": group, "case": about["date"]}]}
+
+    first = report.merge({}, made("b", {"date": "1"}), ["a", "b"])
+    second = report.merge(first, made("a", {"date": "2"}), ["a", "b"])
+    assert [(case["group"], second["runs"][case["run"]]["date"]) for case in second["cases"]] == [
+        ("a", "2"),
+        ("b", "1"),
+    ]
+    third = report.merge(second, made("b", {"date": "3"}), ["a", "b"])
+    assert [about["date"] for about in third["runs"]] == ["2", "3"]
+
+
+def test_threads_are_given_back():
+    before, seen = torch.get_num_threads(), []
+    with pytest.raises(RuntimeError, match="no such kernel"), decoders.on_threads(before + 1):
+        fails(seen.append(torch.get_num_threads()))
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
 
 
 def test_loading_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch):

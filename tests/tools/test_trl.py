@@ -228,7 +228,7 @@ def test_packed_texts_do_not_see_each_other(tokenizer, options):
     assert given.sort().values == pytest.approx(torch.cat(alone).sort().values, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "llama4"])
+@pytest.mark.parametrize("name", ["dense", "mixtral", "llama4"])
 def test_preferences_between_texts(name, tmp_path, tokenizer, options):
     """DPO reads its reference model from the folder; its class is the one that config.json names."""
     ours, stock = both_classes(name, tmp_path)
@@ -245,7 +245,7 @@ def test_preferences_between_texts(name, tmp_path, tokenizer, options):
         check_same_training(mine, train(dpo(stock, data, tokenizer, options)))
 
 
-@pytest.mark.parametrize("name", ["dense", "llama4"])
+@pytest.mark.parametrize("name", ["dense", "mixtral", "llama4"])
 def test_rewards_are_learnt_from_preferences(name, tmp_path, tokenizer, options):
     from trl import RewardConfig, RewardTrainer
 
