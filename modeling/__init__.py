@@ -1,8 +1,8 @@
 """What a model computes.
 
 Reading order, from the parts to the whole: kernels, layers, attention, moe (folders: the formulas and their faster
-forms); input_checks, generation; parallel, checkpoints, quantization, elsewhere, adapters (folders: several devices,
-files in and out, weights in few bits, experts on disk or in RAM, LoRA); base, decoder, classification, vision,
+forms); input_checks; parallel, checkpoints, quantization, elsewhere, adapters (folders: several devices, files in and
+out, weights in few bits, experts on disk or in RAM, LoRA); generation, base, decoder, classification, vision,
 multimodal (the model classes); placement, processing, registration (folders: devices planned before a weight is read,
 text and pictures in, and our classes in transformers' tables). A file or folder imports only what stands before it. All
 may import `_compat`, which holds every branch on a library's version, and `_private_api`, every use of what libraries
