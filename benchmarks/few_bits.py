@@ -1,4 +1,4 @@
-"""Cases of our models in 16 bit, int8 and int4 on a CPU: a token, a prefill, and how long quantizing takes.
+"""Cases of our models in 32 and 16 bit, int8 and int4 on a CPU: a token, a prefill, and how long quantizing takes.
 
 Beside llama.cpp they stand in `beside_llama_cpp`.
 """
@@ -34,7 +34,7 @@ def few_bits(models: tuple[SavedModel, ...], tokens: int) -> Cases:
         for model in models:
             yield decode_case(
                 f"{model.name}, a token",
-                ours(model, folders[model.name], PRECISIONS[1:]),
+                ours(model, folders[model.name], PRECISIONS),
                 model.layers,
                 reference=SIXTEEN_BITS,
                 phase="decode",
@@ -52,7 +52,7 @@ def _prefill(model: SavedModel, folder: Path, tokens: int) -> Case:
         loaded = Lazily(partial(load_ours, model, folder, precision))
         return torch.no_grad()(lambda: loaded.get()(ids, use_cache=False).logits)
 
-    runs = {f"{OURS}, {precision}": prefill(precision) for precision in PRECISIONS[1:]}
+    runs = {f"{OURS}, {precision}": prefill(precision) for precision in PRECISIONS}
     return _case(f"{model.name}, prefill, T = {tokens}", runs, "prefill", model, tokens=tokens)
 
 

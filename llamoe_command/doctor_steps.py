@@ -26,7 +26,7 @@ from transformers.utils import (
 import llamoe
 from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, Answer, answers_on, why_no_cpp_kernels
 from llamoe.modeling.moe import IMPLEMENTATION, choose_path, try_kernels, why_not
-from llamoe.modeling.quantization import reads_int4_layout
+from llamoe.modeling.quantization import torchs_block
 
 # Rows of a step of decoding, and of a long prompt or a training step.
 _FEW, _MANY = 1, 4096
@@ -275,7 +275,7 @@ def _few_bits(name: str, is_cpu: bool) -> Iterator[Step]:
     elif (absence := why_no_cpp_kernels()) is None:
         yield Step(name, "int4 and int8", _CPP)
     else:
-        yield Step(name, "int4", "torch's kernel" if reads_int4_layout() else unpacked, *absence)
+        yield Step(name, "int4", "torch's kernel" if torchs_block() else unpacked, *absence)
         yield Step(name, "int8", "torch's kernel", *absence)
     served_by = "bitsandbytes" if is_bitsandbytes_available() else "nothing: it is not installed"
     yield Step(name, "bitsandbytes' 4 and 8 bits", served_by)

@@ -47,6 +47,13 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def has_mkldnn_products(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies matrices of 16 bits on this CPU."""
+    is_half = dtype == torch.float16
+    known = torch.ops.mkldnn
+    return (known._is_mkldnn_fp16_supported if is_half else known._is_mkldnn_bf16_supported)()
+
+
 def open_archive(path: str | os.PathLike) -> None:
     """Let torch read the directory of one of its archives, as `torch.load` does before it reads a tensor.
 

@@ -1,7 +1,8 @@
 """Faster ways to the same numbers, each beside a plain version of the same function.
 
 Reading order: tracing (whether a compiler or tracer records the pass), waiting (what a user waits for), cpp_kernels
-(products of few rows on a CPU), cpp_layer (a layer for one of them), cpu (CPU shortcuts and the one guard for them),
+(products of few rows on a CPU), cpp_layer (a layer for one of them), float32_blocks (16 bits on a CPU without
+instructions for them), cpu (CPU shortcuts and the one guard for them),
 few_rows_triton, few_rows (a GPU kernel for few rows of experts), trial, trust (that kernel's test before its first
 use). Files named `…_triton` import Triton, which is not installed everywhere and takes long to import; the others
 import it only when a kernel is about to run.
@@ -35,11 +36,13 @@ from .cpu import (
     norm_weight,
 )
 from .few_rows import TRITON_MAX_ROWS, few_rows_experts, few_rows_fits
+from .float32_blocks import BLOCK_WEIGHTS, blocks_in_float32, in_float32, needs_float32, rows_of_torch
 from .tracing import is_exported, is_readable, is_recorded, is_tracing, is_transformed
 from .trial import Way, describe
 from .trust import Answer, answers_on, rows_known, rows_to_trust
 
 __all__ = [
+    "BLOCK_WEIGHTS",
     "Answer",
     "Matrix",
     "PLAIN_MAX_ROWS",
@@ -55,6 +58,7 @@ __all__ = [
     "apply_normalized_feed_forward",
     "are_single_queries",
     "attend_to_single_queries",
+    "blocks_in_float32",
     "can_use_shortcut",
     "cpp_attend",
     "cpp_feed_forward",
@@ -65,6 +69,7 @@ __all__ = [
     "few_rows_experts",
     "few_rows_fits",
     "has_feed_forward",
+    "in_float32",
     "is_exported",
     "is_readable",
     "is_recorded",
@@ -74,9 +79,11 @@ __all__ = [
     "is_watched",
     "matrices_of",
     "multiply_rows",
+    "needs_float32",
     "norm_weight",
     "plain_matrix",
     "rows_known",
+    "rows_of_torch",
     "rows_to_trust",
     "why_no_cpp_kernels",
 ]

@@ -10,6 +10,8 @@ llamoe is imported, turns all of them off: the model then runs the formulas that
 * `apply_linear`: the same for one layer. Without those kernels, on AMD processors in float32, it calls MKL's batched
   product, with the weight's rows cut into a batch. torch calls MKL's plain product, which reaches the memory's speed on
   Intel's processors and about half of it on AMD's. On Intel's the batched one is slower.
+* `float32_blocks`: layers of 16 bits on processors without instructions for them, where torch takes up to thirty times
+  float32's time.
 * `apply_normalized_feed_forward`, and `attention.one_token`: half a layer with its norm and residual sum in a call or
   two. Calls otherwise take a fifth of a small model's step in few bits.
 * `apply_gate`: SwiGLU's product takes no memory of its own. New memory costs more than the product: 8 % of a mixture's
@@ -35,6 +37,7 @@ from transformers.activations import ACT2FN
 from .._private_api import is_observed
 from .cpp_kernels import Matrix, cpp_feed_forward, cpp_products, plain_matrix
 from .cpp_layer import cpp_normalized_feed_forward
+from .float32_blocks import in_float32, rows_of_torch
 
 SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
 """Whether shortcuts may be used at all."""
@@ -97,6 +100,16 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
         and _is_plain(linear, x.dtype)
     ):
         return _multiply_in_parts(x, linear.weight, linear.bias)
+    if (
+        type(linear) is nn.Linear
+        and can_use_shortcut(x)
+        and rows_of_torch(x.dtype) is not None
+        and x.shape[-1:] == (linear.in_features,)
+        and _is_plain(linear, x.dtype)
+        and (y := in_float32(x.reshape(-1, linear.in_features), linear.weight)) is not None
+    ):
+        y = y.view(*x.shape[:-1], linear.out_features)
+        return y if linear.bias is None else y + linear.bias
     return linear(x)
 
 
@@ -186,6 +199,8 @@ def multiply_rows(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
             return y_NO
         if _BATCHES_ARE_FASTER and x_NI.dtype == torch.float32 and weight_OI.is_contiguous():
             return _multiply_in_parts(x_NI, weight_OI, None)
+    if is_plain and can_use_shortcut(x_NI) and (y_NO := in_float32(x_NI, weight_OI)) is not None:
+        return y_NO
     return nn.functional.linear(x_NI, weight_OI)
 
 

@@ -41,6 +41,7 @@ from ..kernels import (
     is_recorded,
     is_transformed,
     rows_known,
+    rows_of_torch,
     rows_to_trust,
 )
 from .grouped_mm_limits import grouped_mm_takes_dtype
@@ -203,7 +204,7 @@ def choose_path(
     if _is_on_host(experts.down_proj) and not is_transformed():
         if not needs_gradient and not _groups_are_faster(experts, num_rows, dtype):
             return "loop"
-        if needs_gradient and _has_few_rows_each(experts, num_rows, dtype):
+        if needs_gradient and (_is_cast(dtype) or _has_few_rows_each(experts, num_rows, dtype)):
             return "loop"
     if not is_adapted and num_rows <= _rows_of_kernel(experts, dtype, needs_gradient, is_traced):
         return "kernel"
@@ -268,8 +269,14 @@ def _groups_are_faster(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:
         not experts.is_transposed
         and dtype.itemsize == 2
         and num_rows > CPU_UNSORTED_MAX_ROWS
+        and not _is_cast(dtype)
         and experts.fits_grouped_mm(dtype=dtype)
     )
+
+
+def _is_cast(dtype: torch.dtype) -> bool:
+    """Whether a CPU multiplies this dtype in float32: torch's grouped product has no instructions for it either."""
+    return SHORTCUTS_ARE_ON and rows_of_torch(dtype) is not None
 
 
 def _has_few_rows_each(experts: Any, num_rows: int, dtype: torch.dtype) -> bool:

@@ -14,7 +14,7 @@ import mmap
 
 import torch
 
-from ..kernels import multiply_rows
+from ..kernels import SHORTCUTS_ARE_ON, in_float32, multiply_rows, needs_float32
 
 FEW_ROWS = 4
 """Up to this many rows of an expert MKL's batched product may be faster than its plain one."""
@@ -59,7 +59,12 @@ def multiply_groups(x_NI: torch.Tensor, weight_EIO: torch.Tensor, groups: list[G
         if expert < len(weight_EIO) and lies_output_first and end - start <= FEW_ROWS:
             out_NO[start:end] = multiply_rows(x_NI[start:end], weight_EIO[expert].T.to(x_NI.dtype))
         elif expert < len(weight_EIO):
-            torch.mm(x_NI[start:end], weight_EIO[expert].to(x_NI.dtype), out=out_NO[start:end])
+            weight_IO = weight_EIO[expert].to(x_NI.dtype)
+            y = in_float32(x_NI[start:end], weight_IO.T) if SHORTCUTS_ARE_ON else None
+            if y is None:
+                torch.mm(x_NI[start:end], weight_IO, out=out_NO[start:end])
+            else:
+                out_NO[start:end] = y
         else:
             out_NO[start:end].zero_()
     return out_NO
@@ -80,7 +85,11 @@ def _multiply_outer(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Ten
         for group in set(range(len(out_EIO))) - {group for group, _, _ in groups}:
             out_EIO[group].zero_()
     for group, start, end in groups:
-        torch.mm(x_NI[start:end].T, grad_NO[start:end], out=out_EIO[group])
+        x, grad = x_NI[start:end], grad_NO[start:end]
+        if SHORTCUTS_ARE_ON and needs_float32(x):
+            out_EIO[group] = x.T.float() @ grad.float()
+        else:
+            torch.mm(x.T, grad, out=out_EIO[group])
     return out_EIO
 
 

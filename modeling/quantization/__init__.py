@@ -15,7 +15,8 @@ from .bnb_quantizers import (
     tell_of_plain_experts,
 )
 from .experts import QuantizedExperts
-from .formats import Format, reads_int4_layout
+from .formats import Format
+from .int4_layout import torchs_block
 from .linear import QuantizedLinear
 from .loading import QuantizeExperts, check_found, keep_dtypes, refusing_at_once, shapes_in_files
 from .products import multiply_groups as multiply_packed_groups
@@ -35,11 +36,11 @@ __all__ = [
     "multiply_packed_groups",
     "naming_plain_layers",
     "packed_experts",
-    "reads_int4_layout",
     "refusing_at_once",
     "register_bitsandbytes",
     "register_quantizers",
     "saving_dequantized",
     "shapes_in_files",
     "tell_of_plain_experts",
+    "torchs_block",
 ]

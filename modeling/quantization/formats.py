@@ -7,7 +7,7 @@ Shapes: O outputs, I inputs, P inputs with padding, N rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -15,16 +15,27 @@ from typing import ClassVar
 import torch
 from torch.nn import functional as F
 
-from ..kernels import Matrix, cpp_products
-from .int4_layout import BLOCK, ROWS_MULTIPLE, byte_rows, from_byte_order, pack, to_byte_order
+from ..kernels import BLOCK_WEIGHTS, Matrix, blocks_in_float32, cpp_products, needs_float32
+from .int4_layout import (
+    BLOCK,
+    ROWS_MULTIPLE,
+    from_blocks_of_32,
+    in_blocks_of_32,
+    pack,
+    pieces,
+    torchs_block,
+    unpack,
+)
 from .scales import asymmetric, symmetric
 
 Parts = Sequence[torch.Tensor]
 Sizes = tuple[int, int]
 """O and I."""
 
-# Weights that are quantized or unpacked at a time: what the processor's cache holds.
+# Weights that are quantized at a time: what the processor's cache holds.
 _CHUNK = 1 << 17
+# Weights whose bytes are reordered at a time for torch's kernel.
+_REORDERED_WEIGHTS = 1 << 22
 # Share of a matrix that padding may add.
 _MOST_PADDING = 1 / 8
 
@@ -91,8 +102,8 @@ class Int4(Format):
     suffixes = ("", "_scale")
     compute_dtype = torch.bfloat16
     kernel_max_rows = 1024
-    # The same of torch's kernel.
-    torch_max_rows = 80
+    # The same of torch's kernel, for the blocks that it reads.
+    torch_max_rows: ClassVar[dict[int | None, int]] = {64: 80, 32: 48}
 
     @property
     def key(self) -> str:
@@ -140,26 +151,21 @@ class Int4(Format):
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         """See `Format`."""
-        weight_PO = from_byte_order(self._in_byte_order(parts, dtype))
-        return weight_PO[: sizes[1]].T
+        return self._input_first(parts, dtype)[: sizes[1]].T
 
-    def _in_byte_order(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix `[P, O]`, with its outputs in the order of the bytes."""
+    def _input_first(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix `[P, O]`."""
         packed, scales = parts
-        num_out, padded = packed.shape[0], packed.shape[1] * 2
         dtype = dtype if dtype == torch.bfloat16 else torch.float32
-        table = _values_of_bytes(dtype, packed.device)
-        scale_G1O, offset_G1O = (to_byte_order(each)[:, None].to(dtype) for each in scales.unbind(2))
-        out_PO = torch.empty(padded, num_out, dtype=dtype, device=packed.device)
-        groups = max(_CHUNK // num_out // self.group_size, 1)
-        for start in range(0, padded // self.group_size, groups):
-            some = slice(start, start + groups)
-            inputs = slice(start * self.group_size, (start + groups) * self.group_size)
-            values = table.index_select(0, byte_rows(packed, inputs).flatten()).view(dtype)
-            codes_GgO = values.view(-1, self.group_size, num_out)
-            out_GgO = out_PO[inputs].view(codes_GgO.shape)
-            torch.addcmul(offset_G1O[some], codes_GgO, scale_G1O[some], out=out_GgO)
+        out_PO = torch.empty(packed.shape[1] * 2, len(packed), dtype=dtype, device=packed.device)
+        for some in self._pieces(packed):
+            unpack(packed[some], scales[:, some], out_PO[:, some])
         return out_PO
+
+    def _pieces(self, packed: torch.Tensor) -> Iterator[slice]:
+        """Outputs to be unpacked together: on a GPU, where calls cost more than memory, all."""
+        most = BLOCK_WEIGHTS if packed.is_cpu else packed.numel() * 2
+        return pieces(len(packed), packed.shape[1] * 2, most)
 
     def for_kernel(self, parts: Parts) -> Matrix | None:
         """See `Format`."""
@@ -174,15 +180,51 @@ class Int4(Format):
             y_NO = cpp_products(x_NI, [self.for_kernel(parts)])
             if y_NO is not None:
                 return y_NO
-        if packed.is_cpu and len(x_NI) <= self.torch_max_rows and reads_int4_layout():
-            return torch.ops.aten._weight_int4pack_mm_for_cpu(
-                x_NI.contiguous(), packed, self.group_size, scales
-            )
-        return from_byte_order(x_NI @ self._in_byte_order(parts, x_NI.dtype))
+        if packed.is_cpu and len(x_NI) <= self.torch_max_rows.get(torchs_block(), 0):
+            return self._multiply_by_torch(x_NI.contiguous(), packed, scales)
+        if not needs_float32(x_NI):
+            return x_NI @ self._input_first(parts, x_NI.dtype)
+        y_NO = x_NI.new_empty(len(x_NI), len(packed), dtype=torch.float32)
+        for some, weight_PO in self._in_float32(parts):
+            torch.mm(x_NI.float(), weight_PO, out=y_NO[:, some])
+        return y_NO.to(x_NI.dtype)
+
+    def _multiply_by_torch(
+        self, x_NP: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
+        if torchs_block() == BLOCK:
+            return kernel(x_NP, packed, self.group_size, scales)
+        found = []
+        for some in pieces(len(packed), x_NP.shape[1], _REORDERED_WEIGHTS):
+            if (some.stop - some.start) % BLOCK == 0:
+                codes, scales_of_codes = in_blocks_of_32(packed[some], scales[:, some])
+                found.append(from_blocks_of_32(kernel(x_NP, codes, self.group_size, scales_of_codes)))
+            else:
+                rest_PO = x_NP.new_empty(x_NP.shape[1], some.stop - some.start, dtype=torch.float32)
+                unpack(packed[some], scales[:, some], rest_PO)
+                found.append(torch.mm(x_NP.float(), rest_PO).to(x_NP.dtype))
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def _in_float32(self, parts: Parts) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some outputs after the other, and their columns `[P, …]` of the matrix, valid until the next ones."""
+        packed, scales = parts
+        memory = torch.empty(0)
+        for some in self._pieces(packed):
+            size = packed.shape[1] * 2 * (some.stop - some.start)
+            memory = memory if memory.numel() >= size else torch.empty(size)
+            weight_PO = memory[:size].view(packed.shape[1] * 2, -1)
+            unpack(packed[some], scales[:, some], weight_PO)
+            yield some, weight_PO
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         """See `Format`."""
-        return (to_byte_order(x_NO) @ self._in_byte_order(parts, x_NO.dtype).T)[:, : sizes[1]]
+        if not needs_float32(x_NO):
+            return (x_NO @ self._input_first(parts, x_NO.dtype).T)[:, : sizes[1]]
+        y_NP = x_NO.new_zeros(len(x_NO), parts[0].shape[1] * 2, dtype=torch.float32)
+        for some, weight_PO in self._in_float32(parts):
+            y_NP.addmm_(x_NO[:, some].float(), weight_PO.T)
+        return y_NP[:, : sizes[1]].to(x_NO.dtype)
 
 
 @dataclass(frozen=True)
@@ -251,26 +293,22 @@ class Int8(Format):
             if x_NI.data_ptr() % self.alignment:
                 x_NI = x_NI.clone()
             return torch.ops.aten._weight_int8pack_mm(x_NI, codes, scales)
-        return (x_NI @ codes.to(x_NI.dtype).T).mul_(scales)
+        if not needs_float32(x_NI):
+            return (x_NI @ codes.to(x_NI.dtype).T).mul_(scales)
+        y_NO = x_NI.new_empty(len(x_NI), len(codes), dtype=torch.float32)
+        for some, weight_OI in blocks_in_float32(codes):
+            torch.mm(x_NI.float(), weight_OI.T, out=y_NO[:, some])
+        return y_NO.mul_(scales).to(x_NI.dtype)
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         """See `Format`."""
         codes, scales = parts
-        return (x_NO * scales) @ codes.to(x_NO.dtype)
-
-
-@lru_cache
-def reads_int4_layout() -> bool:
-    """Whether torch's 4-bit kernel reads our layout on this machine: on a CPU with AVX-512."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-@lru_cache
-def _values_of_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[256]` integers: of each byte both codes less 8, in the bits of two floats side by side."""
-    bytes_ = torch.arange(256, device=device)
-    values = torch.stack([bytes_ % 16 - 8, bytes_ // 16 - 8], 1).to(dtype)
-    return values.view(torch.int32 if dtype.itemsize == 2 else torch.int64).flatten()
+        if not needs_float32(x_NO):
+            return (x_NO * scales) @ codes.to(x_NO.dtype)
+        x, y_NI = x_NO.float() * scales, x_NO.new_zeros(len(x_NO), sizes[1], dtype=torch.float32)
+        for some, weight_OI in blocks_in_float32(codes):
+            y_NI.addmm_(x[:, some], weight_OI)
+        return y_NI.to(x_NO.dtype)
 
 
 MAKERS: dict[str, Callable[..., Format]] = {"int4": lambda size: Int4(int(size)), "int8": Int8}

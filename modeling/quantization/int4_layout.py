@@ -4,11 +4,13 @@ Outputs are in blocks of 64. For each input a block has 32 bytes, of which byte 
 and output 32 + j in its high ones. In a last block of 16, 32 or 48 outputs byte j holds outputs 2j and 2j + 1. (ATen,
 native/cpu/int4mm_kernel.cpp, `weight_to_int4pack_kernel`. With other instruction sets torch packs differently.)
 
-Unpacking a byte gives the two outputs side by side. So a matrix is unpacked in the order of its bytes, which is another
-order of the outputs; products are reordered afterwards, since they are smaller than the matrix.
+With AVX2 blocks are half as large. Bytes are the same then, in another order.
 
-Shapes: O outputs, I inputs, B whole blocks.
+Shapes: O outputs, I inputs, G groups of inputs.
 """
+
+from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 
@@ -37,27 +39,70 @@ def pack(codes_OI: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def byte_rows(packed: torch.Tensor, inputs: slice) -> torch.Tensor:
-    """The bytes of some inputs, `[inputs, O / 2]` int32."""
-    num_out, num_in = packed.shape[0], packed.shape[1] * 2
+def pieces(num_out: int, num_in: int, most: int) -> Iterator[slice]:
+    """Outputs that are taken together: whole blocks, more than one up to `most` weights, then a last part of one."""
     whole = num_out // BLOCK * BLOCK
-    parts = []
-    if whole:
-        parts.append(packed[:whole].view(-1, num_in, BLOCK // 2)[:, inputs].transpose(0, 1))
+    step = max(most // (num_in * BLOCK), 1) * BLOCK
+    for start in range(0, whole, step):
+        yield slice(start, min(start + step, whole))
     if whole < num_out:
-        parts.append(packed[whole:].view(num_in, -1)[inputs])
-    return torch.cat([part.to(torch.int32).flatten(1) for part in parts], dim=1)
+        yield slice(whole, num_out)
 
 
-def to_byte_order(values: torch.Tensor) -> torch.Tensor:
-    """`[..., O]` in the order in which bytes hold the outputs."""
-    whole = values.shape[-1] // BLOCK * BLOCK
-    blocks = values[..., :whole].unflatten(-1, (-1, 2, BLOCK // 2)).transpose(-1, -2).flatten(-3)
-    return torch.cat([blocks, values[..., whole:]], dim=-1)
+def unpack(packed: torch.Tensor, scales: torch.Tensor, out_IO: torch.Tensor) -> None:
+    """Write what the codes of one of the `pieces` mean.
+
+    Args:
+        packed: `[O, I / 2]` uint8.
+        scales: `[I / group_size, O, 2]`, scale, and the value of code 8.
+        out_IO: `[I, O]` in float32 or bfloat16, whose rows may lie apart.
+    """
+    num_out, num_in = packed.shape[0], packed.shape[1] * 2
+    if num_out % BLOCK:
+        bytes_ = packed.view(num_in, -1)
+        low, high = out_IO.unflatten(1, (-1, 2)).unbind(2)
+    else:
+        bytes_ = packed.view(-1, num_in, BLOCK // 2).transpose(0, 1).contiguous()
+        low, high = out_IO.unflatten(1, (-1, 2, BLOCK // 2)).unbind(2)
+    # Signed bytes are cast faster.
+    low.copy_((bytes_ & 15).view(torch.int8))
+    high.copy_((bytes_ >> 4).view(torch.int8))
+    scale_GO, offset_GO = (
+        each.to(out_IO.dtype, memory_format=torch.contiguous_format) for each in scales.unbind(2)
+    )
+    if out_IO.dtype == torch.float32:
+        offset_GO = offset_GO - 8 * scale_GO
+    else:
+        out_IO.sub_(8)
+    codes_GgO = out_IO.unflatten(0, (len(scales), -1))
+    torch.addcmul(offset_GO[:, None], codes_GgO, scale_GO[:, None], out=codes_GgO)
 
 
-def from_byte_order(values: torch.Tensor) -> torch.Tensor:
-    """The reverse of `to_byte_order`."""
-    whole = values.shape[-1] // BLOCK * BLOCK
-    blocks = values[..., :whole].unflatten(-1, (-1, BLOCK // 2, 2)).transpose(-1, -2).flatten(-3)
-    return torch.cat([blocks, values[..., whole:]], dim=-1)
+def in_blocks_of_32(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of whole blocks as torch packs them for AVX2: half as many outputs a block, in another order."""
+    # Half a block of an input is as large as one complex number, and copied as such.
+    if packed.data_ptr() % 16 or packed.storage_offset() % 16:
+        packed = packed.clone()
+    halves = packed.view(-1, packed.shape[1] * 2, BLOCK // 2).view(torch.complex128)
+    scales_of_halves = scales.unflatten(1, (-1, 2, 2, BLOCK // 4)).transpose(2, 3).flatten(1, 4)
+    return halves.transpose(1, 2).contiguous().view(torch.uint8).view(packed.shape), scales_of_halves
+
+
+def from_blocks_of_32(values: torch.Tensor) -> torch.Tensor:
+    """`[N, O]`, with the outputs of `in_blocks_of_32` in their own order."""
+    return values.unflatten(1, (-1, 2, 2, BLOCK // 4)).transpose(2, 3).flatten(1)
+
+
+@lru_cache
+def torchs_block() -> int | None:
+    """Outputs of a block as torch's 4-bit kernel reads them on this machine: 64, 32, or None for another layout."""
+    codes = torch.arange(BLOCK * BLOCK, dtype=torch.int32, device="cpu").view(BLOCK, BLOCK) * 7 // 5 % 16
+    theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2).view(BLOCK, -1)
+    ours = pack(codes.to(torch.uint8))
+    if torch.equal(theirs, ours):
+        return BLOCK
+    order = from_blocks_of_32(torch.arange(BLOCK)[None])[0]
+    halves = in_blocks_of_32(ours, torch.empty(1, BLOCK, 2))[0]
+    theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes[order.argsort()].contiguous(), 2)
+    has_kernel = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return BLOCK // 2 if has_kernel and torch.equal(theirs.view(BLOCK, -1), halves) else None

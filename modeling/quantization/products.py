@@ -36,8 +36,13 @@ def multiply(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> to
 
 
 def needs_operator(x: torch.Tensor) -> bool:
-    """Whether autograd or a compiler follows the rows."""
-    return (x.requires_grad and torch.is_grad_enabled()) or is_recorded(x) or is_transformed()
+    """Whether autograd or a compiler follows the rows, or autocast must be kept out."""
+    return (
+        (x.requires_grad and torch.is_grad_enabled())
+        or is_recorded(x)
+        or is_transformed()
+        or torch.is_autocast_enabled(x.device.type)
+    )
 
 
 def multiply_groups(
@@ -61,6 +66,9 @@ def multiply_groups(
     Returns:
         `[N, O]`, or `[N, I]` if `transposed`; rows without an expert are zero.
     """
+    if torch.is_autocast_enabled(x_NI.device.type):
+        with torch.autocast(x_NI.device.type, enabled=False):
+            return multiply_groups(form, x_NI, parts, sizes, groups, transposed)
     product = form.multiply_transposed if transposed else form.multiply
     num_experts = len(parts[0])
     if len(groups) == 1 and groups[0][0] < num_experts:

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from llamoe.modeling.kernels import cpp_kernels, cpu
+from llamoe.modeling.kernels import cpp_kernels, cpu, float32_blocks
 from llamoe.modeling.kernels.cpu import apply_gate, apply_linear
 from llamoe.modeling.layers.feed_forward import FeedForward, activation
 from llamoe.modeling.layers.normalization import L2Norm
@@ -211,3 +211,21 @@ def test_a_gate_has_gradients():
     gate, up = torch.randn(2, 7, 5, dtype=torch.float64).unbind()
     inputs = [gate.requires_grad_(), up.requires_grad_()]
     assert torch.autograd.gradcheck(lambda gate, up: apply_gate(activation("silu"), gate, up), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_input_first", [False, True])
+@pytest.mark.parametrize(("rows", "is_taken"), [(1, False), (4, True), (37, True)])
+def test_sixteen_bits_go_through_float32_in_blocks(rows, is_taken, is_input_first, dtype, monkeypatch):
+    """Where a processor has no instructions for them; sums are rounded once, unlike torch's own of float16."""
+    monkeypatch.setattr(float32_blocks, "rows_of_torch", lambda dtype: float32_blocks._DOT_PRODUCT_ROWS)
+    # No whole number of blocks.
+    monkeypatch.setattr(float32_blocks, "BLOCK_WEIGHTS", 70 * 9)
+    weight, x = torch.randn(50, 70).to(dtype), torch.randn(rows, 70).to(dtype)
+    weight = weight.T.contiguous().T if is_input_first else weight
+    found = float32_blocks.in_float32(x, weight)
+    # Torch's dot products read output-first matrices alone.
+    assert (found is not None) == (is_taken or is_input_first)
+    if found is not None:
+        expected = (x.double() @ weight.double().T).to(dtype)
+        torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=1e-4)

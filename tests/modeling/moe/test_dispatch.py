@@ -130,6 +130,8 @@ def test_rows_and_gradients_decide_on_a_gpu(
     monkeypatch.setattr(dispatch, "few_rows_fits", lambda *_: kernel_fits)
     monkeypatch.setattr(dispatch, "describe", lambda *_: "")
     monkeypatch.setattr(dispatch, "rows_to_trust", lambda *_: 64)
+    # A processor with instructions for bfloat16.
+    monkeypatch.setattr(dispatch, "rows_of_torch", lambda dtype: None)
     weight = SimpleNamespace(shape=(5, 48, 64), dtype=torch.bfloat16, device=torch.device("cuda"))
     experts = SimpleNamespace(
         gate_up_proj=weight,

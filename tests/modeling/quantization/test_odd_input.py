@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 from support import programs
 from support.few_bits import CLOSE, WEIGHTS, distance, folder, load, logits, packed, save, token_ids
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from llamoe.modeling.kernels import cpp_kernels
+from llamoe.modeling.kernels import cpp_kernels, float32_blocks
 from llamoe.modeling.quantization import QuantizedLinear, formats, quantizer
 from llamoe.modeling.quantization.formats import Int4, Int8
 from llamoe.modeling.quantization.products import multiply
@@ -109,7 +110,8 @@ def test_a_processor_without_the_kernels(monkeypatch, caplog):
     expected = {weights: [logits(packed("text", weights), ids) for ids in asked] for weights in WEIGHTS}
     monkeypatch.setattr(cpp_kernels, "_library", None)
     for module in (formats, quantizer):
-        monkeypatch.setattr(module, "reads_int4_layout", lambda: False)
+        monkeypatch.setattr(module, "torchs_block", lambda: None)
+    monkeypatch.setattr(float32_blocks, "rows_of_torch", lambda dtype: 3)
     monkeypatch.setattr(quantizer, "_said", set())
     for weights in ("int4", "int8", "int4"):
         model = AutoModelForCausalLM.from_pretrained(paths[weights])
@@ -119,6 +121,65 @@ def test_a_processor_without_the_kernels(monkeypatch, caplog):
             assert error.median() < CLOSE
         assert model.train()(asked[0], labels=asked[0]).loss.isfinite()
     assert caplog.text.count("AVX-512") == 1
+
+
+AVX2 = """
+import torch
+from llamoe.modeling.kernels import rows_of_torch
+from llamoe.modeling.quantization import torchs_block
+from llamoe.modeling.quantization.formats import Int4
+
+torch.manual_seed(0)
+assert (torch.backends.cpu.get_cpu_capability(), torchs_block(), rows_of_torch(torch.bfloat16)) == ("AVX2", 32, 3)
+# The last block of 48 outputs is no whole one; 49 rows are more than torch's kernel takes.
+for sizes in (240, 96), (192, 96):
+    parts = Int4(32).quantize(torch.randn(*sizes))
+    for rows in 1, 5, 49:
+        x = torch.randn(rows, 96).bfloat16()
+        expected = x.double() @ Int4(32).matrix(parts, sizes, torch.float32).double().T
+        error = (Int4(32).multiply(x, parts, sizes) - expected).norm() / expected.norm()
+        # The result's rounding to bfloat16.
+        assert error < 2**-8, (sizes, rows, error)
+"""
+
+
+@pytest.mark.slow
+def test_four_bits_with_avx2():
+    """A processor's kernels are chosen when torch starts."""
+    env = {
+        **os.environ,
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "LLAMOE_CPP_KERNELS": "0",
+    }
+    done = programs.run(["-c", AVX2], env=env)
+    assert done.returncode == 0, done.stderr
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that would run a kernel on a device: not those that make views, nor memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        makes_memory = func.overloadpacket.__name__ in ("empty", "new_empty", "empty_strided")
+        self.count += not (func.is_view or makes_memory or func is torch.ops.aten._unsafe_view.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", [Int4(32), Int8()], ids=["int4", "int8"])
+@pytest.mark.parametrize("num_in", [128, 8192])
+def test_a_device_without_kernels_unpacks_a_matrix_in_one_piece(form, num_in):
+    """The meta device stands for a GPU: a dozen calls a product, for matrices of every size."""
+    sizes = (5120, num_in)
+    parts = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in form.parts(sizes)]
+    for product, size_in, size_out in (
+        (form.multiply, num_in, 5120),
+        (form.multiply_transposed, 5120, num_in),
+    ):
+        with Launches() as launches:
+            y = product(torch.empty(3, size_in, dtype=torch.bfloat16, device="meta"), parts, sizes)
+        assert y.shape == (3, size_out) and launches.count <= 12
 
 
 NEVER_IMPORTED = """

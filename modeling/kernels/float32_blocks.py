@@ -1,0 +1,82 @@
+"""Products with matrices of 16 bits on a CPU that has no instructions for them: a block at a time in float32.
+
+Without such instructions torch multiplies many rows of 16 bits in scalar loops, up to thirty times slower than float32.
+A block of the matrix that is cast to float32 stays in the cache while BLAS multiplies it, so memory is read once, in 16
+bits. Sums are in float32 too, and are rounded once.
+
+Shapes: N rows, I inputs, O outputs.
+"""
+
+import platform
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from .._private_api import has_mkldnn_products
+
+BLOCK_WEIGHTS = 1 << 19
+"""Weights that are cast at a time: a block in float32 stays in the caches of two levels."""
+
+# Up to this many rows torch's own product with an output-first matrix, a sum of dot products a row, is faster.
+_DOT_PRODUCT_ROWS = 3
+# The same where oneDNN imitates instructions for bfloat16 with those of AVX-512.
+_IMITATED_ROWS = 8
+
+
+@lru_cache
+def rows_of_torch(dtype: torch.dtype) -> int | None:
+    """Up to how many rows torch's products of this dtype are fast on this CPU; None: any number of them.
+
+    This alone decides by processor which products of 16 bits are cast.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    if not has_mkldnn_products(dtype):
+        return _DOT_PRODUCT_ROWS
+    can = torch.cpu.get_capabilities()
+    # Processors with AVX-512 for float16 have it for bfloat16, too; oneDNN imitates the latter alone.
+    is_imitated = not (can.get("avx512_bf16") or can.get("avx_ne_convert") or can.get("amx_bf16"))
+    return _IMITATED_ROWS if is_imitated and dtype == torch.bfloat16 else None
+
+
+def in_float32(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
+    """Rows times the transpose of a matrix of 16 bits, by blocks; None where torch's own product is faster.
+
+    For neither gradients nor compilers.
+
+    Args:
+        x_NI: on the CPU, in the dtype of the matrix.
+        weight_OI: output-first, or a view of an input-first one.
+
+    Returns:
+        `[N, O]` in the dtype of `x_NI`.
+    """
+    most = rows_of_torch(weight_OI.dtype) if weight_OI.is_cpu and x_NI.dtype == weight_OI.dtype else None
+    is_input_first = weight_OI.stride(0) == 1 < weight_OI.stride(1)
+    if most is None or (len(x_NI) <= most and not (is_input_first and most == _DOT_PRODUCT_ROWS)):
+        return None
+    x = x_NI.float()
+    if is_input_first:
+        y = x.new_zeros(len(x), len(weight_OI))
+        for some, block_IO in blocks_in_float32(weight_OI.T):
+            y.addmm_(x[:, some], block_IO)
+    else:
+        y = x.new_empty(len(x), len(weight_OI))
+        for some, block_OI in blocks_in_float32(weight_OI):
+            torch.mm(x, block_OI.T, out=y[:, some])
+    return y.to(x_NI.dtype)
+
+
+def needs_float32(x: torch.Tensor) -> bool:
+    """Whether a matrix that is yet to be unpacked is multiplied faster in float32 than in the 16 bits of these rows."""
+    return x.is_cpu and rows_of_torch(x.dtype) is not None
+
+
+def blocks_in_float32(matrix_OI: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some rows after the other, and these in float32, valid until the next ones."""
+    step = max(BLOCK_WEIGHTS // max(matrix_OI.shape[1], 1), 1)
+    block = matrix_OI.new_empty(min(step, len(matrix_OI)), matrix_OI.shape[1], dtype=torch.float32)
+    for start in range(0, len(matrix_OI), step):
+        some = slice(start, min(start + step, len(matrix_OI)))
+        yield some, block[: some.stop - start].copy_(matrix_OI[some])
