@@ -317,7 +317,7 @@ def stock_of_width(tmp_path_factory):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("backend", "how"), [*zip(BACKENDS, ["set", "at-load"] * 2, strict=True), ("grouped_mm", "set")]
+    ("backend", "how"), [*zip(BACKENDS, ["set", "at-load"] * 2, strict=True), ("grouped_mm", "at-load")]
 )
 @pytest.mark.parametrize(("width", "fits"), [(52, True), (51, False)], ids=["aligned", "odd"])
 def test_experts_backends(width, fits, backend, how, stock_of_width, monkeypatch):
