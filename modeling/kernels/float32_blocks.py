@@ -9,7 +9,6 @@ Shapes: N rows, I inputs, O outputs.
 
 import platform
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 
@@ -24,13 +23,8 @@ _DOT_PRODUCT_ROWS = 3
 _IMITATED_ROWS = 8
 
 
-@lru_cache
-def rows_of_torch(dtype: torch.dtype) -> int | None:
-    """Up to how many rows torch's products of this dtype are fast on this CPU; None: any number of them.
-
-    This alone decides by processor which products of 16 bits are cast.
-    """
-    if dtype not in (torch.bfloat16, torch.float16) or platform.machine() not in ("x86_64", "AMD64"):
+def _rows_of_torch(dtype: torch.dtype) -> int | None:
+    if platform.machine() not in ("x86_64", "AMD64"):
         return None
     if not has_mkldnn_products(dtype):
         return _DOT_PRODUCT_ROWS
@@ -38,6 +32,18 @@ def rows_of_torch(dtype: torch.dtype) -> int | None:
     # Processors with AVX-512 for float16 have it for bfloat16, too; oneDNN imitates the latter alone.
     is_imitated = not (can.get("avx512_bf16") or can.get("avx_ne_convert") or can.get("amx_bf16"))
     return _IMITATED_ROWS if is_imitated and dtype == torch.bfloat16 else None
+
+
+# Asked when this is imported: compilers follow functions, and cannot ask a processor.
+_ROWS_OF_TORCH = {dtype: _rows_of_torch(dtype) for dtype in (torch.bfloat16, torch.float16)}
+
+
+def rows_of_torch(dtype: torch.dtype) -> int | None:
+    """Up to how many rows torch's products of this dtype are fast on this CPU; None: any number of them.
+
+    This alone decides by processor which products of 16 bits are cast.
+    """
+    return _ROWS_OF_TORCH.get(dtype)
 
 
 def in_float32(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
