@@ -1,6 +1,8 @@
 """Decoder and tower become one model: texts and pictures as before, prompts that work, steps that train."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import open_clip
@@ -81,6 +83,16 @@ def save_tower(path, image=56, patch=14, act=torch.nn.GELU, **extra):
     return model.visual
 
 
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """A decoder and a tower of open_clip, in folders that are not to be changed; and both models."""
+    place = tmp_path_factory.mktemp("parts")
+    decoder, visual = save_decoder(place / "decoder"), save_tower(place / "tower")
+    return SimpleNamespace(
+        decoder=place / "decoder", tower=place / "tower", decoder_model=decoder, tower_model=visual
+    )
+
+
 def load(folder):
     model, info = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
@@ -111,19 +123,18 @@ def logits(model, ids):
 
 
 @pytest.mark.parametrize("family", ["dense", "text", "upcycled", "tied"])
-def test_texts_give_the_decoders_logits_for_its_whole_vocabulary(tmp_path, family, record_parity):
-    fields = {"tie_word_embeddings": True} if family == "tied" else {}
-    decoder = save_decoder(tmp_path / "decoder", "text" if family == "text" else "dense", **fields)
-    source = tmp_path / "decoder"
+def test_texts_give_the_decoders_logits_for_its_whole_vocabulary(parts, tmp_path, family, record_parity):
+    source, decoder = parts.decoder, parts.decoder_model
+    if family == "text":
+        decoder = save_decoder(source := tmp_path / "decoder", "text")
     if family == "tied":  # logits of deviation about 1
+        decoder = save_decoder(source := tmp_path / "decoder", tie_word_embeddings=True)
         with torch.no_grad():
             decoder.model.embed_tokens.weight.mul_(decoder.config.hidden_size**-0.5)
         decoder.save_pretrained(source)
     if family == "upcycled":
-        source = tmp_path / "moe"
-        upcycle(tmp_path / "decoder", source, experts=3, interleave=2)
-    save_tower(tmp_path / "tower")
-    assemble(source, tmp_path / "tower", tmp_path / "out")
+        upcycle(parts.decoder, source := tmp_path / "moe", experts=3, interleave=2)
+    assemble(source, parts.tower, tmp_path / "out")
 
     model, _ = load(tmp_path / "out")
     assert type(model) is LlamoeForConditionalGeneration
@@ -135,12 +146,12 @@ def test_texts_give_the_decoders_logits_for_its_whole_vocabulary(tmp_path, famil
     assert error < TOLERANCE
 
 
-@pytest.mark.parametrize("act", [torch.nn.GELU, "quick"], ids=["gelu", "quick_gelu"])
-@pytest.mark.parametrize("fold", [False, True], ids=["as-it-is", "folded"])
-def test_the_adapter_reads_what_open_clips_tower_gives(tmp_path, act, fold, record_parity):
-    save_decoder(tmp_path / "decoder")
+@pytest.mark.parametrize(
+    ("act", "fold"), [(torch.nn.GELU, False), ("quick", True)], ids=["gelu, as it is", "quick_gelu, folded"]
+)
+def test_the_adapter_reads_what_open_clips_tower_gives(parts, tmp_path, act, fold, record_parity):
     visual = save_tower(tmp_path / "tower", act=act).eval()
-    report = assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out", fold_normalization=fold)
+    report = assemble(parts.decoder, tmp_path / "tower", tmp_path / "out", fold_normalization=fold)
     assert any("visual_projection" in key for key in report.dropped)
 
     model, processor = load(tmp_path / "out")
@@ -212,10 +223,9 @@ def test_three_commands_lead_to_a_model_that_answers_and_trains(tmp_path):
     assert losses[2] < losses[0] < 20
 
 
-def test_rows_of_new_tokens_are_the_mean_of_the_old_ones(tmp_path):
+def test_rows_of_new_tokens_are_the_mean_of_the_old_ones(parts, tmp_path):
     decoder = save_decoder(tmp_path / "decoder", dtype=torch.bfloat16)
-    save_tower(tmp_path / "tower")
-    assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out")
+    assemble(tmp_path / "decoder", parts.tower, tmp_path / "out")
     result = open_checkpoint(tmp_path / "out")
     assert {tensor.dtype for tensor in result.tensors.values()} == {torch.bfloat16}  # the decoder's
     for key in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -229,12 +239,11 @@ def test_rows_of_new_tokens_are_the_mean_of_the_old_ones(tmp_path):
     )
 
 
-def test_what_is_fresh_follows_from_the_seed(tmp_path):
+def test_what_is_fresh_follows_from_the_seed(parts, tmp_path):
     save_decoder(tmp_path / "decoder", initializer_range=0.05)
-    save_tower(tmp_path / "tower")
     drawn = {}
     for name, options in {"a": {}, "b": {}, "c": {"seed": 1}, "d": {"projector_dim": 37}}.items():
-        assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / name, **options)
+        assemble(tmp_path / "decoder", parts.tower, tmp_path / name, **options)
         tensors = open_checkpoint(tmp_path / name).tensors
         drawn[name] = {
             key: tensors[key].read()
@@ -253,20 +262,17 @@ def test_what_is_fresh_follows_from_the_seed(tmp_path):
     assert [tuple(tensor.shape) for tensor in drawn["d"].values()] == [(37, 288), (37, 37), (72, 37)]
 
 
-def test_an_odd_grid_asks_what_to_do_and_does_it(tmp_path):
-    save_decoder(tmp_path / "decoder")
+def test_an_odd_grid_asks_what_to_do_and_does_it(parts, tmp_path):
     save_tower(tmp_path / "tower", image=126)  # 9 by 9 patches
-    with pytest.raises(
-        ValueError, match=r"9 by 9 .* odd.*image_size = 112 or 140.*1 \(81 tokens.*0.3333 \(9 tokens"
-    ):
-        assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"image_size = 112 or 140.*1 \(81 tokens.*0.3333 \(9 tokens"):
+        assemble(parts.decoder, tmp_path / "tower", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     for name, options, tokens in [
         ("whole", {"pixel_shuffle_ratio": 1.0}, 81),
         ("third", {"pixel_shuffle_ratio": 0.3333}, 9),
         ("resized", {"image_size": 56}, 4),
     ]:
-        assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / name, **options)
+        assemble(parts.decoder, tmp_path / "tower", tmp_path / name, **options)
         model, processor = load(tmp_path / name)
         inputs = prompt(processor)
         assert (inputs["input_ids"] == model.config.image_token_id).sum() == tokens * len(
@@ -276,59 +282,53 @@ def test_an_odd_grid_asks_what_to_do_and_does_it(tmp_path):
             assert model(**inputs).logits.isfinite().all()
 
 
-def test_parts_of_a_multimodal_model_serve_as_decoder_and_as_tower(tmp_path):
+def check_tower(folder, whole, *more):
+    """The tower of an assembled folder gives the features of that of a whole model."""
+    pixels = torch.randn(2, 3, 56, 56)
+    with torch.no_grad():
+        features = whole.vision_model(pixels).last_hidden_state
+        for model_class in (LlamoeForConditionalGeneration, *more):
+            model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+            assert max_abs(model.vision_model(pixels).last_hidden_state, features) < TOLERANCE
+
+
+def test_parts_of_a_multimodal_model_serve_as_decoder_and_as_tower(parts, tmp_path):
     whole = draw(Llama4ForConditionalGeneration, stock_multimodal_config())
     whole.save_pretrained(tmp_path / "whole")
     save_tokenizer(tmp_path / "whole")
-    save_tower(tmp_path / "tower")
-    report = assemble(tmp_path / "whole", tmp_path / "tower", tmp_path / "a")
+    report = assemble(tmp_path / "whole", parts.tower, tmp_path / "a")
     assert "multi_modal_projector.linear_1.weight" in report.dropped
     model, _ = load(tmp_path / "a")
     ids = some_ids(97)
     assert max_abs(logits(model, ids)[..., :101], logits(whole, ids)) < TOLERANCE
 
     # Its tower comes with an adapter, which is kept, and the result is one that stock knows.
-    save_decoder(tmp_path / "decoder")
-    assemble(tmp_path / "decoder", tmp_path / "whole", tmp_path / "b")
+    assemble(parts.decoder, tmp_path / "whole", tmp_path / "b")
     assert json.loads((tmp_path / "b/config.json").read_text())["model_type"] == "llama4"
-    stock = Llama4ForConditionalGeneration.from_pretrained(tmp_path / "b", dtype=torch.float32).eval()
-    ours = LlamoeForConditionalGeneration.from_pretrained(tmp_path / "b", dtype=torch.float32).eval()
-    pixels = torch.randn(2, 3, 56, 56)
-    with torch.no_grad():
-        features = whole.vision_model(pixels).last_hidden_state
-        for model in (stock, ours):
-            assert max_abs(model.vision_model(pixels).last_hidden_state, features) < TOLERANCE
-    report = assemble(tmp_path / "decoder", tmp_path / "whole", tmp_path / "c", projector_dim=30)
+    check_tower(tmp_path / "b", whole, Llama4ForConditionalGeneration)
+    report = assemble(parts.decoder, tmp_path / "whole", tmp_path / "c", projector_dim=30)
     assert any("vision_adapter" in key for key in report.dropped)
     assert open_checkpoint(tmp_path / "c").config.vision_config.vision_output_dim == 30
 
 
-def test_the_tower_of_a_folder_of_metas_serves_as_tower(tmp_path):
-    pytest.importorskip("llamoe.conversion.meta.folder", reason="folders of Meta's are written by it")
+def test_the_tower_of_a_folder_of_metas_serves_as_tower(parts, tmp_path):
     whole = draw(Llama4ForConditionalGeneration, stock_multimodal_config({"head_dim": 12}))
     whole.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "meta", to="meta")
-    save_decoder(tmp_path / "decoder")
-    report = assemble(tmp_path / "decoder", tmp_path / "meta", tmp_path / "out")
+    report = assemble(parts.decoder, tmp_path / "meta", tmp_path / "out")
     assert sum("not part of the tower" in reason for reason in report.dropped.values()) > 20
-    model = LlamoeForConditionalGeneration.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    pixels = torch.randn(2, 3, 56, 56)
-    with torch.no_grad():
-        features = whole.vision_model(pixels).last_hidden_state
-        assert max_abs(model.vision_model(pixels).last_hidden_state, features) < TOLERANCE
+    check_tower(tmp_path / "out", whole)
     LlamaForCausalLM(stock_dense_config(head_dim=12)).save_pretrained(tmp_path / "llama")
     convert(tmp_path / "llama", tmp_path / "text", to="meta")
-    with pytest.raises(ValueError, match="is a dense LLaMA; a vision tower was expected"):
-        assemble(tmp_path / "decoder", tmp_path / "text", tmp_path / "other")
+    with pytest.raises(ValueError, match="/text.* is a dense LLaMA"):
+        assemble(parts.decoder, tmp_path / "text", tmp_path / "other")
 
 
-def test_a_tokenizer_that_knows_pictures_is_kept_with_its_template(tmp_path):
-    save_decoder(tmp_path / "decoder")
-    save_tower(tmp_path / "tower")
-    assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "first")
+def test_a_tokenizer_that_knows_pictures_is_kept_with_its_template(parts, tmp_path):
+    assemble(parts.decoder, parts.tower, tmp_path / "first")
     template = (tmp_path / "first/chat_template.jinja").read_text() + "{# ours #}"
     (tmp_path / "first/chat_template.jinja").write_text(template)
-    assemble(tmp_path / "first", tmp_path / "tower", tmp_path / "second")
+    assemble(tmp_path / "first", parts.tower, tmp_path / "second")
     configs = [open_checkpoint(tmp_path / name).config for name in ("first", "second")]
     assert configs[0].text_config.vocab_size == configs[1].text_config.vocab_size
     assert configs[0].image_token_index == configs[1].image_token_index
@@ -337,14 +337,14 @@ def test_a_tokenizer_that_knows_pictures_is_kept_with_its_template(tmp_path):
     assert tokens[0] == tokens[1]
 
 
-def test_a_decoders_chat_template_and_settings_are_not_lost_silently(tmp_path):
-    save_decoder(tmp_path / "decoder")
+def test_a_decoders_chat_template_and_settings_are_not_lost_silently(parts, tmp_path):
+    shutil.copytree(parts.decoder, tmp_path / "decoder")
     save_tokenizer(tmp_path / "decoder", size=101, pad_token="word5")
     (tmp_path / "decoder/chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     generation = {"bos_token_id": 1, "eos_token_id": [2, 9], "temperature": 0.7, "do_sample": True}
     (tmp_path / "decoder/generation_config.json").write_text(json.dumps(generation))
     (tmp_path / "decoder/LICENSE").write_text("of the decoder")
-    save_tower(tmp_path / "tower")
+    shutil.copytree(parts.tower, tmp_path / "tower")
     (tmp_path / "tower/LICENSE").write_text("of the tower")
     report = assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out")
     assert any("chat template" in note for note in report.notes)
@@ -357,60 +357,47 @@ def test_a_decoders_chat_template_and_settings_are_not_lost_silently(tmp_path):
     assert open_checkpoint(tmp_path / "out").config.text_config.vocab_size == 101 + len(MULTIMODAL_TOKENS)
 
 
-def test_a_decoder_without_tokenizer_is_refused(tmp_path):
-    LlamaForCausalLM(stock_dense_config()).save_pretrained(tmp_path / "decoder")
-    save_tower(tmp_path / "tower")
-    with pytest.raises(
-        ValueError, match=r"has no tokenizer.*put the decoder's tokenizer\.json or tokenizer\.model"
-    ):
-        assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("kind", ["mistral", "ministral", "mixtral"])
-def test_windows_and_mixtrals_experts_are_refused(tmp_path, kind):
+def test_windows_and_mixtrals_experts_are_refused(parts, tmp_path, kind):
     config = stock_dense_config(num_hidden_layers=2).to_dict() | {"model_type": kind, "sliding_window": 9}
     config |= {"layer_types": ["sliding_attention", "full_attention"]} if kind == "ministral" else {}
     AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config)).save_pretrained(tmp_path / "decoder")
-    save_tower(tmp_path / "tower")
-    with pytest.raises(ValueError, match=f"is a {kind}, whose windows or experts .* without a window"):
-        assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out")
+    with pytest.raises(ValueError, match=f"/decoder is a {kind}"):
+        assemble(tmp_path / "decoder", parts.tower, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_parts_in_the_wrong_places_are_refused(tmp_path):
-    save_decoder(tmp_path / "decoder")
-    save_tower(tmp_path / "clip")
-    convert_vision(tmp_path / "clip", tmp_path / "tower")
-    for first, second, message in [
-        ("tower", "decoder", "is a vision tower; give the decoder first"),
-        ("clip", "decoder", "is a vision tower; give the decoder first"),
-        ("decoder", "decoder", "is no tower"),
-        ("decoder", "nothing", "nothing: no such file"),
-        ("nothing", "tower", "nothing: no such file"),
+def test_parts_in_the_wrong_places_are_refused(parts, tmp_path):
+    convert_vision(parts.tower, tmp_path / "tower")
+    shutil.copytree(parts.decoder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    for first, second, named in [
+        (tmp_path / "tower", parts.decoder, "/tower is"),
+        (parts.tower, parts.decoder, "/tower is"),
+        (parts.decoder, parts.decoder, "/decoder.* is no tower"),
+        (parts.decoder, tmp_path / "nothing", "nothing: no such file"),
+        (tmp_path / "nothing", parts.tower, "nothing: no such file"),
+        (tmp_path / "bare", parts.tower, r"bare.* tokenizer\.json or tokenizer\.model"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            assemble(tmp_path / first, tmp_path / second, tmp_path / "out")
+        with pytest.raises(ValueError, match=named):
+            assemble(first, second, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
         (dict(projector_dim=0), "projector_dim = 0"),
         (dict(seed=-1), "seed = -1"),
         (dict(max_tiles=0), "max_tiles = 0"),
-        (dict(pixel_shuffle_ratio=0.4), "pixel_shuffle_ratio = 0.4; give one over an integer"),
+        (dict(pixel_shuffle_ratio=0.4), "pixel_shuffle_ratio = 0.4"),
         (dict(pixel_shuffle_ratio=0), "pixel_shuffle_ratio = 0;"),
-        (dict(pixel_shuffle_ratio=1 / 3), "not divided by the pixel shuffle"),
+        (dict(pixel_shuffle_ratio=1 / 3), "pixel shuffle"),
         (dict(image_size=60), "image_size = 60"),
         (dict(layout="stock"), "cannot express"),
     ],
     ids=str,
 )
-def test_sizes_that_do_not_fit_are_refused(tmp_path, options, message):
-    save_decoder(tmp_path / "decoder")
-    save_tower(tmp_path / "tower")
-    with pytest.raises(ValueError, match=message):
-        assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "out", **options)
+def test_sizes_that_do_not_fit_are_refused(parts, tmp_path, options, named):
+    with pytest.raises(ValueError, match=named):
+        assemble(parts.decoder, parts.tower, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
