@@ -51,7 +51,7 @@ def picture() -> Image.Image:
 
 
 class TestPictureSize:
-    @pytest.mark.parametrize("grid", [3, 4, 6, 8, 10, 15])
+    @pytest.mark.parametrize("grid", [3, 6, 8, 15])
     def test_positions_are_those_of_open_clip(self, grid, record_parity):
         reference = randomize(open_clip_tower())
         state = visual_state(reference)
@@ -72,8 +72,7 @@ class TestPictureSize:
         exact = resize_positions(from_tensor(positions.float()), 12).read()
         assert torch.equal(resize_positions(from_tensor(positions), 12).read(), exact.bfloat16())
 
-    @pytest.mark.parametrize("to", ["tower", "open_clip", "clip"])
-    @pytest.mark.parametrize("grid", [5, 10])
+    @pytest.mark.parametrize(("to", "grid"), [("tower", 5), ("open_clip", 10), ("clip", 5), ("tower", 10)])
     def test_features_are_those_of_open_clip(self, tmp_path, to, grid):
         reference = randomize(open_clip_tower())
         source = write_open_clip(tmp_path / "source", visual_state(reference), open_clip_config())
@@ -98,19 +97,20 @@ class TestPictureSize:
             pixels = processor(picture(), return_tensors="pt").pixel_values
             assert pixels.shape == (1, 3, grid * PATCH, grid * PATCH)
 
-    @pytest.mark.parametrize("image_size", [SIZE + 1, PATCH - 1, 0, -SIZE, 2.5, True, "42"])
-    def test_sizes_that_do_not_fit(self, tmp_path, image_size):
+    def test_sizes_that_do_not_fit(self, tmp_path):
         source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
-        with pytest.raises(ValueError, match="image_size"):
-            convert_vision(source, tmp_path / "tower", image_size=image_size)
+        for image_size in (SIZE + 1, PATCH - 1, 0, -SIZE, 2.5, True, "42"):
+            with pytest.raises(ValueError, match="image_size"):
+                convert_vision(source, tmp_path / "tower", image_size=image_size)
         assert not (tmp_path / "tower").exists()
 
 
 class TestNormalization:
     MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
-    @pytest.mark.parametrize("to", ["tower", "open_clip", "clip"])
-    @pytest.mark.parametrize("image_size", [None, 9 * PATCH])
+    @pytest.mark.parametrize(
+        ("to", "image_size"), [("tower", None), ("open_clip", 9 * PATCH), ("clip", None)]
+    )
     def test_folding_keeps_the_features(self, tmp_path, to, image_size, record_parity):
         reference = randomize(open_clip_tower())
         source = write_open_clip(tmp_path / "source", visual_state(reference), open_clip_config())
@@ -168,8 +168,9 @@ class TestNormalization:
         with pytest.raises(ValueError, match="preprocessor_config.json"):
             convert_vision(tmp_path / "tower", tmp_path / "folded", fold_normalization=True)
 
-    @pytest.mark.parametrize("resize_mode", ["shortest", "squash"])
-    @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+    @pytest.mark.parametrize(
+        ("resize_mode", "interpolation"), [("shortest", "bicubic"), ("squash", "bilinear")]
+    )
     def test_pixels_are_those_of_open_clip(self, tmp_path, resize_mode, interpolation):
         """The PIL processor gives them to rounding, and what goes back is what came.
 

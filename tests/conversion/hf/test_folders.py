@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support import programs
-from support.models import MULTIMODAL, draw, for_models, stock_model
+from support.models import MULTIMODAL, SHALLOW_MODELS, draw, for_models, stock_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,7 +43,7 @@ def dense(tmp_path):
     return tmp_path / "dense", model
 
 
-@for_models("is_head")
+@for_models("is_head", models=SHALLOW_MODELS)
 def test_experts_are_split_and_stacked_bit_for_bit(case, tmp_path):
     model = case.make().bfloat16()
     model.save_pretrained(tmp_path / "model", layout="stock")
@@ -70,7 +70,7 @@ def test_experts_are_split_and_stacked_bit_for_bit(case, tmp_path):
     assert config[0] == config[1]
 
 
-@for_models("is_head")
+@for_models("is_head", models=SHALLOW_MODELS)
 def test_result_loads_as_stock_and_as_ours(case, tmp_path):
     made = case.make()
     made.save_pretrained(tmp_path / "model")
@@ -131,32 +131,24 @@ def test_tied_head_is_dropped_with_its_reason(tmp_path):
     report = convert(tmp_path / "model", tmp_path / "out")
     assert list(report.dropped) == ["lm_head.weight"]
     assert_equal(weights(tmp_path / "out"), state)
-    other = state["model.embed_tokens.weight"].half()
-    save_file({**state, "lm_head.weight": other}, tmp_path / "model/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from .*tie_word_embeddings"):
-        convert(tmp_path / "model", tmp_path / "other", dry_run=True)
-    other = state["model.embed_tokens.weight"] + 1
-    save_file({**state, "lm_head.weight": other}, tmp_path / "model/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from .*tie_word_embeddings"):
-        convert(tmp_path / "model", tmp_path / "other")
-    assert not (tmp_path / "other").exists()
+    # In another dtype, and with other numbers.
+    for other in (state["model.embed_tokens.weight"].half(), state["model.embed_tokens.weight"] + 1):
+        save_file({**state, "lm_head.weight": other}, tmp_path / "model/model.safetensors")
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight: .*tie_word_embeddings"):
+            convert(tmp_path / "model", tmp_path / "other")
+        assert not (tmp_path / "other").exists()
 
 
-def test_companions_come_along(dense, tmp_path):
+def test_companions_come_along_and_the_source_is_not_touched(dense, tmp_path):
     folder, _ = dense
     tokenizer = Tokenizer(WordLevel({f"word{i}": i for i in range(97)}, unk_token="word0"))
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "notes.txt").write_text("mine")
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
     convert(folder, tmp_path / "out")
-    found = {path.name for path in (tmp_path / "out").iterdir()}
-    assert found == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "chat_template.jinja",
-    }
+    assert {path.name for path in (tmp_path / "out").iterdir()} == before.keys() - {"notes.txt"}
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
@@ -214,22 +206,6 @@ def test_dtype_is_that_of_every_part(tmp_path):
     assert llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 
-def test_dry_run_writes_nothing(dense, tmp_path):
-    folder, _ = dense
-    report = convert(folder, tmp_path / "out", dry_run=True, shard_size="20KB")
-    assert report.dry_run
-    assert len(report.files) > 2
-    assert not (tmp_path / "out").exists()
-    assert report.files == convert(folder, tmp_path / "out", shard_size="20KB").files
-
-
-def test_source_is_not_touched(dense, tmp_path):
-    folder, _ = dense
-    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
-    convert(folder, tmp_path / "out")
-    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -255,46 +231,22 @@ def test_bad_options_are_refused_before_anything_is_written(dense, tmp_path, opt
 
 def test_target_that_exists_is_refused_and_stays(dense, tmp_path):
     folder, _ = dense
-    out = tmp_path / "out"
-    out.write_text("mine")
-    with pytest.raises(ValueError, match="is a file"):
-        convert(folder, out)
-    out.unlink()
-    out.mkdir()
-    (out / "mine").write_text("mine")
-    with pytest.raises(ValueError, match="exists already"):
-        convert(folder, out)
-    assert [path.name for path in out.iterdir()] == ["mine"]
-    with pytest.raises(ValueError, match="lies in the source"):
-        convert(folder, folder / "out")
-    with pytest.raises(ValueError, match="lies in the source"):
-        convert(folder, folder)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine").write_text("mine")
     (tmp_path / "link").symlink_to(folder)
-    for source, target in ((tmp_path / "link", folder / "out"), (folder, tmp_path / "link/out")):
-        with pytest.raises(ValueError, match="lies in the source"):
-            convert(source, target)
-
-
-def test_number_that_is_not_finite_is_refused_and_nothing_left(dense, tmp_path):
-    folder, _ = dense
-    state = weights(folder)
-    state["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
-    save_file(state, folder / "model.safetensors")
-    with pytest.raises(
-        CheckpointError,
-        match=r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight .*1 of its numbers are NaN",
+    for source, target, said in (
+        (folder, tmp_path / "file", "is a file"),
+        (folder, tmp_path / "full", "exists already"),
+        (folder, folder / "out", "lies in the source"),
+        (folder, folder, "lies in the source"),
+        (tmp_path / "link", folder / "out", "lies in the source"),
+        (folder, tmp_path / "link/out", "lies in the source"),
     ):
-        convert(folder, tmp_path / "out", shard_size="20KB")
-    assert not (tmp_path / "out").exists()
-
-
-def test_number_that_the_dtype_cannot_hold_is_refused(dense, tmp_path):
-    folder, _ = dense
-    state = weights(folder)
-    state["model.norm.weight"][3] = 1e6
-    save_file(state, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*too large for torch\.float16"):
-        convert(folder, tmp_path / "out", dtype="float16")
+        with pytest.raises(ValueError, match=said):
+            convert(source, target)
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_large_numbers_whose_sum_overflows_pass(dense, tmp_path):
@@ -306,25 +258,35 @@ def test_large_numbers_whose_sum_overflows_pass(dense, tmp_path):
     assert_equal(weights(tmp_path / "out"), {name: tensor.half() for name, tensor in state.items()})
 
 
+def put(name, tensor):
+    return lambda state: state.update({name: tensor})
+
+
+def spoil(name, place, value):
+    return lambda state: state[name].__setitem__(place, value)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
         (lambda state: state.pop("model.norm.weight"), r"model\.norm\.weight missing"),
-        (lambda state: state.update({"score.weight": torch.ones(2, 48)}), r"no score\.weight"),
+        (put("score.weight", torch.ones(2, 48)), r"score\.weight"),
+        (put("model.norm.weight", torch.ones(47)), r"model\.norm\.weight of shape \[47\].*\[48\]"),
+        (put("model.norm.weight", torch.ones(48, dtype=torch.int8)), "dtype int8"),
         (
-            lambda state: state.update({"model.norm.weight": torch.ones(47)}),
-            r"model\.norm\.weight of shape \[47\].*\[48\]",
+            spoil("model.layers.1.mlp.up_proj.weight", (3, 5), float("nan")),
+            r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight .*1 of its numbers",
         ),
-        (lambda state: state.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), "dtype int8"),
+        (spoil("model.norm.weight", 3, 1e6), r"model\.norm\.weight.*torch\.float16"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(dense, tmp_path, change, message):
+def test_tensors_that_do_not_fit_are_named_and_nothing_is_left(dense, tmp_path, change, named):
     folder, _ = dense
     state = weights(folder)
     change(state)
     save_file(state, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=message):
-        convert(folder, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=named):
+        convert(folder, tmp_path / "out", shard_size="20KB", dtype="float16" if "float16" in named else None)
     assert not (tmp_path / "out").exists()
 
 

@@ -18,15 +18,10 @@ from support.models import (
 )
 from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModelWithProjection,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import llamoe
-from llamoe.conversion import assemble, convert, convert_vision, merge_kv_heads, upcycle
+from llamoe.conversion import assemble, convert, merge_kv_heads, upcycle
 
 CASES = {case.name: case for case in SHALLOW_MODELS if case.is_head}
 TEXT = CASES["LlamoeForCausalLM"]
@@ -41,13 +36,15 @@ def words(value):
     return "-".join(value.values()) if isinstance(value, dict) else None
 
 
-for_forms = pytest.mark.parametrize("form", FORMS, ids=words)
 # Without experts, both ways to write them are one.
 IN_FORMS = [
     (name, form)
     for name, form in product(CASES, FORMS)
     if CASES[name].has_experts or form != dict(experts="split", layout="stock")
 ]
+CASTS = list(product((None, "bfloat16", "float16"), ("5GB", "60KB")))
+# Every class in every form, with casts and sizes of files in turn: a cast goes one way through all of them.
+CONVERSIONS = [(name, *CASTS[number % len(CASTS)], form) for number, (name, form) in enumerate(IN_FORMS)]
 # Between implementations, and where sums have another order: logits of deviation 1, of which up to 5e-6 was measured.
 TOLERANCE = 1e-5
 
@@ -78,17 +75,7 @@ def source_of(tmp_path_factory):
     return lambda name, dtype: (save(name), compute(name, dtype))
 
 
-def conversions():
-    """Every form in files of either size. A cast goes one way through all of them: those of small files have it."""
-    for name, form in IN_FORMS:
-        pairs = [(None, "5GB"), (None, "60KB"), ("bfloat16", "60KB")]
-        if form == dict(experts="split", layout="llamoe"):
-            pairs += [("bfloat16", "5GB"), ("float16", "5GB"), ("float16", "60KB")]
-        for dtype, shard_size in pairs:
-            yield name, dtype, shard_size, form
-
-
-@pytest.mark.parametrize(("name", "dtype", "shard_size", "form"), list(conversions()), ids=words)
+@pytest.mark.parametrize(("name", "dtype", "shard_size", "form"), CONVERSIONS, ids=words)
 def test_converted(name, dtype, shard_size, form, source_of, tmp_path):
     case, torch_dtype = CASES[name], getattr(torch, dtype or "float32")
     source, expected = source_of(name, torch_dtype)
@@ -103,7 +90,7 @@ def test_converted(name, dtype, shard_size, form, source_of, tmp_path):
     assert torch.equal(run(loaded, **case.inputs()), expected)
 
 
-@for_forms
+@pytest.mark.parametrize("form", FORMS[::3], ids=words)
 def test_upcycled(form, tmp_path):
     dense = draw(LlamaForCausalLM, stock_dense_config())
     dense.save_pretrained(tmp_path / "dense")
@@ -116,39 +103,24 @@ def test_upcycled(form, tmp_path):
         assert max_abs(run(loaded, input_ids=some_ids()), expected) < TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def merged_of(tmp_path_factory):
-    """Gives for the name of a case a folder of its model; each head stood there three times until they were merged."""
-
-    @cache
-    def merge(name):
-        folder = tmp_path_factory.mktemp(f"merged {name}")
-        large = CASES[name].make(num_key_value_heads=6)
-        state = CASES[name].make().state_dict()
-        for key, tensor in state.items():
-            if ".k_proj." in key or ".v_proj." in key:
-                if "vision_model" not in key:
-                    state[key] = tensor.unflatten(0, (2, -1)).repeat_interleave(3, 0).flatten(0, 1)
-        large.load_state_dict(state)
-        large.save_pretrained(folder / "source")
-        merge_kv_heads(folder / "source", folder / "merged", kv_heads=2)
-        return folder / "merged"
-
-    return merge
-
-
-@pytest.mark.parametrize(("name", "form"), IN_FORMS, ids=words)
-def test_merged_heads(name, form, source_of, merged_of, tmp_path):
+@pytest.mark.parametrize(("name", "form"), zip(CASES, FORMS, strict=True), ids=words)
+def test_merged_heads(name, form, source_of, tmp_path):
     """Merging equal heads changes nothing."""
-    case, merged, (_, expected) = CASES[name], merged_of(name), source_of(name, torch.float32)
-    convert(merged, tmp_path / "target", **form)
-    for folder in (merged, tmp_path / "target"):
-        loaded = load_whole(case.model_class, folder)
+    case, (_, expected) = CASES[name], source_of(name, torch.float32)
+    large, state = case.make(num_key_value_heads=6), case.make().state_dict()
+    for key, tensor in state.items():
+        if (".k_proj." in key or ".v_proj." in key) and "vision_model" not in key:
+            state[key] = tensor.unflatten(0, (2, -1)).repeat_interleave(3, 0).flatten(0, 1)
+    large.load_state_dict(state)
+    large.save_pretrained(tmp_path / "source")
+    merge_kv_heads(tmp_path / "source", tmp_path / "merged", kv_heads=2)
+    convert(tmp_path / "merged", tmp_path / "target", **form)
+    for folder in ("merged", "target"):
+        loaded = load_whole(case.model_class, tmp_path / folder)
         assert max_abs(run(loaded, **case.inputs()), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("experts", ["fused", "split"])
-def test_assembled(experts, tmp_path):
+def test_assembled(tmp_path):
     decoder = TEXT.make()
     decoder.save_pretrained(tmp_path / "decoder", layout="stock")
     save_tokenizer(tmp_path / "decoder")
@@ -156,7 +128,7 @@ def test_assembled(experts, tmp_path):
     config = open_clip_config(image_size=56, patch_size=14)
     write_open_clip(tmp_path / "tower", visual_state(tower), config)
     assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "whole")
-    convert(tmp_path / "whole", tmp_path / "target", experts=experts)
+    convert(tmp_path / "whole", tmp_path / "target", experts="split")
     whole, target = (
         load_whole(llamoe.LlamoeForConditionalGeneration, tmp_path / name, dtype=torch.float32)
         for name in ("whole", "target")
@@ -181,27 +153,8 @@ def save_tokenizer(folder, size=83):
     ).save_pretrained(folder)
 
 
-def test_towers(tmp_path):
-    """From open_clip and from transformers, and the tower of a multimodal checkpoint whose experts are split."""
+def test_the_tower_of_a_model_whose_experts_are_split(tmp_path):
     pictures = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(5))
-    tower = randomize(open_clip_tower(image_size=56, patch_size=14))
-    write_open_clip(tmp_path / "clip", visual_state(tower), open_clip_config(image_size=56, patch_size=14))
-    convert_vision(tmp_path / "clip", tmp_path / "from-open-clip")
-    loaded = load_whole(llamoe.LlamoeVisionModel, tmp_path / "from-open-clip")
-    with torch.no_grad():
-        expected = tower(pictures)[0]
-        assert max_abs(loaded(pictures).pooler_output, expected) < TOLERANCE * expected.abs().max()
-
-    stock = randomize(
-        CLIPVisionModelWithProjection(CLIPVisionConfig(image_size=56, patch_size=14, num_hidden_layers=2))
-    )
-    stock.save_pretrained(tmp_path / "stock")
-    convert_vision(tmp_path / "stock", tmp_path / "from-clip")
-    loaded = load_whole(llamoe.LlamoeVisionModel, tmp_path / "from-clip")
-    with torch.no_grad():
-        expected = stock(pictures).image_embeds
-        assert max_abs(loaded(pictures).pooler_output, expected) < TOLERANCE * expected.abs().max()
-
     model = CASES["LlamoeForConditionalGeneration"].make()
     model.save_pretrained(tmp_path / "model")
     convert(tmp_path / "model", tmp_path / "split", experts="split")
@@ -211,32 +164,19 @@ def test_towers(tmp_path):
     assert torch.equal(given, expected)
 
 
-@pytest.fixture(scope="module")
-def meta_source_of(tmp_path_factory):
-    """Gives for a model of Meta's its folder, and the logits of Meta's maths."""
-
-    @cache
-    def make(name):
-        case = META_CASES[name]
-        weights = case.weights()
-        folder = case.write(tmp_path_factory.mktemp(name) / "meta", weights, 1)
-        return folder, case.logits(weights, *case.inputs())
-
-    return make
+# Forms other than that of tests/conversion/meta.
+META_FORMS = [
+    ("Llama-3", FORMS[1]),
+    ("Llama-4-Scout", FORMS[2]),
+    ("Llama-4-Maverick", FORMS[3]),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        (name, form)
-        for name, form in product(META_CASES, FORMS)
-        if META_CASES[name].is_llama4 or form != dict(experts="split", layout="stock")
-    ],
-    ids=words,
-)
-def test_through_metas_format_and_back(name, form, meta_source_of, tmp_path):
-    case, (source, expected) = META_CASES[name], meta_source_of(name)
-    tokens, tiles = case.inputs()
+@pytest.mark.parametrize(("name", "form"), META_FORMS, ids=words)
+def test_through_metas_format_and_back(name, form, tmp_path):
+    case = META_CASES[name]
+    weights, (tokens, tiles) = case.weights(), case.inputs()
+    source, expected = case.write(tmp_path / "meta", weights, 1), case.logits(weights, tokens, tiles)
     convert(source, tmp_path / "hf", **form)
     convert(tmp_path / "hf", tmp_path / "back", to="meta", shards=case.counts[-1])
     convert(tmp_path / "back", tmp_path / "again", **form)

@@ -183,7 +183,7 @@ def test_split_experts_and_bin_files_are_described_alike(family, saved, tmp_path
             assert getattr(found, name) == getattr(expected, name), (other, name)
 
 
-@pytest.mark.parametrize("family", ["dense", "text", "multimodal"])
+@pytest.mark.parametrize("family", ["dense", "multimodal"])
 def test_folders_of_meta_are_described_alike(family, tmp_path, monkeypatch):
     config = MODELS[family][1](
         head_dim=12, vocab_size=102
@@ -245,7 +245,7 @@ def test_memory_is_what_a_placement_is_planned_with(family, saved):
     check_needs(inspect(saved(family)[0]).needs, stock_sized(family))
 
 
-@pytest.mark.parametrize("name", ["llama-4-scout", "llama-2-70b", "metaclip-b16"])
+@pytest.mark.parametrize("name", ["llama-4-scout", "metaclip-b16"])
 def test_a_preset_without_weights_says_what_it_would_need(name):
     found = inspect(name)
     config = preset(name)

@@ -140,9 +140,15 @@ def test_a_file_in_excess_of_metas_is_not_taken_for_a_part(originals):
     )
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("place", ["first", "last"])
-@pytest.mark.parametrize("kind", ["one", "meta4"])
+@pytest.mark.parametrize(
+    ("kind", "place", "value"),
+    [
+        ("one", "first", float("nan")),
+        ("one", "last", -float("inf")),
+        ("meta4", "first", float("inf")),
+        ("meta4", "last", float("nan")),
+    ],
+)
 def test_numbers_that_are_none_are_found_wherever_they_are(originals, kind, place, value):
     """Frequencies and statistics of Meta's files are no weights: what they hold does not matter."""
     original = originals[kind]
@@ -214,8 +220,9 @@ class Evaluates(RunsCode):
         return eval, (f"__import__('os').system({self.command!r})",)
 
 
-@pytest.mark.parametrize("kind", ["bin", "legacy", "meta"])
-@pytest.mark.parametrize("attack", [RunsCode, Evaluates])
+@pytest.mark.parametrize(
+    ("kind", "attack"), [("bin", RunsCode), ("legacy", Evaluates), ("legacy", RunsCode), ("meta", Evaluates)]
+)
 def test_pickles_that_want_to_run_code_are_refused_before_they_can(originals, kind, attack, tmp_path):
     original, mark = originals[kind], tmp_path / "mark"
     name = original.weight_files()[0]
@@ -273,7 +280,7 @@ def test_files_without_checksums_are_read(originals):
     check(original, {"pytorch_model.bin": buffer.getvalue()}, checksums=True, must_pass=True)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_checksums_find_any_change_of_a_torch_file(originals, seed):
     original, dice = originals["meta"], random.Random(seed)
     listed = b"".join(

@@ -25,7 +25,7 @@ def refused(guard, path, other, says, inspected=None):
     outcome = guard.run("look", folder=path)
     assert not outcome.kinds or "CheckpointError" in outcome.kinds, outcome
     told = outcome.message or " ".join(outcome.result)
-    assert (inspected or path.name) in told and outcome.seconds < 15, outcome
+    assert (inspected or path.name) in told, outcome
 
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "num_local_experts", "hidden_size", "vocab_size"])

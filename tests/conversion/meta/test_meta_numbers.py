@@ -24,16 +24,14 @@ CLASSES = {
 }
 # Case, files of the source, how they are written, files on the way back.
 WAYS = [
-    (META_LLAMA_1, 1, dict(one_storage=True), 3),
     (META_LLAMA_1, 6, {}, 1),
     (META_LLAMA_2, 2, dict(one_storage=True), 1),
     (META_LLAMA_2, 1, dict(extras=False), 2),
-    (META_LLAMA_3, 2, {}, 1),
     (META_LLAMA_3, 1, {}, 2),
     (META_SCOUT, 2, {}, 1),
     (META_SCOUT, 1, dict(release=False), 2),
-    (META_MAVERICK, 3, {}, 1),
-    (META_MAVERICK, 1, dict(extras=False, one_storage=True), 3),
+    (META_MAVERICK, 3, dict(one_storage=True), 1),
+    (META_MAVERICK, 1, dict(extras=False), 3),
 ]
 
 
@@ -76,33 +74,14 @@ def test_converted_folders_compute_what_metas_maths_does_and_convert_back_to_the
     assert [name for name in weights if not torch.equal(back[name], weights[name])] == []
     assert sums(source) == before
 
-
-@pytest.mark.parametrize(
-    "case", [META_LLAMA_1, META_LLAMA_2, META_LLAMA_3, META_SCOUT, META_MAVERICK], ids=lambda case: case.name
-)
-def test_params_json_comes_back_with_the_same_meaning(case, tmp_path):
-    convert(case.write(tmp_path / "meta", case.weights(), 1), tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "back", to="meta", shards=case.counts[-1])
+    # params.json has the same meaning.
     params = json.loads((tmp_path / "back" / "params.json").read_text())
     assert params.get("vocab_size", -1) in (-1, case.vocabulary)
-    weights, (tokens, tiles) = case.weights(), case.inputs()
-    came_back = replace(case, params=params)
-    assert torch.equal(came_back.logits(weights, tokens, tiles), case.logits(weights, tokens, tiles))
+    assert torch.equal(replace(case, params=params).logits(weights, tokens, tiles), expected)
     # Meta's code makes its layers by these rules, and then loads the tensors into them.
     assert hidden_size(params) == hidden_size(case.params) or META_SCOUT is case
     if case.is_llama4:
         assert expert_size(params) == expert_size(case.params)
-
-
-def test_files_can_be_counted_anew_without_a_stop_at_hugging_face(tmp_path):
-    weights = META_MAVERICK.weights(torch.bfloat16)
-    source = META_MAVERICK.write(tmp_path / "one", weights, 3)
-    convert(source, tmp_path / "two", to="meta", shards=1)
-    back = META_MAVERICK.read(tmp_path / "two")
-    assert back.keys() == weights.keys()
-    assert all(
-        back[name].dtype == torch.bfloat16 and torch.equal(back[name], weights[name]) for name in weights
-    )
 
 
 def test_scaled_rotary_has_metas_own_factors_where_params_json_names_none(tmp_path, record_parity):
@@ -131,13 +110,3 @@ def test_scaling_factors_of_params_json_are_taken(tmp_path):
     for model_class in CLASSES[META_MAVERICK.name]:
         given = logits(model_class, tmp_path / "hf", tokens, None)
         assert max_abs(given.double(), expected) < TOLERANCE
-
-
-def test_params_may_be_nested_under_model(tmp_path):
-    case = replace(META_MAVERICK, params={**META_MAVERICK.params, "n_layers": 2})
-    source = case.write(tmp_path / "meta", case.weights(), 1)
-    (source / "params.json").write_text(json.dumps({"model": case.params}))
-    convert(source, tmp_path / "hf")
-    tokens, _ = case.inputs()
-    given = logits(llamoe.LlamoeForCausalLM, tmp_path / "hf", tokens, None)
-    assert max_abs(given.double(), case.logits(case.weights(), tokens)) < TOLERANCE

@@ -220,11 +220,6 @@ def test_metas_folders_stay_metas(case, tmp_path):
     assert open_checkpoint(source, companions=False).kind.startswith("meta-llama")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_mistral_ais_folders_are_recognised(case, tmp_path):
-    assert open_checkpoint(case.write(tmp_path / "mistral")).kind == "mistral"
-
-
 def test_a_params_json_with_no_key_of_either_goes_by_the_weights(tmp_path):
     """Meta's LLaMA 1 and 2 need neither multiple_of nor a multiplier where tensors show the size."""
     case = META_LLAMA_1

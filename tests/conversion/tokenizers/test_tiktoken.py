@@ -191,7 +191,7 @@ def test_any_text_gives_the_ids_of_tiktoken(family):
         hypothesis.strategies.text(max_size=30), hypothesis.strategies.lists(parts, max_size=20).map("".join)
     )
 
-    @hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
+    @hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
     @hypothesis.given(texts)
     def compare(text):
         expected = reference.encode(text, disallowed_special=())
@@ -216,7 +216,7 @@ def test_special_tokens_have_metas_names_and_ids(family, loaded):
     assert spelled == encoding_of(family).encode("<|end_of_text|>", disallowed_special=())
 
 
-@pytest.mark.parametrize("merges", [0, 7, 500])
+@pytest.mark.parametrize("merges", [0, 7])
 def test_any_number_of_ranks(merges, family):
     tokens = make_table(merges, seed=merges)
     config = config_of(family, len(tokens) + COUNT[family])
@@ -240,12 +240,11 @@ def test_generation_stops_where_metas_does(family, tmp_path):
         assert bool(settings.do_sample) is (instruct is True)
 
 
-@pytest.mark.parametrize("stock", [True, False], ids=["stock", "llamoe"])
-def test_generate_works_with_nothing_added(stock, family, tmp_path):
+def test_generate_works_with_nothing_added(family, tmp_path):
     config = config_of(family)
     kind = llamoe.LlamoeDenseForCausalLM if family == "llama-3" else llamoe.LlamoeForCausalLM
     folder = tmp_path / "folder"
-    kind(config).save_pretrained(folder, **({"layout": "stock"} if stock else {}))
+    kind(config).save_pretrained(folder, layout="stock" if family == "llama-3" else "llamoe")
     write(folder, conversion.hf_files_from_meta(TABLE, config, instruct=True))
     tokenizer, model = AutoTokenizer.from_pretrained(folder), kind.from_pretrained(folder)
     chats = [[{"role": "user", "content": text}] for text in ("hello", "a longer question")]
@@ -306,12 +305,12 @@ DIALOGS = {
 }
 
 
-@pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("name", DIALOGS)
-def test_chat_equals_metas(name, prompt, family, loaded):
-    dialog = DIALOGS[name]
-    given = loaded.apply_chat_template(dialog, tokenize=True, return_dict=True, add_generation_prompt=prompt)
-    assert given["input_ids"] == meta_chat(family, dialog, prompt)
+def test_chat_equals_metas(name, family, loaded):
+    for prompt in (True, False):
+        options = dict(tokenize=True, return_dict=True, add_generation_prompt=prompt)
+        given = loaded.apply_chat_template(DIALOGS[name], **options)["input_ids"]
+        assert given == meta_chat(family, DIALOGS[name], prompt)
 
 
 def test_chat_takes_parts_and_arguments_as_text(family, loaded):
@@ -326,15 +325,14 @@ def test_chat_takes_parts_and_arguments_as_text(family, loaded):
 
 
 def test_chat_refuses_what_it_cannot_say(loaded):
-    picture = [{"role": "user", "content": [{"type": "image"}]}]
-    with pytest.raises(Exception, match="cannot read a part of type image"):
-        loaded.apply_chat_template(picture, tokenize=False)
-    with pytest.raises(Exception, match="message 2 has the role robot"):
-        loaded.apply_chat_template([*DIALOGS["question"], {"role": "robot", "content": "x"}], tokenize=False)
-    with pytest.raises(Exception, match="no descriptions"):
-        loaded.apply_chat_template(
-            DIALOGS["question"], tools=[{"type": "function", "function": {}}], tokenize=False
-        )
+    question = DIALOGS["question"]
+    for dialog, named, more in (
+        ([{"role": "user", "content": [{"type": "image"}]}], "type image", {}),
+        ([*question, {"role": "robot", "content": "x"}], "message 2 has the role robot", {}),
+        (question, "no descriptions", {"tools": [{"type": "function", "function": {}}]}),
+    ):
+        with pytest.raises(Exception, match=named):
+            loaded.apply_chat_template(dialog, tokenize=False, **more)
 
 
 # The way back
@@ -366,16 +364,19 @@ def test_what_a_table_cannot_say_is_refused(family):
 
     last = RANKS + COUNT[family]
     new = {**json.loads(files["tokenizer.json"])["added_tokens"][-1], "id": last, "content": "<new>"}
-    with pytest.raises(CheckpointError, match=f"'<new>' the id {last};.*from {RANKS} to {last - 1}"):
-        back(lambda changed: changed["added_tokens"].append(new))
-    with pytest.raises(CheckpointError, match="cuts texts by"):
-        back(lambda changed: changed["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\s+"))
-    with pytest.raises(CheckpointError, match="order of the ids"):
-        back(lambda changed: changed["model"]["merges"].reverse())
-    with pytest.raises(CheckpointError, match="leave out"):
-        back(lambda changed: changed["model"]["merges"].pop(100))
-    with pytest.raises(CheckpointError, match=f"ids 0 to {RANKS - 1}"):
-        back(lambda changed: changed["model"]["vocab"].update({next(iter(changed["model"]["vocab"])): 9000}))
+    for named, change in {
+        f"'<new>' the id {last};.*from {RANKS} to {last - 1}": lambda all_: all_["added_tokens"].append(new),
+        "cuts texts by": lambda all_: all_["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(
+            Regex=r"\s+"
+        ),
+        "order of the ids": lambda all_: all_["model"]["merges"].reverse(),
+        "leave out": lambda all_: all_["model"]["merges"].pop(100),
+        f"ids 0 to {RANKS - 1}": lambda all_: all_["model"]["vocab"].update(
+            {next(iter(all_["model"]["vocab"])): 9000}
+        ),
+    }.items():
+        with pytest.raises(CheckpointError, match=named):
+            back(change)
 
 
 # Wrong files
