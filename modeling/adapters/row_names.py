@@ -23,18 +23,16 @@ def dealing_names(enable_hooks: Callable, tuner: Any, *args: Any, **kwargs: Any)
         enable_hooks: peft's method, whose arguments follow.
         tuner: peft's tuner around a model of ours.
         args: the pass's.
-        kwargs: the pass's; `adapter_names` and `num_beams` count.
+        kwargs: the pass's; `adapter_names`, which is not None, and `num_beams` count.
 
     Raises:
         ValueError: an adapter changes a parameter in a way that knows one adapter for a batch.
     """
-    names = kwargs.get("adapter_names")
-    if names is not None:
-        kwargs["adapter_names"] = names = list(names)
-        _refuse_parameters(tuner.model)
-        if kwargs.get("alora_offsets") is None:
-            # Rows are repeated when they are, for any reason.
-            kwargs.pop("num_beams", None)
+    kwargs["adapter_names"] = names = list(kwargs["adapter_names"])
+    _refuse_parameters(tuner.model)
+    if kwargs.get("alora_offsets") is None:
+        # Rows are repeated when they are, for any reason.
+        kwargs.pop("num_beams", None)
     hooks = enable_hooks(tuner, *args, **kwargs)
     hooks.__enter__()
     token = _names.set(names)
