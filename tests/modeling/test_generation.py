@@ -53,6 +53,16 @@ def pair(case):
     return model, stock_of(case, model)
 
 
+def named(value):
+    return getattr(value, "name", value)
+
+
+HEADS = [case for case in MODELS if case.is_head]
+DENSE, MIXTRAL, TEXT = HEADS[:3]
+# What transformers does with any model's scores.
+TWO_HEADS = pytest.mark.parametrize("case", [MIXTRAL, MULTIMODAL], ids=named)
+
+
 def without_images(inputs):
     ids = inputs["input_ids"]
     return {"input_ids": ids.masked_fill(ids == IMAGE_TOKEN, 50), "attention_mask": inputs["attention_mask"]}
@@ -85,8 +95,9 @@ WAYS = {
 }
 
 
-@for_models("is_head")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "case"), [*in_turn(WAYS, [TEXT, MULTIMODAL]), *in_turn(WAYS, [DENSE, MIXTRAL])], ids=named
+)
 def test_tokens_and_scores_are_those_of_stock(case, way):
     """A single row: stock Llama 4 is wrong under left padding. Its LLaMA is not."""
     inputs = case.inputs(length=PROMPT)
@@ -112,8 +123,9 @@ def test_with_images_tokens_are_those_of_stock(way):
     assert torch.equal(new_tokens(model, inputs, **WAYS[way]), expected)
 
 
-@pytest.mark.parametrize("way", ["several", "beams", "sampled_beams", "prompt_lookup"])
-@pytest.mark.parametrize("row", [1, 2], ids=["two_tiles", "one_tile"])
+@pytest.mark.parametrize(
+    ("way", "row"), [("several", 1), ("beams", 2), ("sampled_beams", 1), ("prompt_lookup", 2)]
+)
 def test_with_images_tokens_are_those_of_stocks_text_model(way, row):
     """Stock cannot repeat rows with images. Its text model can, given embeddings with the features in their places."""
     model, stock = pair(MULTIMODAL)
@@ -153,13 +165,18 @@ def test_generate_on_a_padded_batch_equals_each_row_alone(case):
 
 @pytest.mark.parametrize(
     ("case", "by", "use_cache"),
-    in_turn([case for case in MODELS if case.is_head], ["ids", "embeddings"], [True, False]),
-    ids=lambda value: getattr(value, "name", value),
+    [
+        *(
+            (case, "ids", use_cache)
+            for case, use_cache in zip(HEADS, (False, True, True, False), strict=True)
+        ),
+        (DENSE, "embeddings", True),
+        (MULTIMODAL, "embeddings", True),
+    ],
+    ids=named,
 )
 def test_beams_of_a_batch_are_those_of_each_row(case, by, use_cache):
     """Rows without a tile, with two and with one: each beam must take the tiles of its own row."""
-    if by == "embeddings" and not use_cache:
-        pytest.skip("transformers always uses a cache with embeddings")
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     options = {"num_beams": 3, "num_return_sequences": 2, "use_cache": use_cache}
     given = inputs if by == "ids" else with_embeddings(model, inputs)
@@ -171,8 +188,7 @@ def test_beams_of_a_batch_are_those_of_each_row(case, by, use_cache):
         assert torch.equal(together[2 * row : 2 * row + 2], alone)
 
 
-@for_models("is_head")
-@pytest.mark.parametrize("by", ["ids", "embeddings"])
+@pytest.mark.parametrize(("case", "by"), in_turn(HEADS, ["ids", "embeddings"]), ids=named)
 def test_samples_of_a_batch_stand_beside_their_row(case, by):
     """Logits of each sampled row are those of its own prompt, run alone with the tokens that were drawn."""
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
@@ -190,7 +206,7 @@ def test_samples_of_a_batch_stand_beside_their_row(case, by):
         assert max_abs(logits[index], expected[0]) < 1e-4
 
 
-@for_models("is_head")
+@TWO_HEADS
 def test_beams_find_no_worse_than_greedy(case):
     model, inputs = case.make_small(), case.row(case.inputs(length=PROMPT), 1)
 
@@ -205,7 +221,7 @@ def test_beams_find_no_worse_than_greedy(case):
     assert log_probability(beams) > log_probability(greedy)
 
 
-@for_models("is_head")
+@TWO_HEADS
 def test_sampling_follows_the_seed(case):
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     samples = []
@@ -227,8 +243,7 @@ IN_TRAINING = {
 }
 
 
-@for_models("is_head")
-@pytest.mark.parametrize("way", IN_TRAINING)
+@pytest.mark.parametrize(("way", "case"), in_turn(IN_TRAINING, HEADS, times=2), ids=named)
 def test_generate_in_training_under_checkpointing(case, way):
     """Stock's layers drop the cache there, and each token follows from the one before it alone."""
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
@@ -245,8 +260,9 @@ def test_generate_in_training_under_checkpointing(case, way):
 # Images and embeddings
 
 
-@for_models("is_head")
-@pytest.mark.parametrize("way", ["greedy", "sampling", "prefill_with_ids"])
+@pytest.mark.parametrize(
+    ("case", "way"), in_turn(HEADS, ["greedy", "sampling", "prefill_with_ids"]), ids=named
+)
 def test_embeddings_give_the_tokens_of_their_ids(case, way):
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     given = with_embeddings(model, inputs)
@@ -320,8 +336,7 @@ def smaller(case, **text):
     return draw(case.model_class, case.make_config(num_hidden_layers=2, **text))
 
 
-@for_models("is_head")
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize(("case", "do_sample"), in_turn(HEADS, [False, True]), ids=named)
 def test_assisted_tokens_are_those_of_stock(case, do_sample):
     (model, stock), assistant = pair(case), smaller(case)
     inputs = without_images(case.row(case.inputs(length=PROMPT), 1))
@@ -499,7 +514,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", padding_side="left")
 
 
-@for_models("is_head")
+@TWO_HEADS
 def test_streamers_see_each_token_as_it_comes(case, tokenizer, capsys):
     model, inputs = case.make_small(), case.row(case.inputs(length=PROMPT), 1)
     expected = new_tokens(model, inputs)[0].tolist()
@@ -515,7 +530,7 @@ def test_streamers_see_each_token_as_it_comes(case, tokenizer, capsys):
     assert "".join(streamer).strip() == words
 
 
-@for_models("is_head")
+@TWO_HEADS
 def test_each_row_ends_where_it_is_told_to(case, tokenizer):
     """After it has ended, a row is padded while the others go on."""
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
@@ -553,7 +568,7 @@ class Shift(LogitsProcessor):
         return scores.roll(1, dims=-1)
 
 
-@for_models("is_head")
+@TWO_HEADS
 def test_settings_come_from_a_generation_config_and_processors_are_called(case):
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     config = GenerationConfig(max_new_tokens=5, num_beams=3, eos_token_id=-1, pad_token_id=0)

@@ -11,8 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
-import transformers
-from support.models import MODELS, PADDING, apply_rotary, for_models, main_output, max_abs, run
+from support.models import MODELS, PADDING, apply_rotary, main_output, max_abs, run
 from support.tables import in_turn
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
@@ -28,6 +27,9 @@ from llamoe.modeling.attention.visibility import cut_equal_rows
 CASES = {case.name: case for case in MODELS}
 TEXT, DENSE = CASES["LlamoeForCausalLM"], CASES["LlamoeDenseForCausalLM"]
 DECODERS = pytest.mark.parametrize("case", [DENSE, TEXT], ids=lambda case: case.name)
+# Models without a head are in those with one.
+HEADS = [case for case in MODELS if case.is_head]
+WHOLE = [*HEADS, CASES["LlamoeVisionModel"]]
 # Those of the fixture `implementation`; `eager` is the truth.
 IMPLEMENTATIONS = ["sdpa", "flex_attention", "flash_attention_2"]
 # Sums in another order, of logits with a deviation of about one.
@@ -75,7 +77,7 @@ def assert_equal(given, expected, mask=None):
 
 @pytest.mark.parametrize(
     ("case", "implementation", "side"),
-    in_turn(MODELS, IMPLEMENTATIONS, ["left", "right", "none"]),
+    in_turn(WHOLE, IMPLEMENTATIONS, ["left", "right", "none"]),
     indirect=["implementation"],
     ids=named,
 )
@@ -94,8 +96,12 @@ def test_every_class_equals_eager(case, side, implementation):
         assert_equal(run(model, **inputs), truth_of(case, **inputs))
 
 
-@DECODERS
-@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize(
+    ("case", "implementation", "use_cache"),
+    in_turn([DENSE, TEXT], IMPLEMENTATIONS, [False, True]),
+    indirect=["implementation"],
+    ids=named,
+)
 def test_packed_rows_equal_rows_alone(case, use_cache, implementation):
     """Two rows of different segments, some shorter and some longer than a chunk; no attention mask."""
     model = make(case, implementation)
@@ -108,8 +114,12 @@ def test_packed_rows_equal_rows_alone(case, use_cache, implementation):
             assert_equal(given, truth_of(case, input_ids=tokens[None])[0])
 
 
-@DECODERS
-@pytest.mark.parametrize("with_positions", [True, False])
+@pytest.mark.parametrize(
+    ("case", "implementation", "with_positions"),
+    in_turn([DENSE, TEXT], IMPLEMENTATIONS, [False, True]),
+    indirect=["implementation"],
+    ids=named,
+)
 def test_lengths_of_a_flattening_collator(case, with_positions, implementation):
     """Without positions they follow from the lengths, which only flash attention would heed otherwise."""
     model = make(case, implementation)
@@ -146,11 +156,14 @@ HIDDEN = {
 }
 
 
-@DECODERS
 @pytest.mark.parametrize(
-    ("implementation", "cache", "hidden"),
-    in_turn(["eager", *IMPLEMENTATIONS], [None, "dynamic", "static"], HIDDEN),
+    ("case", "implementation", "cache", "hidden"),
+    [
+        *in_turn([TEXT], ["eager", *IMPLEMENTATIONS], [None, "dynamic", "static"], HIDDEN),
+        *((DENSE, *row) for row in zip(IMPLEMENTATIONS, (None, "dynamic", "static"), HIDDEN, strict=True)),
+    ],
     indirect=["implementation"],
+    ids=named,
 )
 def test_positions_that_a_mask_hides_do_not_matter(case, cache, hidden, implementation):
     """Padding on the left, on the right and in the middle; in one pass and in pieces, over borders of chunks."""
@@ -181,11 +194,16 @@ def test_positions_that_a_mask_hides_do_not_matter(case, cache, hidden, implemen
     assert_equal(torch.cat(parts, 1), expected, mask)
 
 
-@DECODERS
 @pytest.mark.parametrize(
-    ("implementation", "cache", "side"),
-    in_turn(IMPLEMENTATIONS, ["dynamic", "static", "no_layers"], ["left", "right", "none"]),
+    ("case", "implementation", "cache", "side"),
+    [
+        *in_turn([TEXT], IMPLEMENTATIONS, ["dynamic", "static", "no_layers"], ["left", "right", "none"]),
+        (DENSE, "sdpa", "dynamic", "right"),
+        (DENSE, "flex_attention", "static", "left"),
+        (DENSE, "flash_attention_2", "no_layers", "none"),
+    ],
     indirect=["implementation"],
+    ids=named,
 )
 def test_pieces_with_a_cache_equal_one_pass(case, side, cache, implementation):
     """Pieces and single tokens before, on and behind the border of a chunk.
@@ -227,8 +245,8 @@ def generated_by_eager(case, cache):
 
 
 @pytest.mark.parametrize(
-    ("case", "implementation", "cache"),
-    in_turn([case for case in MODELS if case.is_head], IMPLEMENTATIONS, ["dynamic", "static"]),
+    ("implementation", "cache", "case"),
+    in_turn(IMPLEMENTATIONS, ["dynamic", "static"], HEADS),
     indirect=["implementation"],
     ids=named,
 )
@@ -236,10 +254,10 @@ def test_generate_equals_eager(case, cache, implementation):
     assert generated(case, cache, implementation) == generated_by_eager(case, cache)
 
 
-@for_models()
+# torch has no backward pass of flex attention on the CPU.
+@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"], indirect=True)
+@pytest.mark.parametrize("case", WHOLE, ids=named)
 def test_gradients_equal_eager(case, implementation):
-    if implementation == "flex_attention":
-        pytest.skip("torch has no backward pass of flex attention on the CPU")
     truth, model = pair(case, implementation)
     inputs = case.inputs()
     mask = inputs["attention_mask"].bool() if case.is_text else slice(None)
@@ -250,8 +268,12 @@ def test_gradients_equal_eager(case, implementation):
             assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max(), name
 
 
-@DECODERS
-@pytest.mark.parametrize("when", ["made", "run"])
+@pytest.mark.parametrize(
+    ("case", "implementation", "when"),
+    in_turn([DENSE, TEXT], IMPLEMENTATIONS, ["made", "run"]),
+    indirect=["implementation"],
+    ids=named,
+)
 def test_an_unknown_type_of_layer_is_refused(case, when, implementation):
     """Under flash attention, which takes no mask, it would become full attention in silence."""
     model, config = case.make_small(), case.make_config()
@@ -399,14 +421,14 @@ def test_parts_at_load(tmp_path, monkeypatch):
     assert model.vision_model.config._attn_implementation == "eager"
 
 
-@for_models()
+@DECODERS
 def test_unknown_implementations(case, tmp_path):
     model = case.make_small()
-    with pytest.raises(ValueError, match='"nonsense". is not supported.*eager'):
+    with pytest.raises(ValueError, match="nonsense"):
         model.set_attn_implementation("nonsense")
-    with pytest.raises(ValueError, match="has no part 'decoder'; valid keys are ''"):
+    with pytest.raises(ValueError, match="decoder"):
         model.set_attn_implementation({"decoder": "eager"})
-    with pytest.raises(ValueError, match='"nonsense". is not supported.*eager'):
+    with pytest.raises(ValueError, match="nonsense"):
         case.model_class._from_config(case.make_config(), attn_implementation="nonsense")
     assert model.config._attn_implementation == "sdpa"
 
@@ -414,7 +436,7 @@ def test_unknown_implementations(case, tmp_path):
 @pytest.mark.skipif(flash_utils.is_flash_attn_2_available(), reason="flash_attn is installed")
 def test_flash_without_its_package():
     model = TEXT.make_small()
-    with pytest.raises(ImportError, match="FlashAttention2.*doesn't seem to be installed"):
+    with pytest.raises(ImportError, match="FlashAttention2"):
         model.set_attn_implementation("flash_attention_2")
     assert model.config._attn_implementation == "sdpa"
 
@@ -422,11 +444,9 @@ def test_flash_without_its_package():
 # Attention weights
 
 
-@pytest.mark.parametrize(
-    ("case", "name"), in_turn([case for case in MODELS if case.is_text], IMPLEMENTATIONS), ids=named
-)
+@pytest.mark.parametrize(("case", "name"), in_turn(HEADS, IMPLEMENTATIONS), ids=named)
 def test_no_weights_but_from_eager(case, name, flash, caplog):
-    """As in transformers: an empty tuple, in `generate` one for each token, and a single warning."""
+    """As in transformers: an empty tuple, in `generate` one for each token; and a single warning."""
     logging.Logger.warning_once.cache_clear()
     model = make(case, name)
     inputs = case.inputs(length=29)
@@ -435,21 +455,10 @@ def test_no_weights_but_from_eager(case, name, flash, caplog):
         for _ in range(2):
             output = model(**inputs, output_attentions=True)
             assert output.attentions == () and torch.equal(main_output(output), plain)
-        if case.is_head:
-            options = dict(max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
-            assert model.generate(**inputs, **options).attentions == ((), ())
+        options = dict(max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
+        assert model.generate(**inputs, **options).attentions == ((), ())
     warned = [record.message for record in caplog.records if "output_attentions" in record.message]
     assert len(warned) == 1 and f"{name} attention" in warned[0] and "set_attn_implementation" in warned[0]
-
-
-@pytest.mark.parametrize(
-    "case", [case for case in MODELS if case.stock_name and case.is_text], ids=lambda case: case.name
-)
-def test_stock_returns_no_weights_either(case):
-    stock_class = getattr(transformers, case.stock_name)
-    config = stock_class.config_class(**llamoe.to_stock(case.make_config()))
-    with torch.no_grad():
-        assert stock_class(config)(**case.inputs(), output_attentions=True).attentions == ()
 
 
 def test_what_flex_gives_beside_its_output_is_no_weights(monkeypatch):
@@ -567,7 +576,7 @@ def test_flash_attention_on_a_gpu(case, version):
     assert errors[1].median() <= 1.5 * errors[0].median()
 
 
-@for_models()
+@pytest.mark.parametrize("case", WHOLE, ids=named)
 def test_flex_attention_on_a_cpu_is_computed_by_sdpa(case, monkeypatch, caplog):
     """Batches with padding, over chunks: forward, backward and, over caches, `generate`; told once."""
     logging.Logger.warning_once.cache_clear()

@@ -100,8 +100,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("kind", ROWS)
-@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize(("kind", "use_cache"), in_turn(ROWS, [False, True]))
 def test_rows_equal_eager(models, kind, use_cache):
     truth, model = models
     given = {"input_ids": tokens(3, 63), "use_cache": use_cache, **ROWS[kind]}
@@ -113,7 +112,7 @@ def test_rows_equal_eager(models, kind, use_cache):
     assert isinstance(mask, form.get(kind, Fold))
 
 
-@pytest.mark.parametrize("length", [15, 16, 17, 32, 61])
+@pytest.mark.parametrize("length", [16, 17, 61])
 def test_single_rows_equal_stock(length):
     stock = stock_model(Llama4ForCausalLM, stock_text_config())
     model = llamoe.LlamoeForCausalLM(llamoe.from_stock(stock.config))
@@ -130,11 +129,11 @@ CACHES = {
 }
 
 
-PIECES = [(50, 21), (7, 40, 1, 23), (16, 33, 22), (3, 5, 60, 3), (70, 1)]
+PIECES = [(50, 21), (7, 40, 1, 23), (16, 33, 22), (3, 5, 60, 3)]
 
 
 @pytest.mark.parametrize(
-    ("pieces", "side", "cache"), in_turn(PIECES, ["none", "ones", "left", "late"], CACHES), ids=str
+    ("cache", "side", "pieces"), in_turn(CACHES, ["none", "ones", "left", "late"], PIECES), ids=str
 )
 def test_pieces_equal_eager(models, cache, side, pieces):
     """They begin in the middle of a chunk, and are longer and shorter than one."""
@@ -156,12 +155,12 @@ def test_pieces_equal_eager(models, cache, side, pieces):
     assert max_abs(*results) < TOLERANCE * max(1, results[0].std())
 
 
-@pytest.mark.parametrize("chunk", [2, 5, 11, 64])
+@pytest.mark.parametrize("chunk", [2, 11, 64])
 def test_random_passes_equal_eager(chunk):
     """Sizes, padding on either side, positions and caches at random; two passes each."""
     draw = random.Random(chunk)
     models = pair(attention_chunk_size=chunk, num_hidden_layers=2, no_rope_layers=[1, 0])
-    for _ in range(12):
+    for _ in range(6):
         rows, first, second = draw.randint(1, 4), draw.randint(1, 60), draw.randint(1, 60)
         ids = tokens(rows, first + second, draw.randrange(1000))
         real = torch.ones(rows, first + second, dtype=torch.long)
@@ -182,17 +181,11 @@ def test_random_passes_equal_eager(chunk):
                 given |= {"position_ids": positions[:, begin:end]} if has_positions else {}
                 parts.append(run(model, input_ids=ids[:, begin:end], past_key_values=past, **given))
             results.append(torch.cat(parts, 1)[real.bool()])
-        assert max_abs(*results) < TOLERANCE * max(1, results[0].std()), (
-            rows,
-            first,
-            second,
-            cache,
-            has_mask,
-        )
+        drawn = (rows, first, second, cache, has_mask)
+        assert max_abs(*results) < TOLERANCE * max(1, results[0].std()), drawn
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(("cache", "beams"), [("dynamic", 3), ("static", 1)])
 def test_generate_equals_eager(models, cache, beams):
     """`generate` prepares the masks for static caches itself."""
     given = {"input_ids": tokens(3, 45), "attention_mask": padding_mask((0, 7, 20), 45)}
@@ -204,8 +197,9 @@ def test_generate_equals_eager(models, cache, beams):
 # Training
 
 
-@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "non_reentrant"])
-@pytest.mark.parametrize("kind", ["bare", "left", "right", "packed"])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"), in_turn(["bare", "left", "right", "packed"], [None, True, False])
+)
 def test_gradients_equal_eager(kind, checkpointing):
     models = pair(num_hidden_layers=2, no_rope_layers=[1, 0])
     given = {"input_ids": tokens(3, 63), "use_cache": False, **ROWS[kind]}
@@ -247,12 +241,12 @@ def test_dropout_reaches_every_part(kind):
     outputs = torch.stack(
         [
             attend_in_form(sdpa, module, query, key, value, mask, None, scaling=0.2, dropout=0.25)[0]
-            for _ in range(200)
+            for _ in range(100)
         ]
     )
     real = given.get("attention_mask", torch.ones(3, 63)).bool()
     outputs = outputs[:, real]
-    assert abs(outputs.mean() - 1) < 0.01 and (outputs.mean((0, 2, 3)) - 1).abs().max() < 0.15
+    assert abs(outputs.mean() - 1) < 0.015 and (outputs.mean((0, 2, 3)) - 1).abs().max() < 0.21
     assert (outputs.var(0).mean((1, 2)) > 0.003).all()
 
 
@@ -276,26 +270,24 @@ class Largest(TorchDispatchMode):
 
 # The largest activation has 360 * ((6 + 2) * 20) elements a row, queries and keys together; a mask 360 * 360.
 LONG = {
-    "bare": lambda: [{}],
-    "left": lambda: [{"attention_mask": padding_mask((7, 0), 360)}],
-    "right": lambda: [{"attention_mask": padding_mask((7, 0), 360, "right")}],
-    "packed": lambda: [{"position_ids": torch.arange(360).remainder(70)[None]}],
-    "late": lambda: [{"position_ids": torch.arange(5, 365)[None]}],
+    "bare": {},
+    "left": {"attention_mask": padding_mask((7, 0), 360)},
+    "right": {"attention_mask": padding_mask((7, 0), 360, "right")},
+    "packed": {"position_ids": torch.arange(360).remainder(70)[None]},
+    "late": {"position_ids": torch.arange(5, 365)[None]},
 }
 
 
-@pytest.mark.parametrize("kind", LONG)
-@pytest.mark.parametrize("with_cache", [False, True])
+@pytest.mark.parametrize(("kind", "with_cache"), in_turn(LONG, [False, True]))
 def test_chunked_layers_make_nothing_as_large_as_a_mask(kind, with_cache):
     overrides = dict(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)
     truth, model = (m.model for m in pair(**overrides))
     ids, largest = tokens(2, 360), {}
     for each in (truth, model):
-        for given in LONG[kind]():
-            past = DynamicCache(config=each.config) if with_cache else None
-            with Largest() as seen:
-                chunked_only(each, ids, past, **given)
-            largest[each] = seen.elements
+        past = DynamicCache(config=each.config) if with_cache else None
+        with Largest() as seen:
+            chunked_only(each, ids, past, **LONG[kind])
+        largest[each] = seen.elements
     assert largest[truth] >= 2 * 360 * 360
     assert largest[model] < 360 * 360
 
@@ -310,7 +302,7 @@ def chunked_only(model, ids, past, attention_mask=None, position_ids=None):
         ).last_hidden_state
 
 
-@pytest.mark.parametrize("pieces", [(360,), (100, 260), (260, 99, 1)], ids=str)
+@pytest.mark.parametrize("pieces", [(360,), (260, 99, 1)], ids=str)
 @torch.no_grad()
 def test_full_layers_make_no_mask_without_padding(monkeypatch, pieces):
     """A piece behind cached tokens takes a mask a few queries long; blocks of 1024 queries in practice."""
@@ -349,26 +341,21 @@ def no_full_masks(monkeypatch):
     monkeypatch.setattr(chunked_sdpa, "BLOCK", 32)
 
 
-@pytest.mark.parametrize("kind", ROWS)
-@pytest.mark.parametrize("cache", [None, "windows", "static"])
+@pytest.mark.parametrize(("kind", "cache"), in_turn(ROWS, [None, "windows", "static"]))
 def test_full_layers_fold_rows_too(models, no_full_masks, kind, cache):
     truth, model = models
     given = {"input_ids": tokens(3, 63), **ROWS[kind]}
-    if cache == "static" and "packed" in kind:
-        pytest.skip("a cache of fixed length takes one sequence a row")
+    if cache == "static" and "packed" in kind:  # a cache of fixed length takes one sequence a row
+        cache = None
     real = given.get("attention_mask", torch.ones(3, 63)).bool()
     results = []
     for each in models:
         past = None if cache is None else CACHES[cache](each.config, 70)
         results.append(run(each, use_cache=past is not None, past_key_values=past, **given)[real])
     assert max_abs(*results) < TOLERANCE * max(1, results[0].std())
-    masks = masks_of(
-        model.config,
-        torch.empty(3, 63, 0),
-        given.get("attention_mask"),
-        None if cache is None else CACHES[cache](model.config, 70),
-        given.get("position_ids"),
-    )
+    past = None if cache is None else CACHES[cache](model.config, 70)
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    masks = masks_of(model.config, torch.empty(3, 63, 0), mask, past, positions)
     form = {"left": Fold, "right": Fold, "hole": Fold, "all_padding": Fold, "packed": Fold}
     assert isinstance(masks["full_attention"], form.get(kind, Fold | EqualRows | None))
 
@@ -405,7 +392,7 @@ def test_gradients_through_folded_full_layers_equal_eager(no_full_masks, kind):
         assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max(), name
 
 
-@pytest.mark.parametrize("kind", ["left", "right", "packed", "static", "static_left"])
+@pytest.mark.parametrize("kind", ["left", "packed", "static_left"])
 @torch.no_grad()
 def test_long_rows_make_no_mask_in_full_layers(kind):
     """Above the size from which rows are gathered, in a decoder of full layers alone."""
@@ -425,9 +412,7 @@ def test_long_rows_make_no_mask_in_full_layers(kind):
 
 LONG_ROWS = {
     "left": lambda length: {"attention_mask": padding_mask((9, 0), length)},
-    "right": lambda length: {"attention_mask": padding_mask((9, 0), length, "right")},
     "packed": lambda length: {"position_ids": torch.arange(length).remainder(211)[None]},
-    "static": lambda length: {},
     "static_left": lambda length: {"attention_mask": padding_mask((9, 0), length)},
 }
 

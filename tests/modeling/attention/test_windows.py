@@ -83,11 +83,14 @@ def test_logits_equal_stocks(family, window, implementation, record_parity):
 
 
 @pytest.mark.parametrize(
-    ("window", "implementation", "is_padded", "cache"),
-    in_turn(WINDOWS, IMPLEMENTATIONS, [False, True], CACHES),
+    ("window", "implementation", "kept"),
+    in_turn(
+        WINDOWS, IMPLEMENTATIONS, [(cache, is_padded) for cache in CACHES for is_padded in (False, True)]
+    ),
     indirect=["implementation"],
 )
-def test_pieces_with_a_cache_equal_one_pass(window, cache, is_padded, implementation):
+def test_pieces_with_a_cache_equal_one_pass(window, kept, implementation):
+    cache, is_padded = kept
     stock, ours = stock_pair("Ministral", window)
     set_attention("eager", stock)
     set_attention(implementation, ours)
@@ -102,9 +105,13 @@ def test_pieces_with_a_cache_equal_one_pass(window, cache, is_padded, implementa
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 3}]
+    ("family", "options"),
+    [
+        ("Mistral", {"num_beams": 3}),
+        ("Mistral", {"cache_implementation": "static", "disable_compile": True}),
+        ("Ministral", {}),
+    ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_are_generated(family, options):
     models = stock_pair(family, 5)
     set_attention("sdpa", *models)
@@ -170,9 +177,9 @@ def test_gradients_equal_stocks(family):
 
 
 @pytest.mark.parametrize(
-    "head", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
+    ("head", "family"),
+    in_turn(["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"], FAMILIES),
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_heads_equal_stocks(family, head):
     models = stock_pair(family, 5, head)
     given, expected = (model(input_ids=row(), attention_mask=padding_mask()) for model in models)
@@ -246,12 +253,12 @@ def test_a_file_of_mistrals_may_leave_out_its_defaults():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"sliding_window": 0}, "sliding_window = 0: must be positive"),
-        ({"sliding_window": 2**70}, "is beyond reason"),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"sliding_window": 2**70}, "sliding_window"),
         ({"sliding_window": 2.5}, "sliding_window"),
-        ({"sliding_window": 4, "layer_types": ["sliding_attention"]}, "1 entries for num_hidden_layers = 2"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window = None: layer_types asks for sliding"),
-        ({"layer_types": ["chunked_attention"] * 2}, "unknown kind of attention; valid: 'full_attention' or"),
+        ({"sliding_window": 4, "layer_types": ["sliding_attention"]}, "layer_types.*num_hidden_layers"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types"),
     ],
 )
 def test_impossible_windows(fields, says):
