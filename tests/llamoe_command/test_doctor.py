@@ -1,5 +1,7 @@
 """`llamoe doctor`: what is installed, which devices there are, what serves each step, and what is missing."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -15,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 from support import programs
 
 from llamoe.modeling.kernels import why_no_cpp_kernels
+from llamoe_command.cli import main
 from llamoe_command.doctor_packages import EXTRAS
 
 DOCTOR = ("-m", "llamoe", "doctor")
@@ -25,11 +28,17 @@ has_kernels = pytest.mark.skipif(
 
 
 def told(*words, **environment):
-    """What the command, or a program that runs it, says in JSON, with these environment variables."""
-    words = words or (*DOCTOR, "--json")
-    done = programs.run(words, env={**os.environ, **environment})
+    """What a program that runs the command says in JSON, with these environment variables."""
+    done = programs.run(words or (*DOCTOR, "--json"), env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def told_here(*options):
+    """What the command says in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
+        main(["doctor", *options])
+    return output.getvalue()
 
 
 def served(content, step, device="cpu"):
@@ -62,7 +71,7 @@ main(["doctor", "--json"])
 
 @pytest.fixture(scope="module")
 def content():
-    return told()
+    return json.loads(told_here("--json"))
 
 
 def test_it_tells_what_is_here(content):
@@ -87,25 +96,12 @@ def test_it_tells_what_is_here(content):
 
 
 def test_the_text_has_every_section():
-    done = programs.run(DOCTOR)
-    assert done.returncode == 0, done.stderr
-    titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
-    assert [title for title in titles if not title.startswith("on cuda")] == [
-        title
-        for title in (
-            "versions",
-            "optional packages",
-            "devices",
-            "on cpu",
-            "on a GPU",
-            "environment",
-            "advice",
-        )
-        if title != "on a GPU" or not torch.accelerator.is_available()
-    ]
-    assert re.search(
-        rf"^  torch +{re.escape(torch.__version__.partition('+')[0])}", done.stdout, re.MULTILINE
-    )
+    output = told_here()
+    titles = [line for line in output.splitlines() if line and not line.startswith((" ", "on cuda"))]
+    on_a_gpu = [] if torch.accelerator.is_available() else ["on a GPU"]
+    sections = ["versions", "optional packages", "devices", "on cpu", *on_a_gpu, "environment", "advice"]
+    assert titles == sections
+    assert re.search(rf"^  torch +{re.escape(torch.__version__.partition('+')[0])}", output, re.MULTILINE)
 
 
 @has_kernels
@@ -134,8 +130,9 @@ def test_a_variable_changes_what_serves_and_is_named(name, value, step, served_b
     assert [line for line in content["advice"] if step in line.partition(":")[0] and f"unset {name}" in line]
 
 
-def test_a_wrong_name_of_experts_is_told():
-    content = told(LLAMOE_EXPERTS="nothing")
+def test_a_wrong_name_of_experts_is_told(monkeypatch):
+    monkeypatch.setenv("LLAMOE_EXPERTS", "nothing")
+    content = json.loads(told_here("--json"))
     assert [line for line in content["advice"] if "LLAMOE_EXPERTS" in line and "'nothing'" in line]
 
 
@@ -176,13 +173,14 @@ def test_without_torch_the_rest_is_told():
     assert package(content, "rich")["version"] == version("rich")
 
 
-def test_a_version_below_the_bound_is_told(tmp_path):
+def test_a_version_below_the_bound_is_told(tmp_path, monkeypatch):
     # Metadata that is found before that of the package.
     folder = tmp_path / "tiktoken-0.1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: tiktoken\nVersion: 0.1.0\n")
     pytest.importorskip("tiktoken", reason="needs the extra llamoe[tokenizers]")
-    content = told(PYTHONPATH=str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    content = json.loads(told_here("--json"))
     assert package(content, "tiktoken")["version"] == "0.1.0"
     assert "tiktoken is 0.1.0, llamoe needs >=0.12.0: pip install 'tiktoken>=0.12.0'" in content["advice"]
 

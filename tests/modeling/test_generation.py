@@ -59,7 +59,7 @@ def named(value):
 
 HEADS = [case for case in MODELS if case.is_head]
 DENSE, MIXTRAL, TEXT = HEADS[:3]
-# What transformers does with any model's scores.
+# One with a window in every layer, and one with chunks and pictures.
 TWO_HEADS = pytest.mark.parametrize("case", [MIXTRAL, MULTIMODAL], ids=named)
 
 
@@ -150,17 +150,15 @@ def test_with_images_tokens_are_those_of_stocks_text_model(way, row):
 
 @for_models("is_head")
 def test_generate_on_a_padded_batch_equals_each_row_alone(case):
-    """Twelve tokens, over a border of each row's chunks; the reference is the argmax of passes without a cache."""
+    """Twelve tokens, over a border of each row's chunks; the reference is the argmax of a pass without a cache."""
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     together = new_tokens(model, inputs, max_new_tokens=12)
     for row in range(len(PADDING)):
         alone = case.row(inputs, row)
         assert torch.equal(new_tokens(model, alone, max_new_tokens=12)[0], together[row])
-        for _ in range(12):
-            token = run(model, **alone, use_cache=False)[:, -1].argmax(-1, keepdim=True)
-            alone["input_ids"] = torch.cat([alone["input_ids"], token], 1)
-            alone["attention_mask"] = torch.ones_like(alone["input_ids"])
-        assert torch.equal(alone["input_ids"][0, -12:], together[row])
+        ids = torch.cat([alone["input_ids"], together[row : row + 1]], 1)
+        whole = alone | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        assert torch.equal(run(model, **whole, use_cache=False)[0, -13:-1].argmax(-1), together[row])
 
 
 @pytest.mark.parametrize(
@@ -353,7 +351,7 @@ def assistants(case, model):
         yield "narrower", smaller(case, hidden_size=60)
 
 
-@for_models("is_head")
+@TWO_HEADS
 def test_assisted_tokens_are_those_without_an_assistant(case):
     """Over the chunk borders at 32 and 48, with many a draft taken back; with images too."""
     model, inputs = case.make_small(), case.row(case.inputs(length=PROMPT), 1)
@@ -385,7 +383,7 @@ def test_drafting_with_the_first_layers(name):
     assert torch.equal(new_tokens(model, inputs, max_new_tokens=24), expected)
 
 
-@for_models("is_head", "has_experts")
+@TWO_HEADS
 def test_drafts_take_pad_tokens_for_tokens(case):
     """transformers infers a draft's mask from its ids; one that was generated is no padding, and hides nothing."""
     model, inputs = case.make_small(), case.row(case.inputs(length=PROMPT), 1)
