@@ -7,13 +7,7 @@ import sys
 import pytest
 import torch
 from support import programs
-from support.models import (
-    MODELS,
-    draw,
-    for_models,
-    run,
-    stock_multimodal_config,
-)
+from support.models import MODELS, draw, for_models, run, stock_multimodal_config
 from support.paths import EXAMPLES, environment
 from torch import nn
 from transformers import Llama4ForConditionalGeneration

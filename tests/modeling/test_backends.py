@@ -91,10 +91,7 @@ def test_experts_implementation_is_taken(case, name, when, calls, tmp_path):
         model = case.model_class.from_pretrained(tmp_path, experts_implementation=name)
     else:
         weights = model.state_dict()
-        model = case.auto_class.from_config(
-            case.make_config(**all_layers),
-            experts_implementation=name,
-        )
+        model = case.auto_class.from_config(case.make_config(**all_layers), experts_implementation=name)
         model.load_state_dict(weights)
         model.eval()
     calls.clear()

@@ -10,15 +10,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.models import (
-    MODELS,
-    MULTIMODAL,
-    draw,
-    for_models,
-    main_output,
-    max_abs,
-    run,
-)
+from support.models import MODELS, MULTIMODAL, draw, for_models, main_output, max_abs, run
 from support.paths import EXAMPLES
 from support.tables import in_turn
 from transformers import Trainer, TrainingArguments
@@ -319,9 +311,7 @@ def test_router_losses_count_by_the_share_of_labels(case):
 
 
 @pytest.mark.parametrize(
-    ("case", "reentrant"),
-    [(DENSE, False), (MULTIMODAL, True)],
-    ids=["dense", "multimodal"],
+    ("case", "reentrant"), [(DENSE, False), (MULTIMODAL, True)], ids=["dense", "multimodal"]
 )
 def test_trainer_trains_an_adapter_under_checkpointing(case, reentrant, tmp_path):
     """Reentrant checkpointing needs inputs with a gradient, which a frozen embedding does not give by itself."""
@@ -335,11 +325,7 @@ def test_trainer_trains_an_adapter_under_checkpointing(case, reentrant, tmp_path
         torch.manual_seed(4)
         model = get_peft_model(case.make_small(), config())
         trainer = trainer_of(
-            model,
-            tmp_path,
-            rows(case, count=6),
-            gradient_checkpointing=bool(options),
-            **saving(**options),
+            model, tmp_path, rows(case, count=6), gradient_checkpointing=bool(options), **saving(**options)
         )
         results.append(losses_of(trainer))
         assert (tmp_path / "checkpoint-2/adapter_model.safetensors").exists()

@@ -393,10 +393,7 @@ CHANGES = {
         lambda config: setattr(config, "layer_types", ["full_attention"] * 5),
         "forgets tokens in layer 0",
     ),
-    "type": (
-        lambda config: config.layer_types.__setitem__(1, "full_attention"),
-        "forgets tokens in layer 1",
-    ),
+    "type": (lambda config: config.layer_types.__setitem__(1, "full_attention"), "forgets tokens in layer 1"),
     "heads": (
         lambda config: setattr(config, "num_key_value_heads", 3),
         "2 heads of size 20; expected: num_key_value_heads = 3",
