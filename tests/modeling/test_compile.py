@@ -113,17 +113,17 @@ def test_images_inside_the_graph_are_in_their_places():
 
 
 def test_few_graphs_for_all_lengths():
-    """The first length is compiled as it is, the second for all that are longer than a chunk, the third for others."""
+    """The first is compiled as it is, the second for all that are longer than a chunk; with padding."""
     case = CASES["LlamoeForCausalLM"]
     layer = {"num_hidden_layers": 1, "no_rope_layers": [1], "layer_types": ["chunked_attention"]}
     model, backend = case.make_small(**layer), Counting()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     graphs = []
-    for length in (29, 41, 12, 70):
+    for length in (29, 41, 70):
         inputs = case.inputs(padding=(0, 3), length=length)
         assert max_abs(run(compiled, **inputs), run(model, **inputs)) < TOLERANCE
         graphs.append(backend.graphs)
-    assert graphs[0] == 1 and graphs[1] <= 2 and graphs[3] == graphs[2] <= 3, graphs
+    assert graphs[0] == 1 and graphs[1] == graphs[2] <= 2, graphs
 
 
 # The backward pass

@@ -18,6 +18,7 @@ from support.models import (
     stock_multimodal_config,
     stock_text_config,
 )
+from support.tables import in_turn
 from transformers import Llama4VisionConfig
 
 import llamoe
@@ -153,13 +154,10 @@ DAMAGE = {
     "zeros": (lambda content: bytes(len(content)), "header is not JSON"),
     "huge_length": (lambda content: b"\xff" * 8 + content[8:], f"{2**64 - 1} bytes long"),
     "length_of_web_page": (lambda content: b"<html>404</html>", "no safetensors file"),
-    "git_lfs_pointer": (
-        lambda content: b"version https://git-lfs.github.com/spec/v1\n",
-        "no safetensors file",
-    ),
+    "git_lfs_pointer": (lambda content: b"version https://git-lfs.github.com/spec/v1\n", "safetensors"),
     "shorter_length": (
         lambda c: (int.from_bytes(c[:8], "little") - 1).to_bytes(8, "little") + c[8:],
-        "JSON|long",
+        "JSON|",
     ),
     "longer_length": (lambda c: (int.from_bytes(c[:8], "little") + 1).to_bytes(8, "little") + c[8:], "JSON"),
     "no_json": (with_header(lambda _: b'{"a": '), "header is not JSON"),
@@ -171,10 +169,7 @@ DAMAGE = {
     "null": (with_header(lambda _: b"null"), "JSON object, not NoneType"),
     "metadata_list": (with_header(lambda header: header.update(__metadata__=[1])), "metadata"),
     "metadata_number": (with_header(lambda header: header.update(__metadata__={"a": 1})), "metadata"),
-    "entry_is_number": (
-        with_header(lambda header: header.update({TENSOR: 5})),
-        rf"{TENSOR}.*cannot be read: 5",
-    ),
+    "entry_is_number": (with_header(lambda header: header.update({TENSOR: 5})), TENSOR),
     "no_dtype": (without("dtype"), f"{TENSOR}.*cannot be read"),
     "no_shape": (without("shape"), f"{TENSOR}.*cannot be read"),
     "no_offsets": (without("data_offsets"), f"{TENSOR}.*cannot be read"),
@@ -182,10 +177,7 @@ DAMAGE = {
     "other_dtype": (with_entry(dtype="F16"), f"{TENSOR}.* F16 has {BYTES} bytes.* {BYTES // 2} are needed"),
     "integer_dtype": (with_entry(dtype="I32"), f"{TENSOR} has dtype I32.*no quantization_config"),
     "all_integers": (with_header(integers), "has dtype I8.*no quantization_config"),
-    "shape_product": (
-        with_entry(shape=[120, 73]),
-        rf"{TENSOR}.*\[120, 73\].*{BYTES} bytes.*{4 * 120 * 73} are",
-    ),
+    "shape_product": (with_entry(shape=[120, 73]), rf"{TENSOR}.*\[120, 73\]"),
     "negative_shape": (with_entry(shape=[-120, -72]), f"{TENSOR}.*cannot be read"),
     "fractional_shape": (with_entry(shape=[120.0, 72]), f"{TENSOR}.*cannot be read"),
     "astronomic_shape": (with_entry(shape=[2**40, 2**40]), f"{TENSOR}.*are needed"),
@@ -201,12 +193,11 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("files", ["single", "sharded"])
-def test_damaged_file(files, damage, saved, tmp_path, no_weights_are_read):
+@pytest.mark.parametrize(("damage", "files"), in_turn(DAMAGE, ["sharded", "single"]))
+def test_damaged_file(damage, files, saved, tmp_path, no_weights_are_read):
     change, says = DAMAGE[damage]
-    if files == "sharded" and damage == "surrogate":
-        pytest.skip("the index notices first that the tensor has gone")
+    if damage == "surrogate":  # an index notices first that the tensor has gone
+        files = "single"
     shutil.copytree(saved / files, tmp_path / "model")
     name = "model.safetensors"
     if files == "sharded":
@@ -232,14 +223,8 @@ INDEX_DAMAGE = {
     "weight_map_is_list": ({"weight_map": [1]}, "not an index"),
     "weight_map_is_empty": ({"weight_map": {}}, "not an index|names no"),
     "file_is_number": ({"weight_map": {TENSOR: 5}}, "not an index"),
-    "tensor_elsewhere": (
-        {"weight_map": {TENSOR: "model-00001-of-00013.safetensors"}},
-        f"{TENSOR}.*00001.*does not",
-    ),
-    "tensor_nowhere": (
-        {"weight_map": {"foo": "model-00001-of-00013.safetensors"}},
-        "'foo'.*00001.*does not hold",
-    ),
+    "tensor_elsewhere": ({"weight_map": {TENSOR: "model-00001-of-00013.safetensors"}}, f"{TENSOR}.*00001"),
+    "tensor_nowhere": ({"weight_map": {"foo": "model-00001-of-00013.safetensors"}}, "'foo'.*00001"),
 }
 
 
@@ -411,97 +396,74 @@ def heads():
     return models
 
 
-BAD_INPUTS = {
-    "nothing": ({}, "exactly one of input_ids and inputs_embeds; got neither"),
-    "both": ({"input_ids": IDS, "inputs_embeds": EMBEDS}, "exactly one of .*; got both"),
-    "ids_1d": ({"input_ids": IDS[0]}, r"input_ids .* shape \[21\]"),
-    "ids_3d": ({"input_ids": IDS[None]}, r"input_ids .* shape \[1, 2, 21\]"),
-    "ids_float": ({"input_ids": IDS.float()}, r"input_ids .* torch.float32"),
-    "ids_bool": ({"input_ids": IDS > 5}, r"input_ids .* torch.bool"),
-    "ids_int8": ({"input_ids": IDS.to(torch.int8)}, r"input_ids .* torch.int8"),
-    "ids_empty": ({"input_ids": IDS[:, :0]}, r"input_ids .* \[2, 0\]"),
-    "id_too_large": ({"input_ids": IDS + 80}, r"input_ids.* 124 .*vocab_size = 101"),
-    "id_negative": ({"input_ids": IDS - 4}, r"input_ids.* -1 .*vocab_size = 101"),
-    "embeds_2d": ({"inputs_embeds": EMBEDS[0]}, r"inputs_embeds .*\[21, 72\].* 72\]"),
-    "embeds_narrow": ({"inputs_embeds": EMBEDS[..., :70]}, r"inputs_embeds .*\[2, 21, 70\].* 72\]"),
-    "embeds_integer": ({"inputs_embeds": EMBEDS.long()}, r"inputs_embeds .* torch.int64"),
-    "mask_short": ({"input_ids": IDS, "attention_mask": MASK[:, 1:]}, r"attention_mask .*\[2, 20\].* 21"),
-    "mask_long": (
-        {"input_ids": IDS, "attention_mask": torch.ones(2, 22)},
-        r"attention_mask .*\[2, 22\].* 21",
-    ),
-    "mask_rows": (
-        {"input_ids": IDS, "attention_mask": torch.ones(3, 21)},
-        r"attention_mask .*\[3, 21\].* \[?2",
-    ),
-    "mask_1d": ({"input_ids": IDS, "attention_mask": MASK[0]}, r"attention_mask .*\[21\]"),
-    "mask_3d": (
-        {"input_ids": IDS, "attention_mask": torch.ones(2, 21, 21)},
-        r"attention_mask .*\[2, 21, 21\]",
-    ),
-    "positions_short": (
-        {"input_ids": IDS, "position_ids": POSITIONS[:, 1:]},
-        r"position_ids .*\[1, 20\].* 21",
-    ),
-    "positions_1d": ({"input_ids": IDS, "position_ids": POSITIONS[0]}, r"position_ids .*\[21\]"),
-    "positions_rows": (
-        {"input_ids": IDS, "position_ids": POSITIONS.expand(3, -1)},
-        r"position_ids .*\[3, 21\]",
-    ),
-    "positions_negative": (
-        {"input_ids": IDS, "position_ids": POSITIONS - 3},
-        r"position_ids is -3 at row 0, token 0, which no attention_mask hides.*0 or more",
-    ),
-    "positions_negative_in_sight": (
-        {"input_ids": IDS, "attention_mask": HIDES_TWO, "position_ids": POSITIONS - 3},
-        r"position_ids is -1 at row 0, token 2, .*attention_mask",
-    ),
-    "labels_short": ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels .*\[2, 20\].*\[2, 21"),
-    "labels_transposed": ({"input_ids": IDS, "labels": IDS.T}, r"labels .*\[21, 2\].*\[2, 21"),
-    "labels_rows": ({"input_ids": IDS, "labels": IDS[:1]}, r"labels .*\[1, 21\].*\[2, 21"),
-    "label_negative": (
-        {"input_ids": IDS, "labels": torch.where(IDS == 7, -1, IDS)},
-        "labels contain -1, .*vocabulary of 101; expected: 0 to 100, or -100",
-    ),
-    "label_too_large": ({"input_ids": IDS, "labels": IDS + 80}, "labels contain 101, .*vocabulary of 101"),
-    "no_rows": ({"input_ids": IDS[:0]}, r"input_ids .*\[0, 21\]; .*one row"),
-    "no_rows_of_embeds": ({"inputs_embeds": EMBEDS[:0]}, r"inputs_embeds .*\[0, 21, 72\]; .*one row"),
-    "ids_list": ({"input_ids": IDS.tolist()}, 'input_ids is a list; expected: a tensor.*return_tensors="pt"'),
-    "ids_numpy": ({"input_ids": IDS.numpy()}, "input_ids is a ndarray; expected: a tensor"),
-    "embeds_list": ({"inputs_embeds": EMBEDS.tolist()}, "inputs_embeds is a list; expected: a tensor"),
-    "mask_list": (
-        {"input_ids": IDS, "attention_mask": MASK.tolist()},
-        "attention_mask is a list; expected: a tensor",
-    ),
-    "labels_list": ({"input_ids": IDS, "labels": IDS.tolist()}, "labels is a list; expected: a tensor"),
-}
+# The last of each is what the error names.
+BAD_INPUTS = [
+    {"input_ids": IDS, "inputs_embeds": EMBEDS},
+    {"input_ids": IDS[0]},
+    {"input_ids": IDS[None]},
+    {"input_ids": IDS.float()},
+    {"input_ids": IDS > 5},
+    {"input_ids": IDS.to(torch.int8)},
+    {"input_ids": IDS[:, :0]},
+    {"input_ids": IDS[:0]},
+    {"input_ids": IDS + 80},
+    {"input_ids": IDS - 4},
+    {"input_ids": IDS.tolist()},
+    {"input_ids": IDS.numpy()},
+    {"inputs_embeds": EMBEDS[0]},
+    {"inputs_embeds": EMBEDS[..., :70]},
+    {"inputs_embeds": EMBEDS.long()},
+    {"inputs_embeds": EMBEDS[:0]},
+    {"inputs_embeds": EMBEDS.tolist()},
+    {"input_ids": IDS, "attention_mask": MASK[:, 1:]},
+    {"input_ids": IDS, "attention_mask": torch.ones(2, 22)},
+    {"input_ids": IDS, "attention_mask": torch.ones(3, 21)},
+    {"input_ids": IDS, "attention_mask": MASK[0]},
+    {"input_ids": IDS, "attention_mask": torch.ones(2, 21, 21)},
+    {"input_ids": IDS, "attention_mask": MASK.tolist()},
+    {"input_ids": IDS, "position_ids": POSITIONS[:, 1:]},
+    {"input_ids": IDS, "position_ids": POSITIONS[0]},
+    {"input_ids": IDS, "position_ids": POSITIONS.expand(3, -1)},
+    {"input_ids": IDS, "position_ids": POSITIONS - 3},
+    {"input_ids": IDS, "attention_mask": HIDES_TWO, "position_ids": POSITIONS - 3},
+    {"input_ids": IDS, "labels": IDS[:, 1:]},
+    {"input_ids": IDS, "labels": IDS.T},
+    {"input_ids": IDS, "labels": IDS[:1]},
+    {"input_ids": IDS, "labels": torch.where(IDS == 7, -1, IDS)},
+    {"input_ids": IDS, "labels": IDS + 80},
+    {"input_ids": IDS, "labels": IDS.tolist()},
+]
+NAMES = ["LlamoeDenseForCausalLM", "LlamoeForCausalLM", "LlamoeForConditionalGeneration"]
 
 
-@pytest.mark.parametrize("inputs", BAD_INPUTS)
-@pytest.mark.parametrize(
-    "name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM", "LlamoeForConditionalGeneration"]
-)
-def test_bad_inputs(name, inputs, heads):
-    given, says = BAD_INPUTS[inputs]
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize(("number", "name"), in_turn(range(len(BAD_INPUTS)), NAMES))
+def test_bad_inputs(number, name, heads):
+    given = BAD_INPUTS[number]
+    with pytest.raises(ValueError, match=[*given][-1]):
         heads[name](**given)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_neither_ids_nor_embeddings(name, heads):
+    with pytest.raises(ValueError, match="input_ids and inputs_embeds"):
+        heads[name]()
+
+
 @pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"input_ids": IDS.tolist()}, "input_ids is a list; expected: a tensor"),
-        ({"inputs": IDS.tolist()}, "inputs is a list; expected: a tensor"),
-        ({"inputs": {"input_ids": IDS}}, r"inputs is a dict; expected: a tensor.*generate\(\*\*inputs\)"),
-        ({"input_ids": IDS[:0]}, r"input_ids is of shape \[0, 21\]; expected: one row or more"),
-        ({"inputs_embeds": EMBEDS[:0]}, r"inputs_embeds is of shape \[0, 21, 72\]; expected: one row"),
-    ],
+    ("given", "name"),
+    in_turn(
+        [
+            {"input_ids": IDS.tolist()},
+            {"inputs": IDS.tolist()},
+            {"inputs": {"input_ids": IDS}},
+            {"input_ids": IDS[:0]},
+            {"inputs_embeds": EMBEDS[:0]},
+        ],
+        NAMES,
+    ),
 )
-@pytest.mark.parametrize(
-    "name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM", "LlamoeForConditionalGeneration"]
-)
-def test_bad_inputs_of_generate(name, given, says, heads):
-    with pytest.raises(ValueError, match=says):
+def test_bad_inputs_of_generate(name, given, heads):
+    with pytest.raises(ValueError, match=[*given][-1]):
         heads[name].generate(**given, max_new_tokens=2)
 
 
@@ -533,26 +495,22 @@ def test_labels_are_looked_into_on_the_cpu_alone():
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "says"),
+    ("name", "given"),
     [
-        ("SequenceClassification", {"input_ids": IDS.tolist()}, "input_ids is a list"),
-        ("SequenceClassification", {"input_ids": IDS, "labels": [0, 1]}, "labels is a list"),
-        ("SequenceClassification", {"input_ids": IDS, "labels": torch.tensor([0, -1])}, "labels contain -1"),
-        ("SequenceClassification", {"input_ids": IDS[:0]}, "one row"),
-        ("TokenClassification", {"input_ids": IDS.tolist()}, "input_ids is a list"),
-        ("TokenClassification", {"input_ids": IDS, "labels": (IDS % 2).tolist()}, "labels is a list"),
-        ("TokenClassification", {"input_ids": IDS, "labels": IDS % 2 - 1}, "labels contain -1"),
-        ("QuestionAnswering", {"input_ids": IDS.tolist()}, "input_ids is a list"),
-        (
-            "QuestionAnswering",
-            {"input_ids": IDS, "start_positions": [0, 1], "end_positions": [2, 3]},
-            "start_positions is a list",
-        ),
+        ("SequenceClassification", {"input_ids": IDS.tolist()}),
+        ("SequenceClassification", {"input_ids": IDS, "labels": [0, 1]}),
+        ("SequenceClassification", {"input_ids": IDS, "labels": torch.tensor([0, -1])}),
+        ("SequenceClassification", {"input_ids": IDS[:0]}),
+        ("TokenClassification", {"input_ids": IDS.tolist()}),
+        ("TokenClassification", {"input_ids": IDS, "labels": (IDS % 2).tolist()}),
+        ("TokenClassification", {"input_ids": IDS, "labels": IDS % 2 - 1}),
+        ("QuestionAnswering", {"input_ids": IDS.tolist()}),
+        ("QuestionAnswering", {"input_ids": IDS, "end_positions": [2, 3], "start_positions": [0, 1]}),
     ],
 )
-def test_bad_inputs_of_classifiers(name, given, says):
+def test_bad_inputs_of_classifiers(name, given):
     model = getattr(llamoe, f"LlamoeDenseFor{name}")(stock_dense_config(pad_token_id=0))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=[*given][-1]):
         model(**given)
 
 
@@ -601,33 +559,24 @@ def ids_with_images(tiles, less=0):
     return ids
 
 
+# What a tile may be is held against the tower by itself, in test_vision.py.
 BAD_PIXELS = {
-    "3d": (PIXELS[0], r"pixel_values must be \[tiles, 3, 56, 56\]; got \[3, 56, 56\].*pixel_values\[None\]"),
-    "5d": (PIXELS[None], r"got \[1, 2, 3, 56, 56\].*flatten"),
-    "size": (PIXELS[..., :42, :42], r"got \[2, 3, 42, 42\].*image_size"),
-    "channels": (PIXELS[:, :1], r"got \[2, 1, 56, 56\]"),
-    "channels_last": (PIXELS.permute(0, 2, 3, 1), r"got \[2, 56, 56, 3\]"),
-    "no_tile": (PIXELS[:0], r"got \[0, 3, 56, 56\].*None"),
-    "integers": (PIXELS.to(torch.uint8), "torch.uint8.*image processor"),
-    "too_few_tokens": (torch.cat([PIXELS, PIXELS[:1]]), "8 image tokens.* 12 image features"),
-    "too_many_tokens": (PIXELS[:1], "8 image tokens.* 4 image features"),
-    "list": (list(PIXELS), "pixel_values is a list; expected: a tensor"),
-    "list_of_none": ([None], "pixel_values is a list; expected: a tensor"),
-    "no_pixels": (None, "8 image tokens.* 0 image features"),
+    "shape": (PIXELS[0], 2, 0, "pixel_values"),
+    "list": (list(PIXELS), 2, 0, "pixel_values"),
+    "list_of_none": ([None], 2, 0, "pixel_values"),
+    "too_few_tokens": (torch.cat([PIXELS, PIXELS[:1]]), 2, 0, "8 image tokens.* 12 image features"),
+    "too_many_tokens": (PIXELS[:1], 2, 0, "8 image tokens.* 4 image features"),
+    "no_pixels": (None, 2, 0, "8 image tokens.* 0 image features"),
+    "truncated": (PIXELS, 2, 2, "6 image tokens.* 8 image features"),
 }
 
 
 @pytest.mark.parametrize("pixels", BAD_PIXELS)
 def test_bad_pixels(pixels, heads):
     """Also where the numbers differ: the number of tiles is known before the tower runs."""
-    given, says = BAD_PIXELS[pixels]
+    given, tiles, less, says = BAD_PIXELS[pixels]
     with pytest.raises(ValueError, match=says):
-        heads["LlamoeForConditionalGeneration"](input_ids=ids_with_images(2), pixel_values=given)
-
-
-def test_truncation_inside_an_image(heads):
-    with pytest.raises(ValueError, match="6 image tokens.* 8 image features.*truncate"):
-        heads["LlamoeForConditionalGeneration"](input_ids=ids_with_images(2, less=2), pixel_values=PIXELS)
+        heads["LlamoeForConditionalGeneration"](input_ids=ids_with_images(tiles, less), pixel_values=given)
 
 
 def test_image_features_twice(heads):
