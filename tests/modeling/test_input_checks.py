@@ -157,7 +157,7 @@ DAMAGE = {
     "git_lfs_pointer": (lambda content: b"version https://git-lfs.github.com/spec/v1\n", "safetensors"),
     "shorter_length": (
         lambda c: (int.from_bytes(c[:8], "little") - 1).to_bytes(8, "little") + c[8:],
-        "JSON|",
+        "JSON|long",
     ),
     "longer_length": (lambda c: (int.from_bytes(c[:8], "little") + 1).to_bytes(8, "little") + c[8:], "JSON"),
     "no_json": (with_header(lambda _: b'{"a": '), "header is not JSON"),

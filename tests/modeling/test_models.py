@@ -28,6 +28,10 @@ from transformers import AutoConfig, AutoModel, DynamicCache, StaticCache
 import llamoe
 
 
+def named(value):
+    return getattr(value, "name", str(value))
+
+
 def content_of(folder):
     """A saved configuration but for its dtype, which transformers adds to the nested ones when it loads."""
     lines = (folder / "config.json").read_text().splitlines()
@@ -47,7 +51,7 @@ def assert_same_weights(model, other):
 @pytest.mark.parametrize(
     ("case", "dtype", "max_shard_size"),
     in_turn(SHALLOW_MODELS, [torch.float32, torch.bfloat16], ["5GB", "40KB"]),
-    ids=lambda value: getattr(value, "name", str(value)),
+    ids=named,
 )
 def test_save_and_load_is_bit_equal(case, dtype, max_shard_size, tmp_path):
     model = case.make().to(dtype)
@@ -89,8 +93,9 @@ def test_auto_model_gives_the_base_class_of_a_head(tmp_path):
             assert_same_weights(model.model, base)
 
 
-@for_models(models=SHALLOW_MODELS)
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch_save"])
+@pytest.mark.parametrize(
+    ("case", "how"), in_turn(SHALLOW_MODELS, ["deepcopy", "pickle", "torch_save"]), ids=named
+)
 def test_copies_are_equal_and_independent(case, how):
     model, inputs = case.make(), case.inputs()
     expected = run(model, **inputs)
@@ -111,18 +116,13 @@ def test_copies_are_equal_and_independent(case, how):
 
 
 @for_models(models=SHALLOW_MODELS)
-@pytest.mark.parametrize("how", ["from_pretrained", "to_empty"])
-def test_meta_construction_leaves_no_buffer_wrong(case, how, tmp_path):
+def test_meta_construction_leaves_no_buffer_wrong(case):
     """`to_empty` is how FSDP and others fill a model made on the meta device; its buffers then hold anything."""
     model, inputs = case.make(), case.inputs()
-    if how == "from_pretrained":
-        model.save_pretrained(tmp_path)
-        other = case.model_class.from_pretrained(tmp_path)
-    else:
-        with torch.device("meta"):
-            other = case.model_class(case.make_config())
-        other.to_empty(device="cpu").load_state_dict(model.state_dict())
-        other.eval()
+    with torch.device("meta"):
+        other = case.model_class(case.make_config())
+    other.to_empty(device="cpu").load_state_dict(model.state_dict())
+    other.eval()
     for (name, buffer), (_, expected) in zip(other.named_buffers(), model.named_buffers(), strict=True):
         assert torch.equal(buffer, expected), name
     assert torch.equal(run(other, **inputs), run(model, **inputs))
@@ -141,8 +141,11 @@ def test_tied_head_is_saved_once_and_tied_again(case, tmp_path):
     assert torch.equal(run(model, **inputs), run(loaded, **inputs))
 
 
-@for_models("is_head", models=SHALLOW_MODELS)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("case", "tied"),
+    in_turn([case for case in SHALLOW_MODELS if case.is_head], [True, False]),
+    ids=named,
+)
 def test_resized_vocabulary(case, tied, tmp_path):
     model, inputs = case.make(tie_word_embeddings=tied), case.inputs()
     before = run(model, **inputs)
@@ -190,8 +193,7 @@ def test_tuple_is_the_output_in_order(case):
         assert not isinstance(mine, torch.Tensor) or torch.equal(mine, theirs)
 
 
-@for_models()
-@pytest.mark.parametrize("by_config", [False, True], ids=["argument", "config"])
+@pytest.mark.parametrize(("case", "by_config"), in_turn(MODELS, [False, True]), ids=named)
 def test_hidden_states_and_attentions(case, by_config):
     model, inputs = case.make(), case.inputs()
     model.set_attn_implementation("eager")
@@ -233,13 +235,14 @@ def one_pass(case):
 
 
 @pytest.mark.parametrize(
-    ("case", "pieces", "cache"),
+    ("case", "cache", "pieces"),
     in_turn(
-        [case for case in MODELS if case.is_text],
-        [[52], [30, 20], [32, 16], [33, 1, 14], [48, 2], [47], [30]],
+        [case for case in MODELS if case.is_head],
         ["dynamic", "static"],
+        [[52], [30, 20], [32, 16], [33, 1, 14], [48, 2], [47], [30]],
+        times=2,
     ),
-    ids=lambda value: getattr(value, "name", str(value)),
+    ids=named,
 )
 def test_pieces_and_single_tokens_equal_one_pass(case, pieces, cache):
     """Prefill in pieces, then eight tokens: borders of the pieces fall before, on and behind chunk borders."""
@@ -251,15 +254,8 @@ def test_pieces_and_single_tokens_equal_one_pass(case, pieces, cache):
     parts, begin = [], 0
     for size in pieces + [1] * min(8, LENGTH - sum(pieces)):
         end = begin + size
-        part = run(
-            model,
-            input_ids=ids[:, begin:end],
-            attention_mask=mask[:, :end],
-            past_key_values=past,
-            use_cache=True,
-            **inputs,
-        )
-        parts.append(part)
+        inputs |= dict(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=past)
+        parts.append(run(model, **inputs))
         begin = end
         inputs = {}  # the pictures stand in the first piece
     difference = (torch.cat(parts, 1) - expected[:, :end]).abs()[mask[:, :end].bool()]
@@ -271,9 +267,8 @@ def test_pictures_in_later_pieces():
     model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs(padding=(0, 0))
     ids, tiles = inputs["input_ids"], inputs["pixel_values"]
     ids[0, 35 : 35 + TOKENS_PER_TILE] = IMAGE_TOKEN
-    pixels = torch.cat(
-        [tiles[:1], tiles[:2]]
-    )  # row 0 has one tile, behind the border; row 1 has two before it
+    # Row 0 has one tile, behind the border; row 1 has two before it.
+    pixels = torch.cat([tiles[:1], tiles[:2]])
     expected = run(model, input_ids=ids, pixel_values=pixels)
     past = DynamicCache(config=model.config.get_text_config())
     parts = [
@@ -311,8 +306,7 @@ def assert_same_gradients(given, expected):
             assert max_abs(mine[name], gradient) <= 1e-5 * gradient.abs().max(), name
 
 
-@for_models(models=SHALLOW_MODELS)
-@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+@pytest.mark.parametrize(("case", "reentrant"), in_turn(SHALLOW_MODELS, [False, True]), ids=named)
 def test_checkpointing_keeps_the_gradients(case, reentrant):
     expected = gradients(case, case.make().train())
     model = case.make().train()
