@@ -3,7 +3,6 @@
 import hashlib
 import random
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image, ImageDraw
-from support import programs
 from support.paths import EXAMPLES
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -40,11 +38,6 @@ def tiny():
     model = AutoModelForImageTextToText.from_pretrained(FOLDER, dtype="auto").eval()
     assert isinstance(model, llamoe.LlamoeForConditionalGeneration)
     return model, AutoProcessor.from_pretrained(FOLDER)
-
-
-def run(script: str, *arguments) -> subprocess.CompletedProcess:
-    """Runs an example script in a process of its own."""
-    return programs.run([EXAMPLES / script, *arguments])
 
 
 def draw(shape: str, colour: str, box: tuple[int, int, int, int], picture: Image.Image) -> None:
@@ -257,12 +250,20 @@ def test_chats_in_a_row_are_learnt_as_if_each_stood_alone():
     assert abs(loss - torch.cat(losses).mean()) < 2e-6
 
 
-def test_training_runs_from_nothing(tmp_path):
-    """Six steps pass through every stage and write a complete folder; loss and accuracies are printed."""
-    result = run("tiny/train.py", "--steps", 6, "--evaluate", 2, "--out", tmp_path / "tiny")
-    assert result.returncode == 0, result.stderr
-    assert all(stage in result.stderr for stage in ("seeing", "answering", "loss="))
-    assert "unusual ones" in result.stdout
+def test_training_runs_from_nothing(tmp_path, monkeypatch, capsys):
+    """Six steps of small batches pass through every stage and write a complete folder; loss and accuracies are told."""
+    import train
+
+    for name in ("SEEING", "ANSWERING"):
+        monkeypatch.setattr(train, name, replace(getattr(train, name), batch_size=3))
+    corpus = train.write_corpus(0, scenes=20)
+    monkeypatch.setattr(train, "write_corpus", lambda seed: corpus)
+    words = ["train.py", "--steps", "6", "--evaluate", "2", "--out", str(tmp_path / "tiny")]
+    monkeypatch.setattr(sys, "argv", words)
+    train.main()
+    printed = capsys.readouterr()
+    assert all(stage in printed.err for stage in ("seeing", "answering", "loss="))
+    assert "unusual ones" in printed.out
     assert {path.name for path in (tmp_path / "tiny").iterdir()} == {path.name for path in FOLDER.iterdir()}
 
 

@@ -332,7 +332,11 @@ def test_sequences_of_equal_rows_are_one_graph():
 
 @pytest.mark.parametrize(
     ("name", "with_mask"),
-    [pytest.param("LlamoeDenseForCausalLM", False, marks=pytest.mark.slow), ("LlamoeForCausalLM", True)],
+    [
+        pytest.param("LlamoeDenseForCausalLM", False, marks=pytest.mark.slow),
+        pytest.param("LlamoeForCausalLM", False, marks=pytest.mark.slow),
+        ("LlamoeForCausalLM", True),
+    ],
 )
 def test_export_with_dynamic_sizes(name, with_mask):
     """One program for every batch and length, saved and loaded.
