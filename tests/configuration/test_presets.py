@@ -42,6 +42,15 @@ TOWERS = {
     "metaclip-2-g14": 1844.9,
     "metaclip-2-g14-378": 1845.7,
 }
+# One of each family, and both shapes of Llama 4.
+BUILT = [
+    "llama-2-70b",
+    "llama-3.1-8b",
+    "mistral-7b-v0.3",
+    "mixtral-8x22b",
+    "llama-4-scout",
+    "llama-4-maverick",
+]
 LLAMAS = [name for name in PRESETS if not name.startswith("metaclip")]
 
 
@@ -66,9 +75,8 @@ def test_published_active_parameters(name):
     # "17B active" counts the decoder; "109B" and "400B" count everything.
     config = preset(name)
     assert round(count_parameters(config.text_config).active / 1e9) == 17
-    assert (
-        round(count_parameters(config).total / 1e9) == {"llama-4-scout": 109, "llama-4-maverick": 402}[name]
-    )
+    published = {"llama-4-scout": 109, "llama-4-maverick": 402}
+    assert round(count_parameters(config).total / 1e9) == published[name]
     assert count_parameters(config.vision_config).total == 850_960_896
 
 
@@ -102,16 +110,10 @@ def build_on_meta(config):
         return getattr(llamoe, model_class)(config)
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
-def test_counts_equal_the_model_on_the_meta_device(name):
-    config = preset(name)
-    model = build_on_meta(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(config).total
-
-
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
+        *((name, {}) for name in (*BUILT, "metaclip-b32", "metaclip-2-g14-378")),
         ("llama-7b", {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2}),
         ("llama-3-8b", {"tie_word_embeddings": True, "num_hidden_layers": 2}),
         ("llama-2-7b", {"head_dim": 64, "num_key_value_heads": 1, "num_hidden_layers": 2}),
@@ -124,13 +126,13 @@ def test_counts_equal_the_model_on_the_meta_device(name):
         ("metaclip-b16", {"use_post_layernorm": False, "attention_bias": False, "use_pre_layernorm": False}),
     ],
 )
-def test_counts_of_variations(name, overrides):
+def test_counts_equal_the_model_on_the_meta_device(name, overrides):
     config = preset(name, **overrides)
     model = build_on_meta(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(config).total
 
 
-@pytest.mark.parametrize("name", LLAMAS)
+@pytest.mark.parametrize("name", BUILT)
 def test_stock_models_of_the_same_configuration_are_as_large(name):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Llama4ForConditionalGeneration
@@ -156,12 +158,8 @@ def test_published_fields():
     assert (scout.use_qk_norm, maverick.use_qk_norm) == (True, False)
     assert [idx for idx in range(48) if not scout.layer_plan(idx).use_rope] == list(range(3, 48, 4))
     tower = preset("metaclip-2-h14-378")
-    assert (tower.grid_size, tower.hidden_act, tower.use_rope, tower.projection_dim) == (
-        27,
-        "gelu",
-        False,
-        1024,
-    )
+    assert (tower.grid_size, tower.hidden_act, tower.use_rope) == (27, "gelu", False)
+    assert tower.projection_dim == 1024
     assert preset("metaclip-2-h14").hidden_act == "quick_gelu"
 
 
@@ -184,15 +182,13 @@ def test_overrides():
 
 
 def test_unknown_names():
-    with pytest.raises(
-        ValueError, match="no preset is called 'llama-2-7': did you mean 'llama-2-7b'.*valid: llama-7b, "
-    ):
+    with pytest.raises(ValueError, match="'llama-2-7'.*'llama-2-7b'"):
         preset("llama-2-7")
-    with pytest.raises(ValueError, match="no preset is called 'xyzzy': valid: llama-7b, "):
+    with pytest.raises(ValueError, match="'xyzzy'.*llama-7b, "):
         preset("xyzzy")
     with pytest.raises(ValueError, match="hidden_sizes"):
         preset("llama-7b", hidden_sizes=3)
-    with pytest.raises(ValueError, match=r"^LlamoeDenseConfig\.hidden_size = 3\.5"):
+    with pytest.raises(ValueError, match="hidden_size"):
         preset("llama-7b", hidden_size=3.5)
 
 

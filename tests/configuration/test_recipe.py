@@ -1,5 +1,7 @@
 """LLaMA's training recipe as arguments of Trainer."""
 
+import math
+
 import pytest
 import torch
 from support.models import MODELS, TEXT
@@ -41,25 +43,16 @@ def test_a_training_follows_it(tmp_path):
     torch.manual_seed(0)
     row = torch.randint(1, TEXT["vocab_size"], (9,))
     data = [{"input_ids": row, "labels": row}] * 8
-    recipe = llama_recipe(
-        tmp_path,
-        use_cpu=True,
-        max_steps=30,
-        warmup_steps=5,
-        learning_rate=1e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = Trainer(CAUSAL.make(), recipe, train_dataset=data)
+    options = dict(use_cpu=True, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True)
+    recipe = llama_recipe(tmp_path, max_steps=12, warmup_steps=4, learning_rate=4e-3, **options)
+    trainer = Trainer(CAUSAL.make_small(), recipe, train_dataset=data)
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
     rates = [entry["learning_rate"] for entry in history]
-    assert max(rates) == rates[5] == 1e-3 and rates[1] == pytest.approx(2e-4)
-    assert rates == sorted(rates[:5]) + sorted(rates[5:], reverse=True)
-    # The last step is one before the cosine's end.
-    assert rates[-1] == pytest.approx(1e-4, rel=0.05)
+    assert max(rates) == rates[4] == 4e-3 and rates[1] == pytest.approx(1e-3)
+    assert rates == sorted(rates[:4]) + sorted(rates[4:], reverse=True)
+    # The last step is one of eight before the cosine's end.
+    assert rates[-1] == pytest.approx(4e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * 7 / 8)) / 2))
     assert any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
     assert history[-1]["loss"] < 0.8 * history[0]["loss"]
 
