@@ -63,10 +63,8 @@ def measure_bandwidths(folder: str | os.PathLike | None = None, most_bytes: int 
     Raises:
         ValueError: the folder has no file of 1 MB or more.
     """
-    found = {"ram": _ram()}
-    if folder is not None:
-        found["drive"] = _drive(Path(folder), most_bytes)
-    return Bandwidths(**found)
+    found = {} if folder is None else {"drive": _drive(Path(folder), most_bytes)}
+    return Bandwidths(**found, ram=_ram())
 
 
 def _ram() -> float:

@@ -8,12 +8,12 @@ import llamoe
 from llamoe.modeling.elsewhere import ExpertsElsewhere, ExpertsStatistics
 
 TEXT = {
-    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96, "num_hidden_layers": 4,
+    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 7,
-    "num_experts_per_tok": 1, "moe_layers": [1, 2, 3], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_experts_per_tok": 1, "moe_layers": [1, 2], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 MIXTRAL = {
-    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0,
 }  # fmt: skip
 

@@ -288,7 +288,7 @@ def test_experts_to_be_trained_are_refused_outside_of_training_mode_too(text_fol
     """By the backward pass: a forward pass with gradients switched on may be for its results alone."""
     model = load(text_folder, experts_memory="100KB")
     loss = model(ids).logits.mean()
-    with pytest.raises(ValueError, match="layers.3.feed_forward.experts.gate_up_proj"):
+    with pytest.raises(ValueError, match="layers.2.feed_forward.experts.gate_up_proj"):
         loss.backward()
     model.requires_grad_(False)
     embeddings = model.get_input_embeddings()(ids).requires_grad_()

@@ -104,7 +104,7 @@ def test_generation_is_equal(kind, how, folders, ids):
     answers = []
     for model in (resident, elsewhere):
         torch.manual_seed(7)
-        answers.append(model.generate(ids, max_new_tokens=9, pad_token_id=0, **how))
+        answers.append(model.generate(ids, max_new_tokens=6, pad_token_id=0, **how))
     assert torch.equal(*answers)
 
 
@@ -159,7 +159,7 @@ def test_a_cast_while_reading_is_equal(folders, ids):
 
 @pytest.mark.parametrize("device_map", [
     {"": "cpu", "model.layers.2.feed_forward.experts": "disk"},
-    {"": "cpu", "experts": "disk", "model.layers.3.feed_forward.experts": "cpu"},
+    {"": "cpu", "experts": "disk", "model.layers.1.feed_forward.experts": "cpu"},
     {"experts": "disk"},
 ])  # fmt: skip
 def test_maps_name_some_layers(device_map, folders, ids):
@@ -170,7 +170,7 @@ def test_maps_name_some_layers(device_map, folders, ids):
     on_disk = set(model.experts_statistics())
     expected = {
         f"model.layers.{layer}.feed_forward.experts"
-        for layer in (1, 2, 3)
+        for layer in (1, 2)
         if device_map.get(f"model.layers.{layer}.feed_forward.experts", device_map.get("experts", "cpu"))
         == "disk"
     }
@@ -181,7 +181,7 @@ def test_maps_name_some_layers(device_map, folders, ids):
 def test_hits_are_those_of_a_simulated_cache(slots, folders, ids):
     resident, elsewhere = load_both(folders["text"], slots)
     with llamoe.trace_experts(elsewhere) as trace:
-        elsewhere.generate(ids[:1], max_new_tokens=40, do_sample=False, eos_token_id=-1)
+        elsewhere.generate(ids[:1], max_new_tokens=25, do_sample=False, eos_token_id=-1)
     hits, misses = simulate_lru(trace, slots)
     found = counts(elsewhere)
     assert (found.hits, found.misses) == (hits, misses)
@@ -221,13 +221,11 @@ def test_adapters_train_on_top(kind, folders, ids):
         )
         adapted = peft.get_peft_model(model, config).train()
         optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.5)
-        for _ in range(2):
-            adapted(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
         adapted.eval()
         with torch.no_grad():
-            found.append([adapted(each).logits for each in (ids, ids[:1, :1], ids[:1, :5])])
+            found.append([adapted(each).logits for each in (ids, ids[:1, :1])])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     with pytest.raises(ValueError, match="on 'disk'|stored as int"):
         adapted.merge_and_unload()

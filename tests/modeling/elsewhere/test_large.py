@@ -8,19 +8,20 @@ import llamoe
 from llamoe.modeling.elsewhere.memory import BLOCK, pages, slots_of
 
 # A stack of gate and up has 1.3 MB an expert in float32, down half of it: one matrix in blocks and one that is not.
-SIZES = {"hidden_size": 256, "intermediate_size": 656, "num_local_experts": 5}
+SIZES = {"hidden_size": 256, "intermediate_size": 656, "num_local_experts": 5, "num_hidden_layers": 2}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A folder for each way in which large experts are stored."""
     found = {name: tmp_path_factory.mktemp("large") for name in ("float32", "bfloat16", "mixtral", "int8")}
-    text_model(**SIZES).save_pretrained(found["float32"])
-    larger = {**SIZES, "intermediate_size": 1312}
+    text = {**SIZES, "moe_layers": [1]}
+    text_model(**text).save_pretrained(found["float32"])
+    larger = {**text, "intermediate_size": 1312}
     text_model(**larger).to(torch.bfloat16).save_pretrained(found["bfloat16"], max_shard_size="9MB")
     mixtral(**SIZES).save_pretrained(found["mixtral"])
     plain = tmp_path_factory.mktemp("plain")
-    text_model(**{**SIZES, "intermediate_size": 2624}).to(torch.bfloat16).save_pretrained(plain)
+    text_model(**{**text, "intermediate_size": 2624}).to(torch.bfloat16).save_pretrained(plain)
     config = llamoe.QuantizationConfig("int8")
     packed = llamoe.LlamoeForCausalLM.from_pretrained(plain, dtype="auto", quantization_config=config)
     packed.save_pretrained(found["int8"])

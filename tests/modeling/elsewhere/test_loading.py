@@ -50,7 +50,7 @@ def test_files_are_found_after_the_folder_of_the_process_has_changed(text_folder
 def test_auto_classes_take_the_arguments(text_folder, ids):
     resident = AutoModelForCausalLM.from_pretrained(text_folder).eval()
     model = AutoModelForCausalLM.from_pretrained(text_folder, experts_memory="100KB").eval()
-    assert [type(module) for module in model.modules()].count(ExpertsElsewhere) == 3
+    assert [type(module) for module in model.modules()].count(ExpertsElsewhere) == 2
     with torch.no_grad():
         assert torch.equal(resident(ids).logits, model(ids).logits)
     assert "experts_memory" not in model.config.to_dict()
@@ -119,9 +119,11 @@ def test_models_without_experts_elsewhere_have_no_statistics(text_folder):
 
 def test_compiled_models_are_equal(tmp_path, ids):
     text_model(num_hidden_layers=2, moe_layers=[1]).save_pretrained(tmp_path)
+    resident, model = load_both(tmp_path, 2)
     with torch.no_grad():
-        logits = [torch.compile(each, backend="eager")(ids).logits for each in load_both(tmp_path, 2)]
-    assert torch.equal(*logits)
+        compiled, expected = torch.compile(model, backend="eager")(ids).logits, resident(ids).logits
+    # Sums in another order, of logits up to 8.
+    torch.testing.assert_close(compiled, expected, rtol=0, atol=2e-5)
     torch.compiler.reset()
 
 

@@ -6,6 +6,8 @@ import torch
 from support import programs
 from support.elsewhere import expert_bytes, text_model
 
+import llamoe
+
 SCRIPT = """
 import json, sys, torch, llamoe
 from support.peaks import status
@@ -21,12 +23,24 @@ print(json.dumps([before, status("VmHWM"), rest, counts.misses, counts.bytes_rea
 
 
 def test_peak_is_everything_else_and_the_budget(tmp_path):
-    # 566 MB, of which 16 MB are not experts.
-    model = text_model(
-        hidden_size=512, intermediate_size=1024, intermediate_size_mlp=512, num_local_experts=44, head_dim=32
-    )
-    model.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="200MB")
+    # 420 MB, of which 3 MB are not experts.
+    with torch.device("meta"):
+        model = text_model(
+            hidden_size=512,
+            intermediate_size=1024,
+            intermediate_size_mlp=512,
+            num_local_experts=66,
+            head_dim=32,
+        )
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    # Drawing so many takes seconds: the same numbers again and again, which begin elsewhere in each matrix.
+    numbers = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)).bfloat16() / 5
+    for parameter in model.parameters():
+        times = parameter.numel() // len(numbers) + 1
+        parameter.data.copy_(numbers.repeat(times)[: parameter.numel()].view(parameter.shape))
+    model.save_pretrained(tmp_path, max_shard_size="200MB")
     expert, total = expert_bytes(model), sum(p.nbytes for p in model.parameters())
+    model = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, dtype="auto")
     resident = model.eval().generate(
         torch.arange(3, 40)[None], max_new_tokens=20, do_sample=False, eos_token_id=-1
     )

@@ -41,10 +41,10 @@ def test_experts_in_ram_come_to_free_slots_and_are_hits_from_then_on(costs, text
         for _ in range(4):
             assert torch.equal(resident(token).logits, model(token).logits)
     found = counts(model)
-    # Three layers of experts, of which each token needs one.
-    assert (found.misses, found.hits) == (3, 9)
-    assert found.computed == (3 if costs is SLOW_LINK else 0)
-    assert found.bytes_read == 3 * expert_bytes(resident)
+    # Two layers of experts, of which each token needs one.
+    assert (found.misses, found.hits) == (2, 6)
+    assert found.computed == (2 if costs is SLOW_LINK else 0)
+    assert found.bytes_read == 2 * expert_bytes(resident)
 
 
 @pytest.mark.parametrize("experts", [2, 99])
@@ -60,8 +60,9 @@ def test_a_prompt_counts_each_expert_once(costs, experts, text_folder, ids, monk
         assert found.misses == found.hits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("make", [text_model, mixtral])
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(text_model, torch.float16), (text_model, torch.float32), (mixtral, torch.bfloat16)]
+)
 def test_few_rows_count_and_read_each_expert_once(make, dtype, tmp_path, ids):
     """One row, and four of which some need the same expert, with room for one expert."""
     make().to(dtype).save_pretrained(tmp_path)
@@ -104,10 +105,10 @@ def test_statistics_are_plain_data(text_folder, ids):
 
 
 def test_two_kinds_of_experts_share_the_budget(tmp_path):
-    """One layer of 16 bits beside two of 4: each has a slot, and all slots together are not more than was given."""
+    """One layer of 16 bits beside one of 4: each has a slot, and all slots together are not more than was given."""
     plain, folder = tmp_path / "plain", tmp_path / "int4"
     text_model(hidden_size=128, intermediate_size=96).to(torch.bfloat16).save_pretrained(plain)
-    form = llamoe.QuantizationConfig("int4", modules_to_not_convert=["model.layers.3.feed_forward.experts"])
+    form = llamoe.QuantizationConfig("int4", modules_to_not_convert=["model.layers.2.feed_forward.experts"])
     llamoe.LlamoeForCausalLM.from_pretrained(plain, quantization_config=form).save_pretrained(folder)
     resident = llamoe.LlamoeForCausalLM.from_pretrained(folder).eval()
     sizes = {
@@ -140,4 +141,4 @@ def test_a_copy_keeps_hooks_and_shares_the_store(text_folder, ids):
     assert new._stores() == model._stores()
     with torch.no_grad():
         assert torch.equal(resident(ids).logits, new(ids).logits)
-    assert len(called) == 3
+    assert len(called) == 2

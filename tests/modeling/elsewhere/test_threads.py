@@ -26,7 +26,7 @@ def prompts(number):
     ]
 
 
-def answer(model, prompt, tokens=4):
+def answer(model, prompt, tokens=3):
     return model.generate(
         prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
     )
@@ -58,7 +58,7 @@ def at_once(work, arguments):
 def logits_and_model(text_folder):
     """Gives the prompts' answers of the resident model, and a model with few slots."""
 
-    def make(slots, number=8):
+    def make(slots, number=6):
         resident, model = load_both(text_folder, slots)
         asked = prompts(number)
         return asked, [answer(resident, prompt) for prompt in asked], model
@@ -131,7 +131,7 @@ def test_errors_of_a_drive_do_not_stay_with_threads(slots, logits_and_model, mon
             except llamoe.CheckpointError as error:
                 seen.append(str(error))
 
-    found = at_once(work, range(8))
+    found = at_once(work, range(6))
     assert seen
     assert all("Input/output error" in each for each in seen)
     assert all(torch.equal(*pair) for pair in zip(expected[1:], found[1:], strict=True))
@@ -247,7 +247,7 @@ def test_closing_ends_other_threads_with_a_sentence(slots, logits_and_model):
             assert torch.equal(answer(model, asked[index]), expected[index])
         return None
 
-    _, *found = at_once(work, range(8))
+    _, *found = at_once(work, range(6))
     for error in found:
         assert isinstance(error, llamoe.CheckpointError), error
         assert "closed by model.close()" in str(error)

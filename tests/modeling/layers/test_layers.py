@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from support.models import apply_rotary, max_abs, stock_dense_config, stock_text_config
+from support.tables import in_turn
 from torch.nn import functional as F
 
 import llamoe
@@ -153,8 +154,9 @@ class TestRotary:
         turned = apply_rotary(x, *angles(range(9), frequencies_of("text")), interleave=True)
         assert max_abs(turned.norm(dim=-1), x.norm(dim=-1)) < 1e-5
 
-    @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-    @pytest.mark.parametrize("interleave", [False, True])
+    @pytest.mark.parametrize(
+        ("dtype", "interleave"), [*in_turn([torch.float32, *HALVES], [False, True]), (torch.float32, True)]
+    )
     def test_queries_and_keys_turn_together(self, interleave, dtype):
         """What the decoder uses, also as compilers see it, against the definition; values and gradients."""
         cos_sin = angles(range(9), frequencies_of("dense"))

@@ -327,7 +327,9 @@ def test_float64_gradients_are_the_derivatives(sizes, implementation):
         return torch.func.functional_call(experts, stacks, (x, ids, weights))
 
     stacks = [parameter.detach().clone().requires_grad_() for parameter in experts.parameters()]
-    assert torch.autograd.gradcheck(call, (x.requires_grad_(), weights.requires_grad_(), *stacks))
+    inputs = (x.requires_grad_(), weights.requires_grad_(), *stacks)
+    # All derivatives at once, along random directions.
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize(
@@ -408,14 +410,13 @@ def test_autocast_leaves_float64_alone(dtype):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_in_one_graph_for_every_number_of_rows(dtype):
-    experts = make_experts(dtype=dtype)
+def test_compiled_in_one_graph_for_every_number_of_rows():
+    experts = make_experts(dtype=torch.bfloat16)
     experts.config._experts_implementation = "llamoe"
     compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
     for num_tokens in (2, 5, 40):
-        inputs = make_rows(experts, num_tokens, 2, dtype)
-        assert max_abs(compiled(*inputs), experts(*inputs)) < (1e-5 if dtype == torch.float32 else 0.1)
+        inputs = make_rows(experts, num_tokens, 2, torch.bfloat16)
+        assert max_abs(compiled(*inputs), experts(*inputs)) < 0.1
 
 
 @for_models("has_experts")

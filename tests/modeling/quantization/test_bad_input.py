@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.few_bits import folder, load, logits, make, packed, save
+from support.tables import in_turn
 from transformers import AutoModelForCausalLM
 
 import llamoe
@@ -139,20 +140,20 @@ def put(value):
     return lambda tensor: tensor.view(-1).index_fill(0, torch.tensor([7]), value).view(tensor.shape)
 
 
-@pytest.mark.parametrize(("weights", "key"), [("int4", LINEAR), ("int8", STACK)])
 @pytest.mark.parametrize(
-    ("part", "function", "wrong"),
+    ("weights", "key", "part", "function", "wrong"),
     [
-        ("_scale", put(float("nan")), ": 1 of"),
-        ("_scale", put(float("-inf")), ": 1 of"),
-        ("_scale", lambda scale: scale[..., :-1], " has shape"),
-        ("_scale", lambda scale: scale.view(torch.int16), " has dtype I16"),
-        ("", lambda codes: codes[..., :-1], " has shape"),
-        ("", lambda codes: codes.bfloat16(), " has dtype BF16"),
-        ("", lambda codes: codes.int(), " has dtype I32"),
-        ("", lambda codes: codes.view(torch.int8 if codes.dtype == torch.uint8 else torch.uint8), " has dtype"),
+        ("int4", LINEAR, "_scale", put(float("nan")), ": 1 of"),
+        ("int8", STACK, "_scale", put(float("-inf")), ": 1 of"),
+        ("int4", STACK, "_scale", lambda scale: scale[..., :-1], " has shape"),
+        ("int8", LINEAR, "_scale", lambda scale: scale.view(torch.int16), " has dtype I16"),
+        ("int4", LINEAR, "", lambda codes: codes[..., :-1], " has shape"),
+        ("int8", STACK, "", lambda codes: codes.bfloat16(), " has dtype BF16"),
+        ("int4", STACK, "", lambda codes: codes.int(), " has dtype I32"),
+        ("int4", LINEAR, "", lambda codes: codes.view(torch.int8), " has dtype"),
+        ("int8", STACK, "", lambda codes: codes.view(torch.uint8), " has dtype"),
     ],
-)  # fmt: skip
+)
 def test_damaged_parts(weights, key, part, function, wrong):
     path = spoilt(save(packed("mixtral", weights)), tensors=at(key + part, function))
     with pytest.raises(CheckpointError, match=f"{key}{part}{wrong}"):
@@ -207,32 +208,35 @@ def rows(weight):
     return weight.view(-1, weight.shape[-1])
 
 
-@pytest.mark.parametrize("key", [LINEAR, STACK])
 @pytest.mark.parametrize(
-    ("dtype", "value"),
-    [(torch.float32, float("nan")), (torch.bfloat16, float("inf")), (torch.float16, float("-inf"))],
+    ("weights", "key", "dtype", "value"),
+    [
+        ("int4", LINEAR, torch.float32, float("nan")),
+        ("int8", STACK, torch.bfloat16, float("inf")),
+        ("int4", STACK, torch.float16, float("-inf")),
+        ("int8", LINEAR, torch.float32, float("nan")),
+    ],
 )
 def test_weights_that_are_no_numbers(weights, key, dtype, value):
     with pytest.raises(CheckpointError, match=rf"^{key}_scale: [12] of \d+"):
         loaded_with(key, lambda weight: rows(weight)[3, 5].fill_(value), weights, dtype)
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (lambda weight: rows(weight)[3].fill_(0.37), 0.01),
-        (lambda weight: rows(weight)[3].fill_(-1234.5), 0.01),
-        (lambda weight: rows(weight)[3].zero_(), 0.0),
-        (lambda weight: weight.add_(100), 0.01),
-        (lambda weight: rows(weight)[3].mul_(1e30), 0.15),
-        (lambda weight: weight.mul_(1e-30), 0.15),
-        (lambda weight: rows(weight)[3].mul_(1e-41), 0.15),
-    ],
-    ids=["equal", "equal and large", "zeros", "offset", "huge", "tiny", "denormal"],
-)
-@pytest.mark.parametrize(("weights", "key"), [("int4", STACK), ("int8", LINEAR)])
-def test_odd_weights(weights, key, change, error):
+ODD = [
+    (lambda weight: rows(weight)[3].fill_(0.37), 0.01),
+    (lambda weight: rows(weight)[3].fill_(-1234.5), 0.01),
+    (lambda weight: rows(weight)[3].zero_(), 0.0),
+    (lambda weight: weight.add_(100), 0.01),
+    (lambda weight: rows(weight)[3].mul_(1e30), 0.15),
+    (lambda weight: weight.mul_(1e-30), 0.15),
+    (lambda weight: rows(weight)[3].mul_(1e-41), 0.15),
+]
+
+
+@pytest.mark.parametrize(("odd", "stored"), in_turn(range(len(ODD)), [("int4", STACK), ("int8", LINEAR)]))
+def test_odd_weights(odd, stored):
     """`error` is that of one row: levels are sixteen at least, and scales have bfloat16's 8 bits."""
+    (change, error), (weights, key) = ODD[odd], stored
     model, found, expected = loaded_with(key, change, weights)
     sizes = rows(expected.double()).norm(dim=1)
     errors = rows((found - expected).double()).norm(dim=1)

@@ -74,14 +74,22 @@ DAMAGES = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def others_folder(tmp_path_factory):
+    """A folder that others have quantized, and its tensors."""
+    folder = tmp_path_factory.mktemp("others") / "folder"
+    return folder, published(folder, folder_of("llama4"), "llama4", "nf4 nested")
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_folders_are_refused_in_one_sentence(damage, tmp_path):
-    state = published(tmp_path / "folder", folder_of("llama4"), "llama4", "nf4 nested")
+def test_damaged_folders_are_refused_in_one_sentence(damage, others_folder):
+    folder, whole = others_folder
+    state = dict(whole)
     change, message = DAMAGES[damage]
     change(state)
-    save_file(state, tmp_path / "folder" / "model.safetensors", {"format": "pt"})
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=message) as caught:
-        load(tmp_path / "folder", "llama4")
+        load(folder, "llama4")
     assert "model.safetensors" in str(caught.value) or damage == "no experts"
     assert str(caught.value).count("\n") == 0
 
