@@ -104,7 +104,7 @@ def test_it_answers_about_pictures_it_has_not_seen(tiny, wording, least):
     """Exact answers on fresh scenes, in trained wordings and in those of other people."""
     import evaluate
 
-    measured = evaluate.accuracy(*tiny, evaluate.draw_cases(120, wording, seed=f"test {wording}"))
+    measured = evaluate.accuracy(*tiny, evaluate.draw_cases(100, wording, seed=f"test {wording}"))
     assert measured["all"] >= least, measured
 
 

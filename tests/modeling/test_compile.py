@@ -150,10 +150,11 @@ def test_training_is_one_graph(name, is_checkpointed):
 
 
 def test_router_training_is_one_graph():
-    """Pictures, jitter, capacity, both router losses and the counted load; the same seed draws the same jitter."""
-    case = CASES["LlamoeForConditionalGeneration"]
-    model, inputs = case.make_small().train(), case.inputs()
-    config = model.config.text_config
+    """Jitter, capacity, both router losses and the counted load; the same seed draws the same jitter."""
+    case = CASES["LlamoeForCausalLM"]
+    layer = dict(num_hidden_layers=1, no_rope_layers=[0], layer_types=["full_attention"], moe_layers=[0])
+    model, inputs = case.make_small(**layer).train(), case.inputs()
+    config = model.config
     config.router_aux_loss_coef, config.router_z_loss_coef = 0.5, 0.1
     mixture = next(module for module in model.modules() if isinstance(module, MixtureOfExperts))
     mixture.capacity_factor, mixture.router.jitter_noise = 0.8, 0.2
@@ -376,7 +377,8 @@ def test_export_with_dynamic_sizes(name, with_mask):
 def test_hidden_positions_in_a_graph(name):
     """Whatever positions padding has, below zero or above every other; a strict export is compiled on its way."""
     case = CASES[name]
-    model, inputs = case.make_small(), case.inputs()
+    layer = {"no_rope_layers": [1], "layer_types": ["chunked_attention"]} if case.is_llama4 else {}
+    model, inputs = case.make_small(num_hidden_layers=1, **layer), case.inputs()
     mask = inputs["attention_mask"]
     clean = (mask.cumsum(1) - 1).clamp(min=0)
     expected = run(model, **inputs, position_ids=clean)[mask == 1]
