@@ -13,16 +13,8 @@ def test_hit_rates_are_counted_and_the_page_written(tmp_path, monkeypatch, capsy
 
     page = tmp_path / "rates.md"
     page.write_text(f"Before.\n\n{expert_hit_rates.BEGIN}\n\nold\n\n{expert_hit_rates.END}\n\nBehind.\n")
-    words = [
-        "expert_hit_rates.py",
-        "--model",
-        str(EXAMPLES / "llamoe-tiny"),
-        "--count",
-        "3",
-        "--page",
-        str(page),
-    ]
-    monkeypatch.setattr(sys, "argv", words)
+    words = ["--model", str(EXAMPLES / "llamoe-tiny"), "--count", "1", "--page", str(page)]
+    monkeypatch.setattr(sys, "argv", ["expert_hit_rates.py", *words])
     expert_hit_rates.main()
     text = page.read_text()
     assert text.startswith("Before.") and text.endswith("Behind.\n") and "old" not in text
