@@ -101,23 +101,19 @@ def test_parameters_that_say_nothing_are_left_out_and_factors_are_no_integers():
 @pytest.mark.parametrize(
     ("case", "fields", "says"),
     [
-        (TEXT, dict(num_experts_per_tok=2), "num_experts_per_tok = 2: vLLM's kernels scale an expert's input"),
-        (TEXT, dict(attention_bias=True, **ONE), "attention_bias = True: vLLM's Llama 4 has no biases"),
-        (TEXT, dict(moe_layers=[0, 1], **ONE), r"moe_layers = \[0, 1\]: vLLM knows mixture layers by"),
-        (
-            TEXT,
-            dict(layer_types=["full_attention"] * 4 + ["chunked_attention"], **ONE),
-            "layer_types = .*: in vLLM the layers with chunks are those that rotate",
-        ),
-        (TEXT, dict(norm_topk_prob=True, **ONE), "norm_topk_prob = True: transformers' llama4_text cannot express"),
-        (DENSE, dict(rope_interleave=True), "rope_interleave = True: transformers' llama cannot express it"),
-        (DENSE, dict(hidden_act="gelu"), "hidden_act = 'gelu': vLLM computes silu; valid: \"silu\""),
-        (MIXTRAL, dict(hidden_act="gelu"), "hidden_act = 'gelu': vLLM computes silu"),
-        (WHOLE, dict(hidden_act="gelu", **ONE), "LlamoeTextConfig.hidden_act = 'gelu': vLLM computes silu"),
-        *((DENSE, rope(name), f"{name}': vLLM computes another") for name in ("dynamic", "longrope", "proportional")),
-        (DENSE, dict(rope_parameters=LONG), "max_position_embeddings = 256: .* = 128 positions; valid: up to 128"),
+        (TEXT, dict(num_experts_per_tok=2), "num_experts_per_tok = 2"),
+        (TEXT, dict(attention_bias=True, **ONE), "attention_bias = True"),
+        (TEXT, dict(moe_layers=[0, 1], **ONE), r"moe_layers = \[0, 1\]"),
+        (TEXT, dict(layer_types=["full_attention"] * 4 + ["chunked_attention"], **ONE), "layer_types"),
+        (TEXT, dict(norm_topk_prob=True, **ONE), "norm_topk_prob = True"),
+        (DENSE, dict(rope_interleave=True), "rope_interleave = True"),
+        (DENSE, dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
+        (MIXTRAL, dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
+        (WHOLE, dict(hidden_act="gelu", **ONE), "LlamoeTextConfig.hidden_act = 'gelu'"),
+        *((DENSE, rope(name), name) for name in ("dynamic", "longrope", "proportional")),
+        (DENSE, dict(rope_parameters=LONG), "max_position_embeddings = 256"),
     ],
-)  # fmt: skip
+)
 def test_what_the_native_class_computes_otherwise_is_refused(case, fields, says):
     with pytest.raises(ValueError, match=f"^vLLM's native class cannot serve this model: .*{says}") as caught:
         native_config(case, **fields)
