@@ -32,6 +32,7 @@ CASES = {case.name: case for case in SHALLOW_MODELS}
 HEADS = [case for case in SHALLOW_MODELS if case.stock_name and case.is_head]
 TEXT = CASES["LlamoeForCausalLM"]
 DENSE = CASES["LlamoeDenseForCausalLM"]
+MIXTRAL = CASES["LlamoeMixtralForCausalLM"]
 MULTIMODAL = CASES["LlamoeForConditionalGeneration"]
 for_heads = pytest.mark.parametrize("case", HEADS, ids=lambda case: case.name)
 
@@ -343,7 +344,7 @@ def test_merged_adapter_of_stock_goes_back_to_stock(case, tmp_path):
     assert max_abs(run(again, **inputs), run(trained, **inputs)) < 2e-5
 
 
-@for_heads
+@pytest.mark.parametrize("case", [MIXTRAL, MULTIMODAL], ids=lambda case: case.name)
 def test_auto_classes_follow_an_adapter_to_its_base(case, tmp_path):
     from peft import AutoPeftModelForCausalLM
 
@@ -534,9 +535,6 @@ def test_damaged_adapter_is_refused(tmp_path):
         model.load_adapter(folder)
     with pytest.raises((ValueError, OSError), match="adapter"):
         model.load_adapter(tmp_path)
-
-
-MIXTRAL = CASES["LlamoeMixtralForCausalLM"]
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "w1", "w2", "w3"], ["gate", "v_proj"]], ids=str)

@@ -5,6 +5,7 @@ import torch
 from peft import EvaConfig, LoraConfig, LoraGAConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear
 from support.models import SHALLOW_MODELS, max_abs, run
+from support.tables import in_turn
 from torch import nn
 
 import llamoe
@@ -46,9 +47,11 @@ def matrices(experts, name):
     return experts.input_first(name).detach().transpose(1, 2).clone()
 
 
-@for_cases
-@pytest.mark.parametrize("begin", ["pissa", "olora"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("case", "begin", "dtype"),
+    in_turn(CASES, ["pissa", "olora"], [torch.float32, torch.bfloat16]),
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_each_expert_begins_as_pefts_linear_layer(case, begin, dtype):
     model = case.make().to(dtype)
     experts = [module for module in model.modules() if isinstance(module, Experts)]
@@ -71,8 +74,11 @@ def test_each_expert_begins_as_pefts_linear_layer(case, begin, dtype):
             assert torch.equal(left[expert], linear.weight)
 
 
-@pytest.mark.parametrize("case", [*CASES, MULTIMODAL], ids=lambda case: case.name)
-@pytest.mark.parametrize("begin", ["pissa", "pissa_niter_3", "olora", "orthogonal", "gaussian", True])
+@pytest.mark.parametrize(
+    ("begin", "case"),
+    in_turn(["pissa", "pissa_niter_3", "olora", "orthogonal", "gaussian", True], [*CASES, MULTIMODAL]),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_at_the_start_nothing_is_changed(case, begin, tmp_path):
     model, inputs = case.make(), case.inputs()
     expected = run(model, **inputs)
@@ -103,8 +109,9 @@ def test_factors_that_are_drawn(case):
         assert max_abs(a[0], a[1]) > 0.01
 
 
-@for_cases
-@pytest.mark.parametrize("begin", ["pissa", "olora"])
+@pytest.mark.parametrize(
+    ("case", "begin"), in_turn(CASES, ["pissa", "olora"]), ids=lambda value: getattr(value, "name", value)
+)
 def test_trained_saved_converted_and_loaded(case, begin, tmp_path):
     """As peft writes it, with the base changed again, and as plain LoRA of twice the rank."""
     inputs = case.inputs()

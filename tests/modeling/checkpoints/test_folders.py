@@ -1,7 +1,7 @@
 """Folders that stock transformers and older releases wrote, parts of multimodal folders, configs that come along."""
 
 import json
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -36,12 +36,13 @@ from transformers import (
 import llamoe
 from llamoe.modeling.base import LlamoePreTrainedModel
 
+TWO = dict(num_hidden_layers=2)
 PAIRS = {
-    "dense": (LlamaForCausalLM, stock_dense_config, llamoe.LlamoeDenseForCausalLM),
-    "text": (Llama4ForCausalLM, stock_text_config, llamoe.LlamoeForCausalLM),
+    "dense": (LlamaForCausalLM, partial(stock_dense_config, **TWO), llamoe.LlamoeDenseForCausalLM),
+    "text": (Llama4ForCausalLM, partial(stock_text_config, **TWO), llamoe.LlamoeForCausalLM),
     "multimodal": (
         Llama4ForConditionalGeneration,
-        stock_multimodal_config,
+        partial(stock_multimodal_config, TWO, TWO),
         llamoe.LlamoeForConditionalGeneration,
     ),
 }
@@ -411,7 +412,7 @@ def test_the_tower_and_dense_models_are_left_to_the_quantizers(multimodal, tmp_p
 
 def test_stock_config_object_is_left_as_it_was(tmp_path):
     save_stock("multimodal", tmp_path)
-    config = stock_multimodal_config()
+    config = PAIRS["multimodal"][1]()
     before = config.to_dict()
     llamoe.LlamoeForConditionalGeneration(config)
     llamoe.LlamoeForConditionalGeneration.from_pretrained(tmp_path, config=config)

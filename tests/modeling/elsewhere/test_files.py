@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,15 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 def on_disk(folder, experts=2, dtype="auto", **fields):
     """The model of a folder with room for so many experts."""
+    size = experts * bytes_in(folder, dtype)
     cls = llamoe_class(folder)
-    size = experts * expert_bytes(cls.from_pretrained(folder, dtype=dtype))
     return cls.from_pretrained(folder, dtype=dtype, experts_memory=ExpertsMemory(size, **fields)).eval()
+
+
+@cache
+def bytes_in(folder, dtype):
+    """Bytes of an expert of a folder's model."""
+    return expert_bytes(llamoe_class(folder).from_pretrained(folder, dtype=dtype))
 
 
 def check_equal(resident, model, ids):
