@@ -97,7 +97,7 @@ KEYS_TO_IGNORE_AT_INFERENCE = [
 _LONGEST_NAME = 99
 
 # Fields of any configuration: a key of the whole may stand in a part, and the reverse. transformers 4 wrote the first.
-_KNOWN_NAMES = {"tie_encoder_decoder"}
+_KNOWN_NAMES = {"tie_encoder_decoder", "num_labels"}
 
 # Rotary parameters that transformers has already checked without an error.
 _ROPE_SEEN: set[str] = set()

@@ -101,7 +101,10 @@ def check_inputs(
     check_cache(config, batch_size, num_tokens, past_key_values)
     if isinstance(attention_mask, (list, tuple)):
         check_tensors(attention_mask=attention_mask)
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
+    is_tensor = isinstance(attention_mask, torch.Tensor)
+    if is_tensor and attention_mask.ndim == 4 and attention_mask.dtype in _INTEGERS:
+        _fail("attention_mask", attention_mask, "a 4-D mask of bool, true where seen, or floats added to the scores")
+    if is_tensor and attention_mask.ndim != 4:
         has_fixed_length = getattr(past_key_values, "is_compileable", False)
         cached = 0 if has_fixed_length else cached_length(past_key_values)
         expected = (batch_size, cached + num_tokens)

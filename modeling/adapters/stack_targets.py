@@ -8,6 +8,7 @@ by which it is recognised when it is read.
 import copy
 import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -51,11 +52,12 @@ def targeted_parameters(config: Any, model: nn.Module) -> list[str]:
     ]
     probe = copy.copy(config)
     probe.target_modules = list(asked)
-    targeted = [key for name, key in named if _is_targeted(probe, name, key)]
-    if any(_is_in_file(name) for name, key in named if key not in targeted):
+    targeted = [(name, key) for name, key in named if _is_targeted(probe, name, key)]
+    counts = Counter(name for name, _ in targeted)
+    if any(_stacks_in_file(name) > counts[name] for name in {name for name, _ in named}):
         # peft by itself has trained it.
         return [key for _, key in named]
-    return targeted
+    return [key for _, key in targeted]
 
 
 def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -65,10 +67,15 @@ def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name.replace(".base_layer", ""), module
 
 
-def _is_in_file(name: str) -> bool:
-    """Whether the adapter that is being read has factors for a module, whatever stands before its layer's name."""
-    place = name[name.find("layers.") :]
-    return any(f"{place}.{part}" in key for key in _keys.get() or () for part in ("lora_", "base_layer."))
+def _stacks_in_file(name: str) -> int:
+    """For how many parameters of a module the adapter that is being read has factors.
+
+    Their wrappers are nested. Whatever stands before the name of the module's layer does not count.
+    """
+    count, place = 0, name[name.find("layers.") :]
+    while any(f"{place}.lora_" in key for key in _keys.get() or ()):
+        count, place = count + 1, f"{place}.base_layer"
+    return count
 
 
 def _is_targeted(probe: Any, name: str, key: str) -> bool:

@@ -134,6 +134,10 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
             )
         if inputs.implementation == "sdpa" and isinstance(mask, BlockMask):
             mask = create_mask(mask.mask_mod, *mask.shape, device=inputs.device)
+        if inputs.implementation == "eager" and mask.dtype is torch.bool:
+            # It adds masks to the scores.
+            dtype = inputs.inputs_embeds.dtype
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return dict.fromkeys(rules, mask)
     if is_local:
         _refuse_split_rows(inputs.implementation)

@@ -276,7 +276,8 @@ def test_keys_of_stock_are_no_misspelt_fields(kind, warnings):
     logging.Logger.warning_once.cache_clear()
     former = ("pruned_heads", "tie_encoder_decoder", "sep_token_id", "torchscript", "rope_theta")
     generation = GenerationConfig().to_dict()
-    content = {**dict.fromkeys(former), **generation, **STOCK[kind]().to_dict(), "some_key_of_a_user": 5}
+    own = {"some_key_of_a_user": 5, "num_labels": 3}
+    content = {**dict.fromkeys(former), **generation, **STOCK[kind]().to_dict(), **own}
     OURS[kind].from_dict(content)
     from_stock(STOCK[kind]())
     if kind == "llama4":

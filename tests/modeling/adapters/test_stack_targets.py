@@ -82,7 +82,7 @@ ATTENTION = {("0", "self_attn.k_proj"), ("1", "self_attn.k_proj")}
     ],
     ids=["layers", "pattern", "regex", "excluded", "saved", "stack"],
 )
-def test_a_config_by_hand(options, expected, case, door):
+def test_a_config_by_hand(options, expected, case, door, tmp_path):
     model = make(case)
     # Of the tower's layers `k_proj` is one, too.
     names = [name for name, _ in model.named_modules() if name.endswith("k_proj") and "vision" not in name]
@@ -102,6 +102,9 @@ def test_a_config_by_hand(options, expected, case, door):
         expected = expected | {part for part in adapted_parts(model) if part[1] == "self_attn.o_proj"}
     assert adapted_parts(model) == expected
     assert config.target_parameters == set(STACKS) or config.target_parameters == STACKS
+    if door == "get_peft_model":
+        model.save_pretrained(tmp_path)
+        assert adapted_parts(PeftModel.from_pretrained(make(case), tmp_path)) == expected
 
 
 def test_ranks_of_stacks_and_layers():

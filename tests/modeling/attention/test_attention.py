@@ -317,6 +317,20 @@ def test_flash_refuses_a_mask_of_four_axes(flash):
         model(TEXT.inputs()["input_ids"], attention_mask=mask)
 
 
+@torch.no_grad()
+@DECODERS
+def test_a_boolean_mask_of_four_axes(case):
+    """`eager` adds masks to the scores, where true would be one."""
+    ids = case.inputs()["input_ids"]
+    index = torch.arange(ids.shape[1])
+    mask = (index <= index[:, None]) & ((index % 5 != 2) | (index == index[:, None]))
+    eager, sdpa = (make(case, name)(ids, attention_mask=mask[None, None]).logits for name in ("eager", "sdpa"))
+    # The order of summation; where masks were added as ones, 1 and more.
+    assert max_abs(eager, sdpa) < 1e-4
+    with pytest.raises(ValueError, match="attention_mask"):
+        make(case, "eager")(ids, attention_mask=mask[None, None].long())
+
+
 def seen(sequences, batch_size, query_length, key_length):
     """[B, Q, K] bool: who sees whom, as a kernel that aligns the last query with the last key has it."""
     result = torch.zeros(batch_size * query_length, batch_size * key_length, dtype=torch.bool)
