@@ -103,7 +103,11 @@ def check_inputs(
         check_tensors(attention_mask=attention_mask)
     is_tensor = isinstance(attention_mask, torch.Tensor)
     if is_tensor and attention_mask.ndim == 4 and attention_mask.dtype in _INTEGERS:
-        _fail("attention_mask", attention_mask, "a 4-D mask of bool, true where seen, or floats added to the scores")
+        _fail(
+            "attention_mask",
+            attention_mask,
+            "a 4-D mask of bool, true where seen, or floats added to the scores",
+        )
     if is_tensor and attention_mask.ndim != 4:
         has_fixed_length = getattr(past_key_values, "is_compileable", False)
         cached = 0 if has_fixed_length else cached_length(past_key_values)

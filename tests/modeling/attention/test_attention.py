@@ -324,7 +324,9 @@ def test_a_boolean_mask_of_four_axes(case):
     ids = case.inputs()["input_ids"]
     index = torch.arange(ids.shape[1])
     mask = (index <= index[:, None]) & ((index % 5 != 2) | (index == index[:, None]))
-    eager, sdpa = (make(case, name)(ids, attention_mask=mask[None, None]).logits for name in ("eager", "sdpa"))
+    eager, sdpa = (
+        make(case, name)(ids, attention_mask=mask[None, None]).logits for name in ("eager", "sdpa")
+    )
     # The order of summation; where masks were added as ones, 1 and more.
     assert max_abs(eager, sdpa) < 1e-4
     with pytest.raises(ValueError, match="attention_mask"):
