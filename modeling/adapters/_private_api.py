@@ -300,10 +300,8 @@ def name_tied_parts(parts: Callable, reads_as_tied: Callable, after_merging: Cal
     def names(model):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         base = base.model if hasattr(base, "tuner_layer_cls") else base
-        found = names_of(model)
-        return found or [
-            f"{part}.{name}" for part, module in parts(base).items() for name in names_of(module)
-        ]
+        # peft compares a layer's last name with these, where it takes the embedding's factors for it.
+        return names_of(model) or [name for module in parts(base).values() for name in names_of(module)]
 
     @functools.wraps(config_of)
     def config(model):

@@ -408,6 +408,12 @@ def test_a_tied_head_inside_of_the_multimodal_class_is_trained(options):
         named = model.named_parameters(remove_duplicate=False)
         names = [name.replace("language_model.", "") for name, p in named if p.requires_grad]
         trained.append({name for name in names if "embed" in name or "head" in name})
+        factors = dict(model.named_parameters(remove_duplicate=False))
+        head = [p for name, p in factors.items() if "lm_head.lora_A" in name]
+        # Its factors are the embedding's.
+        assert all(
+            any(p.data_ptr() == e.data_ptr() for n, e in factors.items() if "embedding_B" in n) for p in head
+        )
     assert trained[0] == trained[1] and any("lm_head" in name for name in trained[0])
 
 
