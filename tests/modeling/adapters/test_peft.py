@@ -81,15 +81,16 @@ config = llamoe.LlamoeTextConfig(vocab_size=9, hidden_size=8, intermediate_size=
     num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_local_experts=2)
 model = llamoe.LlamoeForCausalLM(config)
 assert is_peft_available() and importlib.util.find_spec("peft") and "peft" not in sys.modules
+waiting = lambda: sum("llamoe" in type(finder).__module__ for finder in sys.meta_path)
+before = waiting()
 import peft
 lora = peft.get_peft_model(model, peft.LoraConfig())
-finders = [finder for finder in sys.meta_path if "llamoe" in type(finder).__module__]
-print(json.dumps([sorted(lora.targeted_module_names)[:2], len(finders)]))
+print(json.dumps([sorted(lora.targeted_module_names)[:2], before - waiting()]))
 """
     done = programs.run(["-c", code])
     assert done.returncode == 0, done.stderr
     expected = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
-    assert json.loads(done.stdout.splitlines()[-1]) == [expected, 0]
+    assert json.loads(done.stdout.splitlines()[-1]) == [expected, 1]
 
 
 def test_callbacks_come_once_behind_the_module(tmp_path, monkeypatch):
