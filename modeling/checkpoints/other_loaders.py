@@ -14,6 +14,7 @@ from typing import Any
 from accelerate.utils import modeling
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dicts
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
@@ -64,12 +65,16 @@ def _comparing(load: Callable) -> Callable:
 
 def _renaming(load: Callable) -> Callable:
     def set_model_state_dict(
-        model: nn.Module, model_state_dict: dict[str, Any], *args: Any, **kwargs: Any
+        model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
     ) -> Any:
+        broadcasts = options is not None and options.broadcast_from_rank0
+        if is_read_in_parts() and not model_state_dict and not broadcasts:
+            # All that a file has may wait for other files; torch refuses empty state dicts.
+            return None
         if is_read_in_parts() or not _has_ours(model):
-            return load(model, model_state_dict, *args, **kwargs)
+            return load(model, model_state_dict, options=options)
         with in_parts(model, fuses=True) as parts:
-            return load(model, parts.take(dict(model_state_dict)), *args, **kwargs)
+            return load(model, parts.take(dict(model_state_dict)), options=options)
 
     return set_model_state_dict
 

@@ -91,7 +91,12 @@ class _Parts:
     def take(self, state_dict: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """The tensors that a loader can set now, by the model's names; single experts wait until a layer is whole."""
         for prefix, model in outermost(self.model):
-            _settle(model, state_dict, prefix)
+            _, names = _settle(model, state_dict, prefix)
+            if self.fuses:
+                # A loader of single tensors would tie the new one to the old one again.
+                for tied, own, value in _halves_of_ties(state_dict, prefix, names):
+                    if not own.is_meta:
+                        state_dict.update({prefix + name: value for name in tied})
             for mixture in self.given[id(model)].names.mixtures.values():
                 path = f"{prefix}{mixture.name}."
                 is_transposed = mixture.module.is_transposed
@@ -320,6 +325,16 @@ def _check_memory(given: _Given, names: ModelNames, state_dict: Mapping[str, Any
 
 def _tie(state_dict: MutableMapping[str, Any], prefix: str, names: ModelNames) -> None:
     """Give tied weights, of which files have one, the tensor of the other; assigned, they stay one parameter."""
+    for tied, own, value in _halves_of_ties(state_dict, prefix, names):
+        if not isinstance(value, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=own.requires_grad)
+        state_dict.update({prefix + name: value for name in tied})
+
+
+def _halves_of_ties(
+    state_dict: Mapping[str, Any], prefix: str, names: ModelNames
+) -> Iterator[tuple[list[str], nn.Parameter, Any]]:
+    """The names of tied weights that a state dict has not all of, with the model's tensor and the one given."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in names.tensors.items():
         if isinstance(tensor, nn.Parameter):
@@ -327,10 +342,6 @@ def _tie(state_dict: MutableMapping[str, Any], prefix: str, names: ModelNames) -
     for tied in by_tensor.values():
         own: Any = names.tensors[tied[0]]
         values = [state_dict.get(prefix + name) for name in tied]
-        value = next((value for value in values if value is not None and value is not own), None)
-        if len(tied) == 1 or value is None or all(v is not None and v is not own for v in values):
-            continue
-        if not isinstance(value, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=own.requires_grad)
-        for name in tied:
-            state_dict[prefix + name] = value
+        given = [value for value in values if value is not None and value is not own]
+        if given and len(given) < len(tied):
+            yield tied, own, given[0]

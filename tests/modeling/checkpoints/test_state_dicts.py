@@ -124,9 +124,9 @@ def by_torchs_function(kept):
     return model
 
 
-def by_accelerate(kept, **options):
+def by_accelerate(kept, folder=None, **options):
     model = kept.other()
-    load_checkpoint_in_model(model, kept.folder, **options)
+    load_checkpoint_in_model(model, folder or kept.folder, **options)
     return model
 
 
@@ -145,6 +145,7 @@ DOORS = {
     "assigned pieces": in_assigned_pieces,
     "torch": by_torchs_function,
     "accelerate": by_accelerate,
+    "accelerate, strict, of shards": lambda kept: by_accelerate(kept, kept.shards, strict=True),
     "accelerate with a device map": lambda kept: by_accelerate(kept, device_map={"": "cpu"}),
     "accelerate's dispatch": lambda kept: load_checkpoint_and_dispatch(
         kept.empty(), kept.folder, device_map={"": "cpu"}
@@ -196,6 +197,10 @@ def test_tied_weights_stay_one(tmp_path):
     other.load_state_dict(state, assign=True)
     assert other.lm_head.weight is other.model.embed_tokens.weight
     assert torch.equal(other.lm_head.weight, model.lm_head.weight)
+    third = MIXTRAL.make(seed=6, tie_word_embeddings=True)
+    load_checkpoint_in_model(third, tmp_path, device_map={"": "cpu"})
+    assert third.lm_head.weight is third.model.embed_tokens.weight
+    assert torch.equal(third.lm_head.weight, model.lm_head.weight)
 
 
 # Half of a mixture
