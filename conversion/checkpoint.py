@@ -49,13 +49,13 @@ class Checkpoint:
     """An opened checkpoint.
 
     Attributes:
-        path: file or folder that it was opened from.
+        path: file or folder that it was opened from; for a model in memory a name in angle brackets.
         kind: "meta-llama", "meta-llama4", "mistral", "hf", "open_clip" or "clip".
         config: a configuration of llamoe.
         tensors: key of stock's modules to tensor, with stacked experts.
         dropped: source key to the reason why the tensor is not in `tensors`.
         companions: file name to content of the small files that come along, in Hugging Face's form.
-        sources: the weight files.
+        sources: the weight files; none for a model in memory.
         looks: size, time and inode of every file, noted before it was read.
         notes: what a user should know about how the source was read.
         quantization: of a folder of packed weights, how they are stored; `tensors` are what they mean.

@@ -60,7 +60,7 @@ _REQUIRED = {
 
 @takes_options
 def convert_vision(
-    source: str | os.PathLike,
+    source: str | os.PathLike | torch.nn.Module,
     target: str | os.PathLike,
     *,
     to: str = "tower",
@@ -75,7 +75,8 @@ def convert_vision(
     """Convert a vision tower between open_clip, transformers' CLIP and ours, in any direction.
 
     Args:
-        source: an open_clip file or folder, or a folder of CLIP, MetaCLIP 2, Llama 4 or llamoe; only read.
+        source: an open_clip file or folder, a folder of CLIP, MetaCLIP 2, Llama 4 or llamoe, or a model that
+            `open_clip.create_model` returned, whose `visual` describes itself; only read.
         target: a folder that does not exist or is empty.
         to: "tower" writes a folder of `LlamoeVisionModel`; "open_clip" writes open_clip_model.safetensors (keys
             `visual.…`) and open_clip_config.json; "clip" writes a folder of transformers'
@@ -99,15 +100,21 @@ def convert_vision(
 
     Raises:
         ValueError: bad options, a target in use or inside the source, an unknown activation or number of heads, a tower
-            that the target format cannot express, or a damaged source; no file is left behind.
+            that the target format cannot express, a damaged source, or `resume` for a model, of which nothing shows
+            that it is the same one; no file is left behind.
+        TypeError: a module that is no model of open_clip.
         OSError: the disk is full or fails; complete files stay for `resume`.
     """
     begun = time.monotonic()
-    source, target = Path(source), Path(target)
+    target = Path(target)
     if to not in _TARGETS:
         raise ValueError(f"to = {to!r}: valid are {', '.join(map(repr, _TARGETS))}.")
     wanted = parse_dtype(options["dtype"])
-    check_apart(source, target)
+    if not isinstance(source, torch.nn.Module):
+        source = Path(source)
+        check_apart(source, target)
+    elif options["resume"]:
+        raise ValueError("resume = True: goes on with files only. Convert the model anew to another target.")
     check_target(target, options["resume"])
     checkpoint = open_tower(source, activation=activation, tag=tag, model=model, heads=heads)
     if to != "tower":
@@ -234,7 +241,8 @@ def _plan_open_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[
     else:
         origin = f"{checkpoint.path}: {PROCESSOR}"
         content["preprocess_cfg"] = image_processors.to_open_clip(processor, origin)
-    text = _text_cfg(checkpoint.path)
+    # A model of open_clip has no files.
+    text = _text_cfg(checkpoint.path) if checkpoint.sources else None
     if text is not None:
         model["text_cfg"] = text
     else:

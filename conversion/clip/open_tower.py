@@ -9,15 +9,16 @@ a file's name. A tower without a description, or with two that disagree, is refu
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from torch import nn
 from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip2VisionConfig
 
 from ...configuration.errors import CheckpointError
 from ...configuration.multimodal import LlamoeConfig
 from ..checkpoint import Checkpoint, check_at_least, refuse_adapter, take_part
 from ..hf import open_hf, open_shards
-from ..io import LazyTensor, check_source, open_weights, read_json, remember_looks
+from ..io import LazyTensor, check_source, from_tensor, open_weights, read_json, remember_looks
 from . import image_processors
 from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP, OPEN_CLIP_REFUSED
@@ -26,6 +27,7 @@ from .open_clip_config import (
     agree,
     architecture,
     describe_releases,
+    describe_tower,
     find_release,
     published_heads,
     read_activation,
@@ -72,7 +74,7 @@ def tower_kind(path: str | Path) -> str | None:
 
 @remember_looks
 def open_tower(
-    path: str | Path,
+    path: str | Path | nn.Module,
     *,
     activation: str | None = None,
     tag: str | None = None,
@@ -84,7 +86,7 @@ def open_tower(
     All sizes are read off the tensors and compared with the configuration.
 
     Args:
-        path: an open_clip file (.safetensors, .pt, .bin) or folder, or a folder of transformers.
+        path: an open_clip file (.safetensors, .pt, .bin) or folder, a folder of transformers, or a model of open_clip.
         activation, tag, model, heads: what an open_clip file does not state, as in `convert_vision`.
 
     Returns:
@@ -95,17 +97,20 @@ def open_tower(
         CheckpointError: a file is missing or damaged, a tensor is missing, unknown or of another shape, or the
             tower has parts that ours cannot express.
         ValueError: activation, model or heads are unknown, or an argument contradicts the configuration.
+        TypeError: a module that is no model of open_clip.
     """
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation = {activation!r}: valid are {' and '.join(map(repr, ACTIVATIONS))}.")
+    if heads is not None:
+        check_at_least(1, heads=heads)
+    if isinstance(path, nn.Module):
+        return _open_open_clip(path, activation, tag, model, heads)
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
     refuse_adapter(path)
     if path.is_dir():
         check_source(path)
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation = {activation!r}: valid are {' and '.join(map(repr, ACTIVATIONS))}.")
-    if heads is not None:
-        check_at_least(1, heads=heads)
     kind = tower_kind(path)
     if kind == "open_clip":
         return _open_open_clip(path, activation, tag, model, heads)
@@ -152,12 +157,21 @@ def _explain_unknown(path: Path) -> CheckpointError:
 
 
 def _open_open_clip(
-    path: Path, activation: str | None, tag: str | None, model: str | None, heads: int | None
+    path: Path | nn.Module,
+    activation: str | None,
+    tag: str | None,
+    model: str | None,
+    heads: int | None,
 ) -> Checkpoint:
-    file = path
-    if path.is_dir():
-        file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
-    tensors = _without_prefix(open_weights(file), file)
+    if isinstance(path, nn.Module):
+        # A name for messages, which no file has.
+        file = Path(f"<open_clip.{type(path).__name__}>")
+        tensors = _view_tower(path, file)
+    else:
+        file = path
+        if path.is_dir():
+            file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
+        tensors = _without_prefix(open_weights(file), file)
     for name in tensors:
         for part, reason in OPEN_CLIP_REFUSED.items():
             if name.startswith("visual.") and part in name:
@@ -174,10 +188,14 @@ def _open_open_clip(
     sizes, grid = measure(OPEN_CLIP, tensors, file)
     # The configuration belongs to the file only where both have the names that open_clip gives them.
     config_file = file.with_name(OPEN_CLIP_CONFIG)
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] | None = None
     described: dict[str, Any] = {}
-    if file.name in OPEN_CLIP_FILES and config_file.is_file():
+    if isinstance(path, nn.Module):
+        config_file = file
+        settings = describe_tower(cast(nn.Module, path.visual), file)
+    elif file.name in OPEN_CLIP_FILES and config_file.is_file():
         settings = read_json(config_file)
+    if settings is not None:
         described[str(config_file)] = settings.get("model_cfg", settings)
     if model is not None:
         described[f"open_clip's {model}"] = architecture(model)
@@ -198,8 +216,9 @@ def _open_open_clip(
         )
     hidden_act = agree("activation", act)
     notes = [f"activation: {hidden_act}, by {' and '.join(found)}"]
-    if not settings and tag is None:
-        notes.append(f"pixels: open_clip's default preparation, as there is no {OPEN_CLIP_CONFIG}")
+    preprocess = (settings or {}).get("preprocess_cfg") or {}
+    if not preprocess and tag is None:
+        notes.append("pixels: open_clip's default preparation, as nothing states another")
     config = make_config(
         file,
         **sizes,
@@ -212,12 +231,26 @@ def _open_open_clip(
         if described
         else 1e-5,
     )
-    preprocess = settings.get("preprocess_cfg") or {}
     if not isinstance(preprocess, dict):
         raise CheckpointError(f"{config_file}: preprocess_cfg is {preprocess!r}, not an object.")
     origin = str(config_file if settings else file)
     processor = image_processors.from_open_clip({**prepared, **preprocess}, image_size, origin)
-    return make_checkpoint(path, "open_clip", OPEN_CLIP, config, tensors, processor, [file], notes)
+    place, sources = (file, []) if isinstance(path, nn.Module) else (path, [file])
+    return make_checkpoint(place, "open_clip", OPEN_CLIP, config, tensors, processor, sources, notes)
+
+
+def _view_tower(model: nn.Module, where: Path) -> dict[str, LazyTensor]:
+    """View the tensors of the tower of a model of open_clip; those on an accelerator are copied."""
+    visual = getattr(model, "visual", None)
+    if not isinstance(visual, nn.Module):
+        raise TypeError(
+            f"{type(model).__name__}: is no model of open_clip, which has its tower in `visual`; expected a path, or "
+            "what open_clip.create_model returns."
+        )
+    state = {f"visual.{name}": tensor for name, tensor in visual.state_dict().items()}
+    if any(tensor.is_meta for tensor in state.values()):
+        raise CheckpointError(f"{where}: its tensors are on the meta device and hold no numbers.")
+    return {name: from_tensor(tensor.cpu(), f"{where}: {name}") for name, tensor in state.items()}
 
 
 def _find_heads(described: Mapping[str, Any], sizes: Mapping[str, Any], heads: int | None, file: Path) -> int:

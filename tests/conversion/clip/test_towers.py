@@ -13,6 +13,7 @@ from support.towers import (
     GRID,
     HEADS_HERE,
     PATCH,
+    SIZE,
     WIDTH,
     check_close,
     clip_fields,
@@ -23,6 +24,7 @@ from support.towers import (
     open_clip_tower,
     pictures,
     randomize,
+    same_tensors,
     visual_state,
     write_open_clip,
 )
@@ -39,6 +41,14 @@ ACTIVATIONS = [
     pytest.param(nn.GELU, "gelu", id="gelu"),
     pytest.param(QuickGELU, "quick_gelu", id="quick_gelu"),
 ]
+
+
+def add_architecture(file, quick_gelu=True, **vision):
+    """Tell open_clip of an architecture that has the file's name."""
+    described = open_clip_config(quick_gelu, **vision)["model_cfg"]
+    described["text_cfg"] = {"context_length": 8, "vocab_size": 20, "width": 32, "heads": 2, "layers": 1}
+    file.write_text(json.dumps(described))
+    open_clip.add_model_config(file)
 
 
 class TestFromOpenClip:
@@ -227,10 +237,7 @@ class TestActivation:
 
     def test_a_model_of_open_clip_by_its_name(self, tmp_path):
         """A local file of an architecture: what open_clip's own loader makes of it, and what its name says."""
-        described = open_clip_config(layers=2, norm_kwargs={"eps": 1e-3})["model_cfg"]
-        described["text_cfg"] = {"context_length": 8, "vocab_size": 20, "width": 32, "heads": 2, "layers": 1}
-        (tmp_path / "ViT-tiny.json").write_text(json.dumps(described))
-        open_clip.add_model_config(tmp_path / "ViT-tiny.json")
+        add_architecture(tmp_path / "ViT-tiny.json", layers=2, norm_kwargs={"eps": 1e-3})
         file = tmp_path / "weights.pt"
         torch.save(randomize(open_clip.create_model("ViT-tiny", load_weights=False)).state_dict(), file)
         reference = open_clip.create_model("ViT-tiny", pretrained=str(file)).eval()
@@ -247,6 +254,37 @@ class TestActivation:
         for message, options in refused.items():
             with pytest.raises(ValueError, match=message):
                 open_tower(file, **options)
+
+    @pytest.mark.parametrize(
+        ("activation", "options"),
+        [
+            ("quick_gelu", {"force_quick_gelu": True}),
+            ("gelu", {"force_custom_text": True, "force_preprocess_cfg": {"mean": [0.3, 0.4, 0.6]}}),
+            ("gelu_pytorch_tanh", {"force_image_size": 5 * PATCH}),
+        ],
+    )
+    def test_a_model_that_its_loader_made(self, tmp_path, activation, options):
+        """It describes itself: activation, heads, epsilon, size and preparation of pictures."""
+        act = {"approximate": "tanh"} if activation == "gelu_pytorch_tanh" else None
+        vision = {"layers": 2, "norm_kwargs": {"eps": 1e-3}, "act_kwargs": act}
+        add_architecture(tmp_path / "ViT-tiny-made.json", False, **vision)
+        made = open_clip.create_model("ViT-tiny-made", load_weights=False, **options)
+        randomize(made)
+        report = convert_vision(made, tmp_path / "tower")
+        ours = load_tower(tmp_path / "tower")
+        images = pictures(options.get("force_image_size", SIZE))
+        with torch.no_grad():
+            result = ours(images, output_hidden_states=True)
+            expected = made.forward_intermediates(images, image_output_fmt="NLC", normalize=False)
+            check_close(result.pooler_output, made.encode_image(images))
+        for index, features in enumerate(expected["image_intermediates"], start=1):
+            check_close(result.hidden_states[index][:, : features.shape[1]], features)
+        assert (ours.config.hidden_act, ours.config.norm_eps) == (activation, 1e-3)
+        processor = AutoImageProcessor.from_pretrained(tmp_path / "tower")
+        assert list(processor.image_mean) == list(made.visual.preprocess_cfg["mean"])
+        assert (report.source, report.kind) == (f"<open_clip.{type(made).__name__}>", "open_clip")
+        convert_vision(made, tmp_path / "again", to="open_clip")
+        same_tensors(tmp_path / "again" / "open_clip_model.safetensors", visual_state(made.visual))
 
     def test_heads_of_other_sizes_are_asked_for(self, tmp_path):
         file = write_open_clip(tmp_path, visual_state(open_clip_tower()))
