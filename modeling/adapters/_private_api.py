@@ -201,6 +201,22 @@ def before_hotswap(prepare: Callable) -> None:
     vars(hotswap)["hotswap_adapter_from_state_dict"] = swap
 
 
+def before_compiled_hotswap(check: Callable[[torch.nn.Module], None]) -> None:
+    """Call `check(model)` before peft prepares a model's adapters to be swapped under a compiler.
+
+    Whoever imported peft's function earlier has it as it was, so its first step is replaced.
+    """
+    hotswap = importlib.import_module("peft.utils.hotswap")
+    original = hotswap._convert_scalings_to_tensor
+
+    @functools.wraps(original)
+    def convert(model):
+        check(model)
+        return original(model)
+
+    vars(hotswap)["_convert_scalings_to_tensor"] = convert
+
+
 def turn_update_of_one_expert(is_input_first: Callable[[torch.nn.Module], bool]) -> None:
     """Make peft add LoRA's update to a stack of one expert in the right orientation.
 

@@ -17,6 +17,7 @@ from ._private_api import (
     after_subtraction,
     around_forward_hooks,
     around_injection,
+    before_compiled_hotswap,
     before_hotswap,
     before_merging,
     before_saving_adapters,
@@ -123,6 +124,20 @@ def _orient_before_hotswap(model: nn.Module, tensors: dict[str, Any], adapter_na
     return pad_ranks(model, adapter_name, orient_swapped(base, config, adapter_name, tensors))
 
 
+def _refuse_compiled_hotswap(model: nn.Module) -> None:
+    if not any(isinstance(module, LoadsAdapters) for module in model.modules()):
+        return
+    for place, module in model.named_modules():
+        if hasattr(module, "parameter_name"):
+            place = place.replace(".base_layer", "")
+            raise ValueError(
+                f"prepare_model_for_compiled_hotswap: an adapter changes {place}.{module.parameter_name}, a parameter, "
+                "and peft prepares linear layers alone. Swap without it: hotswap_adapter takes adapters of any rank, "
+                "and a compiled model may compile once more. Or leave experts and routers out: "
+                "lora_config(model, experts=False)."
+            )
+
+
 def _check_and_read(model: nn.Module, name_or_path: Any, **download: Any) -> AbstractContextManager:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, LoadsAdapters):
@@ -198,6 +213,7 @@ def _register(peft: ModuleType) -> None:
     _fill_tables(peft)
     read_adapters_as(LlamoeMixtralConfig.model_type, LlamoeMixtralConfig.stock_model_type)
     before_hotswap(_orient_before_hotswap)
+    before_compiled_hotswap(_refuse_compiled_hotswap)
     before_merging(refuse_merging)
     prepare_for_training()
     replace_all_linear(_expand_all_linear)

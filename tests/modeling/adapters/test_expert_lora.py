@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils.hotswap import hotswap_adapter
+from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from support.models import SHALLOW_MODELS, make_asymmetric, max_abs, run
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -317,6 +317,15 @@ def test_an_adapter_of_another_rank_is_swapped_in(ranks, tmp_path):
     model = PeftModel.from_pretrained(TEXT.make(), tmp_path / str(ranks[0]))
     hotswap_adapter(model, tmp_path / str(ranks[1]), "default", torch_device="cpu")
     assert max_abs(run(model, **TEXT.inputs()), expected) < TOLERANCE
+
+
+def test_a_swap_under_a_compiler_is_not_prepared_for_stacks():
+    model = adapted()
+    before = run(model, **TEXT.inputs())
+    for ours in (model, model.get_base_model()):
+        with pytest.raises(ValueError, match=r"experts\.(gate_up|down)_proj"):
+            prepare_model_for_compiled_hotswap(ours, target_rank=5)
+    assert torch.equal(run(model, **TEXT.inputs()), before)
 
 
 def test_concatenation_with_ranks_of_their_own():
