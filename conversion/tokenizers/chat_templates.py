@@ -20,8 +20,7 @@ text; `apply_chat_template(return_assistant_tokens_mask=True)` and trainers use 
 from collections.abc import Mapping
 
 _NO_TOOLS = """{%- if tools is defined and tools -%}
-    {{- raise_exception('This template writes calls and results of tools, but no descriptions of them: put those into \
-the system message.') -}}
+    {{- raise_exception('This template has no place for descriptions of tools: put them into the system message.') -}}
 {%- endif -%}
 """
 _NO_CALLS = """{%- for message in messages -%}

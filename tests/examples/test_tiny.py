@@ -73,7 +73,7 @@ def test_its_template_is_the_one_that_its_generator_writes(tiny):
     film = {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "what?"}]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     for messages, options, message in (
-        ([turn], {"tools": tools}, "no descriptions"),
+        ([turn], {"tools": tools}, "of tools"),
         ([turn, call], {}, "message 2"),
         ([turn, {"role": "tool", "content": "5"}], {}, "message 2"),
         ([film], {}, "type video"),

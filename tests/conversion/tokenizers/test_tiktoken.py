@@ -319,7 +319,7 @@ def test_chat_refuses_what_it_cannot_say(loaded):
     for dialog, named, more in (
         ([{"role": "user", "content": [{"type": "image"}]}], "type image", {}),
         ([*question, {"role": "robot", "content": "x"}], "message 2 has the role robot", {}),
-        (question, "no descriptions", {"tools": [{"type": "function", "function": {}}]}),
+        (question, "of tools", {"tools": [{"type": "function", "function": {}}]}),
     ):
         with pytest.raises(Exception, match=named):
             loaded.apply_chat_template(dialog, tokenize=False, **more)
