@@ -62,8 +62,8 @@ class RouterLog:
         self.is_on = False
         plain = Router.forward
 
-        def forward(router, hidden_states):
-            result = plain(router, hidden_states)
+        def forward(router, *args, **kwargs):
+            result = plain(router, *args, **kwargs)
             if self.is_on and not torch.compiler.is_compiling():
                 self.calls.append(result[2].detach().clone())
             return result
