@@ -57,7 +57,7 @@ class CheckedGeneration(GenerationMixin):
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, *args, **kwargs):
-        repeat_names(expand_size)
+        repeat_names(self, expand_size)
         expand = super()._expand_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return expand(expand_size, *args, **kwargs)
 
@@ -241,7 +241,7 @@ class MultimodalGeneration(ChunkedGeneration):
             is_image = self._image_places(inputs_tensor if embeds is None else None, embeds)
             return self._tiles_of_rows(is_image, self._lengths(pixel_values))
 
-        with names_of_tiles(tiles_of_rows):
+        with names_of_tiles(self, tiles_of_rows):
             return prepare(inputs_tensor, model_kwargs, *args, **kwargs)
 
     def prepare_inputs_for_generation(

@@ -179,7 +179,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         if pixel_values is not None:
             self.vision_model.check_pixel_values(pixel_values)
             self._check_counts(is_image, len(pixel_values) * self.config.vision_config.tokens_per_tile)
-            with names_of_tiles(lambda: self._tiles_of_rows(is_image, self._lengths(pixel_values))):
+            with names_of_tiles(self, lambda: self._tiles_of_rows(is_image, self._lengths(pixel_values))):
                 images = self.get_image_features(pixel_values, return_dict=True)
         # Stacked [tiles, tokens, hidden], or a list of [tokens, hidden].
         features = images.pooler_output

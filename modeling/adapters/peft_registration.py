@@ -159,7 +159,6 @@ def _tell_of_dropout(model: Any, selected_adapters: list[str] | None) -> None:
 
 
 def _forward_hooks(enable_hooks: Any, tuner: Any, *args: Any, **kwargs: Any) -> AbstractContextManager:
-    # Compilers take no context variable, so only a pass that has names sets one.
     if kwargs.get("adapter_names") is not None and isinstance(tuner.model, LoadsAdapters):
         return dealing_names(enable_hooks, tuner, *args, **kwargs)
     return enable_hooks(tuner, *args, **kwargs)

@@ -1,18 +1,15 @@
 """Which adapter each row of a batch gets (`adapter_names`), where a layer's first axis is not the batch.
 
 peft hands the names to all adapted layers, one for each entry of their first axis. A tower sees tiles, of which a row
-has any number, and `generate` repeats rows for beams. All layers are given one list, whose content follows.
+has any number, and `generate` repeats rows for beams. All layers are given one list, whose content follows. It is an
+attribute of the model during a pass, as peft's hooks are: compilers read attributes, but no context variables.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
-
-# The names that adapted layers are given now.
-_names: ContextVar[list[str] | None] = ContextVar("_names", default=None)
 
 
 @contextmanager
@@ -35,11 +32,11 @@ def dealing_names(enable_hooks: Callable, tuner: Any, *args: Any, **kwargs: Any)
         kwargs.pop("num_beams", None)
     hooks = enable_hooks(tuner, *args, **kwargs)
     hooks.__enter__()
-    token = _names.set(names)
+    outer, tuner.model.row_names = tuner.model.row_names, names
     try:
         yield
     finally:
-        _names.reset(token)
+        tuner.model.row_names = outer
         # Without the error, at which peft would leave its hooks behind.
         hooks.__exit__(None, None, None)
 
@@ -59,16 +56,17 @@ def _refuse_parameters(model: nn.Module) -> None:
 
 
 @contextmanager
-def names_of_tiles(tiles_of_rows: Callable[[], Sequence[Sequence[int]]]) -> Iterator[None]:
+def names_of_tiles(model: Any, tiles_of_rows: Callable[[], Sequence[Sequence[int]]]) -> Iterator[None]:
     """Let layers see tiles, each by the name of its row.
 
     Args:
+        model: the model of the pass, whose `row_names` are followed.
         tiles_of_rows: gives the indices of the tiles of each row; called where rows have names.
 
     Raises:
         ValueError: more or fewer names than rows.
     """
-    names = _names.get()
+    names = model.row_names
     if names is None:
         yield
         return
@@ -82,7 +80,7 @@ def names_of_tiles(tiles_of_rows: Callable[[], Sequence[Sequence[int]]]) -> Iter
         names[:] = of_rows
 
 
-def repeat_names(times: int) -> None:
-    """Follow rows that are repeated, each `times` times in succession."""
-    if times > 1 and (names := _names.get()) is not None:
+def repeat_names(model: Any, times: int) -> None:
+    """Follow a model's rows that are repeated, each `times` times in succession."""
+    if times > 1 and (names := model.row_names) is not None:
         names[:] = [name for name in names for _ in range(times)]

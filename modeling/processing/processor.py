@@ -178,7 +178,9 @@ class LlamoeProcessor(Llama4Processor):
         prompts = [text] if isinstance(text, str) else text
         if isinstance(prompts, (list, tuple)) and all(isinstance(prompt, str) for prompt in prompts):
             self._count_markers([prompt.count(self.fake_image_token) for prompt in prompts], images or [])
-        super().validate_inputs(images=images, text=text, **kwargs)
+        # Older releases count them, too, as if there were no lists for each text.
+        flat = images and [each for row in images for each in (row if isinstance(row, list) else [row])]
+        super().validate_inputs(images=flat, text=text, **kwargs)
 
     def _count_markers(self, markers: Sequence[int], images: Sequence[Any]) -> None:
         what, found, given = "The prompts hold", sum(markers), len(images)
