@@ -1,6 +1,7 @@
 """What every test shares: no network, one seed, the markers `gpu` and `slow`, the table of parity."""
 
 import gc
+import getpass
 import json
 import os
 import shutil
@@ -13,6 +14,10 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # peft's BOFT builds an extension under a lock file in this folder. A killed run leaves it behind, and later ones wait.
 os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    # torch keeps compiled graphs by their operations, and compiles the lanes of one processor for another.
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers with a thread per core each would spend their time waiting for one another.
     cores_each = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
