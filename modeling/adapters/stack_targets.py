@@ -1,8 +1,8 @@
 """Which parameters `target_parameters` means: peft's other fields count for them as they do for linear layers.
 
 peft itself matches these names with the ends of the parameters' names, and passes over `layers_to_transform`,
-`layers_pattern`, `exclude_modules` and `modules_to_save`. An adapter that it has trained so has factors of all layers,
-by which it is recognised when it is read.
+`layers_pattern`, `exclude_modules` and `modules_to_save`. An adapter that peft trained alone
+has factors for all layers, and is recognised by them when it is read.
 """
 
 import copy

@@ -1,9 +1,9 @@
 """State dicts of every layout that our folders have, through `load_state_dict`.
 
-`from_pretrained` renames what files name otherwise, and fuses experts that they have one by one. Who reads the files
-himself (Trainer, accelerate, torch's FSDP, a user) gives them to `load_state_dict`. There the same rules give each
-tensor its name in the model, below wrappers too (peft, DDP, FSDP, a compiler, a user's module), and the experts'
-modules fuse what is theirs (`moe.state_dicts`).
+`from_pretrained` renames what files name otherwise, and fuses experts that they have one by one. Trainer, accelerate,
+torch's FSDP and users read files themselves and call `load_state_dict`. There the same rules give each tensor its name
+in the model, below wrappers too (peft, DDP, FSDP, a compiler, a user's module), and the experts' modules fuse what is
+theirs (`moe.state_dicts`).
 
 torch takes what fits, and with `strict=False` only returns the rest. So here a mixture is never loaded in part: the
 error comes before the first weight changes. State dicts that are parts of a checkpoint are told by what else they lack;

@@ -2,10 +2,9 @@
 
 Reading order: tracing (whether a compiler or tracer records the pass), waiting (what a user waits for), cpp_kernels
 (products of few rows on a CPU), cpp_layer (a layer for one of them), float32_blocks (16 bits on a CPU without
-instructions for them), cpu (CPU shortcuts and the one guard for them),
-few_rows_triton, few_rows (a GPU kernel for few rows of experts), trial, trust (that kernel's test before its first
-use). Files named `…_triton` import Triton, which is not installed everywhere and takes long to import; the others
-import it only when a kernel is about to run.
+instructions for them), cpu (CPU shortcuts and the one guard for them), few_rows_triton, few_rows (a GPU kernel for few
+rows of experts), trial, trust (that kernel's test before its first use). Files named `…_triton` import Triton, which is
+not installed everywhere and takes long to import; the others import it only when a kernel is about to run.
 """
 
 from .cpp_kernels import (
