@@ -23,7 +23,7 @@ PIP := $(BIN) -m pip --disable-pip-version-check
 LOWEST := .venv-lowest
 PYTEST := -m pytest -n $(WORKERS) --maxprocesses=8 --dist=worksteal
 
-LIBRARY := $(wildcard configuration modeling conversion)
+LIBRARY := $(wildcard configuration serving modeling planning conversion)
 # Tests of the repository itself; everything else must pass on an installed wheel, far from the checkout.
 NOT_IN_WHEEL := test_benchmarks.py test_benchmarks_elsewhere.py test_layout.py test_readme.py test_snippets.py test_wheel.py
 

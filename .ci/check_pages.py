@@ -61,6 +61,8 @@ def main(site: Path) -> int:
     for package, init in (
         ("llamoe", "llamoe/__init__.py"),
         ("llamoe.configuration", "configuration/__init__.py"),
+        ("llamoe.serving", "serving/__init__.py"),
+        ("llamoe.planning", "planning/__init__.py"),
         ("llamoe.conversion", "conversion/__init__.py"),
     ):
         wrong += [

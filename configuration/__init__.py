@@ -1,13 +1,12 @@
 """What a model is: pure data, no tensors; and the errors that all packages raise.
 
-Reading order: errors, json_files, sizes, checks, hub, servers, base, parallel, decoder, mixture, vision, effects,
-multimodal, quantization, stock, gguf, presets, parameter_count, scaling, recipe, memory. A file imports only files that
+Reading order: errors, json_files, sizes, checks, hub, base, parallel, decoder, mixture, vision, effects,
+multimodal, quantization, stock, presets, parameter_count, scaling, recipe, memory. A file imports only files that
 stand before it.
 """
 
 from .decoder import LayerPlan, LlamoeDenseConfig
 from .errors import CheckpointError, ConfigurationError
-from .gguf import check_for_gguf, gguf_problems
 from .memory import cache_bytes, cache_tokens
 from .mixture import LlamoeMixtralConfig, LlamoeTextConfig
 from .multimodal import LlamoeConfig
@@ -34,11 +33,9 @@ __all__ = [
     "QuantizationConfig",
     "cache_bytes",
     "cache_tokens",
-    "check_for_gguf",
     "compute_optimal",
     "count_parameters",
     "from_stock",
-    "gguf_problems",
     "llama_recipe",
     "preset",
     "to_stock",

@@ -65,7 +65,7 @@ if __name__ == "__main__":
 import transformers
 
 import llamoe
-from llamoe.modeling.placement import lines_of
+from llamoe.planning import lines_of
 
 
 def main() -> None:

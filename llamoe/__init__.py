@@ -56,17 +56,17 @@ from llamoe.modeling.decoder import (  # noqa: E402
 from llamoe.modeling.elsewhere import ExpertsMemory, ExpertsStatistics  # noqa: E402
 from llamoe.modeling.moe import ExpertTrace, RouterWatch, trace_experts, watch_routers  # noqa: E402
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
-from llamoe.modeling.placement import (  # noqa: E402
+from llamoe.modeling.processing import LlamoeProcessor, read_picture  # noqa: E402
+from llamoe.modeling.registration import adopt, release  # noqa: E402
+from llamoe.modeling.registration import register as _register  # noqa: E402
+from llamoe.modeling.vision import LlamoeVisionModel  # noqa: E402
+from llamoe.planning import (  # noqa: E402
     Bandwidths,
     NodesPlan,
     PlacementPlan,
     measure_bandwidths,
     plan_placement,
 )
-from llamoe.modeling.processing import LlamoeProcessor, read_picture  # noqa: E402
-from llamoe.modeling.registration import adopt, release  # noqa: E402
-from llamoe.modeling.registration import register as _register  # noqa: E402
-from llamoe.modeling.vision import LlamoeVisionModel  # noqa: E402
 
 _register(globals())
 

@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from ..configuration import LlamoeConfig, check_for_gguf, from_stock
+from ..configuration import LlamoeConfig, from_stock, to_stock
 from ..configuration.hub import hub_arguments, written_by
-from ..configuration.stock import to_stock
+from ..serving import check_for_gguf
 from . import checkpoints
 from ._compat import takes_cache
 from .adapters import LoadsAdapters

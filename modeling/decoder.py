@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
 from ..configuration.decoder import DecoderConfig
 from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
-from ..configuration.servers import warn_of_server
+from ..serving import warn_of_server
 from ._compat import CACHE, takes_cache
 from .attention import (
     Attention,

@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, GenerationMixin, PreTrainedConfig, ProcessorMixin
 
 from ..configuration.errors import CheckpointError
-from ..configuration.servers import told_to_clients
+from ..serving import told_to_clients
 from ._compat import CACHE
 from .adapters import names_of_tiles, repeat_names
 from .attention import rules_of

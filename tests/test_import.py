@@ -52,7 +52,7 @@ def test_import_brings_no_other_library(imported):
     assert len([name for name in after if name.partition(".")[0] != "llamoe"]) < len(before) + 100
     packages = {name.split(".")[0] for name in after} - {name.split(".")[0] for name in before}
     assert packages - sys.stdlib_module_names == {"llamoe"}
-    assert "llamoe.modeling.registration.vllm_plugin" not in after
+    assert "llamoe.serving.vllm_plugin" not in after
 
 
 def test_import_overwrites_no_stock_type(imported):

@@ -122,7 +122,8 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_in_backticks_exist(page):
     paths = re.findall(
-        r"`((?:configuration|modeling|conversion|tests|examples|benchmarks|llamoe)/[\w./-]*)`", read(page)
+        r"`((?:configuration|serving|modeling|planning|conversion|tests|examples|benchmarks|llamoe)/[\w./-]*)`",
+        read(page),
     )
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
@@ -215,7 +216,10 @@ def test_figures_of_speed_are_those_of_the_results(monkeypatch, capsys):
 def test_the_check_of_the_built_pages(body, says, tmp_path):
     """`make docs` ends with it."""
     check = [sys.executable, str(ROOT / ".ci/check_pages.py"), str(tmp_path)]
-    inits = [ROOT / name / "__init__.py" for name in ("llamoe", "configuration", "conversion")]
+    inits = [
+        ROOT / name / "__init__.py"
+        for name in ("llamoe", "configuration", "serving", "planning", "conversion")
+    ]
     names = {name for init in inits for name in runpy.run_path(check[1])["names"](init)}
     (tmp_path / "api").mkdir()
     headings = [f'<h2 id="llamoe.{name}">' for name in sorted(names) if body or name != "adopt"]

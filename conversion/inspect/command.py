@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ...configuration import LlamoeVisionConfig, QuantizationConfig, cache_bytes, count_parameters
 from ...configuration.base import LlamoeBaseConfig
 from ...modeling.checkpoints import in_units
-from ...modeling.placement import (
+from ...planning import (
     PlacementPlan,
     plan_placement,
     rows_of_devices,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ...configuration import LlamoeConfig, gguf_problems
+from ...configuration import LlamoeConfig
 from ...configuration.quantization import METHOD
+from ...serving import gguf_problems
 from ..checkpoint import Checkpoint, model_class
 from ..io import open_weights, read_json
 

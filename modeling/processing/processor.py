@@ -22,7 +22,7 @@ from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.processing_utils import MultiModalData
 
 from ...configuration.hub import MODULE_NAME, hub_arguments, write_module
-from ...configuration.servers import told_to_clients
+from ...serving import told_to_clients
 from .image_processor import LlamoeImageProcessor
 from .pictures import read_pictures_in
 

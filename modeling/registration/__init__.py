@@ -1,6 +1,6 @@
-"""Our model classes in the registries of transformers, and of vLLM.
+"""Our model classes in the registries of transformers.
 
-Reading order: auto_classes, adoption, vllm_plugin (which vLLM imports, and nothing here).
+Reading order: auto_classes, adoption.
 """
 
 from .adoption import adopt, release

@@ -1,4 +1,4 @@
-"""The example prints what the library plans, and its maps load; tests/modeling/placement has the plans' own tests."""
+"""The example prints what the library plans, and its maps load; tests/planning has the plans' own tests."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 import llamoe
 from llamoe.configuration import preset
-from llamoe.modeling.placement.units import read_config
+from llamoe.planning.units import read_config
 
 GB = 10**9
 HEAD = next(case for case in MODELS if case.name == "LlamoeForConditionalGeneration")

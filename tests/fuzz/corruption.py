@@ -170,8 +170,8 @@ def run(seed: int) -> Outcome:
 def our_frames(error: BaseException | None) -> list[str]:
     """Places in the package that an error passed, without those that only forward peft's errors."""
     roots = [
-        Path(sys.modules[name].__path__[0])
-        for name in ("llamoe.modeling", "llamoe.conversion", "llamoe.configuration")
+        Path(sys.modules[f"llamoe.{name}"].__path__[0])
+        for name in ("configuration", "serving", "modeling", "planning", "conversion")
     ]
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     return [

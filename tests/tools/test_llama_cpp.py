@@ -1,6 +1,6 @@
 """GGUF files that llama.cpp's converter writes of our folders, in llama.cpp: the same logits, or what was refused.
 
-`llamoe.configuration.gguf_problems` says what llama.cpp makes of a model. Here llama.cpp says it. What it computes
+`llamoe.serving.gguf_problems` says what llama.cpp makes of a model. Here llama.cpp says it. What it computes
 otherwise is compared with our model as a sentence says that llama.cpp reads it, with the same weights.
 """
 
@@ -18,8 +18,8 @@ from support.paths import EXAMPLES
 from transformers import AutoTokenizer
 
 import llamoe
-from llamoe.configuration import gguf_problems
 from llamoe.conversion.checkpoint import model_class
+from llamoe.serving import gguf_problems
 
 ROOT = Path(__file__).parents[2]
 CONVERTER = os.environ.get("LLAMA_CPP_CONVERTER", "")

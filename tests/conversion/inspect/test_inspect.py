@@ -26,7 +26,7 @@ from llamoe.conversion.inspect.footprint import split_shapes
 from llamoe.conversion.io.read_files import FileTensor
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.verify.run_streamed import build_empty
-from llamoe.modeling.placement.units import sizes_of
+from llamoe.planning.units import sizes_of
 
 MODELS = {
     "dense": (LlamaForCausalLM, dense_config),

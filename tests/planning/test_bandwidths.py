@@ -8,7 +8,7 @@ import os
 import pytest
 
 from llamoe import Bandwidths, measure_bandwidths
-from llamoe.modeling.placement import bandwidths
+from llamoe.planning import bandwidths
 
 
 def test_memory_and_drive_are_measured(tmp_path, monkeypatch):

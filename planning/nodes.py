@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...configuration import LlamoeConfig, LlamoeVisionConfig, cache_bytes
-from ...configuration.parallel import check_parallel
-from ...configuration.sizes import GB
+from ..configuration import LlamoeConfig, LlamoeVisionConfig, cache_bytes
+from ..configuration.parallel import check_parallel
+from ..configuration.sizes import GB
 from .bandwidths import Bandwidths
 from .speed import distinct_experts
 from .traffic import Collective, card_bytes, forward_traffic, groups_of_fsdp, padded_numbers, step_traffic

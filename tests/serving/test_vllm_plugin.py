@@ -20,7 +20,7 @@ from support.paths import SUPPORT, environment
 from transformers import AutoConfig
 
 import llamoe
-from llamoe.modeling.registration import vllm_plugin
+from llamoe.serving import vllm_plugin
 
 CASES = {case.name: case for case in MODELS}
 DENSE, MIXTRAL, TEXT, WHOLE = (CASES[name] for name in vllm_plugin.NATIVE)

@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig
 import llamoe
 from llamoe import plan_placement
 from llamoe.configuration import cache_bytes
-from llamoe.modeling.placement.table import summarize
+from llamoe.planning.table import summarize
 
 GB = 10**9
 SCOUT = "llama-4-scout"

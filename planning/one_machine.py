@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...configuration import LlamoeVisionConfig, cache_bytes, cache_tokens
-from ...configuration.base import LlamoeBaseConfig
-from ...configuration.sizes import GB, bytes_of, count_of
+from ..configuration import LlamoeVisionConfig, cache_bytes, cache_tokens
+from ..configuration.base import LlamoeBaseConfig
+from ..configuration.sizes import GB, bytes_of, count_of
 from .bandwidths import Bandwidths
 from .filling import Filled, fill, place_of
 from .nodes import NodesPlan, plan_nodes

@@ -12,8 +12,8 @@ from support import programs
 from support.models import MODELS, SHALLOW_VISION
 from support.paths import SUPPORT
 
-from llamoe.modeling.placement.traffic import card_bytes, forward_traffic, step_traffic
-from llamoe.modeling.placement.units import build
+from llamoe.planning.traffic import card_bytes, forward_traffic, step_traffic
+from llamoe.planning.units import build
 
 pytestmark = pytest.mark.skipif(
     parse(version("transformers")) < parse("5.23"),

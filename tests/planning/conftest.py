@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from llamoe.modeling.placement import nodes, one_machine, units
+from llamoe.planning import nodes, one_machine, units
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ...configuration import (
+from ..configuration import (
     LlamoeConfig,
     LlamoeDenseConfig,
     LlamoeMixtralConfig,
@@ -25,14 +25,14 @@ from ...configuration import (
     from_stock,
     preset,
 )
-from ...configuration.base import LlamoeBaseConfig
-from ...configuration.json_files import read_json
-from ...configuration.quantization import METHOD
-from ..checkpoints import find_weights, read_header
-from ..checkpoints.safetensors_files import DTYPE_BITS
-from ..decoder import LlamoeDenseForCausalLM, LlamoeForCausalLM, LlamoeMixtralForCausalLM
-from ..multimodal import LlamoeForConditionalGeneration
-from ..vision import LlamoeVisionModel
+from ..configuration.base import LlamoeBaseConfig
+from ..configuration.json_files import read_json
+from ..configuration.quantization import METHOD
+from ..modeling.checkpoints import find_weights, read_header
+from ..modeling.checkpoints.safetensors_files import DTYPE_BITS
+from ..modeling.decoder import LlamoeDenseForCausalLM, LlamoeForCausalLM, LlamoeMixtralForCausalLM
+from ..modeling.multimodal import LlamoeForConditionalGeneration
+from ..modeling.vision import LlamoeVisionModel
 
 _CLASSES = {
     LlamoeConfig: LlamoeForConditionalGeneration,

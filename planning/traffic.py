@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ...configuration.parallel import wildcard
+from ..configuration.parallel import wildcard
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ...configuration.sizes import bytes_of
-from ..elsewhere.memory import open_direct
+from ..configuration.sizes import bytes_of
+from ..modeling.elsewhere.memory import open_direct
 
 _PIECE = 8 << 20
 _READERS = 8

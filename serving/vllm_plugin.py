@@ -18,12 +18,12 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from ...configuration import LlamoeConfig, LlamoeTextConfig
-from ...configuration.base import LlamoeBaseConfig
-from ...configuration.checks import enumerate_words, fail
-from ...configuration.hub import AUTO_CLASSES
-from ...configuration.quantization import METHOD
-from ...configuration.stock import to_stock
+from ..configuration import LlamoeConfig, LlamoeTextConfig
+from ..configuration.base import LlamoeBaseConfig
+from ..configuration.checks import enumerate_words, fail
+from ..configuration.hub import AUTO_CLASSES
+from ..configuration.quantization import METHOD
+from ..configuration.stock import to_stock
 
 logger = logging.getLogger("llamoe")
 

@@ -17,12 +17,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from .base import LlamoeBaseConfig
-from .checks import enumerate_words
-from .errors import ConfigurationError
-from .mixture import LlamoeTextConfig
-from .stock import to_stock
-from .vision import LlamoeVisionConfig
+from ..configuration.base import LlamoeBaseConfig
+from ..configuration.checks import enumerate_words
+from ..configuration.errors import ConfigurationError
+from ..configuration.mixture import LlamoeTextConfig
+from ..configuration.stock import to_stock
+from ..configuration.vision import LlamoeVisionConfig
 
 # Classes of transformers' that the converter knows, of those that our models are saved as.
 _CONVERTED = (

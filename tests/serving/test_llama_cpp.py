@@ -11,10 +11,9 @@ from llamoe.configuration import (
     LlamoeMixtralConfig,
     LlamoeTextConfig,
     LlamoeVisionConfig,
-    check_for_gguf,
-    gguf_problems,
     preset,
 )
+from llamoe.serving import check_for_gguf, gguf_problems
 
 # What llama.cpp fixes for Llama 4.
 FIXED = dict(attention_chunk_size=8192, floor_scale=8192)

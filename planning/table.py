@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...configuration.sizes import GB
+from ..configuration.sizes import GB
 
 _NOTE = (
     "{0}: linear layers and routed experts, as bitsandbytes stores them. Embeddings, head, routers, norms and the "
