@@ -17,8 +17,8 @@ def doctor(
         bool,
         typer.Option(
             "--try",
-            help="Also import every package that is installed, and try the kernel for few rows of experts on each GPU, "
-            "in some tens of seconds.",
+            help="Also import every package that is installed, and check the kernel for few rows of experts on each "
+            "GPU, in some tens of seconds.",
         ),
     ] = False,
     as_json: AsJson = False,

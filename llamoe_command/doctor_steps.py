@@ -24,8 +24,8 @@ from transformers.utils import (
 )
 
 import llamoe
-from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, Answer, answers_on, why_no_cpp_kernels
-from llamoe.modeling.moe import IMPLEMENTATION, choose_path, try_kernels, why_not
+from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, few_rows_limit, find_difference, why_no_cpp_kernels
+from llamoe.modeling.moe import IMPLEMENTATION, choose_path, why_not
 from llamoe.modeling.quantization import torchs_block
 
 # Rows of a step of decoding, and of a long prompt or a training step.
@@ -42,8 +42,8 @@ _FLASH = {
 }
 _TORCH_PRODUCTS = "torch's products"
 _CPP = "llamoe's C++ kernels"
-# Experts that `--try` tries: of the sizes of a small mixture, 100 MB.
-_TRIED = {"hidden_size": 1024, "intermediate_size": 2048, "num_local_experts": 8}
+# Experts on which `--try` checks the kernel: of the sizes of a small mixture, 100 MB.
+_CHECKED = {"hidden_size": 1024, "intermediate_size": 2048, "num_local_experts": 8}
 
 
 @dataclass
@@ -124,7 +124,7 @@ def find_steps(try_kernel: bool = False) -> list[Step]:
     The CPU's kernels are compiled if they were not before, which takes some seconds once.
 
     Args:
-        try_kernel: whether the kernel for few rows is tried on each GPU now, in some tens of seconds.
+        try_kernel: whether the kernel for few rows is checked on each GPU now, in some tens of seconds.
     """
     found: list[Step] = []
     for device in devices():
@@ -221,8 +221,7 @@ def _paths(models: dict[str, dict[torch.dtype, Any]], rows: int, needs_gradient:
     found: dict[str, dict[str, list[str]]] = {}
     for family, by_dtype in models.items():
         for dtype, model in by_dtype.items():
-            # As for a compiler: answers of earlier trials are looked up, and none is made.
-            path = choose_path(_experts(model), rows, dtype, needs_gradient, is_traced=True)
+            path = choose_path(_experts(model), rows, dtype, needs_gradient)
             named = found.setdefault(_PATHS[path], {})
             named.setdefault(family, []).append(str(dtype).removeprefix("torch."))
     if len(found) == 1:
@@ -241,31 +240,17 @@ def _kernel_for_few_rows(device: torch.device, model: Any, try_kernel: bool) -> 
     name, step = str(device), "kernel for few rows of experts"
     if reason := why_not("kernel", _experts(model), 1, torch.bfloat16, False):
         return Step(name, step, "cannot be used", reason)
-    if try_kernel:
-        try_kernels(_tiny("Mixtral", device, torch.bfloat16, **_TRIED))
-    answers = answers_on(device)
-    if not answers:
+    served_by = f"up to {few_rows_limit(device)} rows"
+    if not try_kernel:
         return Step(
-            name, step, "not proven here", "it was never tried with these versions on this device",
-            "`llamoe doctor --try` tries it now; otherwise the first pass without gradients does, for its experts",
-        )  # fmt: skip
-    told = "; ".join(f"{_sizes(experts)}: {_verdict(answer)}" for experts, answer in sorted(answers.items()))
-    failed = [answer.failure for answer in answers.values() if answer.failure]
-    if not failed:
-        return Step(name, step, f"proven here: {told}")
+            name, step, f"{served_by}; each process checks it before its first use, `--try` checks it now"
+        )
+    experts = _experts(_tiny("Mixtral", device, torch.bfloat16, **_CHECKED))
+    failure = find_difference(*(experts.input_first(stack) for stack in ("gate_up_proj", "down_proj")))
+    if not failure:
+        return Step(name, step, f"{served_by}; checked, and right here")
     advice = "torch's grouped product takes its place; report the failure with what doctor prints"
-    return Step(name, step, told, failed[0], advice)
-
-
-def _sizes(experts: str) -> str:
-    dtype, num_experts, hidden, intermediate, *_ = experts.split()
-    return f"{num_experts} experts of {hidden} x {intermediate} in {dtype.removeprefix('torch.')}"
-
-
-def _verdict(answer: Answer) -> str:
-    if answer.failure:
-        return "wrong, not used"
-    return f"up to {answer.rows} rows" if answer.rows else "right, but slower than the other way, not used"
+    return Step(name, step, "wrong, not used", failure, advice)
 
 
 def _few_bits(name: str, is_cpu: bool) -> Iterator[Step]:

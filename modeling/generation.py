@@ -19,7 +19,7 @@ from ._compat import CACHE
 from .adapters import names_of_tiles, repeat_names
 from .attention import rules_of
 from .input_checks import check_tensors
-from .moe import try_kernels
+from .moe import check_kernels
 
 
 def is_first_pass(past_key_values: Cache | None) -> bool:
@@ -53,7 +53,7 @@ class CheckedGeneration(GenerationMixin):
         if "past_key_values" in kwargs:
             # The name that transformers had for it before; it would warn of this line.
             kwargs[CACHE] = kwargs.pop("past_key_values")
-        try_kernels(self)  # pyright: ignore[reportArgumentType]
+        check_kernels(self)  # pyright: ignore[reportArgumentType]
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, *args, **kwargs):
@@ -115,7 +115,7 @@ class ChunkedGeneration(CheckedGeneration):
         """
         if getattr(self, "_cached_continuous_batching_manager", None) is not None:
             return super().init_continuous_batching(*args, **kwargs)
-        try_kernels(self)  # pyright: ignore[reportArgumentType]
+        check_kernels(self)  # pyright: ignore[reportArgumentType]
         model: Any = self if _chunk_size(self.config) is None else _WithinOneChunk(self)
         manager = GenerationMixin.init_continuous_batching(model, *args, **kwargs)
         add_request = manager.add_request

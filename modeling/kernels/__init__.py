@@ -3,7 +3,7 @@
 Reading order: tracing (whether a compiler or tracer records the pass), waiting (what a user waits for), cpp_kernels
 (products of few rows on a CPU), cpp_layer (a layer for one of them), float32_blocks (16 bits on a CPU without
 instructions for them), cpu (CPU shortcuts and the one guard for them), few_rows_triton, few_rows (a GPU kernel for few
-rows of experts), trial, trust (that kernel's test before its first use). Files named `…_triton` import Triton, which is
+rows of experts), few_rows_check (whether it is right on this device). Files named `…_triton` import Triton, which is
 not installed everywhere and takes long to import; the others import it only when a kernel is about to run.
 """
 
@@ -34,22 +34,18 @@ from .cpu import (
     multiply_rows,
     norm_weight,
 )
-from .few_rows import TRITON_MAX_ROWS, few_rows_experts, few_rows_fits
+from .few_rows import TRITON_MAX_ROWS, few_rows_experts, few_rows_fits, few_rows_limit
+from .few_rows_check import find_difference, kernel_is_right
 from .float32_blocks import BLOCK_WEIGHTS, blocks_in_float32, in_float32, needs_float32, rows_of_torch
 from .tracing import is_exported, is_readable, is_recorded, is_tracing, is_transformed
-from .trial import Way, describe
-from .trust import Answer, answers_on, rows_known, rows_to_trust
 
 __all__ = [
     "BLOCK_WEIGHTS",
-    "Answer",
     "Matrix",
     "PLAIN_MAX_ROWS",
     "SHORTCUTS_ARE_ON",
     "Rotation",
     "TRITON_MAX_ROWS",
-    "Way",
-    "answers_on",
     "apply_feed_forward",
     "apply_gate",
     "apply_linear",
@@ -64,9 +60,10 @@ __all__ = [
     "cpp_norm",
     "cpp_products",
     "cpp_project",
-    "describe",
     "few_rows_experts",
     "few_rows_fits",
+    "few_rows_limit",
+    "find_difference",
     "has_feed_forward",
     "in_float32",
     "is_exported",
@@ -76,13 +73,12 @@ __all__ = [
     "is_tracing",
     "is_transformed",
     "is_watched",
+    "kernel_is_right",
     "matrices_of",
     "multiply_rows",
     "needs_float32",
     "norm_weight",
     "plain_matrix",
-    "rows_known",
     "rows_of_torch",
-    "rows_to_trust",
     "why_no_cpp_kernels",
 ]

@@ -15,7 +15,7 @@ from triton import knobs
 _INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
 # Triton must not specialise these arguments for 1 and for multiples of 16: one kernel then serves all numbers of rows
-# that share its constants, so a trial with one of them holds for all.
+# that share its constants, so a check of one of them holds for all.
 _COUNTS = ("num_rows", "num_experts", "num_elements")
 
 

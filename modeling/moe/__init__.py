@@ -8,7 +8,7 @@ watched in training, and balanced without a loss), trace (which experts compute 
 """
 
 from .balancing import RouterWatch, watch_routers
-from .dispatch import choose_path, is_torchs_product, try_kernels, why_not
+from .dispatch import check_kernels, choose_path, is_torchs_product, why_not
 from .grouped_product import Group, groups_between, multiply_groups
 from .layer import MixtureOfExperts, Router
 from .losses import TrainsRouters, expert_load
@@ -50,7 +50,7 @@ __all__ = [
     "RouterWatch",
     "take_matrices",
     "trace_experts",
-    "try_kernels",
+    "check_kernels",
     "watch_routers",
     "why_not",
 ]

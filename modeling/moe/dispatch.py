@@ -6,8 +6,8 @@ Three paths have the same result as the loop that defines it (`stores`):
   on the CPU. The CPU takes it without gradients (a few rows go to their experts unsorted), and with gradients for large
   stacks of experts that see few rows each.
 * `kernel`: few rows on a GPU, without gradients. A kernel finds the hit experts on the device and reads each once:
-  nothing waits for the host, and a step fits into a CUDA graph. A trial before its first use checks its results on this
-  device, and up to how many rows it is faster (`kernels.trust`).
+  nothing waits for the host, and a step fits into a CUDA graph. Before its first use its results are checked on
+  this device (`kernels.few_rows_check`).
 * `grouped`: many rows on a GPU, output-first experts of 16 bits on the CPU, and all other training. Sort once, then
   torch's grouped product.
 
@@ -33,16 +33,14 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from ..kernels import (
     SHORTCUTS_ARE_ON,
     TRITON_MAX_ROWS,
-    Way,
-    describe,
     few_rows_experts,
     few_rows_fits,
+    few_rows_limit,
     is_exported,
     is_recorded,
     is_transformed,
-    rows_known,
+    kernel_is_right,
     rows_of_torch,
-    rows_to_trust,
 )
 from .grouped_mm_limits import grouped_mm_takes_dtype
 from .grouped_product import LARGE_GRADIENT_BYTES, grouped_product, groups_between, multiply_groups
@@ -97,7 +95,9 @@ def compute_experts(
     )
     is_traced = is_recorded(hidden_states)
     if path is None:
-        path = choose_path(experts, num_rows, dtype, needs_gradient, is_traced, is_adapted)
+        path = choose_path(experts, num_rows, dtype, needs_gradient, is_adapted)
+        if path == "kernel" and not kernel_is_right(*_input_first(experts), may_check=not is_traced):
+            path = choose_path(experts, num_rows, dtype, needs_gradient, is_adapted, has_kernel=False)
     elif reason := why_not(path, experts, num_rows, dtype, needs_gradient, is_adapted):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
     if path == "loop" and is_transformed():
@@ -111,7 +111,7 @@ def compute_experts(
     x_TH = hidden_states.to(dtype)
     host_counts = path == "loop" and not (needs_gradient or is_traced)
     if path == "kernel":
-        # Same layout as in the trial: kernels are compiled for strides and for the dtype of the ids.
+        # Same layout as in the check: kernels are compiled for strides and for the dtype of the ids.
         ids_N = top_k_index.reshape(-1).long().contiguous()
         y_NH = few_rows_experts(_rows_of_choices(x_TH, top_k_index), *_input_first(experts), ids_N)
     elif host_counts and SHORTCUTS_ARE_ON and num_rows <= CPU_UNSORTED_MAX_ROWS:
@@ -188,8 +188,8 @@ def choose_path(
     num_rows: int,
     dtype: torch.dtype,
     needs_gradient: bool,
-    is_traced: bool = False,
     is_adapted: bool = False,
+    has_kernel: bool = True,
 ) -> Path:
     """The path that computes experts.
 
@@ -198,16 +198,19 @@ def choose_path(
         num_rows: N.
         dtype: dtype of the products.
         needs_gradient: whether there will be a backward pass.
-        is_traced: whether a compiler or tracer records the pass, so that no trial can run.
         is_adapted: whether adapters add to the products.
+        has_kernel: whether the kernel for few rows may be taken.
     """
     if _is_on_host(experts.down_proj) and not is_transformed():
         if not needs_gradient and not _groups_are_faster(experts, num_rows, dtype):
             return "loop"
         if needs_gradient and (_is_cast(dtype) or _has_few_rows_each(experts, num_rows, dtype)):
             return "loop"
-    if not is_adapted and num_rows <= _rows_of_kernel(experts, dtype, needs_gradient, is_traced):
-        return "kernel"
+    # An exported or traced program serves all numbers of rows. torch.func's transforms do not support the kernel.
+    serves_kernel = has_kernel and not (is_exported() or is_transformed())
+    if serves_kernel and num_rows <= few_rows_limit(experts.down_proj.device):
+        if not why_not("kernel", experts, num_rows, dtype, needs_gradient, is_adapted):
+            return "kernel"
     return "loop" if why_not("grouped", experts, num_rows, dtype, needs_gradient) else "grouped"
 
 
@@ -215,48 +218,20 @@ def _is_on_host(weight: torch.Tensor) -> bool:
     return weight.device.type in ("cpu", "meta")
 
 
-def _rows_of_kernel(experts: Any, dtype: torch.dtype, needs_gradient: bool, is_traced: bool) -> int:
-    """Largest number of rows for which the kernel is taken; -1 for none.
+def check_kernels(model: torch.nn.Module) -> None:
+    """Check the kernel for all experts of a model that may take it, before a compiler or CUDA graph starts.
 
-    Independent of the current number of rows: the first pass without gradients, of any size, runs the kernel's trial.
-    """
-    # An exported or traced program serves all numbers of rows. torch.func's transforms do not support the kernel.
-    if is_exported() or is_transformed():
-        return -1
-    if why_not("kernel", experts, 1, dtype, needs_gradient):
-        return -1
-    stacks = _input_first(experts)
-    device, description = stacks[1].device, describe(*stacks)
-    if is_traced:
-        rows = rows_known(device, description)
-    else:
-        rows = rows_to_trust(device, description, stacks, partial(_kernel_and_other_way, experts))
-    return rows or -1
-
-
-def _kernel_and_other_way(experts: Any) -> tuple[Way, Way]:
-    other: Path = "loop" if why_not("grouped", experts, 1, experts.down_proj.dtype, False) else "grouped"
-
-    def way(path: Path) -> Way:
-        def compute(x_NH: torch.Tensor, ids_N1: torch.Tensor) -> torch.Tensor:
-            return compute_experts(experts, x_NH, ids_N1, torch.ones_like(ids_N1, dtype=x_NH.dtype), path)
-
-        return compute
-
-    return way("kernel"), way(other)
-
-
-def try_kernels(model: torch.nn.Module) -> None:
-    """Run the kernel's trial for all experts of a model that may take it, before a compiler or CUDA graph starts.
-
-    Where nothing is left to try, this only visits each module.
+    Where nothing is left to check, this only visits each module.
     """
     for module in model.modules():
         if getattr(module, "takes_llamoe_paths", False) and _chosen_by_rows(module):
             weight: Any = module.down_proj
-            # Sharded or offloaded parameters are tried in the first pass, when their data is here.
-            if type(weight) is torch.nn.Parameter and not _is_on_host(weight):
-                _rows_of_kernel(module, compute_dtype(module), needs_gradient=False, is_traced=False)
+            # Sharded or offloaded parameters are checked in the first pass, when their data is here.
+            if (
+                type(weight) is torch.nn.Parameter
+                and choose_path(module, 1, compute_dtype(module), False) == "kernel"
+            ):
+                kernel_is_right(*_input_first(module), may_check=True)
 
 
 def _chosen_by_rows(experts: Any) -> bool:

@@ -195,37 +195,30 @@ def test_a_package_that_cannot_be_imported_is_told_by_try(tmp_path):
     assert [line for line in tried["advice"] if "cannot be imported (its library is spoilt)" in line]
 
 
-def test_what_a_trial_of_the_kernel_found_is_told(tmp_path):
-    """Under Triton's interpreter, which takes the place of a GPU: never tried, right, slower, wrong."""
+def test_what_a_check_of_the_kernel_found_is_told():
+    """Under Triton's interpreter, which takes the place of a GPU: not asked for, right, wrong."""
     pytest.importorskip("triton", reason="needs triton, which torch brings where it is built for CUDA")
     program = """
 import torch
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from llamoe.modeling.kernels import trust
+from support import triton_interpreter
+from llamoe.modeling.kernels import few_rows, few_rows_check
 from llamoe_command import doctor_steps as steps
+steps._CHECKED = {"hidden_size": 16, "intermediate_size": 16, "num_local_experts": 2}
+few_rows_check.row_counts_of_launches = lambda *_: [2]
 device = torch.device("cpu")
 model = steps._tiny("Mixtral", device, torch.bfloat16)
-
-def show():
-    step = steps._kernel_for_few_rows(device, model, False)
+run = few_rows.run_kernels
+for asks, kernels in ((False, run), (True, run), (True, lambda x, *_: x + 9)):
+    few_rows.run_kernels = kernels
+    step = steps._kernel_for_few_rows(device, model, asks)
     print(step.served_by, "|", step.why, "|", step.advice)
-
-show()
-for experts, answer in ((3, trust.Answer(64)), (5, trust.Answer(0)), (7, trust.Answer(0, "with 2 rows it fails"))):
-    question = trust._question(device, f"torch.bfloat16 {experts} 96 80 1 2 3 4 5 6")
-    trust._write(trust._file_for(question), question, answer)
-    show()
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "LLAMOE_CACHE": str(tmp_path)}
-    done = programs.run(["-c", program], env=environment)
+    done = programs.run(["-c", program], env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": "tests"})
     assert done.returncode == 0, done.stderr
-    never, right, _, wrong = done.stdout.splitlines()
-    assert never.startswith("not proven here | it was never tried")
-    assert "`llamoe doctor --try` tries it now" in never
-    assert right == "proven here: 3 experts of 96 x 80 in bfloat16: up to 64 rows |  | "
-    assert "5 experts of 96 x 80 in bfloat16: right, but slower than the other way, not used" in wrong
-    assert "7 experts of 96 x 80 in bfloat16: wrong, not used | with 2 rows it fails | torch's" in wrong
+    not_asked, right, wrong = done.stdout.splitlines()
+    assert not_asked.startswith("up to 128 rows; each process checks it before its first use")
+    assert right == "up to 128 rows; checked, and right here |  | "
+    assert wrong.startswith("wrong, not used | with 2 rows") and "numbers are wrong" in wrong
 
 
 def test_every_extra_for_users_has_its_purpose():

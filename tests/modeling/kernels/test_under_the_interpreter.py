@@ -1,9 +1,8 @@
-"""The Triton kernels and who trusts them, run by Triton's interpreter.
+"""The Triton kernels and their check before the first use, run by Triton's interpreter.
 
 Triton decides when it is imported whether kernels are compiled, hence processes of their own.
 """
 
-import os
 import re
 
 import pytest
@@ -12,17 +11,14 @@ from support.paths import ROOT, SUPPORT, environment
 
 
 @pytest.mark.parametrize(
-    "file", ["interpreted_kernels.py", pytest.param("interpreted_trust.py", marks=pytest.mark.slow)]
+    "file", ["interpreted_kernels.py", pytest.param("interpreted_check.py", marks=pytest.mark.slow)]
 )
-def test_under_the_interpreter(file, tmp_path):
+def test_under_the_interpreter(file):
     pytest.importorskip("triton", reason="Triton is not installed")
-    # Python runs this where it starts: in the process that tries kernels apart, too.
-    (tmp_path / "sitecustomize.py").write_text("from support import triton_interpreter\n")
-    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     done = programs.run(
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(SUPPORT / file)],
         cwd=ROOT,
-        env=environment(TRITON_INTERPRET="1", PYTHONPATH=path),
+        env=environment(TRITON_INTERPRET="1"),
         timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr

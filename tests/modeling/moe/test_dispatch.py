@@ -126,10 +126,9 @@ def test_a_forced_path_says_why_it_cannot_be_taken(path, dtype, reason):
 def test_rows_and_gradients_decide_on_a_gpu(
     rows, needs_gradient, kernel_fits, grouped_fits, expected, monkeypatch
 ):
-    """Where the kernel has been found right, and no slower for up to 64 rows."""
+    """On a card that takes the kernel for up to 64 rows."""
     monkeypatch.setattr(dispatch, "few_rows_fits", lambda *_: kernel_fits)
-    monkeypatch.setattr(dispatch, "describe", lambda *_: "")
-    monkeypatch.setattr(dispatch, "rows_to_trust", lambda *_: 64)
+    monkeypatch.setattr(dispatch, "few_rows_limit", lambda device: 64)
     # A processor with instructions for bfloat16.
     monkeypatch.setattr(dispatch, "rows_of_torch", lambda dtype: None)
     weight = SimpleNamespace(shape=(5, 48, 64), dtype=torch.bfloat16, device=torch.device("cuda"))

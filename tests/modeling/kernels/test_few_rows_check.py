@@ -1,22 +1,22 @@
-"""Who trusts the kernels for few rows, and after what: what a CPU can tell, and what a GPU would.
+"""The check of the kernels for few rows before their first use: what a CPU can tell, and what a GPU would.
 
-`interpreted_trust` tries kernels, whole and spoilt, under Triton's interpreter; `test_under_the_interpreter` starts it.
+`interpreted_check` checks kernels, whole and spoilt, under Triton's interpreter; `test_under_the_interpreter` starts
+it.
 """
-
-import json
-import os
-import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.models import make_asymmetric, stock_text_config
 
 import llamoe
-from llamoe.modeling.kernels import few_rows, trial, trust
-from llamoe.modeling.kernels.few_rows import PLANS, TRITON_MAX_ROWS, constants, row_counts_of_launches
-from llamoe.modeling.kernels.trial import describe, made_up_experts
+from llamoe.modeling.kernels import few_rows, few_rows_check
+from llamoe.modeling.kernels.few_rows import (
+    PLANS,
+    TRITON_MAX_ROWS,
+    constants,
+    few_rows_limit,
+    row_counts_of_launches,
+)
 from llamoe.modeling.moe import grouped_mm_limits
 from llamoe.modeling.moe.stores import Experts
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     "sizes", [(16, 5120, 8192), (128, 5120, 8192), (7, 52, 36), (1, 1024, 512), (64, 768, 64)]
 )
-def test_every_launch_is_among_those_that_are_tried(sizes, element_size):
+def test_every_launch_is_among_those_that_are_checked(sizes, element_size):
     """What is compiled, and how the second product is split, for all numbers of rows."""
     num_experts, hidden, intermediate = sizes
     plan = PLANS[element_size]
@@ -47,35 +47,10 @@ def test_every_launch_is_among_those_that_are_tried(sizes, element_size):
         assert launch(before) == launch(behind) or {before, behind} <= set(counts)
 
 
-def test_made_up_experts_take_the_memory_of_one():
-    gate_up = torch.empty(128, 96, 2 * 80, dtype=torch.bfloat16)
-    down = torch.empty(128, 96, 80, dtype=torch.bfloat16).transpose(1, 2)
-    made_up = made_up_experts(describe(gate_up, down), CPU)
-    for given, real in zip(made_up, (gate_up, down), strict=True):
-        assert given.shape == real.shape and given.dtype == real.dtype
-        assert given.stride()[1:] == real.stride()[1:] and given.stride(0) % 16 == 0
-        assert given.untyped_storage().nbytes() < 1.5 * real[0].numel() * 2
-        assert not any(torch.equal(given[0], given[i]) for i in (1, 2, 127))
-    x = torch.randn(64, 96)
-    gate, up = (x @ made_up[0][5].float()).chunk(2, -1)
-    assert 0.5 < ((torch.nn.functional.silu(gate) * up) @ made_up[1][5].float()).std() < 5
-
-
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
-        ({"LLAMOE_CACHE": "/a/b", "XDG_CACHE_HOME": "/c"}, "/a/b"),
-        ({"LLAMOE_CACHE": "~/b", "XDG_CACHE_HOME": "/c", "HOME": "/h"}, "/h/b"),
-        ({"XDG_CACHE_HOME": "/c", "HOME": "/h"}, "/c/llamoe"),
-        ({"HOME": "/h"}, "/h/.cache/llamoe"),
-    ],
-)
-def test_where_answers_are_kept(environment, folder, monkeypatch):
-    for name in ("LLAMOE_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert trust._file_for({"a": "b"}).parent == Path(folder)
+@pytest.mark.parametrize(("capability", "rows"), [((8, 6), 128), ((9, 0), 64), ((10, 3), 64), ((12, 0), 128)])
+def test_rows_that_the_kernel_is_taken_for(capability, rows, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert few_rows_limit(torch.device("cuda", 0)) == rows
 
 
 @pytest.mark.parametrize(
@@ -160,49 +135,26 @@ def assert_near(given, experts, inputs):
 
 
 @pytest.fixture
-def nothing_known(monkeypatch, tmp_path):
-    for name in ("_ANSWERS", "_ANSWERS_TO"):
-        monkeypatch.setattr(trust, name, {})
-    monkeypatch.setenv("LLAMOE_CACHE", str(tmp_path))
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(few_rows_check, "_FAILURES", {})
 
 
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [(1024, 512), (72, 51)], ids=str)
-def test_first_use_on_a_gpu(sizes, dtype, nothing_known, tmp_path, caplog):
-    """The kernel is tried apart and here, found right, timed, and the answer kept; the next process reads it."""
+def test_first_use_on_a_gpu(sizes, dtype, nothing_known):
+    """The kernel is checked and found right."""
     experts = experts_on_gpu(dtype, hidden_size=sizes[0], intermediate_size=sizes[1])
     inputs = rows_on_gpu(experts, 5)
     assert_near(experts(*inputs), experts, inputs)
-    (file,) = tmp_path.glob("*.json")
-    content = json.loads(file.read_text())
-    assert content["answer"]["failure"] == "" and 0 <= content["answer"]["rows"] <= TRITON_MAX_ROWS
-    assert content["question"]["device"] == torch.cuda.get_device_name() and content["question"]["driver"]
-    assert "1: " in content["answer"]["times"] and not [r for r in caplog.records if r.levelname == "WARNING"]
-    trust._ANSWERS.clear()
-    trust._ANSWERS_TO.clear()
-    known = trust.rows_known(experts.down_proj.device, describe(experts.gate_up_proj, experts.down_proj))
-    assert known == content["answer"]["rows"]
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_the_trial_goes_through_in_both_processes_on_a_gpu():
-    """None is the answer of the process of its own, too, and not that there was none."""
-    experts = experts_on_gpu()
-    description = describe(experts.gate_up_proj, experts.down_proj)
-    device = experts.down_proj.device
-    task = dict(path=sys.path, device=str(device), facts=trial.device_facts(device), experts=description)
-    assert trial._run_apart(task) == ""
-    assert trial.find_difference(experts.gate_up_proj, experts.down_proj) is None
+    assert list(few_rows_check._FAILURES.values()) == [""]
 
 
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
-    """Tried before, used within; without an answer nothing is tried while it is captured."""
-    monkeypatch.setattr(trust, "find_fastest_rows", lambda *_: (64, "not measured"))
+    """Checked before, used within; nothing is checked while it is captured."""
     experts = experts_on_gpu()
     inputs = rows_on_gpu(experts, 5)
     experts(*inputs)
@@ -219,10 +171,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     graph.replay()
     assert_near(captured, experts, inputs)
 
-    trust._ANSWERS.clear()
-    trust._ANSWERS_TO.clear()
-    monkeypatch.setenv("LLAMOE_CACHE", os.environ["LLAMOE_CACHE"] + "/other")
-    monkeypatch.setattr(trust, "_try", None)
+    few_rows_check._FAILURES.clear()
     experts.config._experts_implementation = "llamoe_grouped"
     experts(*inputs)  # what the capture will take, warmed up
     experts.config._experts_implementation = "llamoe"
@@ -236,8 +185,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_the_host_waits_for_the_trial_only(nothing_known, monkeypatch):
-    monkeypatch.setattr(trust, "find_fastest_rows", lambda *_: (64, "not measured"))
+def test_the_host_waits_for_the_check_only(nothing_known):
     experts = experts_on_gpu()
     inputs = rows_on_gpu(experts, 5)
     experts(*inputs)
@@ -251,8 +199,7 @@ def test_the_host_waits_for_the_trial_only(nothing_known, monkeypatch):
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_compiled_with_cuda_graphs_after_the_first_use(nothing_known, monkeypatch):
-    monkeypatch.setattr(trust, "find_fastest_rows", lambda *_: (64, "not measured"))
+def test_compiled_with_cuda_graphs_after_the_first_use(nothing_known):
     experts = experts_on_gpu()
     inputs = rows_on_gpu(experts, 5)
     experts(*inputs)
@@ -261,34 +208,3 @@ def test_compiled_with_cuda_graphs_after_the_first_use(nothing_known, monkeypatc
         for tensor, new in zip(inputs, rows_on_gpu(experts, 5), strict=True):
             tensor.copy_(new)
         assert_near(call(*inputs).clone(), experts, inputs)
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_the_crossover_is_measured_on_a_gpu(nothing_known):
-    """By powers of two, up to the first at which the kernel is slower; how many rows that are nobody knows yet."""
-    experts = experts_on_gpu(num_local_experts=16, hidden_size=5120, intermediate_size=2048)
-    experts(*rows_on_gpu(experts, 1))
-    (answer,) = trust._ANSWERS.values()
-    measured = re.findall(r"(\d+): (\S+) and (\S+) ms", answer.times)
-    assert answer.failure == "" and measured, answer
-    faster = [int(rows) for rows, kernel, other in measured if float(kernel) <= float(other)]
-    assert [int(rows) for rows, _, _ in measured] == [2**i for i in range(len(measured))]
-    assert answer.rows == (faster[-1] if faster else 0) and len(measured) - len(faster) <= 1
-
-
-def test_stored_answers_are_listed_for_the_device_that_they_are_of(tmp_path, monkeypatch):
-    """What `llamoe doctor` shows: not those of other devices and versions, and not what is damaged."""
-    pytest.importorskip("triton", reason="needs triton, which torch brings where it is built for CUDA")
-    monkeypatch.setenv("LLAMOE_CACHE", str(tmp_path))
-    kinds = [f"torch.bfloat16 {experts} 96 80 15360 160 1 7680 96 1" for experts in (3, 5, 7)]
-    given = [trust.Answer(64, times="1: 1 and 2 ms"), trust.Answer(0, "it is wrong"), trust.Answer(8)]
-    for experts, answer in zip(kinds, given, strict=True):
-        question = trust._question(CPU, experts)
-        trust._write(trust._file_for(question), question, answer)
-    other = {**trust._question(CPU, kinds[0]), "driver": "another"}
-    trust._write(trust._file_for(other), other, trust.Answer(1))
-    damaged = trust._file_for(trust._question(CPU, kinds[2]))
-    damaged.write_text(damaged.read_text()[:-9])
-    (tmp_path / "few_rows-nothing.json").write_text("[]")
-    assert trust.answers_on(CPU) == dict(zip(kinds[:2], given[:2], strict=True))

@@ -1,0 +1,410 @@
+"""The check of the kernels for few rows under Triton's interpreter; `test_under_the_interpreter` starts this.
+
+The kernels run for real, whole or spoilt on purpose: their source with one line changed. `on_a_gpu` has the CPU taken
+for a device that may use kernels.
+"""
+
+import importlib.util
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import triton_interpreter  # noqa: F401
+from support.models import MODELS, make_asymmetric, max_abs, stock_text_config
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import CompileConfig
+from triton.runtime.errors import OutOfResources
+
+import llamoe
+from llamoe.modeling import kernels
+from llamoe.modeling.kernels import few_rows, few_rows_check, few_rows_triton
+from llamoe.modeling.kernels.few_rows_check import find_difference
+from llamoe.modeling.moe import dispatch
+from llamoe.modeling.moe.dispatch import check_kernels
+from llamoe.modeling.moe.stores import Experts
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
+
+SIZES = dict(num_local_experts=3, hidden_size=40, intermediate_size=24)
+SOURCE = Path(few_rows_triton.__file__)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    """A process that checked nothing yet."""
+    monkeypatch.setattr(few_rows_check, "_FAILURES", {})
+    few_rows_check._tell_of_graph.cache_clear()
+
+
+@pytest.fixture
+def two_counts(monkeypatch):
+    """Two numbers of rows instead of all that matter, for the interpreter is slow."""
+    monkeypatch.setattr(few_rows_check, "row_counts_of_launches", lambda *sizes: [1, 17])
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch, two_counts):
+    """The CPU as a device that takes kernels, for up to 64 rows."""
+    monkeypatch.setattr(dispatch, "_is_on_host", lambda weight: weight.is_meta)
+    monkeypatch.setattr(dispatch, "few_rows_limit", lambda device: 64)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Numbers of rows for which kernels were launched."""
+    counted = []
+    run_kernels = few_rows.run_kernels
+
+    def run(x_NH, *args):
+        counted.append(len(x_NH))
+        return run_kernels(x_NH, *args)
+
+    monkeypatch.setattr(few_rows, "run_kernels", run)
+    return counted
+
+
+def stacks(dtype=torch.float32, num_experts=3, hidden=40, intermediate=24):
+    """Random experts; rows of deviation one have results of deviation about one."""
+    generator = torch.Generator().manual_seed(0)
+    gate_up = torch.randn(num_experts, hidden, 2 * intermediate, generator=generator).mul_(2 / hidden**0.5)
+    down = torch.randn(num_experts, intermediate, hidden, generator=generator).mul_(intermediate**-0.5)
+    return gate_up.to(dtype), down.to(dtype)
+
+
+def make_experts(**sizes):
+    config = llamoe.from_stock(stock_text_config(**{**SIZES, **sizes}))
+    config._experts_implementation = "llamoe"
+    return make_asymmetric(Experts(config)).requires_grad_(False)
+
+
+def rows(experts, num_rows, top_k=1):
+    x = torch.randn(num_rows, experts.down_proj.shape[2])
+    ids = torch.randint(experts.num_experts, (num_rows, top_k))
+    return x, ids, torch.rand(num_rows, top_k)
+
+
+def by_hand(experts, x, ids, weights):
+    """In float64, one row and expert at a time."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for row in range(len(x)):
+        for expert, factor in zip(ids[row].tolist(), weights[row].double(), strict=True):
+            gate, up = (x[row].double() @ experts.gate_up_proj[expert].double()).chunk(2)
+            out[row] += factor * ((gate / (1 + (-gate).exp()) * up) @ experts.down_proj[expert].double())
+    return out
+
+
+# How kernels are spoilt: a line of their source, and what stands there instead.
+SPOILT = {
+    "last column": (
+        "weight = tl.load(weight_ptrs, mask=exists[:, None] & column_exists[None, :]",
+        "weight = tl.load(weight_ptrs, mask=exists[:, None] & (columns < hidden_size - 1)[None, :]",
+    ),
+    "last inner column": (
+        "exists = tl.arange(0, DEPTH) < end - position",
+        "exists = tl.arange(0, DEPTH) < end - position - 1",
+    ),
+    "one expert": (
+        "expert_ptr = weight_ptr + expert.to(tl.int64) * stride_we",
+        "expert_ptr = weight_ptr + tl.where(expert == 1, 2, expert).to(tl.int64) * stride_we",
+    ),
+    "17 rows of one expert": (
+        "rows, row_exists = _rows_of(expert, ids, start, R, LARGE_M)",
+        "rows, row_exists = _rows_of(expert, ids, start, R, LARGE_M); "
+        "row_exists = row_exists & (tl.arange(0, LARGE_M) < tl.where(count == 17, 16, count))",
+    ),
+    "the last row of a second tile": (
+        "for start in range(0, count, LARGE_M):",
+        "for start in range(0, count - 1, LARGE_M):",
+    ),
+    "rows of no expert": (
+        "zeros = tl.zeros((R, COLUMNS), out_ptr.dtype.element_ty)",
+        "zeros = tl.full((R, COLUMNS), 1e-3, tl.float32)",
+    ),
+    "gate and up change places": (
+        "activated = _round(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)",
+        "gate, up = up, gate; activated = _round(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)",
+    ),
+    "not a number": ("1.0 + tl.exp(-gate)", "tl.exp(-gate) * 0.0 + (gate - gate)"),
+    "as with TF32": ("return tl.dot(a, b,", "return tl.dot(a.to(tl.float16).to(tl.float32), b,"),
+    "does not compile": ("number = tl.cumsum(", 'tl.static_assert(R == 0, "no such R"); number = tl.cumsum('),
+}
+
+
+def spoil(monkeypatch, folder, old, new):
+    """Put kernels from a changed source in the place of ours."""
+    text = SOURCE.read_text()
+    assert old in text
+    file = folder / "spoilt.py"
+    file.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location("spoilt", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    put(monkeypatch, module)
+
+
+def put(monkeypatch, module):
+    monkeypatch.setattr(kernels, "few_rows_triton", module)
+    monkeypatch.setitem(sys.modules, few_rows_triton.__name__, module)
+
+
+class OutOfSharedMemory:
+    """A kernel that the device has too little shared memory for, as Triton says it."""
+
+    def __getitem__(self, grid):
+        raise OutOfResources(232448, 101376, "shared memory")
+
+
+# Right kernels
+
+
+def test_right_kernels_differ_in_nothing():
+    assert find_difference(*stacks()) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_right_kernels_in_sixteen_bits(dtype, two_counts):
+    """With more to round than elsewhere."""
+    assert find_difference(*stacks(dtype, 2, 130, 70)) == ""
+
+
+@pytest.mark.parametrize("sizes", [(1, 33, 1), (2, 1, 19)], ids=str)
+def test_right_kernels_of_odd_sizes(sizes, two_counts):
+    assert find_difference(*stacks(torch.bfloat16, *sizes)) == ""
+
+
+def test_right_kernels_on_stacks_as_they_lie(two_counts):
+    """A slice of wider weights, and an output-first stack; nothing else is read."""
+    gate_up, down = (stack.clone() for stack in stacks())
+    wide = torch.full((6, 40, 51), float("nan"))
+    wide[::2, :, :48] = gate_up
+    transposed = down.transpose(1, 2).contiguous().transpose(1, 2)
+    assert find_difference(wide[::2, :, :48], transposed) == ""
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_what_weights_hold_condemns_no_kernel(value, two_counts):
+    gate_up, down = stacks(torch.float16, num_experts=2)
+    assert find_difference(gate_up, torch.full_like(down, value)) == ""
+
+
+def test_numbers_that_overflow_condemn_no_kernel(two_counts):
+    gate_up, down = (stack.clone() for stack in stacks(torch.float16, num_experts=2))
+    down *= 6e4 / down.abs().max()
+    assert find_difference(gate_up, down) == ""
+
+
+def test_a_check_leaves_random_numbers_alone(two_counts):
+    state = torch.get_rng_state()
+    find_difference(*stacks(hidden=8, intermediate=4))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# Spoilt kernels
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_spoilt_kernels_are_found(how, monkeypatch, tmp_path):
+    spoil(monkeypatch, tmp_path, *SPOILT[how])
+    difference = find_difference(*stacks())
+    expected = ".*no such R" if how == "does not compile" else "numbers are wrong.*may be rounding"
+    assert re.search(f"^with \\d+ rows .*{expected}", difference), difference
+
+
+@pytest.mark.parametrize("how", ["last inner column", "one expert"])
+def test_spoilt_kernels_are_found_in_sixteen_bits(how, monkeypatch, tmp_path):
+    spoil(monkeypatch, tmp_path, *SPOILT[how])
+    for dtype in (torch.bfloat16, torch.float16):
+        assert "numbers are wrong" in find_difference(*stacks(dtype))
+
+
+def test_too_little_shared_memory_is_a_failure(monkeypatch):
+    monkeypatch.setattr(few_rows_triton, "gate_up_kernel", OutOfSharedMemory())
+    difference = find_difference(*stacks())
+    assert "with 1 rows OutOfResources: out of resource: shared memory" in difference
+    assert "232448" in difference and "101376" in difference
+
+
+# First use
+
+
+@torch.no_grad()
+def test_first_use_checks_once(on_a_gpu, launches):
+    experts = make_experts()
+    inputs = rows(experts, 70)
+    assert max_abs(experts(*inputs), by_hand(experts, *inputs)) < 1e-5
+    assert launches == []  # too many rows for it
+    for num_rows, top_k in ((5, 1), (1, 1), (64, 1), (32, 2), (65, 1), (33, 2)):
+        checked = [] if num_rows != 5 else 2 * [1, 17]
+        del launches[:]
+        inputs = rows(experts, num_rows, top_k)
+        assert max_abs(experts(*inputs), by_hand(experts, *inputs)) < 1e-5
+        assert launches == checked + ([num_rows * top_k] if num_rows * top_k <= 64 else [])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["last inner column", "does not compile"])
+def test_a_spoilt_kernel_is_not_used_and_said_once(how, on_a_gpu, caplog, monkeypatch, tmp_path):
+    """Forced it is launched all the same."""
+    spoil(monkeypatch, tmp_path, *SPOILT[how])
+    experts = make_experts()
+    inputs = rows(experts, 5)
+    for _ in range(3):
+        assert max_abs(experts(*inputs), by_hand(experts, *inputs)) < 1e-5
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "does not use its kernel" in record.getMessage()
+    caplog.clear()
+    experts.config._experts_implementation = "llamoe_kernel"
+    if how == "does not compile":
+        with pytest.raises(Exception, match="no such R"):
+            experts(*inputs)
+    else:
+        assert max_abs(experts(*inputs), by_hand(experts, *inputs)) > 1e-3
+    assert not caplog.records
+
+
+# Graphs
+
+
+def compiled(experts):
+    graphs = []
+
+    def backend(module, inputs, **_):
+        graphs.append({node.target for node in module.graph.nodes})
+        return module
+
+    torch._dynamo.reset()
+    return torch.compile(experts, fullgraph=True, backend=backend), graphs
+
+
+def has_kernel(graph):
+    return any("few_rows_experts" in str(target) for target in graph)
+
+
+@torch.no_grad()
+def test_a_compiler_is_told_what_is_known(on_a_gpu, launches, caplog):
+    """Nothing runs while it reads along; it takes the other way, and says so once."""
+    caplog.set_level(logging.INFO, "llamoe")
+    experts = make_experts()
+    inputs = rows(experts, 5)
+    for _ in range(2):
+        call, graphs = compiled(experts)
+        assert max_abs(call(*inputs), by_hand(experts, *inputs)) < 1e-5
+        assert len(graphs) == 1 and not has_kernel(graphs[0]) and launches == []
+    (record,) = caplog.records
+    assert record.levelname == "INFO" and "before the kernel for few rows was checked" in record.getMessage()
+
+    experts(*inputs)
+    assert launches.pop() == 5
+    call, graphs = compiled(experts)
+    del launches[:]
+    assert max_abs(call(*inputs), by_hand(experts, *inputs)) < 1e-5
+    assert len(graphs) == 1 and has_kernel(graphs[0]) and launches == [5]
+
+
+@torch.no_grad()
+def test_sizes_that_a_compiler_leaves_open(on_a_gpu):
+    """Experts that are no parameters, as in expert parallelism, and any number of rows."""
+    experts = make_experts()
+    check_kernels(experts)
+    for name in ("gate_up_proj", "down_proj"):
+        stack = getattr(experts, name).detach()
+        delattr(experts, name)
+        setattr(experts, name, stack)
+    torch._dynamo.reset()
+    call = torch.compile(experts, fullgraph=True, dynamic=True, backend="eager")
+    for num_rows in (5, 9, 70):
+        inputs = rows(experts, num_rows)
+        assert max_abs(call(*inputs), by_hand(experts, *inputs)) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("trace", ["jit", "export"])
+def test_programs_for_all_numbers_of_rows_do_without(trace, on_a_gpu, launches):
+    """Known or not: nothing is tried while somebody traces."""
+    experts = make_experts()
+    inputs = rows(experts, 5)
+    for is_known in (False, True):
+        if is_known:
+            experts(*inputs)
+            del launches[:]
+        if trace == "jit":
+            program = torch.jit.trace(experts, inputs, check_trace=False)
+        else:
+            program = torch.export.export(experts, inputs).module()
+        assert max_abs(program(*inputs), by_hand(experts, *inputs)) < 1e-5 and launches == []
+
+
+@torch.no_grad()
+def test_fake_tensors_are_told_what_is_known(on_a_gpu, launches):
+    """As in a tracer that has only shapes."""
+    experts = make_experts()
+    x, ids, weights = rows(experts, 5)
+
+    def call(x, gate_up, down):
+        parameters = {"gate_up_proj": gate_up, "down_proj": down}
+        return torch.func.functional_call(experts, parameters, (x, ids, weights))
+
+    for is_known in (False, True):
+        if is_known:
+            experts(x, ids, weights)
+            del launches[:]
+        inputs = x, experts.gate_up_proj.detach(), experts.down_proj.detach()
+        traced = make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        assert has_kernel({node.target for node in traced.graph.nodes}) is is_known and launches == []
+        assert max_abs(traced(*inputs), by_hand(experts, x, ids, weights)) < 1e-5
+        assert launches == [5] * is_known
+
+
+@torch.no_grad()
+def test_nothing_is_checked_where_nothing_may_be(two_counts, launches):
+    """As while a CUDA graph is captured, where only what is known counts."""
+    pair = stacks()
+    assert not few_rows_check.kernel_is_right(*pair, may_check=False) and launches == []
+    assert few_rows_check.kernel_is_right(*pair, may_check=True) and launches
+    assert few_rows_check.kernel_is_right(*pair, may_check=False)
+
+
+@torch.no_grad()
+def test_transforms_of_torch_func_pass_the_kernel_by(on_a_gpu, launches):
+    experts = make_experts()
+    x, ids, weights = rows(experts, 4)
+    given = torch.func.vmap(lambda row: experts(row[None], ids[:1], weights[:1])[0])(x)
+    expected = by_hand(experts, x, ids[:1].expand(4, 1), weights[:1].expand(4, 1))
+    assert max_abs(given, expected) < 1e-5 and launches == []
+
+
+def test_generate_checks_before_it_compiles(on_a_gpu, launches):
+    """Each step of the one graph then runs the kernel, two experts for each of two tokens."""
+    case = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
+    model = case.make_small(**SIZES)
+    inputs = case.inputs(padding=(0, 2), length=70)
+    options = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, cache_implementation="static")
+    graphs = []
+
+    def backend(module, inputs, **_):
+        graphs.append({node.target for node in module.graph.nodes})
+        return module
+
+    compile_config = CompileConfig(fullgraph=True, backend=backend)
+    compile_config._compile_all_devices = True
+    torch._dynamo.reset()
+    given = model.generate(**inputs, **options, compile_config=compile_config)
+    assert len(graphs) == 1 and has_kernel(graphs[0])
+    assert launches[-4:] == [17, 4, 4, 4]
+    model.set_experts_implementation("llamoe_loop")
+    assert torch.equal(given, model.generate(**inputs, **options, disable_compile=True))
+
+
+def test_check_kernels_checks_nothing_that_is_not_asked_for(on_a_gpu, launches):
+    experts = make_experts()
+    for name in ("llamoe_loop", "llamoe_grouped", "llamoe_kernel", "eager", "batched_mm"):
+        experts.config._experts_implementation = name
+        check_kernels(experts)
+    experts.config._experts_implementation = "llamoe"
+    check_kernels(experts.to(torch.float64))  # which the kernel does not take
+    check_kernels(experts.to("meta"))
+    assert launches == []
