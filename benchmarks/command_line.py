@@ -128,7 +128,7 @@ def run(
     budget: Budget,
     **rates,
 ) -> int:
-    """Run groups and write the reports after each.
+    """Run groups; the results and the page are written after each, the figure in the end.
 
     Args:
         name: name of the report files.
@@ -158,6 +158,7 @@ def run(
         "flops_per_second": measured.flops_per_second,
     }
     failures: list[str] = []
+    is_new = False
     print(report.about_line(about), flush=True)
     for group in chosen:
         rows = []
@@ -177,6 +178,9 @@ def run(
         unfinished = path.with_suffix(".json.new")
         unfinished.write_text(json.dumps(results, indent=1) + "\n")
         unfinished.replace(path)
+        report.write_page(results, output, name)
+        is_new = True
+    if is_new:
         report.write(results, output, name)
     print(f"{time.perf_counter() - begun:.0f} s; results in {path}", flush=True)
     for failure in failures:

@@ -105,7 +105,7 @@ def merge(results: dict, new: dict, order: Sequence[str]) -> dict:
 
 
 def write(results: dict, folder: Path, name: str) -> None:
-    """Write the page and, where matplotlib is installed, the figure."""
+    """Write the figure, where matplotlib is installed, and the page."""
     try:
         from .plot import draw
     except ModuleNotFoundError as error:
@@ -116,6 +116,11 @@ def write(results: dict, folder: Path, name: str) -> None:
         )
     else:
         draw(results, folder / f"{name}.svg")
+    write_page(results, folder, name)
+
+
+def write_page(results: dict, folder: Path, name: str) -> None:
+    """Write the page alone, with the figure that is there."""
     (folder / f"{name}.md").write_text(page(results, name, (folder / f"{name}.svg").exists()))
 
 

@@ -73,6 +73,10 @@ def fill(
     room = {
         device: size - (reserve if device != "cpu" or main == "cpu" else 0) for device, size in room.items()
     }
+    total = sum(_bytes(unit, apart) + unit.cache for unit in units)
+    if is_whole and total > sum(max(0, size) for size in room.values()):
+        # No order of filling helps, and trying takes tenths of a second.
+        return None
     skeleton = _skeleton(units, apart)
     largest = max(_bytes(unit, apart) + unit.cache for unit in units)
     # accelerate leaves room on the first device for the largest unit, which is for nothing where none is brought.

@@ -174,11 +174,11 @@ GROUPS = {
     "block-16": partial(block.inference, SETTING, TINY, (1, 3), (9,), (9,)),
     "training-16": partial(block.training, SETTING, TINY, 9),
     "adapters-16": partial(adapters.training, SETTING, TINY, (9,)),
-    "adapters-decode": partial(adapters.decoding, SETTING, TINY, 2, (1, 3)),
-    "decoder": partial(models.mixture, SETTING, TINY, 2, prefill=(9,), decode=(1, 3), training=(9,)),
+    "adapters-decode": partial(adapters.decoding, SETTING, TINY, 2, (3,)),
+    "decoder": partial(models.mixture, SETTING, TINY, 2, prefill=(9,), decode=(3,), training=(9,)),
     "dense": partial(models.dense, SETTING, TINY, 2, prefill=(9,), decode=(3,), training=(9,)),
     "chunked": partial(attention.chunked, SETTING, TINY, chunk=8, counts=(2,), long=40, patience=60.0),
-    "window": partial(attention.windowed, SETTING, TINY, 8, (1, 5)),
+    "window": partial(attention.windowed, SETTING, TINY, 8, (5,)),
     "vision": partial(small_modules.vision, SETTING, hidden=64, layers=1, heads=4, output=32, tiles=(1,)),
     "parts": partial(small_modules.small, SETTING, TINY, 9, compiled=False),
 }
@@ -522,7 +522,7 @@ SAVED = (
 
 def test_few_bits_from_the_cases_to_the_reports(tmp_path, monkeypatch, clock):
     monkeypatch.setitem(GROUPS, "few-bits", partial(few_bits.few_bits, SAVED, 9))
-    monkeypatch.setattr(beside_llama_cpp, "NEW", 5)
+    monkeypatch.setattr(beside_llama_cpp, "NEW", 3)
     assert run_session(tmp_path, clock, ["few-bits"]) == 0
     results = json.loads((tmp_path / "cpu.json").read_text())
     assert [(case["phase"], case["model"]) for case in results["cases"]] == [
