@@ -34,7 +34,6 @@ from benchmarks import (
     models,
     qlora,
     readme,
-    report,
     routing,
     saved_models,
     small_modules,
@@ -325,17 +324,6 @@ def test_options_that_cannot_be_obeyed_are_refused(tmp_path, monkeypatch, capsys
     assert message in capsys.readouterr().err
 
 
-def test_the_command_of_a_run_leaves_out_where_it_wrote():
-    assert (
-        command_line.command("gpu", ["--output", "/a/b", "--cases", "dense"])
-        == "python -m benchmarks.gpu --cases dense"
-    )
-    assert (
-        command_line.command("gpu", ["--cases", "dense", "--output=/a"])
-        == "python -m benchmarks.gpu --cases dense"
-    )
-
-
 def test_bars_take_the_worst_case_of_ours():
     def case(group, tokens, **rows):
         contestants = {
@@ -453,20 +441,6 @@ def test_the_summary_has_the_ratios_of_the_results():
     text = readme.summary(results, None)
     assert [float(number) for number in re.findall(r"([\d.]+)\s+times", text)] == [5.0, 6.5, 42.6]
     assert "prefill" not in readme.summary({"cases": results["cases"][:1]}, None)
-
-
-def test_results_keep_the_runs_that_they_come_from():
-    def made(group, about):
-        return {"about": about, "group": group, "results": [{"group": group, "case": about["date"]}]}
-
-    first = report.merge({}, made("b", {"date": "1"}), ["a", "b"])
-    second = report.merge(first, made("a", {"date": "2"}), ["a", "b"])
-    assert [(case["group"], second["runs"][case["run"]]["date"]) for case in second["cases"]] == [
-        ("a", "2"),
-        ("b", "1"),
-    ]
-    third = report.merge(second, made("b", {"date": "3"}), ["a", "b"])
-    assert [about["date"] for about in third["runs"]] == ["2", "3"]
 
 
 def test_threads_are_given_back():

@@ -65,56 +65,6 @@ def test_import_overwrites_no_stock_type(imported):
     )
 
 
-@pytest.mark.parametrize(
-    ("model_type", "config", "classes"),
-    [
-        (
-            "llamoe_dense",
-            "LlamoeDenseConfig",
-            {
-                "AutoModel": "LlamoeDenseModel",
-                "AutoModelForCausalLM": "LlamoeDenseForCausalLM",
-                "AutoModelForSequenceClassification": "LlamoeDenseForSequenceClassification",
-                "AutoModelForTokenClassification": "LlamoeDenseForTokenClassification",
-                "AutoModelForQuestionAnswering": "LlamoeDenseForQuestionAnswering",
-            },
-        ),
-        (
-            "llamoe_text",
-            "LlamoeTextConfig",
-            {
-                "AutoModel": "LlamoeTextModel",
-                "AutoModelForCausalLM": "LlamoeForCausalLM",
-                "AutoModelForSequenceClassification": "LlamoeForSequenceClassification",
-            },
-        ),
-        ("llamoe_vision", "LlamoeVisionConfig", {"AutoModel": "LlamoeVisionModel"}),
-        (
-            "llamoe",
-            "LlamoeConfig",
-            {
-                "AutoModel": "LlamoeModel",
-                "AutoModelForCausalLM": "LlamoeForCausalLM",
-                "AutoModelForImageTextToText": "LlamoeForConditionalGeneration",
-                "AutoModelForMultimodalLM": "LlamoeForConditionalGeneration",
-                "AutoModelForSequenceClassification": "LlamoeForSequenceClassification",
-                "AutoModelForTextEncoding": "LlamoeTextModel",
-            },
-        ),
-    ],
-)
-def test_auto_classes_know_our_types(model_type, config, classes):
-    import transformers
-
-    import llamoe
-
-    config_class = getattr(llamoe, config)
-    assert config_class.model_type == model_type
-    assert type(transformers.AutoConfig.for_model(model_type)) is config_class
-    for auto, model in classes.items():
-        assert getattr(transformers, auto)._model_mapping[config_class] is getattr(llamoe, model)
-
-
 def test_public_names_are_there():
     """`__all__` names what is public: nothing is announced and missing, nothing is there unannounced."""
     import llamoe
@@ -126,14 +76,6 @@ def test_public_names_are_there():
     }
     assert set(llamoe.__all__) - {"__version__"} == there
     assert len(llamoe.__all__) == len(set(llamoe.__all__))
-    assert {"preset", "PRESETS"} | {
-        f"Llamoe{name}"
-        for name in (
-            *("DenseConfig", "TextConfig", "VisionConfig", "Config"),
-            *("DenseModel", "DenseForCausalLM", "TextModel", "ForCausalLM", "VisionModel"),
-            *("Model", "ForConditionalGeneration"),
-        )
-    } <= there
 
 
 def test_unsupported_transformers_is_refused_in_one_sentence():

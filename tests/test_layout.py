@@ -201,10 +201,3 @@ def test_rooms_are_few_and_import_few_others(folder, most_rooms, most_imports):
     imports = {(room, other) for room, other in pairs if other in rooms - {room, *FOR_ALL}}
     assert len(rooms) <= most_rooms, sorted(rooms)
     assert len(imports) <= most_imports, sorted(imports)
-
-
-@pytest.mark.parametrize("folder", [*FRONT, *LIBRARY])
-def test_no_file_is_long(folder):
-    files = [path for path in library_files(folder) if path.suffix == ".py"]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
-    assert {name: length for name, length in lengths.items() if length > 450} == {}

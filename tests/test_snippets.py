@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from support import programs
 from support.conversions import META_LLAMA_2
-from support.documents import NOT_RUN, PAGES, ROOT, blocks, read
+from support.documents import NOT_RUN, PAGES, ROOT, blocks
 from support.models import draw
 from support.served import Server, free_port
 from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
@@ -265,9 +265,3 @@ def test_what_is_not_run_is_parsed(block, tmp_path):
             assert importlib.util.find_spec(words[2]), line
         else:
             assert words[0] in ("make", "accelerate", "python"), line
-
-
-def test_the_readme_has_a_place_for_each_task():
-    """Fine-tune, place, convert and serve stand there with code."""
-    text = read("README.md")
-    assert [word for word in ("Fine-tune", "Place", "Convert", "Serve") if f"\n**{word}** " not in text] == []

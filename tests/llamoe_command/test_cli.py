@@ -195,13 +195,6 @@ def test_inspect_prints_sections(source, capsys):
         assert status == 2 and not out and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, *OTHERS])
-def test_help_teaches(name):
-    done = CliRunner().invoke(cli.app, [name, "--help"])
-    assert done.exit_code == 0
-    assert f"llamoe {name}" in done.output
-
-
 @pytest.mark.parametrize("width", [80, 110])
 @pytest.mark.parametrize("name", [*COMMANDS, *OTHERS])
 def test_help_breaks_neither_types_nor_examples(name, width):

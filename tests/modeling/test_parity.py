@@ -1,7 +1,4 @@
-"""Text models against transformers' Llama, Mixtral and Llama 4: a stock folder, loaded by path, gives its numbers.
-
-`test_parity_multimodal.py` does the same for the model with pictures.
-"""
+"""Models against transformers' Llama, Mixtral and Llama 4: a stock folder, loaded by path, gives its numbers."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +8,10 @@ import pytest
 import torch
 import transformers
 from support.models import (
+    IMAGE_TOKEN,
     ROPES,
+    TOKENS_PER_TILE,
+    VISION,
     check_bfloat16_errors,
     check_choices,
     choices,
@@ -26,6 +26,7 @@ from support.models import (
     stock_dense_config,
     stock_mixtral_config,
     stock_model,
+    stock_multimodal_config,
     stock_text_config,
     text_config,
 )
@@ -90,6 +91,16 @@ LLAMA4 = {
     "mqa": dict(num_key_value_heads=1),
     "tied": dict(tie_word_embeddings=True),
 }
+# Of one model with pictures, rows of a batch: n is a run of n text tokens, -n an image of n tiles.
+PROMPTS = {
+    "text-only": [[50], [31]],
+    "one-image": [[7, -1, 40]],
+    "two-images-in-a-row": [[3, -1, 9, -1, 30]],
+    "image-first-and-last": [[-1, 40], [40, -1]],
+    "several-tiles": [[5, -3, 31], [20, -2, 7, -1]],
+    "rows-without-an-image": [[30], [9, -1, 28], [45]],
+}
+BEGIN_IMAGE, END_IMAGE, BETWEEN_TILES = 97, 98, 96
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,8 @@ class Family:
     kinds: dict
 
     def fields(self, kind):
+        if self.kinds is PROMPTS:
+            return {}
         return self.kinds[kind] if kind in self.kinds else scaled_rope(kind)
 
 
@@ -107,6 +120,9 @@ FAMILIES = {
     "dense": Family("LlamoeDenseForCausalLM", "LlamaForCausalLM", stock_dense_config, DENSE),
     "mixtral": Family("LlamoeMixtralForCausalLM", "MixtralForCausalLM", stock_mixtral_config, MIXTRAL),
     "llama4": Family("LlamoeForCausalLM", "Llama4ForCausalLM", stock_text_config, LLAMA4),
+    "multimodal": Family(
+        "LlamoeForConditionalGeneration", "Llama4ForConditionalGeneration", stock_multimodal_config, PROMPTS
+    ),
 }
 
 
@@ -137,7 +153,7 @@ def pairs(tmp_path_factory):
         return stock, folder, load_whole(getattr(llamoe, known.name), folder)
 
     def pair(family, kind, attention="sdpa", exact=False):
-        stock, folder, ours = folder_of(family, kind, exact)
+        stock, folder, ours = folder_of(family, "any" if family == "multimodal" else kind, exact)
         for model in (stock, ours):
             model.set_attn_implementation(attention)
             model.zero_grad()
@@ -150,8 +166,35 @@ def ids(length=LENGTH, rows=2):
     return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def inputs_of(family):
+def prompt(name):
+    """Token ids with padding on the right, mask and tiles, as the processor would make them."""
+    generator = torch.Generator().manual_seed(2)
+    tile = [IMAGE_TOKEN] * TOKENS_PER_TILE
+    rows, num_tiles = [], 0
+    for pieces in PROMPTS[name]:
+        row = []
+        for piece in pieces:
+            if piece > 0:
+                row += torch.randint(1, 96, (piece,), generator=generator).tolist()
+            else:
+                num_tiles += -piece
+                row += [BEGIN_IMAGE, *tile, *([BETWEEN_TILES, *tile] * (-piece - 1)), END_IMAGE]
+        rows.append(row)
+    width = max(map(len, rows))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    inputs = dict(input_ids=tokens, attention_mask=(tokens != 0).long())
+    if num_tiles:
+        size = VISION["image_size"]
+        # A slope over the picture, so that no two places of a tile, nor two tiles, look alike.
+        slope = torch.linspace(-1, 1, num_tiles * 3 * size * size).view(num_tiles, 3, size, size)
+        inputs["pixel_values"] = slope + torch.randn(num_tiles, 3, size, size, generator=generator)
+    return inputs
+
+
+def inputs_of(family, kind=None):
     """Mixtral's have padding on the left, behind which the others of stock number positions otherwise."""
+    if family == "multimodal":
+        return prompt(kind)
     mask = torch.ones_like(ids())
     if family == "mixtral":
         mask[0, :9] = 0
@@ -170,22 +213,25 @@ def test_every_scaling_type_of_transformers_is_tried():
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@over(dense=None, mixtral=None, llama4=None)
+@over(dense=None, mixtral=None, llama4=None, multimodal=None)
 def test_logits_states_and_routing(family, kind, attention, pairs, record_parity):
     known, (stock, ours, _) = FAMILIES[family], pairs(family, kind, attention)
-    inputs = inputs_of(family)
+    inputs = inputs_of(family, kind)
     real = inputs["attention_mask"].bool()
     wanted = dict(output_hidden_states=True, output_attentions=attention == "eager")
     ours_too = {} if family == "dense" else {"output_router_logits": True}
     stock_too = ours_too if family == "mixtral" else {}
-    routers = {i: block.router for i, block in mixtures(stock).items()} if family == "llama4" else {}
+    is_llama4 = family in ("llama4", "multimodal")
+    its_text = stock.language_model if family == "multimodal" else stock
+    routers = {i: block.router for i, block in mixtures(its_text).items()} if is_llama4 else {}
     calls = record_calls(routers)
     expected, given = stock(**inputs, **wanted, **stock_too), ours(**inputs, **wanted, **ours_too)
     assert deviation_in_range(expected.logits)
     difference = max_abs(given.logits[real], expected.logits[real])
     record_parity(known.name, known.stock_name, "float32", difference, "logits")
     assert difference <= 1e-4
-    layers = ours.config.num_hidden_layers
+    config = ours.config.get_text_config()
+    layers = config.num_hidden_layers
     assert len(given.hidden_states) == len(expected.hidden_states) == layers + 1
     for mine, its in zip(given.hidden_states, expected.hidden_states, strict=True):
         assert max_abs(mine[real], its[real]) <= 1e-4  # values of a deviation of about 1 to 3
@@ -196,8 +242,10 @@ def test_logits_states_and_routing(family, kind, attention, pairs, record_parity
             assert mine.shape == its.shape and max_abs(mine[seen], its[seen]) <= 1e-5  # at most 1
     if family == "dense":
         return
-    if family == "llama4":
-        assert list(calls) == ours.config.moe_layers
+    if family == "multimodal":
+        check_pictures(stock, ours, inputs, given, record_parity)
+    if is_llama4:
+        assert list(calls) == config.moe_layers
         theirs = [its for _, (_, its) in calls.values()]
     else:
         theirs = expected.router_logits
@@ -208,7 +256,24 @@ def test_logits_states_and_routing(family, kind, attention, pairs, record_parity
         difference = max_abs(mine, its)
         record_parity(known.name, known.stock_name, "float32", difference, "router logits")
         assert difference <= 1e-4
-        assert torch.equal(*(choices(x, ours.config.num_experts_per_tok) for x in (mine, its)))
+        assert torch.equal(*(choices(x, config.num_experts_per_tok) for x in (mine, its)))
+
+
+def check_pictures(stock, ours, inputs, given, record_parity):
+    """Their tokens are stock's, and are seen: without them the logits are others."""
+    pixels = inputs.get("pixel_values")
+    if pixels is None:
+        assert given.image_hidden_states is None
+        return
+    assert given.image_hidden_states.shape == (len(pixels), TOKENS_PER_TILE, VISION["vision_output_dim"])
+    features = stock.get_image_features(pixel_values=pixels, return_dict=True).last_hidden_state
+    difference = max_abs(given.image_hidden_states, features)
+    known = FAMILIES["multimodal"]
+    record_parity(known.name, known.stock_name, "float32", difference, "image_hidden_states")
+    assert difference <= 1e-4
+    blank = ours(**{**inputs, "pixel_values": torch.zeros_like(pixels)}).logits
+    real = inputs["attention_mask"].bool()
+    assert max_abs(blank[real], given.logits[real]) > 0.1
 
 
 @torch.no_grad()
@@ -262,6 +327,27 @@ def test_loss_and_gradients(family, kind, attention, pairs, record_parity):
     num_targets = int((labels()[:, 1:] != -100).sum())
     assert shares[1].item() == pytest.approx(means[1] * num_targets / 131, rel=1e-4)
     check_gradients(family, ours, stock, record_parity)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_gradients_with_pictures(attention, pairs, record_parity):
+    stock, ours, _ = pairs("multimodal", "several-tiles", attention)
+    inputs = prompt("several-tiles")
+    is_text = (inputs["attention_mask"] == 1) & (inputs["input_ids"] != IMAGE_TOKEN)
+    targets = inputs["input_ids"].masked_fill(~is_text, -100)
+    losses, gradients = [], []
+    for model in (stock, ours):
+        pixels = inputs["pixel_values"].clone().requires_grad_()
+        losses.append(
+            model(**{**inputs, "pixel_values": pixels}, labels=targets, num_items_in_batch=131).loss
+        )
+        losses[-1].backward()
+        gradients.append(pixels.grad)
+    assert losses[1].item() == pytest.approx(losses[0].item(), abs=1e-5)
+    parts = {name.split(".")[0] for name, _ in ours.named_parameters()}
+    assert parts == {"vision_model", "multi_modal_projector", "language_model"}
+    assert max_abs(*gradients) <= 2e-5 * gradients[0].abs().max()
+    check_gradients("multimodal", ours, stock, record_parity)
 
 
 @pytest.mark.parametrize(
@@ -437,13 +523,16 @@ def test_padding(family, kind, side, attention, pairs):
     dense=["gqa"],
     mixtral=["window", "whole"],
     llama4=["moe-every-second", "scout", "top-2", "no-qk-norm", "no-rope-listed", "no-chunks"],
+    multimodal=["text-only", "two-images-in-a-row", "image-first-and-last"],
 )
 def test_greedy_generation(family, kind, pairs):
     """Over borders of chunks, of which the prompt ends in the second, and beyond a window."""
     stock, ours, _ = pairs(family, kind)
-    inputs = {
-        name: value[:, : 53 if family == "mixtral" else 26] for name, value in inputs_of(family).items()
-    }
+    inputs = inputs_of(family, kind)
+    if kind == "text-only":  # stock's temperature would count the padding of the shorter row
+        inputs = {name: value[:1] for name, value in inputs.items()}
+    elif family in ("dense", "llama4"):
+        inputs = {name: value[:, :26] for name, value in inputs.items()}
     options = dict(max_new_tokens=14, min_new_tokens=14, do_sample=False)
     options |= dict(return_dict_in_generate=True, output_logits=True)
     # One reference for both caches.
@@ -453,6 +542,72 @@ def test_greedy_generation(family, kind, pairs):
         assert given.sequences.tolist() == expected.sequences.tolist()
         for mine, its in zip(given.logits, expected.logits, strict=True):
             assert max_abs(mine, its) <= 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("text-only", "sdpa"), ("several-tiles", "eager"), ("rows-without-an-image", "sdpa")],
+)
+def test_bfloat16_with_pictures(name, attention, pairs, record_parity):
+    reference_model, _, folder = pairs("multimodal", name, attention, exact=True)
+    options = dict(attn_implementation=attention, dtype=torch.bfloat16)
+    stock = load_whole(transformers.Llama4ForConditionalGeneration, folder, **options)
+    ours = load_whole(llamoe.LlamoeForConditionalGeneration, folder, **options)
+    inputs = prompt(name)
+    inputs_16 = {key: value.bfloat16() if key == "pixel_values" else value for key, value in inputs.items()}
+    if "pixel_values" in inputs:
+        inputs["pixel_values"] = inputs_16["pixel_values"].float()
+    calls = record_calls(mixtures(stock.language_model))
+    expected, given = stock(**inputs_16), ours(**inputs_16, output_router_logits=True)
+    real = inputs["attention_mask"].bool()
+    logits = (x.logits[real] for x in (given, expected, reference_model(**inputs)))
+    names = FAMILIES["multimodal"].name, FAMILIES["multimodal"].stock_name
+    check_bfloat16_errors(*logits, names, record_parity)
+    its_choices = [logits[real.flatten()] for _, (_, logits) in calls.values()]
+    check_choices([logits[real.flatten()] for logits in given.router_logits], its_choices, top_k=1)
+
+
+@torch.no_grad()
+def test_image_features(pairs):
+    stock, ours, _ = pairs("multimodal", "several-tiles")
+    pixels = prompt("several-tiles")["pixel_values"]
+    expected = stock.vision_model(pixels).last_hidden_state
+    given = ours.get_image_features(pixels)
+    assert given.last_hidden_state.shape == expected.shape
+    assert max_abs(given.last_hidden_state, expected) <= 1e-4
+    # Stock returns the tower's output and projects later; ours holds both, with one entry for each tile.
+    assert given.pooler_output.shape == (len(pixels), TOKENS_PER_TILE, ours.config.text_config.hidden_size)
+    assert max_abs(given.pooler_output, stock.multi_modal_projector(expected)) <= 1e-4
+
+
+@torch.no_grad()
+def test_embeddings_with_pixels(pairs):
+    stock, ours, _ = pairs("multimodal", "several-tiles")
+    inputs = prompt("several-tiles")
+    expected = ours(**inputs).logits
+    embedded = {key: value for key, value in inputs.items() if key != "input_ids"}
+    embedded["inputs_embeds"] = ours.get_input_embeddings()(inputs["input_ids"])
+    assert max_abs(ours(**embedded).logits, expected) == 0
+    with pytest.raises(ValueError, match="pixel_values"):
+        stock(**embedded)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "attention"), [("text-only", "eager"), ("several-tiles", "sdpa")])
+def test_parts_read_the_multimodal_folder(name, attention, pairs):
+    """The model below the head, and of text alone the decoder."""
+    stock, _, folder = pairs("multimodal", name, attention)
+    inputs = prompt(name)
+    real, options = inputs["attention_mask"].bool(), {"attn_implementation": attention}
+    expected = stock(**inputs).logits[real]
+    model, info = llamoe.LlamoeModel.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info.values()), info  # the head's key is passed over on purpose
+    logits = stock.language_model.lm_head(model(**inputs).last_hidden_state)
+    assert max_abs(logits[real], expected) <= 1e-4
+    if name == "text-only":
+        text = load_whole(llamoe.LlamoeForCausalLM, folder, **options)
+        assert max_abs(text(**inputs).logits[real], expected) <= 1e-4
 
 
 @torch.no_grad()
