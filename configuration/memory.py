@@ -7,6 +7,13 @@ the next pass, and a plan must leave room for it.
 
 from .base import LlamoeBaseConfig
 
+_DEFAULT_CONTEXT = 8192
+
+
+def default_context(config: LlamoeBaseConfig) -> int:
+    """Tokens that a cache is planned for where nobody says: 8192, or the model's limit if that is lower."""
+    return min(_DEFAULT_CONTEXT, config.get_text_config().max_position_embeddings)
+
 
 def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list[int]:
     """Number of tokens in each layer's cache at its fullest.

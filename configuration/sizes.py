@@ -5,6 +5,20 @@ import re
 from typing import Any
 
 GB = 10**9
+_POWERS = "KMGT"
+
+
+def parse_bytes(text: str) -> int | None:
+    """Bytes of a text like "24GB" (10^9 bytes each), "24GiB" (2^30) or "512"; None if it is none."""
+    found = re.fullmatch(r"(.*?)\s*([KMGT]I?)B", text.strip(), re.IGNORECASE)
+    if found is None:
+        return int(text.strip().removesuffix("B")) if re.fullmatch(r"\s*[0-9]{1,18}B?\s*", text) else None
+    number, unit = found[1], found[2].upper()
+    try:
+        return int(float(number) * (1024 if unit.endswith("I") else 1000) ** (_POWERS.index(unit[0]) + 1))
+    # What is no number, and infinity.
+    except (ValueError, OverflowError):
+        return None
 
 
 def bytes_of(name: str, value: Any, least: int = 0) -> int:
@@ -12,31 +26,15 @@ def bytes_of(name: str, value: Any, least: int = 0) -> int:
 
     Args:
         name: of the argument.
-        value: bytes, or a text like "24GB" (10^9 bytes each) or "24GiB".
+        value: bytes, or a text that `parse_bytes` takes, where "Gb" would be bits.
         least: the smallest that is valid.
 
     Raises:
         ValueError: it is none, or smaller.
     """
-    from accelerate.utils import convert_file_size_to_int
-
     number = value
     if isinstance(value, str):
-        text = value.strip()
-        # accelerate's largest unit is one of giga.
-        unit, thousand = ("GiB", 1024) if text.endswith("TiB") else ("GB", 1000)
-        is_tera = text.endswith(("TB", "TiB"))
-        try:
-            number = convert_file_size_to_int(text[: -len(unit)] + unit if is_tera else text)
-            number *= thousand if is_tera else 1
-        # Infinity, and what is no number.
-        except (ValueError, OverflowError):
-            number = None
-        if text.endswith("b"):
-            # To accelerate these are bits.
-            number = None
-        elif re.fullmatch(r"\d{1,18}B?", text):
-            number = int(text.removesuffix("B"))
+        number = None if value.strip().endswith("b") else parse_bytes(value)
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if not is_number or not math.isfinite(number) or number < least or number != int(number):
         raise ValueError(f'{name}={value!r}: give bytes, or a text like "24GB", of at least {least}.')

@@ -18,18 +18,12 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, cast, get_type_hints
 
 import torch
 
-from ..configuration import (
-    LlamoeConfig,
-    LlamoeDenseConfig,
-    LlamoeMixtralConfig,
-    LlamoeTextConfig,
-    LlamoeVisionConfig,
-    QuantizationConfig,
-)
+from ..configuration import QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
 from ..modeling.checkpoints import find_weights
+from ..modeling.registration import empty_model
 from .io import LazyTensor, Look, Plan, Progress, look_at, one_of, read_json, write
 
 _OF_ADAPTER = "adapter_config.json"
@@ -257,20 +251,6 @@ def take_part(whole: Checkpoint, part: str, reason: str) -> Checkpoint:
     )
 
 
-def model_class(config: LlamoeBaseConfig) -> type:
-    """The class of ours that a configuration describes: a model with its language model head, or a tower."""
-    import llamoe
-
-    name = {
-        LlamoeDenseConfig: "LlamoeDenseForCausalLM",
-        LlamoeMixtralConfig: "LlamoeMixtralForCausalLM",
-        LlamoeTextConfig: "LlamoeForCausalLM",
-        LlamoeConfig: "LlamoeForConditionalGeneration",
-        LlamoeVisionConfig: "LlamoeVisionModel",
-    }[type(config)]
-    return getattr(llamoe, name)
-
-
 def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
     """Keys and shapes of the model that a configuration describes, in the model's order.
 
@@ -292,9 +272,7 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
 @functools.lru_cache(maxsize=16)
 def _shapes_of_model(config_class: type[LlamoeBaseConfig], values: str) -> dict[str, tuple[int, ...]]:
     config = config_class.from_dict(json.loads(values))
-    with torch.device("meta"):
-        model = model_class(config)(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
 
 
 def expected_shapes_of(config: LlamoeBaseConfig, count: int, place: str) -> dict[str, tuple[int, ...]]:

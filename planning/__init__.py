@@ -1,6 +1,6 @@
-"""On which device each part of a model goes, planned before a weight is read, and how fast it would run there.
+"""Bytes of a model by its parts, places on devices and nodes, and how fast it would run there, before a weight is read.
 
-Reading order: units (the parts that are placed whole, and their bytes), bandwidths (of
+Reading order: source (what is planned), units (the parts that are placed whole, and their bytes), bandwidths (of
 this machine, or assumed), filling (devices are filled in order), speed (seconds of a token), table (a plan as text),
 traffic (what processes send each other), nodes (a model on several machines), one_machine (on one; the entrance).
 """
@@ -8,16 +8,21 @@ traffic (what processes send each other), nodes (a model on several machines), o
 from .bandwidths import Bandwidths, measure_bandwidths
 from .nodes import NodesPlan
 from .one_machine import PlacementPlan, plan_placement
-from .table import lines_of, rows_of_devices, rows_of_experts, rows_of_speed
+from .source import Source
+from .table import lines_of, note_of_bits, rows_of_devices, rows_of_experts, rows_of_speed
+from .units import weight_bytes
 
 __all__ = [
     "Bandwidths",
     "NodesPlan",
     "PlacementPlan",
+    "Source",
     "lines_of",
     "measure_bandwidths",
+    "note_of_bits",
     "plan_placement",
     "rows_of_devices",
     "rows_of_experts",
     "rows_of_speed",
+    "weight_bytes",
 ]

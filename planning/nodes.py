@@ -8,10 +8,11 @@ from typing import Any
 from ..configuration import LlamoeConfig, LlamoeVisionConfig, cache_bytes
 from ..configuration.parallel import check_parallel
 from ..configuration.sizes import GB
+from ..modeling.registration import empty_model
 from .bandwidths import Bandwidths
 from .speed import distinct_experts
 from .traffic import Collective, card_bytes, forward_traffic, groups_of_fsdp, padded_numbers, step_traffic
-from .units import Sizes, build
+from .units import Sizes
 
 # Of a parameter in training: its float32 weight and gradient, and two float32 averages of AdamW.
 _TRAINED_BYTES = 16
@@ -170,7 +171,7 @@ def plan_nodes(
 
 
 def _training(config: Any, nodes: int, gpus: int, room: int, bandwidths: Bandwidths, batch: int) -> NodesPlan:
-    model = build(config)
+    model = empty_model(config)
     groups = groups_of_fsdp(model)
     # A module is gathered in 16 bits while the one before it is still there.
     largest = sum(
@@ -241,7 +242,7 @@ def _inference(
             has_experts = bool(getattr(own.get_text_config(), "moe_layers", None))
             num_experts = own.get_text_config().num_local_experts if has_experts else 0
             ep = tp if stages == 1 and num_experts and num_experts % tp == 0 else 1
-            model: Any = build(own)
+            model: Any = empty_model(own)
             model.keep_uneven_experts(tp)
             each = card_bytes(model, tp, ep, stages, sizes.element_size)
             held = [sum(per_layer[a:b]) // tp for a, b in _stages(layers, stages)]

@@ -7,15 +7,16 @@ from typing import Any
 
 from ..configuration import LlamoeVisionConfig, cache_bytes, cache_tokens
 from ..configuration.base import LlamoeBaseConfig
+from ..configuration.memory import default_context
 from ..configuration.sizes import GB, bytes_of, count_of
 from .bandwidths import Bandwidths
 from .filling import Filled, fill, place_of
 from .nodes import NodesPlan, plan_nodes
+from .source import Source, read_source
 from .speed import bytes_of_step, seconds_of_step
 from .table import lines_of
-from .units import Sizes, build, layer_names, read_config, sizes_of
+from .units import Sizes, sizes_of
 
-_DEFAULT_CONTEXT = 8192
 _MOST_GPUS = 1024
 
 
@@ -107,7 +108,7 @@ class PlacementPlan:
 
 
 def plan_placement(
-    model: LlamoeBaseConfig | str | os.PathLike,
+    model: LlamoeBaseConfig | Source | str | os.PathLike,
     *,
     gpus: int | Sequence[int | str] | None = None,
     gpu_memory: int | str = "80GB",
@@ -130,7 +131,8 @@ def plan_placement(
     disk, in every pass, as accelerate does. Without accelerators RAM is where everything is computed.
 
     Args:
-        model: a configuration, ours or stock, the name of a preset, a config.json, or a folder.
+        model: a configuration, ours or stock, the name of a preset, a config.json, or a folder; or a `Source`, which
+            `llamoe.planning` has for what is open already.
         gpus: number of accelerators, or the memory of each; None: those of this machine, with what is free there.
         gpu_memory: of each accelerator, where `gpus` is a number; bytes, or a text like "24GB".
         ram: None: what is free on this machine.
@@ -153,8 +155,8 @@ def plan_placement(
     Raises:
         ValueError: arguments that are wrong, or a model that has no place on these devices, with the sizes.
     """
-    config, folder = read_config(model)
-    sizes = sizes_of(config, folder, bits)
+    source = read_source(model)
+    config, sizes = source.config, sizes_of(source, bits)
     room = _room(gpus, gpu_memory, ram, bytes_of("headroom", headroom))
     count_of("batch", batch)
     count_of("nodes", nodes)
@@ -166,14 +168,14 @@ def plan_placement(
         context = prefill = None
     else:
         if context is None:
-            context = min(_DEFAULT_CONTEXT, config.get_text_config().max_position_embeddings)
+            context = default_context(config)
         prefill = count_of("context", context) if prefill is None else count_of("prefill", prefill)
         if prefill > count_of("context", context):
             raise ValueError(f"prefill={prefill}: give at most the tokens of context={context}.")
         cached, text = cache_tokens(config, context, prefill), config.get_text_config()
         token = text.num_key_value_heads, text.head_dim, sizes.element_size
         per_layer = cache_bytes(config, context, batch, sizes.element_size, prefill)
-        sizes = sizes.with_cache(per_layer, layer_names(build(config)))
+        sizes = sizes.with_cache(per_layer)
     if not isinstance(bandwidths, Bandwidths):
         bandwidths = _bandwidths(bandwidths)
     if nodes > 1 or training:

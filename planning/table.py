@@ -5,10 +5,15 @@ from typing import Any
 from ..configuration.sizes import GB
 
 _NOTE = (
-    "{0}: linear layers and routed experts, as bitsandbytes stores them. Embeddings, head, routers, norms and the "
+    "{0}: linear layers and routed experts, as bitsandbytes stores them. Embeddings, routers, norms, the head and the "
     "tower's patch embedding stay in bfloat16."
 )
 _IN_FEW_BITS = ("int8", "int4")
+
+
+def note_of_bits(*forms: str) -> str:
+    """What is stored in few bits, in sentences, in the forms "int8" or "int4"."""
+    return _NOTE.format(" and ".join(forms))
 
 
 def lines_of(plan: Any, name: str = "the model") -> list[str]:
@@ -17,9 +22,9 @@ def lines_of(plan: Any, name: str = "the model") -> list[str]:
     lines = [f"{name}: {count:,} parameters, {total / GB:.2f} GB in {plan.form}"]
     for part, (numbers, size) in plan.parts.items():
         each = size / numbers if numbers else 0
-        lines.append(f"  {part:<52}{numbers:>16,} x {each:<5.4g} bytes = {size / GB:>8.3f} GB")
+        lines.append(f"  {part:<20}{numbers:>16,} x {each:<5.4g} bytes = {size / GB:>8.3f} GB")
     if plan.form in _IN_FEW_BITS:
-        lines.append(_NOTE.format(plan.form))
+        lines.append(note_of_bits(plan.form))
     if plan.cached:
         heads, head_dim, size = plan.cached_token
         held = ", ".join(

@@ -4,51 +4,23 @@ A part is a layer of a decoder or a tower, or what stands beside the layers. A m
 themselves, as they may be elsewhere.
 """
 
-import math
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
-from ..configuration import (
-    LlamoeConfig,
-    LlamoeDenseConfig,
-    LlamoeMixtralConfig,
-    LlamoeTextConfig,
-    LlamoeVisionConfig,
-    from_stock,
-    preset,
-)
-from ..configuration.base import LlamoeBaseConfig
-from ..configuration.json_files import read_json
+from ..configuration import LlamoeVisionConfig
 from ..configuration.quantization import METHOD
-from ..modeling.checkpoints import find_weights, read_header
-from ..modeling.checkpoints.safetensors_files import DTYPE_BITS
-from ..modeling.decoder import LlamoeDenseForCausalLM, LlamoeForCausalLM, LlamoeMixtralForCausalLM
-from ..modeling.multimodal import LlamoeForConditionalGeneration
-from ..modeling.vision import LlamoeVisionModel
+from ..modeling.checkpoints import sum_by_part
+from ..modeling.quantization import Bnb4Bit, Bnb8Bit
+from .source import Source
 
-_CLASSES = {
-    LlamoeConfig: LlamoeForConditionalGeneration,
-    LlamoeTextConfig: LlamoeForCausalLM,
-    LlamoeDenseConfig: LlamoeDenseForCausalLM,
-    LlamoeMixtralConfig: LlamoeMixtralForCausalLM,
-    LlamoeVisionConfig: LlamoeVisionModel,
-}
-# Bytes of a linear layer, or of an expert's matrix, as bitsandbytes stores it, from its rows and its number of weights.
-_QUANTIZED: dict[int, Callable[[int, int], int]] = {
-    # A float32 scale for each row.
-    8: lambda rows, numbers: numbers + 4 * rows,
-    # Half a byte for each weight, and a float32 scale for each 64 weights.
-    4: lambda rows, numbers: -(-numbers // 2) + 4 * -(-numbers // 64),
-}
 BITS = (32, 16, 8, 4)
+# How bitsandbytes stores a linear layer, or a matrix of an expert, by the bits of a weight.
+_FORMATS = {8: Bnb8Bit(torch.bfloat16), 4: Bnb4Bit(torch.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -87,6 +59,7 @@ class Sizes:
 
     Attributes:
         units: in the order in which they run.
+        layers: names of those that are layers of the decoder.
         parts: part of the model to its parameters and bytes.
         form: dtype or format of the weights, as text.
         element_size: bytes of a number in the cache.
@@ -95,6 +68,7 @@ class Sizes:
     """
 
     units: tuple[Unit, ...]
+    layers: tuple[str, ...]
     parts: dict[str, tuple[int, int]] = field(repr=False)
     form: str
     element_size: int
@@ -116,148 +90,99 @@ class Sizes:
         """Bytes of keys and values."""
         return sum(unit.cache for unit in self.units)
 
-    def with_cache(self, per_layer: list[int], layer_names: list[str]) -> "Sizes":
-        """The same, where each layer has its cache."""
-        found = dict(zip(layer_names, per_layer, strict=True))
+    def with_cache(self, per_layer: list[int]) -> "Sizes":
+        """The same, where each layer of the decoder has its cache."""
+        found = dict(zip(self.layers, per_layer, strict=True))
         return replace(self, units=tuple(replace(unit, cache=found.get(unit.name, 0)) for unit in self.units))
 
 
-def read_config(model: Any) -> tuple[LlamoeBaseConfig, Path | None]:
-    """The configuration of a preset, a folder or a config.json, ours or stock, and the folder if it has weights.
-
-    Raises:
-        ValueError: there is no such thing, or it describes no model of ours.
-    """
-    if not isinstance(model, (str, os.PathLike)):
-        if not isinstance(model, (PreTrainedConfig, Mapping)):
-            raise ValueError(
-                f"{type(model).__name__}: give a configuration, the name of a preset, a config.json, or a folder."
-            )
-        config: Any = model if type(model) in _CLASSES else from_stock(model)
-        return config, None
-    if not str(model):
-        raise ValueError("'': give the name of a preset, a config.json, or a folder.")
-    path = Path(model)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        if file.name == "config.json":
-            raise ValueError(f"no such file: {file}")
-        if "/" in str(model):
-            raise ValueError(f"no such folder or file: {model}")
-        return preset(str(model)), None
-    content = read_json(file)
-    try:
-        config = from_stock(content)
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        raise ValueError(f"{file}: {error}") from error
-    has_weights = path.is_dir() and find_weights(path) is not None
-    return config, path if has_weights else None
-
-
-def build(config: LlamoeBaseConfig) -> nn.Module:
-    """The model without weights."""
-    with torch.device("meta"):
-        return _CLASSES[type(config)](config)  # pyright: ignore[reportArgumentType]
-
-
-def layer_names(model: Any) -> list[str]:
-    """Names of the decoder's layers."""
-    if isinstance(model, LlamoeVisionModel):
-        return []
-    names = {module: name for name, module in model.named_modules()}
-    return [names[layer] for layer in model.get_decoder().layers]
-
-
-def sizes_of(config: LlamoeBaseConfig, folder: Path | None, bits: int | None) -> Sizes:
+def sizes_of(source: Source, bits: int | None) -> Sizes:
     """The parts of a model and their bytes.
 
     Args:
-        config: of any of our models.
-        folder: whose files say the bytes, unless `bits` asks for others; None: computed from `bits`, 16 by default.
+        source: whose files say the bytes, unless `bits` asks for others; without files they are computed, for 16 bits
+            by default.
         bits: of a weight: 32, 16, or 8 or 4 of linear layers and routed experts as bitsandbytes stores them.
 
     Raises:
         ValueError: other bits, or any for weights that are stored in few bits already.
     """
-    stored = getattr(config, "quantization_config", None)
     if bits is not None and (isinstance(bits, bool) or bits not in BITS):
         raise ValueError(f"bits={bits!r}: choose 32, 16, 8 or 4.")
-    if stored and bits is not None:
+    if source.quantization and bits is not None:
         raise ValueError(f"bits={bits}: this model is stored in few bits already: leave bits out.")
-    if stored and folder is None:
+    if source.quantization and source.stored is None:
         raise ValueError(
             "This configuration is of weights in few bits, whose sizes only their files say: give the folder with "
             "the weights."
         )
-    model: Any = build(config)
-    text = config.get_text_config()
-    chosen = text.num_experts_per_tok if getattr(text, "moe_layers", None) else 0
-    units = list(_units(model))
-    tied = _tied(model)
-    if folder is not None and bits is None:
-        headers = _headers(folder)
-        held = _held_in_files(headers, units, tied)
-        form = _form_of(headers, stored)
-        element_size = 4 if form == "float32" else 2
+    model, text = source.model, source.config.get_text_config()
+    units, tied = list(_units(model)), _tied(model)
+    if source.stored is not None and bits is None:
+        held = _held_in_files(source.stored, units)
+        form = _form_of(source)
     else:
-        held = _computed(model, units, bits or 16)
         form = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int4"}[bits or 16]
-        element_size = 4 if bits == 32 else 2
-    numbers = {name: tensor.numel() for name, tensor in model.named_parameters()}
-    result, parts = [], {}
-    for unit in units:
-        own = [size for name, size in held[unit] if not _is_expert(name)]
-        routed = [size for name, size in held[unit] if _is_expert(name)]
-        experts_name = next((n for n in _modules_below(model, unit) if n.endswith(".experts")), "")
-        result.append(
-            Unit(
-                unit,
-                0 if unit in tied else sum(own),
-                experts_name,
-                sum(routed),
-                model.get_submodule(experts_name).num_experts if experts_name else 0,
-                # An embedding gives one row; as the head, too, it is read whole.
-                is_read=not _is_passed_over(unit)
-                or unit in tied.values()
-                or isinstance(model, LlamoeVisionModel),
-                tied_to=tied.get(unit, ""),
-            )
-        )
-        for name, size in held[unit] if unit not in tied else ():
-            part = part_of(name)
-            count, total = parts.get(part, (0, 0))
-            parts[part] = (count, total + size)
-    for name, count in numbers.items():
-        part = part_of(name)
-        total_count, total = parts.get(part, (0, 0))
-        parts[part] = (total_count + count, total)
-    return Sizes(tuple(result), parts, form, element_size, chosen, _may_leave(stored, folder))
+        held = {unit: [] for unit in units}
+        for name, size in weight_bytes(model, bits or 16).items():
+            held[_owner(name, held)].append((name, size))
+    # A tied head has no weights of its own, whether or not files have them.
+    held |= {unit: [] for unit in tied}
+    is_tower = isinstance(source.config, LlamoeVisionConfig)
+    layers = [] if is_tower else model.get_decoder().layers
+    names = {module: name for name, module in model.named_modules()}
+    numbers = ((name, tensor.numel(), 0) for name, tensor in model.named_parameters())
+    sizes = ((name, 0, size) for tensors in held.values() for name, size in tensors)
+    return Sizes(
+        units=tuple(
+            _unit(model, unit, held[unit], tied.get(unit, ""), is_tower or unit in tied.values())
+            for unit in units
+        ),
+        layers=tuple(names[layer] for layer in layers),
+        parts=sum_by_part([*numbers, *sizes], is_tower),
+        form=form,
+        element_size=4 if form == "float32" else 2,
+        chosen=text.num_experts_per_tok if getattr(text, "moe_layers", None) else 0,
+        may_leave=source.are_safetensors and (not source.quantization or source.method == METHOD),
+    )
 
 
-def _may_leave(quantization: Any, folder: Path | None) -> bool:
-    if folder is not None and not all(
-        str(file).endswith(".safetensors") for file in getattr(find_weights(folder), "files", ())
-    ):
-        return False
-    return not quantization or _method(quantization) == METHOD
+def weight_bytes(model: Any, bits: int) -> dict[str, int]:
+    """Name to bytes of each weight of a model without weights: with 32, 16, or 8 or 4 bits as bitsandbytes stores them.
+
+    In few bits are linear layers and routed experts. Embeddings, routers, norms, the head and the tower's patch
+    embedding have 16 bits then.
+    """
+    form = _FORMATS.get(bits)
+    modules = dict(model.named_modules())
+    found = {}
+    for name, tensor in model.named_parameters():
+        owner = modules[name.rpartition(".")[0]]
+        is_kept = owner is model.get_output_embeddings() or "patch_embedding" in name
+        found[name] = max(2, bits // 8) * tensor.numel()
+        if form is not None and _is_expert(name):
+            hidden, inner = owner.hidden_and_intermediate_size
+            is_pair = name.endswith("gate_up_proj")
+            own = replace(form, matrices=2 if is_pair else 1)
+            found[name] = owner.num_experts * own.nbytes((2 * inner, hidden) if is_pair else (hidden, inner))
+        elif form is not None and isinstance(owner, nn.Linear) and name.endswith("weight") and not is_kept:
+            found[name] = form.nbytes(tuple(tensor.shape))
+    return found
 
 
-def _method(quantization: Any) -> str:
-    content = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method = content.get("quant_method", "")
-    return str(getattr(method, "value", method))
-
-
-def part_of(name: str) -> str:
-    """The row of a table of parts that a parameter counts in."""
-    parts = r"embed_tokens|lm_head|self_attn|feed_forward\.experts|mlp\.experts|feed_forward|mlp"
-    name = re.sub(r"\.\d+\.", ".*.", name)
-    if name.startswith(("vision_model.", "multi_modal_projector.")):
-        return name.partition(".")[0]
-    if "norm" in name:
-        return "norms"
-    found = re.match(rf".*?({parts})", name)
-    return found[0] if found else name.partition(".")[0]
+def _unit(model: Any, name: str, tensors: list[tuple[str, int]], tied_to: str, is_read: bool) -> Unit:
+    routed = sum(size for tensor, size in tensors if _is_expert(tensor))
+    experts_name = next((n for n in _modules_below(model, name) if n.endswith(".experts")), "")
+    return Unit(
+        name,
+        sum(size for _, size in tensors) - routed,
+        experts_name,
+        routed,
+        model.get_submodule(experts_name).num_experts if experts_name else 0,
+        # An embedding gives one row; as the head, too, it is read whole.
+        is_read=is_read or not _is_passed_over(name),
+        tied_to=tied_to,
+    )
 
 
 def _units(model: Any) -> Iterator[str]:
@@ -306,51 +231,22 @@ def _modules_below(model: nn.Module, name: str) -> list[str]:
     return [f"{name}.{own}" for own, _ in module.named_modules() if own]
 
 
-def _computed(model: Any, units: list[str], bits: int) -> dict[str, list[tuple[str, int]]]:
-    """Unit to the names and bytes of its tensors, with so many bits."""
-    size_of = _QUANTIZED.get(bits)
-    plain = max(2, bits // 8)
-    modules = dict(model.named_modules())
-    held: dict[str, list[tuple[str, int]]] = {unit: [] for unit in units}
-    for name, tensor in model.named_parameters():
-        owner = modules[name.rpartition(".")[0]]
-        size = plain * tensor.numel()
-        is_kept = owner is model.get_output_embeddings() or "patch_embedding" in name
-        if size_of is not None and _is_expert(name):
-            hidden, inner = owner.hidden_and_intermediate_size
-            rows, matrices = (inner, 2) if name.endswith("gate_up_proj") else (hidden, 1)
-            size = matrices * owner.num_experts * size_of(rows, hidden * inner)
-        elif size_of is not None and isinstance(owner, nn.Linear) and name.endswith("weight") and not is_kept:
-            size = size_of(len(tensor), tensor.numel())
-        held[_owner(name, held)].append((name, size))
-    return held
-
-
 def _owner(name: str, units: Any) -> str:
     while name and name not in units:
         name = name.rpartition(".")[0]
     return name
 
 
-def _headers(folder: Path) -> dict[str, tuple[str, int]]:
-    """Key to dtype and bytes, of all tensors in a folder's files."""
-    found = {}
-    for file in getattr(find_weights(folder), "files", ()):
-        for key, header in read_header(file).items():
-            found[key] = header.dtype, math.prod(header.shape) * DTYPE_BITS[header.dtype] // 8
-    return found
-
-
 def _held_in_files(
-    headers: dict[str, tuple[str, int]], units: list[str], tied: dict[str, str]
+    stored: Mapping[str, tuple[str, int]], units: list[str]
 ) -> dict[str, list[tuple[str, int]]]:
     """Unit to the names and bytes of its tensors as they are stored; what fits no unit is nobody's."""
     by_stem = {_stem(unit): unit for unit in units}
     held: dict[str, list[tuple[str, int]]] = {unit: [] for unit in units}
-    for key, (_, size) in headers.items():
+    for key, (_, size) in stored.items():
         unit = by_stem.get(_owner(_stem(key), by_stem))
-        if unit is not None and unit not in tied:
-            # Under the model's own name of the unit, so that parts of a table are those of its parameters.
+        if unit is not None:
+            # Under the model's own name of the unit, so that its part is that of its parameters.
             stem = _stem(unit)
             held[unit].append((unit + _stem(key)[len(stem) :].replace(".block_sparse_moe.", ".mlp."), size))
     return held
@@ -361,13 +257,11 @@ def _stem(name: str) -> str:
     return re.sub(r"^(language_model\.|model\.)+", "", name)
 
 
-def _form_of(headers: dict[str, tuple[str, int]], quantization: Any) -> str:
-    if quantization:
-        content = quantization if isinstance(quantization, dict) else quantization.to_dict()
+def _form_of(source: Source) -> str:
+    if content := source.quantization:
         bits = 4 if content.get("load_in_4bit") else 8 if content.get("load_in_8bit") else ""
-        return f"{_method(quantization)} {content.get('weights', bits)}".strip()
+        return f"{source.method} {content.get('weights', bits)}".strip()
     sizes: dict[str, int] = {}
-    for dtype, size in headers.values():
+    for dtype, size in (source.stored or {}).values():
         sizes[dtype] = sizes.get(dtype, 0) + size
-    largest = max(sizes, key=lambda dtype: sizes[dtype], default="BF16")
-    return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(largest, largest)
+    return max(sizes, key=sizes.__getitem__, default="bfloat16")

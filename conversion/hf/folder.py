@@ -5,8 +5,8 @@ import os
 import re
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -18,7 +18,8 @@ from ...configuration.errors import CheckpointError
 from ...configuration.hub import written_by
 from ...configuration.json_files import LARGE
 from ...configuration.quantization import METHOD
-from ...modeling.checkpoints import check_shards, find_weights, part_of
+from ...modeling.checkpoints import check_shards, find_weights, sum_by_part
+from ...modeling.registration import model_class
 from ..checkpoint import (
     Checkpoint,
     Report,
@@ -26,7 +27,6 @@ from ..checkpoint import (
     carry_out,
     check_model,
     main_dtype,
-    model_class,
     parse_dtype,
     takes_options,
     tie_heads,
@@ -209,7 +209,10 @@ def save_hf(
     )
     report = carry_out(plan, checkpoint, target, "hf", begun, options)
     if quantization is not None:
-        report.parts = _bytes_by_part(plain, tensors)
+        before = ((name, tensor.nbytes, 0) for name, tensor in plain.items())
+        after = ((name, 0, tensor.nbytes) for name, tensor in tensors.items())
+        found = sum_by_part(chain(before, after))
+        report.parts = dict(sorted(found.items(), key=lambda entry: -entry[1][0]))
     is_multimodal = isinstance(checkpoint.config, LlamoeConfig)
     if is_multimodal and layout == "stock" and main_dtype(tensors) != torch.bfloat16:
         report.notes.append(
@@ -218,16 +221,6 @@ def save_hf(
             "and its model casts"
         )
     return report
-
-
-def _bytes_by_part(
-    before: Mapping[str, LazyTensor], after: Mapping[str, LazyTensor]
-) -> dict[str, tuple[int, int]]:
-    sizes: list[Counter[str]] = [Counter(), Counter()]
-    for count, tensors in zip(sizes, (before, after), strict=True):
-        for name, tensor in tensors.items():
-            count[part_of(name)] += tensor.nbytes
-    return {part: (size, sizes[1][part]) for part, size in sizes[0].most_common()}
 
 
 def read_config(path: Path, refuse_quantized: bool = False) -> LlamoeBaseConfig:

@@ -21,7 +21,8 @@ from ...configuration import QuantizationConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...modeling.quantization import Format, LlamoeQuantizer, QuantizedExperts, QuantizedLinear
-from ..checkpoint import expected_shapes_of, model_class
+from ...modeling.registration import empty_model
+from ..checkpoint import expected_shapes_of
 from ..io import LazyTensor, check_finite, compute, stack
 
 # What products of packed weights are computed in, and what the rest of such a model is cast to.
@@ -56,6 +57,11 @@ class PackedWeight:
         experts = () if self.num_experts is None else (self.num_experts,)
         parts = zip(self.form.suffixes, self.form.parts(self.sizes), strict=True)
         return {self.name + suffix: ((*experts, *shape), dtype) for suffix, (shape, dtype) in parts}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return (self.num_experts or 1) * self.form.nbytes(self.sizes)
 
     def pack(self, tensor: LazyTensor, ahead: "_Ahead") -> dict[str, LazyTensor]:
         """View the parts of a weight, by their keys."""
@@ -157,8 +163,7 @@ def packed_weights(
     Raises:
         ValueError: the format cannot store one of them, or there is none.
     """
-    with torch.device("meta"):
-        model: Any = model_class(config)(copy.deepcopy(config))
+    model: Any = empty_model(copy.deepcopy(config))
     LlamoeQuantizer(quantization, pre_quantized=are_stored).preprocess_model(model)
     found = []
     for path, module in model.named_modules():

@@ -1,6 +1,6 @@
 """What a checkpoint is and how much memory it needs: `llamoe inspect`.
 
-Reading order: footprint (bytes of tensors), describe (family and sizes), open_partly (damaged
+Reading order: describe (family and sizes), open_partly (damaged
 checkpoints too), gguf (what llama.cpp makes of it), command.
 """
 

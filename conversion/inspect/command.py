@@ -10,24 +10,48 @@ from typing import Any, Literal
 
 from ...configuration import LlamoeVisionConfig, QuantizationConfig, cache_bytes, count_parameters
 from ...configuration.base import LlamoeBaseConfig
-from ...modeling.checkpoints import in_units
+from ...configuration.memory import default_context
+from ...modeling.checkpoints import in_units, sum_by_part
 from ...planning import (
     PlacementPlan,
+    Source,
+    note_of_bits,
     plan_placement,
     rows_of_devices,
     rows_of_experts,
     rows_of_speed,
+    weight_bytes,
 )
 from ..checkpoint import Checkpoint, check_at_least, expected_shapes
 from ..hf import in_words, packed_weights
 from ..verify import tied_head
-from .describe import family_of, guess, mismatches_of, presets_like, sizes_of
-from .footprint import NOTE, Need, dtypes_of, layers_of, needs_of, parts_of
+from .describe import (
+    dtypes_of,
+    family_of,
+    guess,
+    layers_of,
+    mismatches_of,
+    presets_like,
+    sizes_of,
+)
 from .gguf import answer_for_gguf
 from .open_partly import open_partly
 
-_DEFAULT_CONTEXT = 8192
+_FEW_BITS = {"int8": 8, "int4": 4}
 _SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of memory that a running model takes.
+
+    Attributes:
+        weights: bytes of the weights.
+        cache: bytes of keys and values in bfloat16, for the context and batch asked for.
+    """
+
+    weights: int
+    cache: int
 
 
 @dataclass(frozen=True)
@@ -115,7 +139,7 @@ class Inspection:
             if self.context is not None:
                 rows.append(("cache", f"{self.context:,} tokens x {self.batch:,} rows in bfloat16"))
             if not self.quantization:
-                rows.append(("note", NOTE))
+                rows.append(("note", note_of_bits(*_FEW_BITS)))
             sections.append(("memory", rows))
         if self.placement is not None:
             rows = [
@@ -188,7 +212,7 @@ def inspect(
     tied = {} if config is None else tied_head(config)
     kept = {key: tensor for key, tensor in tensors.items() if tied.get(key) not in tensors}
     stored = sum(tensor.numel for tensor in kept.values()) if tensors else None
-    parameters, mismatches, needs = None, [], {}
+    parameters, mismatches, needs, source = None, [], {}, None
     if config is None:
         family, sizes = guess(tensors)
         context = None
@@ -197,22 +221,21 @@ def inspect(
         context, cached = _cache(config, context, batch)
         counted = count_parameters(config)
         parameters = {"total": counted.total, "active": counted.active}
-        shapes = {key: tensor.shape for key, tensor in kept.items()}
-        if stored != counted.total:
-            shapes = expected_shapes(config)
-            mismatches = mismatches_of(shapes, kept) if tensors else []
-        packed = {}
-        if found.quantization is not None:
-            packed = packed_weights(config, found.quantization, are_stored=True)
-        needs = needs_of(shapes, cached, packed)
+        expected = expected_shapes(config)
+        mismatches = mismatches_of(expected, kept) if tensors and stored != counted.total else []
+        source = _source(found)
+        needs = _needs(found, source, cached)
     if mismatches:
         problems.append(
             f"the configuration asks for {counted.total:,} numbers, and the files have {stored:,}: "
             f"{len(mismatches):,} tensors do not fit"
         )
-    placement = _plan(found, context, batch, machine) if plan else None
+    placement = _plan(source, found, context, batch, machine) if plan else None
     gguf, gguf_notes = answer_for_gguf(found) if reader == "gguf" else (None, [])
     files = {file.name: file.stat().st_size for file in found.sources}
+    # Packed weights have the numbers that they mean, and the bytes of what stands for them.
+    numbers = ((key, tensor.numel, 0) for key, tensor in tensors.items())
+    sizes_in_files = ((key, 0, tensor.nbytes) for key, tensor in in_files.items())
     return Inspection(
         path=str(found.path),
         kind=found.kind,
@@ -226,7 +249,7 @@ def inspect(
         quantization=found.quantization and found.quantization.to_dict(),
         files=files,
         bytes=sum(files.values()),
-        parts=parts_of(config, tensors, in_files),
+        parts=sum_by_part([*numbers, *sizes_in_files], isinstance(config, LlamoeVisionConfig)),
         layers=layers_of(config, in_files),
         context=context,
         batch=batch,
@@ -245,18 +268,40 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
     if isinstance(config, LlamoeVisionConfig):
         return None, 0
     if context is None:
-        context = min(_DEFAULT_CONTEXT, config.get_text_config().max_position_embeddings)
+        context = default_context(config)
     return context, sum(cache_bytes(config, context, batch, piece=context))
 
 
-def _plan(found: Checkpoint, context: int | None, batch: int, machine: dict[str, Any]) -> PlacementPlan:
-    """Placement of a checkpoint: by its files where `from_pretrained` would read them, else by its configuration."""
-    if found.config is None:
+def _source(found: Checkpoint) -> Source:
+    """What is planned: a checkpoint's files where `from_pretrained` would read them, else its configuration."""
+    quantization = None if found.quantization is None else found.quantization.to_dict()
+    if found.kind != "hf":
+        return Source(found.config, quantization)
+    stored = {
+        key: (str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
+        for key, tensor in (found.stored or found.tensors).items()
+    }
+    are_safetensors = all(file.suffix == ".safetensors" for file in found.sources)
+    return Source(found.config, quantization, stored, are_safetensors)
+
+
+def _needs(found: Checkpoint, source: Source, cached: int) -> dict[str, Need]:
+    """Memory that a model takes in bfloat16, int8 and int4; of packed weights in their format alone."""
+    plain = weight_bytes(source.model, 16)
+    if found.quantization is not None:
+        packed = packed_weights(found.config, found.quantization, are_stored=True)
+        weights = sum(packed[key].nbytes if key in packed else size for key, size in plain.items())
+        return {found.quantization.weights: Need(weights, cached)}
+    sizes = {"bfloat16": plain} | {name: weight_bytes(source.model, bits) for name, bits in _FEW_BITS.items()}
+    return {name: Need(sum(each.values()), cached) for name, each in sizes.items()}
+
+
+def _plan(
+    source: Source | None, found: Checkpoint, context: int | None, batch: int, machine: dict[str, Any]
+) -> PlacementPlan:
+    if source is None:
         raise ValueError(f"{found.path}: has no configuration, by which a placement could be planned.")
-    model: Any = found.config
-    if found.kind == "hf" or found.quantization is not None:
-        model = found.path
-    plan = plan_placement(model, context=context, batch=batch, **machine)
+    plan = plan_placement(source, context=context, batch=batch, **machine)
     assert isinstance(plan, PlacementPlan)
     return plan
 

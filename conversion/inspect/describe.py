@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
 
 from ...configuration import (
     PRESETS,
@@ -17,10 +19,9 @@ from ...configuration import (
     preset,
 )
 from ...configuration.base import LlamoeBaseConfig
-from ..hf import name_of_one_expert
-from ..io import LazyTensor
+from ..hf import name_of_one_expert, split_experts
+from ..io import LazyTensor, from_tensor
 from ..verify import compare_configs
-from .footprint import layers_of, split_shapes
 
 OF_CLIP = re.compile(r"(^|\.)visual\.|vision_model\.encoder\.")
 # Patterns of keys that name the family where there is no configuration.
@@ -107,6 +108,12 @@ def presets_like(config: LlamoeBaseConfig) -> list[str]:
     return ranks[min(ranks)] if ranks else []
 
 
+def split_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes with each stacked expert as linear layers, as `split_experts` makes them."""
+    stacked = {key: from_tensor(torch.empty(shape, device="meta")) for key, shape in shapes.items()}
+    return {key: tensor.shape for key, tensor in split_experts(stacked).items()}
+
+
 def mismatches_of(expected: dict[str, tuple[int, ...]], tensors: Mapping[str, LazyTensor]) -> list[str]:
     """Sentences on tensors that are missing, unknown or of another shape."""
     tensors = {name_of_one_expert(key) or key: tensor for key, tensor in tensors.items()}
@@ -140,3 +147,23 @@ def guess(tensors: Mapping[str, LazyTensor]) -> tuple[str, dict[str, Any]]:
         if any(map(pattern.search, tensors)):
             return f"looks like {family}", sizes
     return "unknown", sizes
+
+
+def dtypes_of(tensors: Iterable[LazyTensor]) -> dict[str, tuple[int, int]]:
+    """Dtype to the number of its tensors and their bytes."""
+    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for tensor in tensors:
+        name = str(tensor.dtype).removeprefix("torch.")
+        count, size = found[name]
+        found[name] = (count + 1, size + tensor.nbytes)
+    return dict(found)
+
+
+def layers_of(config: LlamoeBaseConfig | None, tensors: Mapping[str, LazyTensor]) -> list[int]:
+    """Bytes of each decoder layer; for a tower alone, of each of the tower's layers."""
+    sizes: dict[int, int] = defaultdict(int)
+    for key, tensor in tensors.items():
+        of_tower = re.search(r"(^|\.)vision_model\.", key) and not isinstance(config, LlamoeVisionConfig)
+        if not of_tower and (number := re.search(r"(?:^|\.)(?:layers|resblocks)\.(\d+)\.", key)):
+            sizes[int(number[1])] += tensor.nbytes
+    return [sizes[layer] for layer in sorted(sizes)]

@@ -7,8 +7,9 @@ from typing import Any
 
 from ...configuration import LlamoeConfig
 from ...configuration.quantization import METHOD
+from ...modeling.registration import model_class
 from ...serving import gguf_problems
-from ..checkpoint import Checkpoint, model_class
+from ..checkpoint import Checkpoint
 from ..io import open_weights, read_json
 
 _PICTURES = (

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...configuration.json_files import to_json
+from ...configuration.sizes import parse_bytes
 from .lazy_tensor import LazyTensor
 from .source_changes import Look
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
 class Progress(Protocol):
@@ -69,18 +67,10 @@ class Plan:
 
 def parse_size(size: int | str) -> int:
     """The bytes of a size, a number or a text such as "5GB", "500MB" or "2GiB"; `ValueError` if it is below 1."""
-    if isinstance(size, str):
-        digits = size.strip().rstrip("BbKkMmGgTtIi ")
-        unit = size.strip()[len(digits) :].strip().upper()
-        try:
-            size = int(float(digits) * _UNITS[unit])
-        except (ValueError, KeyError, OverflowError):
-            raise ValueError(
-                f"shard_size = {size!r}: should be a size such as '5GB', '500MB' or '2GiB'."
-            ) from None
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    number = parse_bytes(size) if isinstance(size, str) else size
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"shard_size = {size!r}: should be bytes, 1 or more, or a text such as '5GB'.")
-    return size
+    return number
 
 
 def split_shards(

@@ -22,8 +22,9 @@ from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...modeling.decoder import DecoderLayer
 from ...modeling.moe import Experts
+from ...modeling.registration import empty_model
 from ...modeling.vision import VisionEncoderLayer
-from ..checkpoint import expected_shapes, model_class
+from ..checkpoint import expected_shapes
 from ..io import LazyTensor
 
 Watch = Callable[[str, torch.Tensor], None]
@@ -31,9 +32,7 @@ Watch = Callable[[str, torch.Tensor], None]
 
 def build_empty(config: LlamoeBaseConfig) -> nn.Module:
     """The model of a configuration with its head, without weights: float32, on the meta device, in evaluation mode."""
-    with torch.device("meta"):
-        model = model_class(config)(copy.deepcopy(config))
-    return model.float().eval()
+    return empty_model(copy.deepcopy(config)).float().eval()
 
 
 def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:

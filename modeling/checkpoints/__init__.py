@@ -3,7 +3,7 @@
 Reading order: safetensors_files, pickles, torch_files (headers, without the numbers), checkpoint_files (does a folder
 hold this model), mapped_memory (memory that is given back), split_experts (experts stored one by one), model_names and
 state_dicts (the same for `load_state_dict`), other_loaders (accelerate's, Trainer's and torch's), device_map (on which
-device a module goes), quantization, saving (a folder is written whole or not at all).
+device a module goes), parts, quantization, saving (a folder is written whole or not at all).
 """
 
 from .checkpoint_files import (
@@ -25,8 +25,9 @@ from .checkpoint_files import (
 from .device_map import check_devices, check_offload, check_on_disk, settle_device_map
 from .mapped_memory import forget_pages, is_mapped, return_freed_memory
 from .other_loaders import replace_loaders, replace_trainers_loader
+from .parts import in_units, part_of, sum_by_part
 from .pickles import Named
-from .quantization import in_units, part_of, tell_of_experts
+from .quantization import tell_of_experts
 from .safetensors_files import TensorHeader
 from .saving import SavesWhole, check_whole
 from .split_experts import expert_of, find_split_experts, fuse_while_loading
@@ -69,5 +70,6 @@ __all__ = [
     "replace_trainers_loader",
     "return_freed_memory",
     "settle_device_map",
+    "sum_by_part",
     "tell_of_experts",
 ]

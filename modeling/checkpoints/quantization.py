@@ -6,43 +6,17 @@ these are most of a mixture's weights; llamoe's own and those of bitsandbytes ta
 
 import logging
 import math
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 from ...configuration.errors import CheckpointError
+from .parts import in_units, sum_by_part
 
 logger = logging.getLogger("llamoe")
 
-# Parts of a model, by patterns of their tensors' keys; the first match counts.
-PARTS = (
-    ("vision tower", r"(^|\.)vision_model\."),
-    ("projector", r"^multi_modal_projector\."),
-    ("embedding", r"embed_tokens\."),
-    ("output head", r"lm_head\."),
-    ("norms", r"norm"),
-    ("attention", r"\.self_attn\."),
-    ("routers", r"\.(router|mlp\.gate)\."),
-    ("shared experts", r"\.shared_expert\."),
-    ("experts", r"\.experts\."),
-    ("feed-forwards", r"\.(mlp|feed_forward)\."),
-)
 _SAID = {"experts": "routed experts", "feed-forwards": "dense feed-forwards"}
-
-
-def part_of(key: str) -> str:
-    """Part of the model that a tensor belongs to; "other" if none matches."""
-    return next((label for label, pattern in PARTS if re.search(pattern, key)), "other")
-
-
-def in_units(size: int) -> str:
-    """A number of bytes as text, in GB, MB or kB of 10^9, 10^6 or 10^3 bytes."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB")):
-        if size >= unit / 10:
-            return f"{size / unit:,.2f} {name}"
-    return f"{size / 1000:,.2f} kB"
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
@@ -62,7 +36,11 @@ def bytes_by_part(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, 
 
     Shared weights count once.
     """
-    found: dict[str, tuple[int, int]] = {}
+    found = sum_by_part(_before_and_after(model, dtype))
+    return dict(sorted(found.items(), key=lambda entry: -entry[1][0]))
+
+
+def _before_and_after(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
     for name, parameter in model.named_parameters():
         after = stored_bytes(parameter)
         state = getattr(parameter, "quant_state", None)
@@ -76,9 +54,7 @@ def bytes_by_part(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, 
             after += sum(
                 each.nbytes for key, each in module.named_buffers() if key.startswith(f"{own_name}_")
             )
-        part = part_of(name)
-        found[part] = tuple(map(sum, zip(found.get(part, (0, 0)), (before, after), strict=True)))
-    return dict(sorted(found.items(), key=lambda entry: -entry[1][0]))
+        yield name, before, after
 
 
 def tell_of_experts(model: nn.Module, stacks: Iterable[torch.Tensor], reason: str) -> None:

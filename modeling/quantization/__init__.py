@@ -7,6 +7,7 @@ read), quantizer (what transformers calls). bitsandbytes' formats have files of 
 bnb_experts, bnb_files (what folders hold), bnb_loading, bnb_quantizers.
 """
 
+from .bnb_formats import Bnb4Bit, Bnb8Bit
 from .bnb_loading import ExpertsOfCheckpoint, packed_experts
 from .bnb_quantizers import (
     QuantizesExperts,
@@ -23,6 +24,8 @@ from .products import multiply_groups as multiply_packed_groups
 from .quantizer import LlamoeQuantizer, check_request, register_quantizers, saving_dequantized
 
 __all__ = [
+    "Bnb4Bit",
+    "Bnb8Bit",
     "ExpertsOfCheckpoint",
     "Format",
     "LlamoeQuantizer",

@@ -6,6 +6,7 @@ stack of experts has the same parts with an axis for experts in front.
 Shapes: O outputs, I inputs, P inputs with padding, N rows.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,10 @@ class Format(ABC):
     @abstractmethod
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each part."""
+
+    def nbytes(self, sizes: Sizes) -> int:
+        """Bytes of all parts."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts(sizes))
 
     @abstractmethod
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:

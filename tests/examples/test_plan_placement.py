@@ -15,7 +15,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 import llamoe
 from llamoe.configuration import preset
-from llamoe.planning.units import read_config
+from llamoe.planning.source import read_source
 
 GB = 10**9
 HEAD = next(case for case in MODELS if case.name == "LlamoeForConditionalGeneration")
@@ -150,7 +150,7 @@ def test_quantized_sizes(case):
 def test_quantized_mixtures_are_told_the_truth(command):
     output = command("llama-4-scout", "--dtype", "int4")
     # Half a byte, and a float32 scale for 64 weights.
-    assert re.search(r"feed_forward\.experts +96,636,764,160 x 0\.5625 bytes", output)
+    assert re.search(r"  experts +96,636,764,160 x 0\.5625 bytes", output)
     assert "linear layers and routed experts, as bitsandbytes stores them" in output
     assert "and bitsandbytes refuses that" not in output
     maverick = command("llama-4-maverick", "--dtype", "int4")
@@ -206,8 +206,8 @@ def test_config_that_is_none(tmp_path, command, capsys):
 def test_stock_presets_and_folders_agree(tmp_path):
     """A stock folder is planned as what it is read as."""
     draw(Llama4ForConditionalGeneration, stock_multimodal_config()).save_pretrained(tmp_path)
-    config, folder = read_config(str(tmp_path))
-    assert type(config) is llamoe.LlamoeConfig and folder == tmp_path
-    assert llamoe.count_parameters(config).total == HEAD.make().num_parameters()
-    preset_config, nowhere = read_config("llama-2-7b")
-    assert preset_config.to_dict() == preset("llama-2-7b").to_dict() and nowhere is None
+    found = read_source(str(tmp_path))
+    assert type(found.config) is llamoe.LlamoeConfig and found.stored
+    assert llamoe.count_parameters(found.config).total == HEAD.make().num_parameters()
+    found = read_source("llama-2-7b")
+    assert found.config.to_dict() == preset("llama-2-7b").to_dict() and found.stored is None

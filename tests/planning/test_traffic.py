@@ -12,8 +12,8 @@ from support import programs
 from support.models import MODELS, SHALLOW_VISION
 from support.paths import SUPPORT
 
+from llamoe.modeling.registration import empty_model
 from llamoe.planning.traffic import card_bytes, forward_traffic, step_traffic
-from llamoe.planning.units import build
 
 pytestmark = pytest.mark.skipif(
     parse(version("transformers")) < parse("5.23"),
@@ -103,7 +103,7 @@ def count(folder, processes, models):
 def check(run, counted):
     """Every collective by name and bytes, exactly; and the weights of each stage's first process."""
     sizes = run["sizes"]
-    model = build(MAKERS[run["model"]]().config)
+    model = empty_model(MAKERS[run["model"]]().config)
     tp, ep, pp = (sizes.get(name, 1) for name in ("tp_size", "ep_size", "pp_size"))
     model.keep_uneven_experts(tp)
     if run["is_trained"]:

@@ -17,15 +17,16 @@ from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, Llam
 import llamoe
 from llamoe.configuration import cache_bytes, count_parameters, preset, to_stock
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion.checkpoint import model_class
 from llamoe.conversion.clip.convert_vision import convert_vision
 from llamoe.conversion.derive import quantize
 from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.inspect import inspect
-from llamoe.conversion.inspect.footprint import split_shapes
+from llamoe.conversion.inspect.describe import split_shapes
 from llamoe.conversion.io.read_files import FileTensor
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.verify.run_streamed import build_empty
+from llamoe.modeling.registration import model_class
+from llamoe.planning import Source
 from llamoe.planning.units import sizes_of
 
 MODELS = {
@@ -231,7 +232,7 @@ def test_towers_of_clip_are_described_alike(tmp_path):
 def check_needs(needs, config):
     """The bytes that a placement is planned with."""
     for dtype, bits in {"bfloat16": 16, "int8": 8, "int4": 4}.items():
-        sizes = sizes_of(config, None, bits)
+        sizes = sizes_of(Source(config), bits)
         assert needs[dtype].weights == sizes.weights + sizes.experts, dtype
     assert len({need.weights for need in needs.values()}) == 3
 
