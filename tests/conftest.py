@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 # Before anything imports torch or transformers, and inherited by the processes that tests start.
@@ -32,15 +33,41 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.pluginmanager.register(Collections(), "llamoe-collections")
     if not hasattr(config, "workerinput"):  # the process that talks to the terminal, not one of its workers
         config.pluginmanager.register(ParityTable(), "llamoe-parity")
 
 
-def pytest_collection_finish(session):
-    """Leave what is there by now out of garbage collections, and make them rare: they took a tenth of all time."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
+class Collections:
+    """Leaves what is there out of garbage collections, and makes them rare: they took a tenth of all time.
+
+    Again behind each test in which one took long: libraries that tests import stay, and every Trainer collects.
+    """
+
+    def __init__(self):
+        self.begun, self.is_slow = 0.0, False
+
+    def pytest_collection_finish(self):
+        self.leave_out()
+        gc.set_threshold(20_000, 10, 10)
+        gc.callbacks.append(self.notice)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self):
+        yield
+        if self.is_slow:
+            self.leave_out()
+
+    def notice(self, phase, info):
+        if info["generation"] == 2 and phase == "start":
+            self.begun = time.process_time()
+        elif info["generation"] == 2:
+            self.is_slow |= time.process_time() - self.begun > 0.03
+
+    def leave_out(self):
+        gc.collect()
+        gc.freeze()
+        self.is_slow = False
 
 
 def pytest_sessionfinish(session):
