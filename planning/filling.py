@@ -9,7 +9,7 @@ import torch
 from accelerate import infer_auto_device_map
 from torch import nn
 
-from .units import Unit
+from .units import Unit, owner_of
 
 
 class Filled:
@@ -45,9 +45,7 @@ class Filled:
 
 def place_of(name: str, device_map: Mapping[str, Any]) -> Any:
     """The device of a module or parameter."""
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return device_map[name]
+    return device_map[owner_of(name, device_map)]
 
 
 def fill(
@@ -148,11 +146,8 @@ def _set_apart(device_map: dict[str, Any], units: Sequence[Unit], name: str, dev
     if place_of(name, device_map) == device:
         return
     if name not in device_map:
-        place = place_of(name, device_map)
-        holder = name
-        while holder not in device_map:
-            holder = holder.rpartition(".")[0]
-        del device_map[holder]
+        holder = owner_of(name, device_map)
+        place = device_map.pop(holder)
         inside = [unit.name for unit in units if not holder or unit.name.startswith(f"{holder}.")]
         device_map.update((own, place) for own in inside if own not in device_map)
     device_map[name] = device

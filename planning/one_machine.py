@@ -186,18 +186,9 @@ def plan_placement(
             )
         cache = (context, batch, prefill)
         return plan_nodes(config, sizes, nodes, len(room) - 1, own.pop(), training, cache, bandwidths)
-    filled, apart, place, memory = _choose(sizes, room, disk, context, batch)
-    return _finish(
-        sizes,
-        room,
-        filled,
-        apart,
-        place,
-        memory,
-        bandwidths,
-        (context, prefill, batch, cached, token),
-        bits,
-    )
+    choice = _choose(sizes, room, disk, context, batch)
+    cache = dict(context=context, prefill=prefill, batch=batch, cached=cached, cached_token=token)
+    return _finish(sizes, room, choice, bandwidths, cache, bits)
 
 
 def _bandwidths(given: Any) -> Bandwidths:
@@ -235,14 +226,28 @@ def _room(gpus: Any, gpu_memory: Any, ram: Any, headroom: int) -> dict[Any, int]
     return {**room, "cpu": max(0, memory - headroom)}
 
 
-def _choose(
-    sizes: Sizes, room: dict[Any, int], disk: bool, context: int | None, batch: int
-) -> tuple[Filled, frozenset[str], str | None, int | None]:
-    """Which device has which unit, the units whose experts are elsewhere, where that is, and their memory."""
+@dataclass(frozen=True)
+class _Choice:
+    """Where everything goes.
+
+    Attributes:
+        filled: which device has which unit.
+        apart: names of units whose experts are elsewhere.
+        place: where these are: "cpu" or "disk"; None without.
+        memory: for those used last; None without.
+    """
+
+    filled: Filled
+    apart: frozenset[str] = frozenset()
+    place: str | None = None
+    memory: int | None = None
+
+
+def _choose(sizes: Sizes, room: dict[Any, int], disk: bool, context: int | None, batch: int) -> _Choice:
     units, main = sizes.units, next(iter(room))
     devices = {device: size for device, size in room.items() if device == main or device != "cpu"}
     if filled := fill(units, devices, is_whole=True):
-        return filled, frozenset(), None, None
+        return _Choice(filled)
     mixtures = [unit for unit in units if unit.experts and sizes.may_leave]
     # A store holds at least one expert of each kind.
     least = sum({unit.one_expert for unit in mixtures})
@@ -256,20 +261,20 @@ def _choose(
             continue
         size = sum(unit.experts for unit in leaving)
         if main == "cpu":
-            return filled, apart, "disk", min(size, room["cpu"] - filled.used("cpu"))
+            return _Choice(filled, apart, "disk", min(size, room["cpu"] - filled.used("cpu")))
         if size <= room["cpu"]:
             rows = {place for unit, place in zip(units, filled.places, strict=True) if unit.name in apart}
             left = min(room[device] - filled.used(device) for device in rows)
-            return filled, apart, "cpu", min(size, left)
+            return _Choice(filled, apart, "cpu", min(size, left))
         if disk and room["cpu"] >= least:
-            return filled, apart, "disk", min(size, room["cpu"])
+            return _Choice(filled, apart, "disk", min(size, room["cpu"]))
         break
     return _bring_layers(sizes, room, disk, context, batch, least)
 
 
 def _bring_layers(
     sizes: Sizes, room: dict[Any, int], disk: bool, context: int | None, batch: int, least: int
-) -> tuple[Filled, frozenset[str], str | None, int | None]:
+) -> _Choice:
     """As `_choose`, where not even everything but routed experts fits on the devices that compute."""
     units, main = sizes.units, next(iter(room))
     apart = frozenset(unit.name for unit in units if unit.experts and sizes.may_leave)
@@ -293,11 +298,9 @@ def _bring_layers(
             # Experts on disk cost less than layers there.
             continue
         if place is None:
-            return filled, frozenset(), None, None
-        if place == "cpu":
-            return filled, apart, "cpu", least
+            return _Choice(filled)
         left = room["cpu"] - filled.used("cpu")
-        return filled, apart, "disk", min(sizes.experts, left)
+        return _Choice(filled, apart, place, least if place == "cpu" else min(sizes.experts, left))
     raise ValueError(_no_place(sizes, room, disk, context, batch, least))
 
 
@@ -322,42 +325,40 @@ def _no_place(
 def _finish(
     sizes: Sizes,
     room: dict[Any, int],
-    filled: Filled,
-    apart: frozenset[str],
-    place: str | None,
-    memory: int | None,
+    choice: _Choice,
     bandwidths: Bandwidths,
-    cache: tuple[Any, ...],
+    cache: dict[str, Any],
     bits: int | None,
 ) -> PlacementPlan:
-    units, main = sizes.units, next(iter(room))
+    main, filled, place, memory = next(iter(room)), choice.filled, choice.place, choice.memory
     device_map, weights = dict(filled.device_map), dict(filled.weights)
+    # Units, their devices, and where their experts are if these are elsewhere.
+    placed = [
+        (unit, own, place if unit.name in choice.apart else None)
+        for unit, own in zip(sizes.units, filled.places, strict=True)
+    ]
+    leaving = [(unit, own) for unit, own, elsewhere in placed if elsewhere is not None]
     experts: dict[Any, int] = {}
-    for unit, own_place in zip(units, filled.places, strict=True):
+    for unit, own, elsewhere in placed:
         if unit.experts:
-            at = place if unit.name in apart else own_place
+            at = own if elsewhere is None else elsewhere
             experts[at] = experts.get(at, 0) + unit.experts
-            if unit.name in apart:
-                weights[at] = weights.get(at, 0) + unit.experts
-    if apart == {unit.name for unit in units if unit.experts} and apart:
-        device_map["experts"] = place
-    else:
-        device_map |= {unit.experts_name: place for unit in units if unit.name in apart}
+    away = sum(unit.experts for unit, _ in leaving)
+    if leaving:
+        weights[place] = weights.get(place, 0) + away
+        is_all = away == sizes.experts
+        device_map |= {"experts": place} if is_all else {unit.experts_name: place for unit, _ in leaving}
     remaining = {d: size - weights.get(d, 0) - filled.cache.get(d, 0) for d, size in room.items()}
-    holders: set[Any] = set()
+    hit_share = 0.0
     if memory is not None:
-        rows = {own for unit, own in zip(units, filled.places, strict=True) if unit.name in apart}
-        holders = {"cpu"} if place == "disk" else {main if own in ("cpu", "disk") else own for own in rows}
+        # Each accelerator that has layers of such experts holds some of its own.
+        holders = (
+            {"cpu"} if place == "disk" else {main if own in ("cpu", "disk") else own for _, own in leaving}
+        )
         for holder in holders:
             remaining[holder] -= memory
-    elsewhere = sum(unit.experts for unit in units if unit.name in apart)
-    # Each accelerator that has layers of such experts holds some of its own.
-    hit_share = min(1.0, len(holders) * memory / elsewhere) if memory is not None else 0.0
-    placed = [
-        (unit, own, place if unit.name in apart else None)
-        for unit, own in zip(units, filled.places, strict=True)
-    ]
-    context, prefill, batch, cached, token = cache
+        hit_share = min(1.0, len(holders) * memory / away)
+    batch = cache["batch"]
     seconds = seconds_of_step(placed, main, sizes.chosen, batch, hit_share, bandwidths)
     notes = []
     if bits in (4, 8):
@@ -378,15 +379,11 @@ def _finish(
         remaining=remaining,
         parts=sizes.parts,
         form=sizes.form,
-        context=context,
-        prefill=prefill,
-        batch=batch,
-        cached=cached,
-        cached_token=token,
-        expert_bytes_per_step=round(bytes_of_step(units, sizes.chosen, batch)),
+        **cache,
+        expert_bytes_per_step=round(bytes_of_step(sizes.units, sizes.chosen, batch)),
         hit_share=hit_share,
         seconds=seconds,
-        tokens_per_second=None if context is None else batch / sum(seconds.values()),
+        tokens_per_second=None if cache["context"] is None else batch / sum(seconds.values()),
         bandwidths=bandwidths,
         notes=notes,
         dtype=sizes.form if bits in (16, 32) else None,

@@ -76,7 +76,7 @@ def read_source(model: Any) -> Source:
     content = read_json(file)
     try:
         config = from_stock(content)
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     return _with_files(config, find_weights(path) if path.is_dir() else None)
 

@@ -5,7 +5,7 @@ themselves, as they may be elsewhere.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,7 +125,7 @@ def sizes_of(source: Source, bits: int | None) -> Sizes:
         form = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int4"}[bits or 16]
         held = {unit: [] for unit in units}
         for name, size in weight_bytes(model, bits or 16).items():
-            held[_owner(name, held)].append((name, size))
+            held[owner_of(name, held)].append((name, size))
     # A tied head has no weights of its own, whether or not files have them.
     held |= {unit: [] for unit in tied}
     is_tower = isinstance(source.config, LlamoeVisionConfig)
@@ -168,6 +168,13 @@ def weight_bytes(model: Any, bits: int) -> dict[str, int]:
         elif form is not None and isinstance(owner, nn.Linear) and name.endswith("weight") and not is_kept:
             found[name] = form.nbytes(tuple(tensor.shape))
     return found
+
+
+def owner_of(name: str, names: Container[str]) -> str:
+    """The first of `names` that a module or parameter is, or lies in, from within; "" for none."""
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _unit(model: Any, name: str, tensors: list[tuple[str, int]], tied_to: str, is_read: bool) -> Unit:
@@ -231,12 +238,6 @@ def _modules_below(model: nn.Module, name: str) -> list[str]:
     return [f"{name}.{own}" for own, _ in module.named_modules() if own]
 
 
-def _owner(name: str, units: Any) -> str:
-    while name and name not in units:
-        name = name.rpartition(".")[0]
-    return name
-
-
 def _held_in_files(
     stored: Mapping[str, tuple[str, int]], units: list[str]
 ) -> dict[str, list[tuple[str, int]]]:
@@ -244,7 +245,7 @@ def _held_in_files(
     by_stem = {_stem(unit): unit for unit in units}
     held: dict[str, list[tuple[str, int]]] = {unit: [] for unit in units}
     for key, (_, size) in stored.items():
-        unit = by_stem.get(_owner(_stem(key), by_stem))
+        unit = by_stem.get(owner_of(_stem(key), by_stem))
         if unit is not None:
             # Under the model's own name of the unit, so that its part is that of its parameters.
             stem = _stem(unit)

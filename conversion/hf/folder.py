@@ -239,7 +239,7 @@ def read_config(path: Path, refuse_quantized: bool = False) -> LlamoeBaseConfig:
             )
     try:
         return from_stock(data)
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 

@@ -230,7 +230,11 @@ def inspect(
             f"the configuration asks for {counted.total:,} numbers, and the files have {stored:,}: "
             f"{len(mismatches):,} tensors do not fit"
         )
-    placement = _plan(source, found, context, batch, machine) if plan else None
+    placement: Any = None
+    if plan:
+        if source is None:
+            raise ValueError(f"{found.path}: has no configuration, by which a placement could be planned.")
+        placement = plan_placement(source, context=context, batch=batch, **machine)
     gguf, gguf_notes = answer_for_gguf(found) if reader == "gguf" else (None, [])
     files = {file.name: file.stat().st_size for file in found.sources}
     # Packed weights have the numbers that they mean, and the bytes of what stands for them.
@@ -294,16 +298,6 @@ def _needs(found: Checkpoint, source: Source, cached: int) -> dict[str, Need]:
         return {found.quantization.weights: Need(weights, cached)}
     sizes = {"bfloat16": plain} | {name: weight_bytes(source.model, bits) for name, bits in _FEW_BITS.items()}
     return {name: Need(sum(each.values()), cached) for name, each in sizes.items()}
-
-
-def _plan(
-    source: Source | None, found: Checkpoint, context: int | None, batch: int, machine: dict[str, Any]
-) -> PlacementPlan:
-    if source is None:
-        raise ValueError(f"{found.path}: has no configuration, by which a placement could be planned.")
-    plan = plan_placement(source, context=context, batch=batch, **machine)
-    assert isinstance(plan, PlacementPlan)
-    return plan
 
 
 def _arguments(plan: PlacementPlan) -> str:

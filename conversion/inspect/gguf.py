@@ -10,7 +10,7 @@ from ...configuration.quantization import METHOD
 from ...modeling.registration import model_class
 from ...serving import gguf_problems
 from ..checkpoint import Checkpoint
-from ..io import open_weights, read_json
+from ..io import read_json
 
 _PICTURES = (
     "This is the decoder's answer. llama.cpp makes other features of pictures than Llama 4's tower: ask about pictures "
@@ -52,4 +52,4 @@ def answer_for_gguf(found: Checkpoint) -> tuple[list[str], list[str]]:
 
 
 def _has_split_experts(found: Checkpoint) -> bool:
-    return any(".feed_forward.experts.0." in name for file in found.sources for name in open_weights(file))
+    return any(".feed_forward.experts.0." in tensor.origin for tensor in found.tensors.values())

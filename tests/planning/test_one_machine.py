@@ -11,6 +11,7 @@ from transformers import BitsAndBytesConfig
 import llamoe
 from llamoe import plan_placement
 from llamoe.configuration import cache_bytes
+from llamoe.planning import filling
 from llamoe.planning.table import summarize
 
 GB = 10**9
@@ -291,6 +292,14 @@ def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
     assert rate(two, "experts from the link to the accelerator") == pytest.approx(
         25 / 3.397 / times, rel=1e-3
     )
+
+
+def test_accelerate_is_asked_only_where_everything_could_fit(monkeypatch):
+    """Each time takes hundredths of a second, and experts leave layer by layer."""
+    calls, infer = [], filling.infer_auto_device_map
+    monkeypatch.setattr(filling, "infer_auto_device_map", lambda *a, **k: calls.append(a) or infer(*a, **k))
+    plan = plan_placement(SCOUT, gpus=["24GB"], ram="64GB", bits=4)
+    assert len(plan.device_map) == 42 and len(calls) == 1
 
 
 def test_what_is_read_at_rest_is_counted_once():
