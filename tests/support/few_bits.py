@@ -1,6 +1,5 @@
 """Small models in few bits: of each family one that all formats take, saved and loaded once."""
 
-import copy
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ import llamoe
 from llamoe.modeling.moe import Router
 from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
 
-from .models import draw
+from .models import copied, draw
 
 # Outputs are multiples of 16, those of feed-forwards also of 64, as faster kernels want them; inputs are multiples of
 # 32. Sizes differ from each other, and those of experts from those of layers.
@@ -89,7 +88,7 @@ def _loaded(family: str, weights: str) -> torch.nn.Module:
 
 def packed(family: str, weights: str) -> torch.nn.Module:
     """A copy of a family's model in few bits."""
-    return copy.deepcopy(_loaded(family, weights))
+    return copied(_loaded(family, weights))
 
 
 def codes_and_scales(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -174,6 +175,15 @@ def draw(model_class: type[nn.Module], config, seed: int = 0) -> nn.Module:
     # Which is a part of the initialisation.
     model.tie_weights()
     return make_asymmetric(model, seed)
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """Fill a large model with some random numbers again and again, which begin elsewhere in each matrix."""
+    numbers = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)) / 5
+    for parameter in model.parameters():
+        repeated = numbers.to(parameter.dtype).repeat(parameter.numel() // len(numbers) + 1)
+        parameter.data.copy_(repeated[: parameter.numel()].view(parameter.shape))
+    return model
 
 
 def apply_rotary(
@@ -367,6 +377,16 @@ class Copies(pickle.Pickler):
         unpickler = pickle.Unpickler(io.BytesIO(self.file.getvalue()))
         unpickler.persistent_load = lambda place: copy.deepcopy(self.tensors[place], memo)
         return unpickler.load()
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model from which several are made, and whose modules stay as they are."""
+    if model not in _COPIED:
+        _COPIED[model] = Copies(model)
+    return _COPIED[model]()
+
+
+_COPIED = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """LoRA on the stacks of a model with a single expert, which peft takes for a linear layer's weight."""
 
-import copy
 from functools import cache
 
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.models import SHALLOW_MODELS, deviation_in_range, draw, max_abs, run
+from support.models import SHALLOW_MODELS, copied, deviation_in_range, draw, max_abs, run
 from support.tables import in_turn
 
 import llamoe
@@ -38,7 +37,7 @@ def pair(intermediate_size):
 def adapted(model, stacks, **options):
     """A copy of a model with an adapter whose factors are all random, drawn from left to right."""
     options = dict(r=4, lora_alpha=6, target_modules=["v_proj"], target_parameters=stacks) | options
-    model = get_peft_model(copy.deepcopy(model), LoraConfig(**options))
+    model = get_peft_model(copied(model), LoraConfig(**options))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -51,7 +50,7 @@ def adapted(model, stacks, **options):
 def written_out(model, base):
     """A plain copy of `base` whose weights are W + (alpha / r) (B A), turned for the stacks, in float64."""
     factors = {name: p.detach().double() for name, p in model.named_parameters() if ".lora_" in name}
-    plain = copy.deepcopy(base).double()
+    plain = copied(base).double()
     weights = dict(plain.named_parameters())
     changed = set()
     for name, a in factors.items():
@@ -73,7 +72,7 @@ def written_out(model, base):
 
 
 def load(model, folder, how):
-    model = copy.deepcopy(model)
+    model = copied(model)
     if how == "PeftModel":
         return PeftModel.from_pretrained(model, folder)
     model.load_adapter(folder)
@@ -110,7 +109,7 @@ def test_an_adapter_is_the_formula_also_merged_and_taken_off(intermediate_size, 
 def test_it_is_trained_saved_and_loaded(intermediate_size, how, tmp_path):
     ours, _ = pair(intermediate_size)
     config = LoraConfig(r=4, lora_alpha=6, target_modules=["v_proj"], target_parameters=STACKS)
-    model = get_peft_model(copy.deepcopy(ours), config).train()
+    model = get_peft_model(copied(ours), config).train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=3.0)
     losses = []
     for _ in range(4):

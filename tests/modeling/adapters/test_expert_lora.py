@@ -8,7 +8,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
-from support.models import SHALLOW_MODELS, make_asymmetric, max_abs, run
+from support.models import SHALLOW_MODELS, Copies, make_asymmetric, max_abs, run
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.distributed import DistributedConfig
@@ -31,7 +31,18 @@ TOLERANCE = 1e-5
 
 def adapted(implementation="llamoe", rank=3, model=None, **options):
     """The model with random factors on all linear layers and on both stacks; r = 3 suits no grouped product."""
-    model = TEXT.make() if model is None else model
+    if model is not None:
+        return adapt(implementation, rank, model, **options)
+    key = implementation, rank, repr(options)
+    if key not in ADAPTED:
+        ADAPTED[key] = Copies(adapt(implementation, rank, TEXT.make(), **options))
+    return ADAPTED[key]()
+
+
+ADAPTED = {}
+
+
+def adapt(implementation, rank, model, **options):
     model.set_experts_implementation(implementation)
     torch.manual_seed(1)
     options |= dict(target_modules="all-linear", target_parameters=STACKS, r=rank, init_lora_weights=False)
@@ -259,11 +270,7 @@ def test_what_cannot_be_is_refused_by_name(act, named):
 
 @pytest.mark.parametrize(
     ("parts", "extra"),
-    [
-        ({}, set()),
-        ({"router": True}, {"feed_forward.router.weight"}),
-        ({"experts": False}, None),
-    ],
+    [({}, set()), ({"router": True}, {"feed_forward.router.weight"}), ({"experts": False}, None)],
     ids=str,
 )
 def test_a_config_by_parts(parts, extra):
@@ -497,11 +504,10 @@ def test_dtypes_of_weights_and_factors_may_differ(layout, weights, factors, auto
             assert max_abs(given, right) <= tolerance * right.abs().max()
 
 
-@pytest.mark.parametrize("layout", ["mixtral", "int4"])
-def test_compilers_take_mixed_dtypes(layout):
-    """As peft has them: weights in bfloat16, factors in float32."""
+def test_compilers_take_mixed_dtypes():
+    """As peft has them: packed weights that compute in bfloat16, factors in float32."""
     torch._dynamo.reset()
-    experts, leaves = stacks_with_factors(layout, torch.bfloat16, torch.float32)
+    experts, leaves = stacks_with_factors("int4", torch.bfloat16, torch.float32)
     compute = beside(experts, leaves)
     y, gradients = outputs_and_gradients(compute, leaves, 11, torch.bfloat16)
     compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")

@@ -5,6 +5,7 @@ import warnings
 import pytest
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.models import SHALLOW_MODELS, max_abs, run
+from support.tables import in_turn
 
 import llamoe
 
@@ -59,30 +60,31 @@ def attention_and_experts(layer):
 ATTENTION = {("0", "self_attn.k_proj"), ("1", "self_attn.k_proj")}
 
 
+FIELDS = {
+    "layers": ({"layers_to_transform": [1]}, attention_and_experts("1")),
+    "pattern": ({"layers_to_transform": 0, "layers_pattern": "layers"}, attention_and_experts("0")),
+    "regex": ({"exclude_modules": r".*layers\.0.*"}, attention_and_experts("1")),
+    "excluded": ({"exclude_modules": ["experts"]}, ATTENTION),
+    "saved": ({"modules_to_save": ["experts"]}, ATTENTION),
+    "stack": (
+        {"exclude_modules": ["gate_up_proj"]},
+        ATTENTION | {(layer, "experts.down_proj") for layer in "01"},
+    ),
+}
+DOORS = [
+    (MIXTRAL, "get_peft_model"),
+    (TEXT, "get_peft_model"),
+    (MULTIMODAL, "add_adapter"),
+    (MIXTRAL, "add_adapter"),
+    (MIXTRAL, "PeftModel.add_adapter"),
+]
+
+
 @pytest.mark.parametrize(
-    ("case", "door"),
-    [
-        (MIXTRAL, "get_peft_model"),
-        (MIXTRAL, "add_adapter"),
-        (MIXTRAL, "PeftModel.add_adapter"),
-        (TEXT, "get_peft_model"),
-        (MULTIMODAL, "add_adapter"),
-    ],
-    ids=lambda value: getattr(value, "name", value),
+    ("field", "door"), in_turn(FIELDS, DOORS, times=3), ids=lambda it: it if isinstance(it, str) else it[1]
 )
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"layers_to_transform": [1]}, attention_and_experts("1")),
-        ({"layers_to_transform": 0, "layers_pattern": "layers"}, attention_and_experts("0")),
-        ({"exclude_modules": r".*layers\.0.*"}, attention_and_experts("1")),
-        ({"exclude_modules": ["experts"]}, ATTENTION),
-        ({"modules_to_save": ["experts"]}, ATTENTION),
-        ({"exclude_modules": ["gate_up_proj"]}, ATTENTION | {(layer, "experts.down_proj") for layer in "01"}),
-    ],
-    ids=["layers", "pattern", "regex", "excluded", "saved", "stack"],
-)
-def test_a_config_by_hand(options, expected, case, door, tmp_path):
+def test_a_config_by_hand(field, door, tmp_path):
+    (options, expected), (case, door) = FIELDS[field], door
     model = make(case)
     # Of the tower's layers `k_proj` is one, too.
     names = [name for name, _ in model.named_modules() if name.endswith("k_proj") and "vision" not in name]
@@ -119,12 +121,7 @@ def test_ranks_of_stacks_and_layers():
         for module in model.modules()
         if hasattr(module, "parameter_name")
     ]
-    assert found == [
-        ("down_proj", 5, 7),
-        ("gate_up_proj", 3, 4),
-        ("down_proj", 2, 7),
-        ("gate_up_proj", 3, 4),
-    ]
+    assert found == [("down_proj", 5, 7), ("gate_up_proj", 3, 4), ("down_proj", 2, 7), ("gate_up_proj", 3, 4)]
 
 
 @pytest.mark.parametrize(

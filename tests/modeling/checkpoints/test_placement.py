@@ -100,7 +100,7 @@ WAYS = {
         "device_map": {
             name: ("cpu", "disk")[place % 2] for place, (name, _) in enumerate(model.named_children())
         }
-        | {name: "cpu" for name, _ in model.named_parameters(recurse=False)},
+        | {name: "cpu" for name, _ in model.named_parameters(recurse=False)}
     },
     "max_memory": lambda model: {"device_map": "auto", "max_memory": {"cpu": int(0.6 * bytes_of(model))}},
     "buffers_too": lambda model: {"device_map": in_turns(model), "offload_buffers": True},
@@ -229,12 +229,7 @@ def test_a_placed_model_saves_whole(case, layout, saved, tmp_path):
         (
             Llama4ForConditionalGeneration,
             partial(stock_multimodal_config, SHALLOW, SHALLOW_VISION),
-            [
-                "LlamoeForConditionalGeneration",
-                "LlamoeModel",
-                "LlamoeForCausalLM",
-                "LlamoeVisionModel",
-            ],
+            ["LlamoeForConditionalGeneration", "LlamoeModel", "LlamoeForCausalLM", "LlamoeVisionModel"],
         ),
     ],
     ids=["text", "multimodal"],
@@ -348,9 +343,7 @@ def test_no_layer_is_split(case):
     for step in range(1, 11):
         capacity = int(total * step / 6.5)
         device_map = accelerate.infer_auto_device_map(
-            model,
-            max_memory={"cpu": capacity},
-            no_split_module_classes=list(model._no_split_modules),
+            model, max_memory={"cpu": capacity}, no_split_module_classes=list(model._no_split_modules)
         )
         assert settle_device_map(model, device_map)
         for layer in layers_of(model):

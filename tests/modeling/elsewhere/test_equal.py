@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from support.elsewhere import (
-    counts,
-    expert_bytes,
-    load_both,
-    mixtral,
-    put_in_store,
-    simulate_lru,
-    text_model,
-)
+from support.elsewhere import counts, expert_bytes, load_both, mixtral, put_in_store, simulate_lru, text_model
 
 import llamoe
 from llamoe.modeling.elsewhere import ExpertsMemory

@@ -5,6 +5,7 @@ import json
 import torch
 from support import programs
 from support.elsewhere import expert_bytes, text_model
+from support.models import filled
 
 import llamoe
 
@@ -32,12 +33,8 @@ def test_peak_is_everything_else_and_the_budget(tmp_path):
             num_local_experts=66,
             head_dim=32,
         )
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
     # Drawing so many takes seconds: the same numbers again and again, which begin elsewhere in each matrix.
-    numbers = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)).bfloat16() / 5
-    for parameter in model.parameters():
-        times = parameter.numel() // len(numbers) + 1
-        parameter.data.copy_(numbers.repeat(times)[: parameter.numel()].view(parameter.shape))
+    model = filled(model.to(torch.bfloat16).to_empty(device="cpu"))
     model.save_pretrained(tmp_path, max_shard_size="200MB")
     expert, total = expert_bytes(model), sum(p.nbytes for p in model.parameters())
     model = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, dtype="auto")

@@ -193,13 +193,27 @@ def test_kernels_compile_for_hopper(monkeypatch, tmp_path, kernel_name, num_rows
     assert 2 * (compiled.metadata.shared + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("kernel_name", ["gate_up_kernel", "down_kernel"])
-def test_other_dtypes_and_alignments_compile_for_hopper(monkeypatch, tmp_path, kernel_name):
+FLOAT32 = (4, torch.float32, True)
+UNALIGNED = (3, torch.float16, False)
+
+
+@pytest.mark.parametrize(
+    ("kernel_name", "call"),
+    [
+        ("gate_up_kernel", FLOAT32),
+        ("down_kernel", UNALIGNED),
+        pytest.param("gate_up_kernel", UNALIGNED, marks=pytest.mark.slow),
+        pytest.param("down_kernel", FLOAT32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_other_dtypes_and_alignments_compile_for_hopper(monkeypatch, tmp_path, kernel_name, call):
     """In float32 without tensor cores, which would round to TF32; without alignment too."""
-    aligned = compile_for_hopper(monkeypatch, tmp_path, kernel_name, 4, torch.float32)
-    assert "mma" not in aligned.asm["ptx"] and "fma.rn.f32" in aligned.asm["ptx"]
-    unaligned = compile_for_hopper(monkeypatch, tmp_path, kernel_name, 3, torch.float16, aligned=False)
-    assert "mma.sync" in unaligned.asm["ptx"]
+    ptx = compile_for_hopper(monkeypatch, tmp_path, kernel_name, *call).asm["ptx"]
+    if call == FLOAT32:
+        assert "mma" not in ptx and "fma.rn.f32" in ptx
+    else:
+        assert "mma.sync" in ptx
 
 
 SCOUT = dict(hidden_size=5120, intermediate_size=8192, device="cuda", dtype=torch.bfloat16)

@@ -42,10 +42,7 @@ def test_plans_hold_those_of_stock():
     assert dense.base_model_tp_plan == LlamaConfig.base_model_tp_plan
     assert text.base_model_tp_plan == Llama4TextConfig.base_model_tp_plan
     # But for two small layers whose outputs stock gathers, under a name that SGLang does not know.
-    for ours, stock in (
-        (llamoe.LlamoeVisionConfig, Llama4VisionConfig),
-        (llamoe.LlamoeConfig, Llama4Config),
-    ):
+    for ours, stock in ((llamoe.LlamoeVisionConfig, Llama4VisionConfig), (llamoe.LlamoeConfig, Llama4Config)):
         kept = {name: style for name, style in stock.base_model_tp_plan.items() if name not in WHOLE}
         assert (ours.base_model_tp_plan or {}).items() >= kept.items()
     for ours in (dense, text):

@@ -1,0 +1,11 @@
+"""Adapters are saved hundreds of times, half of which time peft writes a page about each."""
+
+import pytest
+from peft import PeftModel
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_pages():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PeftModel, "create_or_update_model_card", lambda *_: None)
+        yield
