@@ -20,7 +20,7 @@ KINDS = {
     "corruption": None,
 }
 # Several processes share the groups. A group begins no case after its time.
-GROUPS, CASES, SECONDS = 2, 35, 15
+GROUPS, CASES, SECONDS = 2, 24, 15
 
 
 @pytest.mark.parametrize("group", range(GROUPS))

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import draw
+from support.models import draw, multimodal_config
 from support.paths import EXAMPLES
 from transformers import AutoModelForCausalLM, AutoProcessor
 
@@ -53,6 +53,7 @@ MODELS = {
     "tied": lambda: dense(tie_word_embeddings=True),
     "balanced": lambda: text(router_balancing="bias"),
     "biases": lambda: text(attention_bias=True),
+    "pictures": lambda: draw(llamoe.LlamoeForConditionalGeneration, multimodal_config(**SIZES, **TEXT)),
 }
 
 
@@ -114,8 +115,8 @@ def logits(model):
         ("text", dict(to="int8", search=False, linears=False)),
         ("mixtral", dict(to="int8")),
         ("mixtral", dict(to="int4", group_size=64, search=False, experts=False)),
-        ("multimodal", dict(to="int4", keep=["o_proj", "layers.1.self_attn.k_proj"])),
-        ("multimodal", dict(to="int8", search=False, linears=False)),
+        ("pictures", dict(to="int4", keep=["o_proj", "layers.1.self_attn.k_proj"])),
+        ("pictures", dict(to="int8", search=False, linears=False)),
         ("tied", dict(to="int8")),
         ("balanced", dict(to="int4", keep=["o_proj", "layers.1.self_attn.k_proj"])),
         ("biases", dict(to="int4")),
@@ -185,7 +186,7 @@ def test_every_format_gives_the_same_folder(name, saved, packed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "to"), [("dense", "int4"), ("text", "int8"), ("mixtral", "int4"), ("multimodal", "int8")]
+    ("name", "to"), [("dense", "int4"), ("text", "int8"), ("mixtral", "int4"), ("pictures", "int8")]
 )
 def test_converting_gives_what_the_bits_mean(name, to, saved, packed, tmp_path):
     (source, model_class), folder = saved(name), packed(name, to)
