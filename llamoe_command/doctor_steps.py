@@ -260,7 +260,10 @@ def _few_bits(name: str, is_cpu: bool) -> Iterator[Step]:
     elif (absence := why_no_cpp_kernels()) is None:
         yield Step(name, "int4 and int8", _CPP)
     else:
-        yield Step(name, "int4", "torch's kernel" if torchs_block() else unpacked, *absence)
+        if int4_library() is not None:
+            yield Step(name, "int4", f"{_CPP}, for AVX2")
+        else:
+            yield Step(name, "int4", "torch's kernel" if torchs_block() else unpacked, *absence)
         yield Step(name, "int8", "torch's kernel", *absence)
     served_by = "bitsandbytes" if is_bitsandbytes_available() else "nothing: it is not installed"
     yield Step(name, "bitsandbytes' 4 and 8 bits", served_by)

@@ -13,6 +13,7 @@ from .cpp_kernels import (
     cpp_norm,
     cpp_products,
     has_feed_forward,
+    int4_library,
     plain_matrix,
     why_no_cpp_kernels,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "few_rows_limit",
     "find_difference",
     "has_feed_forward",
+    "int4_library",
     "in_float32",
     "is_exported",
     "is_readable",

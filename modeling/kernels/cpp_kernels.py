@@ -5,9 +5,9 @@ speed, in float32 and bfloat16 as in 4 and 8 bits, and those of 4 and 8 bits are
 many rows. The kernels in cpp/ read memory at its full speed. A step is then so short that calls between products count:
 the feed-forward and the norms have kernels, too.
 
-They are compiled by the C++ backend of `torch.compile`, which keeps the result on disk: four seconds once. Without
-a compiler, on a processor without AVX-512 for bfloat16, or with `LLAMOE_CPP_KERNELS=0` in the environment, torch's
-kernels are used.
+They are compiled by the C++ backend of `torch.compile`, which keeps the result on disk: four seconds once. They need
+AVX-512 for bfloat16; for 4 bits there is one for AVX2, too, for any number of rows. Without a compiler, on other
+processors, or with `LLAMOE_CPP_KERNELS=0` in the environment, torch's kernels are used.
 
 Shapes: N rows, I inputs, O outputs, H hidden size, F intermediate size.
 """
@@ -16,7 +16,7 @@ import ctypes
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +47,9 @@ BITS = {torch.bfloat16: 16, torch.float32: 32}
 # Above this many rows torch's own norm, which several threads share, is faster.
 _NORM_MAX_ROWS = 128
 
-# The compiled kernels: False before the first use, None where there are none.
+# The compiled kernels: False before the first use, None where there are none. And that of 4 bits for AVX2.
 _library: Any = False
+_int4_library: Any = False
 # Why there are none, and what would help.
 _why_none = ("", "")
 # Why they could not be made, until that is told.
@@ -106,6 +107,14 @@ def library() -> Any:
     return _library
 
 
+def int4_library() -> Any:
+    """The compiled `products` of 4 bits, for AVX-512 or AVX2; None where there are none. The first call compiles them."""
+    global _int4_library
+    if _int4_library is False:
+        _int4_library = library() or _compile_for_avx2()
+    return _int4_library
+
+
 def why_no_cpp_kernels() -> tuple[str, str] | None:
     """Why there are no compiled kernels, and what would help, or ""; None where there are.
 
@@ -123,16 +132,29 @@ def _compile() -> Any:
     _why_none = (f"they need AVX-512 for bfloat16, and torch computes with {capability} here", "")
     if capability != "AVX512" or not torch.cpu.get_capabilities().get("avx512_bf16"):
         return None
+    return _compiled("kernels.cpp", _ARGUMENTS, _agrees)
+
+
+def _compile_for_avx2() -> Any:
+    is_off = os.environ.get("LLAMOE_CPP_KERNELS", "1") == "0"
+    if is_off or torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return None
+    return _compiled("int4_avx2.cpp", {"products": _ARGUMENTS["products"]}, _agrees_on_int4)
+
+
+def _compiled(source: str, arguments: dict[str, list[Any]], agrees: Callable[[Any], bool]) -> Any:
+    global _why_none
     try:
         with told_if_long("llamoe: compiling kernels for this processor, once"):
-            found = compile_cpp(_source("kernels.cpp"))
+            found = compile_cpp(_source(source))
         if not found.is_supported():
             return None
-        for name, types in _ARGUMENTS.items():
+        for name, types in arguments.items():
             getattr(found, name).argtypes = types
             getattr(found, name).restype = None
-        if not _is_right(found):
-            raise RuntimeError("their results are wrong on this machine")
+        with torch.device("cpu"), torch.no_grad():
+            if not agrees(found):
+                raise RuntimeError("their results are wrong on this machine")
     except Exception as error:
         # Compilers fail in many ways, and torch's kernels do the same.
         remedy = "install a C++ compiler, such as g++, or name one in CXX"
@@ -148,54 +170,66 @@ def _source(name: str) -> str:
     return re.sub(r'^#include "(.+)"$', lambda match: _source(match[1]), text, flags=re.MULTILINE)
 
 
-def _is_right(found: Any) -> bool:
-    """Whether the kernels agree with plain operations, for numbers of rows that run each of their forms."""
-    with torch.device("cpu"), torch.no_grad():
-        return _agrees(found)
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    # Two roundings to bfloat16, of sums in another order.
+    return bool((found.float() - expected.float()).abs().max() <= 0.01 * expected.abs().max())
+
+
+def _agrees_on_int4(found: Any) -> bool:
+    """Whether products of 4 bits agree with plain operations, for numbers of rows that run each of their forms."""
+    generator = torch.Generator().manual_seed(0)
+    num_out, num_in, group_size = 128, 192, 64
+    codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8, generator=generator)
+    low, high = codes.view(-1, 2, _BLOCK // 2, num_in).unbind(1)
+    packed = (low | high << 4).mT.reshape(num_out, num_in // 2)
+    scales = torch.randn(num_in // group_size, num_out, 2, generator=generator).bfloat16()
+    scale, offset = scales.float().repeat_interleave(group_size, 0).unbind(2)
+    weight_IO = (codes.T.float() - 8) * scale + offset
+    rows = [torch.randn(num_rows, num_in, generator=generator).bfloat16() for num_rows in (1, 7)]
+    matrix = Matrix(4, group_size, packed, scales)
+    return all(_is_close(_products(found, x, [matrix]), x.float() @ weight_IO) for x in rows)
 
 
 def _agrees(found: Any) -> bool:
+    """Whether the kernels agree with plain operations, for numbers of rows that run each of their forms."""
     generator = torch.Generator().manual_seed(0)
-    num_out, num_in, group_size = 128, 192, 64
-    codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.int32, generator=generator)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
-    scales = torch.randn(num_in // group_size, num_out, 2, generator=generator).bfloat16()
-    codes8 = torch.randint(-127, 128, (num_out - 1, num_in), dtype=torch.int8, generator=generator)
-    scales8 = torch.rand(num_out - 1, generator=generator).bfloat16()
-
-    def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-        # Two roundings to bfloat16, of sums in another order.
-        return bool((found.float() - expected.float()).abs().max() <= 0.01 * expected.abs().max())
-
+    num_out, num_in = 127, 192
+    codes = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8, generator=generator)
+    scales = torch.rand(num_out, generator=generator).bfloat16()
     for num_rows in (1, 7):
         x = torch.randn(num_rows, num_in, generator=generator).bfloat16()
-        expected = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales)
-        expected8 = (x.float() @ codes8.float().T) * scales8.float()
-        y = _products(found, x, [Matrix(4, group_size, packed, scales)])
-        y8 = _products(found, x, [Matrix(8, 0, codes8, scales8)])
-        if not (is_close(y, expected) and is_close(y8, expected8)):
+        expected = (x.float() @ codes.float().T) * scales.float()
+        if not _is_close(_products(found, x, [Matrix(8, 0, codes, scales)]), expected):
             return False
         for dtype in (torch.float32, torch.bfloat16):
-            x, weight = x.to(dtype), codes8.to(dtype)
+            x, weight = x.to(dtype), codes.to(dtype)
             # Also where rows begin within a cache line.
             for rows in (weight, weight.flatten()[2 : 2 - num_in].view(-1, num_in)):
-                y = _products(found, x, [Matrix(BITS[dtype], 0, rows, None)])
-                if not is_close(y, x @ rows.T):
+                if not _is_close(_products(found, x, [Matrix(BITS[dtype], 0, rows, None)]), x @ rows.T):
                     return False
-    return True
+    return _agrees_on_int4(found)
 
 
 def library_for(matrices: Sequence[Matrix]) -> Any:
     """The kernels, if they take matrices of these sizes. That they were not compiled is told for few bits, once."""
-    if matrices[0].bits == 4 and any(matrix.codes.shape[0] % _BLOCK for matrix in matrices):
+    if not _are_whole(matrices):
         return None
     found = library()
+    _tell_reasons(matrices)
+    return found
+
+
+def _are_whole(matrices: Sequence[Matrix]) -> bool:
+    """Whether outputs of 4 bits are whole blocks."""
+    return matrices[0].bits != 4 or not any(matrix.codes.shape[0] % _BLOCK for matrix in matrices)
+
+
+def _tell_reasons(matrices: Sequence[Matrix]) -> None:
     if _reasons and matrices[0].bits <= 8:
         logger.warning(
             "Kernels for few bits on a CPU were not compiled; torch's slower ones are used: %s",
             _reasons.pop(),
         )
-    return found
 
 
 def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor | None:
@@ -209,6 +243,9 @@ def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor
         `[N, O]` in the dtype of the rows, the outputs of the matrices side by side.
     """
     found = library_for(matrices)
+    if found is None and matrices[0].bits == 4 and _are_whole(matrices):
+        found = int4_library()
+        _tell_reasons(matrices)
     if found is None or any(matrix.inputs != x_NI.shape[1] for matrix in matrices):
         return None
     return _products(found, x_NI.contiguous(), matrices)

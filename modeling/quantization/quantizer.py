@@ -19,6 +19,7 @@ from ...configuration import LlamoeVisionConfig
 from ...configuration.errors import ConfigurationError
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
+from ..kernels import int4_library, why_no_cpp_kernels
 from ..moe import Experts
 from .experts import STACKS, QuantizedExperts
 from .formats import Format, Int4, Int8
@@ -78,15 +79,17 @@ class LlamoeQuantizer(HfQuantizer):
             raise ValueError(
                 'device_map puts modules on disk, from where packed weights are not read: put them on "cpu".'
             )
-        if self.quantization_config.weights == "int4" and torchs_block() != BLOCK:
+        if self.quantization_config.weights == "int4" and torchs_block() != BLOCK and int4_library() is None:
             cost = (
                 "weights are unpacked for each product"
                 if torchs_block() is None
                 else "a token takes up to 1.9 times as long as in bfloat16 and 1.3 times as long as in float32, "
                 "a prompt 1.3 times"
             )
+            why, remedy = why_no_cpp_kernels() or ("", "")
             _say_once(
-                f"This CPU has no AVX-512, which kernels for int4 need: {cost}. int4 saves memory here, no time."
+                f"This CPU has no compiled kernels for int4 ({why}): {cost}. int4 saves memory here, no time."
+                f"{remedy and f' To change that, {remedy}.'}"
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
