@@ -92,7 +92,7 @@ class Format(ABC):
 
 @dataclass(frozen=True)
 class Int4(Format):
-    """A scale and an offset for each output and group of inputs; products by a kernel on a CPU with AVX-512.
+    """A scale and an offset for each output and group of inputs; products by a kernel on a CPU with AVX-512 or AVX2.
 
     Parts: the codes in the kernel's layout, and `[P / group_size, O, 2]` bfloat16, scale and offset. A last group that
     is not full is padded.
