@@ -108,7 +108,7 @@ def library() -> Any:
 
 
 def int4_library() -> Any:
-    """The compiled `products` of 4 bits, for AVX-512 or AVX2; None where there are none. The first call compiles them."""
+    """The compiled `products` of 4 bits, for AVX-512 or AVX2, or None. The first call compiles them."""
     global _int4_library
     if _int4_library is False:
         _int4_library = library() or _compile_for_avx2()
