@@ -54,8 +54,10 @@ def has_mkldnn_products(dtype: torch.dtype) -> bool:
     return (known._is_mkldnn_fp16_supported if is_half else known._is_mkldnn_bf16_supported)()
 
 
-def open_archive(path: str | os.PathLike) -> None:
-    """Let torch read the directory of one of its archives, as `torch.load` does before it reads a tensor.
+def open_archive(path: str | os.PathLike) -> list[str]:
+    """Names of the records in one of torch's archives, as `torch.load` finds them before it reads a tensor.
+
+    They are without the folder that all of them are in.
 
     Raises:
         RuntimeError: torch cannot read this file.
@@ -63,35 +65,18 @@ def open_archive(path: str | os.PathLike) -> None:
     """
     reader = torch._C.PyTorchFileReader(os.fspath(path))
     reader.serialization_id()
-    reader.get_all_records()
-
-
-def load_without_storage(path: Any) -> Any:
-    """Unpickle a torch file with `weights_only=True`; the tensors' numbers stay in the file.
-
-    The tensors are on the meta device, and torch records where in the file their storages begin. `FakeTensorMode`,
-    which torch's documentation of serialization uses, gives the same in ten times the time.
-    """
-    return torch.load(path, map_location="meta", weights_only=True)
+    return reader.get_all_records()
 
 
 def save_without_storage(content: dict[str, torch.Tensor], path: Any) -> None:
     """Write a torch file with room for the numbers of tensors that have none.
 
-    The values of `content` are meta tensors; the caller fills the room afterwards, at the `storage_offset` of the
-    file's tensors.
+    The values of `content` are meta tensors; the caller fills the room afterwards.
     """
     with FakeTensorMode():
         fakes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in content.items()}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(fakes, path)
-
-
-def storage_offset(tensor: torch.Tensor) -> int:
-    """Offset in bytes of a tensor's storage in its file, for a tensor of `load_without_storage`."""
-    offset = tensor.untyped_storage()._checkpoint_offset  # pyright: ignore[reportAttributeAccessIssue]
-    assert offset is not None
-    return offset
 
 
 def default_store() -> dist.Store:

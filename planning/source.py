@@ -1,6 +1,5 @@
 """What is planned: a configuration, what its files hold if there are any, and the model without weights."""
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +13,8 @@ from ..configuration import from_stock, preset
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.json_files import read_json
 from ..configuration.stock import CONFIG_CLASSES
-from ..modeling.checkpoints import find_weights, read_header
-from ..modeling.checkpoints.safetensors_files import DTYPE_BITS
+from ..modeling.checkpoints import DTYPES, find_weights, read_header
 from ..modeling.registration import empty_model
-
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -88,10 +84,7 @@ def _with_files(config: Any, weights: Any) -> Source:
     if weights is None:
         return Source(config, quantization)
     stored = {
-        key: (
-            _DTYPES.get(header.dtype, header.dtype),
-            math.prod(header.shape) * DTYPE_BITS[header.dtype] // 8,
-        )
+        key: (str(DTYPES.get(header.dtype, header.dtype)).removeprefix("torch."), header.nbytes)
         for file in weights.files
         for key, header in read_header(file).items()
     }

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from ...modeling._private_api import load_without_storage, save_without_storage, storage_offset
+from ...configuration.errors import CheckpointError
+from ...modeling._private_api import save_without_storage
+from ...modeling.checkpoints import DTYPE_NAMES, TensorHeader, read_header
 from .lazy_tensor import LazyTensor
-from .read_files import DTYPES
-
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Output:
@@ -74,7 +73,7 @@ class SafetensorsOutput(Output):
         for key in sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize):
             tensor = tensors[key]
             header[key] = {
-                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "dtype": DTYPE_NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": [position, position + tensor.nbytes],
             }
@@ -104,8 +103,8 @@ class TorchOutput(Output):
                 for key, tensor in tensors.items()
             }
             save_without_storage(empty, path)
-            placed = load_without_storage(path)
-        offsets = {key: storage_offset(placed[key]) if tensor.numel else 0 for key, tensor in tensors.items()}
+            placed = read_header(path, "bin")
+        offsets = {key: placed[key].begin if tensor.numel else 0 for key, tensor in tensors.items()}
         super().__init__(path, offsets, path.stat().st_size)
         self.kept = set(kept)
         self.sums.update(kept)
@@ -123,12 +122,11 @@ class TorchOutput(Output):
         _set_checksums(self.path, self.file, by_offset)
 
 
-def _placed(path: Path) -> Any:
+def _placed(path: Path) -> dict[str, TensorHeader] | None:
     """The layout of an unfinished file; None if the file is damaged."""
     try:
-        return load_without_storage(path)
-    # A damaged pickle can fail in any way.
-    except Exception:
+        return read_header(path, "bin")
+    except CheckpointError:
         return None
 
 

@@ -16,17 +16,11 @@ import torch
 from ...configuration import json_files
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import LARGE, check_regular, reading
-from ...modeling.checkpoints import Named, TensorHeader, read_header, read_records, read_torch
+from ...modeling.checkpoints import DTYPES, Named, TensorHeader, read_header, read_records, read_torch
 from .lazy_tensor import LazyTensor
 from .plan import Progress
 from .source_changes import note
 
-DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
-    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
-    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
 # Bytes that are read at a time.
 _PIECE = 1 << 22
 # Byte streams in Meta's files, such as `_extra_state`.

@@ -8,7 +8,6 @@ device a module goes), parts, quantization, saving (a folder is written whole or
 
 from .checkpoint_files import (
     UNFINISHED,
-    WEIGHT_DTYPES,
     WeightFiles,
     check_complete,
     check_files,
@@ -28,13 +27,15 @@ from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
 from .pickles import Named
 from .quantization import tell_of_experts
-from .safetensors_files import TensorHeader
+from .safetensors_files import DTYPE_NAMES, DTYPES, WEIGHT_DTYPES, TensorHeader
 from .saving import SavesWhole, check_whole
 from .split_experts import expert_of, find_split_experts, fuse_while_loading
 from .state_dicts import TakesStateDicts
 from .torch_files import read_records, read_torch
 
 __all__ = [
+    "DTYPES",
+    "DTYPE_NAMES",
     "Named",
     "SavesWhole",
     "TakesStateDicts",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import LARGE, check_regular, read_json
-from .safetensors_files import TensorHeader, read_safetensors
+from .safetensors_files import WEIGHT_DTYPES, TensorHeader, read_safetensors
 from .torch_files import read_torch
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 # A conversion's folder holds this file until it is finished.
 UNFINISHED = ".llamoe-unfinished.json"
 
-WEIGHT_DTYPES = {"F16", "BF16", "F32", "F64"}
 _FORMATS = ("safetensors", "bin")
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
@@ -207,9 +206,10 @@ def _read_index(index: Path, suffix: str) -> WeightFiles:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name stays in its folder. Links in the folder may lead out of it, as in the Hub's cache."""
+    """Whether a name can be of a file in its folder. Links there may lead out of it, as in the Hub's cache."""
     parts = re.split(r"[/\\]", name)
-    return ".." not in parts and bool(parts[0]) and ":" not in parts[0] and "\0" not in name
+    is_name = "\0" not in name and all(len(part.encode(errors="replace")) <= 255 for part in parts)
+    return is_name and ".." not in parts and bool(parts[0]) and ":" not in parts[0]
 
 
 def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:

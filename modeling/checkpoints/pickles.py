@@ -1,43 +1,39 @@
-"""Where a pickle of torch.save places its tensors, read without torch and without calling what the pickle names.
+"""Where a pickle of torch.save places its tensors: Python's unpickler, which is given nothing to call.
 
-A pickle is a program for a machine with a stack and a memory. torch runs it with a list of functions that it may
-call, some of which can take all memory (`bytearray(10**12)`, a text encoded a hundred times over). Here the program
-runs with nothing to call: names that a file of plain tensors needs stay names, any other name ends the reading, and
-nothing grows beyond a small multiple of the pickle. A program that passes does the same in torch.
-
-The instructions are those that torch's `weights_only=True` accepts, which `torch.save` writes.
+A pickle is a program. torch runs it with a list of functions that it may call, some of which can take all memory
+(`bytearray(10**12)`, a text encoded a hundred times over). Here names that a file of plain tensors needs stay names,
+any other name ends the reading, and nothing grows beyond a small multiple of the pickle. A program that passes does
+the same in torch.
 """
 
+import pickle
 import pickletools
 from collections import OrderedDict
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ...configuration.errors import CheckpointError
-from .safetensors_files import DTYPE_BITS, MOST_AXES, MOST_INDICES, TensorHeader
+from .safetensors_files import DTYPE_NAMES, MOST_AXES, MOST_INDICES, TensorHeader
 
 # Pickles of the largest checkpoints have a few megabytes: 200 bytes and 42 instructions a tensor.
 MOST_BYTES = 1 << 24
 _FEW_INSTRUCTIONS = 100_000
+# Those that torch's `weights_only=True` accepts and `torch.save` writes, by pickletools' names.
+_INSTRUCTIONS = set(
+    "PROTO STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 BINFLOAT LONG1 BINUNICODE SHORT_BINSTRING GLOBAL MARK "
+    "TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_TUPLE EMPTY_LIST EMPTY_DICT APPEND APPENDS SETITEM SETITEMS BINPUT LONG_BINPUT "
+    "BINGET LONG_BINGET BINPERSID NEWOBJ REDUCE BUILD".split()
+)
 _STORAGES = {
-    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
-    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
-    "BoolStorage": "BOOL", "ComplexFloatStorage": "C64", "ComplexDoubleStorage": "C128", "UntypedStorage": "U8",
+    "Double": torch.double, "Float": torch.float, "Half": torch.half, "BFloat16": torch.bfloat16, "Long": torch.long,
+    "Int": torch.int, "Short": torch.short, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
+    "ComplexFloat": torch.cfloat, "ComplexDouble": torch.cdouble, "Untyped": torch.uint8,
 }  # fmt: skip
-# Newer dtypes have no storage classes of their own.
-_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64", "complex128": "C128",
-    "uint16": "U16", "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}  # fmt: skip
-BITS = {**DTYPE_BITS, "C128": 128}
 _REBUILD = "torch._utils._rebuild_"
 # Functions by which torch rebuilds tensors that are not plain.
 _OTHER_TENSORS = (_REBUILD, "torch._tensor.", "torch.serialization._get_layout", "torch.per_")
@@ -49,8 +45,9 @@ _NAMES = {
     "torch.nn.parameter.Parameter",
     "torch._tensor._rebuild_from_type_v2",
     *(_REBUILD + kind for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")),
-    *(f"torch.{module}{name}" for module in ("", "cuda.", "storage.") for name in _STORAGES),
-    *(f"torch.{name}" for name in _DTYPES),
+    *(f"torch.{module}{name}Storage" for module in ("", "cuda.", "storage.") for name in _STORAGES),
+    # Newer dtypes have no storage classes of their own.
+    *map(str, DTYPE_NAMES),
     # For bytes.
     "_codecs.encode",
     "builtins.bytes",
@@ -61,7 +58,7 @@ _NAMES = {
 class Storage(NamedTuple):
     """The bytes behind tensors: the dtype of their elements, their offset in the file, and how many they are."""
 
-    dtype: str
+    dtype: torch.dtype
     begin: int
     nbytes: int
 
@@ -74,8 +71,9 @@ class Named:
     name: str
 
 
-class Machine:
-    """Runs pickles, one after another.
+# The reader that is written in C makes a list as long as the largest index of a value that a pickle keeps.
+class Unpickler(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
+    """Reads pickles, one after another.
 
     Args:
         data: the bytes, which begin with the first pickle.
@@ -86,40 +84,32 @@ class Machine:
     """
 
     def __init__(self, data: bytes, find: Callable[..., Storage], origin: str, allowed: Set[str]):
-        self.data, self.find, self.origin, self.allowed = data, find, origin, allowed
-        self.position = 0
-        self.stack: list[Any]
-        self.marks: list[list[Any]]
-        self.memo: dict[int, Any]
-        self.copied: int
+        self.data, self.stream = data, BytesIO(data)
+        self.find, self.origin, self.allowed = find, origin, allowed
+        self.copied = 0
+        super().__init__(self.stream, encoding="utf-8")
 
     def run(self) -> Any:
-        """Run the pickle at `position`.
+        """Read the pickle at the stream's position.
 
         Returns:
             its content: dictionaries, lists, tuples, numbers and texts as they are, tensors as `TensorHeader`,
-            anything else as `Named`. `position` is then the offset after the pickle.
+            anything else as `Named`.
 
         Raises:
             CheckpointError: the pickle is damaged, wants to call an unknown name, or is made to take memory or time
                 beyond its size.
         """
-        most = _FEW_INSTRUCTIONS + (len(self.data) - self.position) // 3
-        self.stack, self.marks, self.memo, self.copied = [], [], {}, 0
-        stream = BytesIO(self.data)
-        stream.seek(self.position)
+        begin, self.copied = self.stream.tell(), 0
+        most = _FEW_INSTRUCTIONS + (len(self.data) - begin) // 3
         try:
-            for code, argument, begin in islice(pickletools.genops(stream), most):
-                if code.name == "STOP":
-                    self.position = stream.tell()
-                    return self.stack.pop()
-                if code.name == "GLOBAL":
-                    # Two lines, in which pickletools would replace escape sequences.
-                    argument = self.data[begin + 1 : stream.tell() - 1].decode().replace("\n", ".")
-                instruction = _INSTRUCTIONS.get(code.name)
-                if instruction is None:
+            for count, (code, _, _) in enumerate(pickletools.genops(self.stream)):
+                if code.name not in _INSTRUCTIONS:
                     self.fail(f"has an instruction ({code.name}) that no file of torch.save has")
-                instruction(self, argument)
+                if count > most:
+                    self.fail(f"has more than {most} instructions in a pickle of {len(self.data)} bytes")
+            self.stream.seek(begin)
+            return self.load()
         except CheckpointError:
             raise
         # A damaged pickle raises many types: an empty stack, a number instead of a tuple.
@@ -128,20 +118,10 @@ class Machine:
                 f"{self.origin}: is cut short or damaged ({type(error).__name__} in its pickle). Download or copy it "
                 "again."
             ) from error
-        self.fail(f"has more than {most} instructions in a pickle of {len(self.data)} bytes")
 
     def fail(self, problem: str) -> NoReturn:
         """Raise this file's error."""
         raise CheckpointError(f"{self.origin}: {problem}. Download or copy it again.")
-
-    def since_mark(self) -> list[Any]:
-        """What was pushed since the last mark, taken off the stack."""
-        items, self.stack = self.stack, self.marks.pop()
-        return items
-
-    def last(self, count: int) -> list[Any]:
-        """The last values, taken off the stack."""
-        return [self.stack.pop() for _ in range(count)][::-1]
 
     def count_copies(self, copied: int) -> None:
         """Refuse a pickle that copies more than it holds: torch.save writes each list once."""
@@ -149,23 +129,10 @@ class Machine:
         if self.copied > len(self.data):
             self.fail("copies its own content over and over")
 
-    def put(self, target: Any, pairs: list[Any]) -> None:
-        """Add alternating keys and values to a dictionary."""
-        if type(target) is not dict or len(pairs) % 2:
-            self.fail("enters pairs into what is no dictionary")
-        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            # Nested tuples can take forever to hash, and chosen numbers can collide.
-            if not (type(key) is str or type(key) is int and -(2**31) <= key < 2**31):
-                self.fail(f"has a key that is a {type(key).__name__}, where names of tensors were expected")
-            if key in target:
-                self.fail(f"has {str(key)[:200]!r} twice")
-            target[key] = value
-
-    def name(self, whole: str) -> Named:
+    def find_class(self, module: str, name: str) -> Named:
         """The stand-in for a class or function."""
-        if whole.startswith("__builtin__."):
-            # Python 2's name.
-            whole = f"builtins.{whole.removeprefix('__builtin__.')}"
+        # Python 2's name.
+        whole = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if whole in _NAMES or whole in self.allowed:
             return Named(whole)
         shown = whole[:200]
@@ -177,6 +144,55 @@ class Machine:
             f"{self.origin}: is no plain file of tensors, and may want to run code ({shown}). It is not opened; get "
             "the weights as safetensors or from their original source."
         )
+
+    def persistent_load(self, pid: Any) -> Storage:
+        """The storage that a pickle asks for."""
+        match pid:
+            case ("storage", Named(name=name), str(key), str(), int(numel), *part) if numel >= 0:
+                dtype = _STORAGES[name.rpartition(".")[2].removesuffix("Storage")]
+                return self.find(dtype, key, numel, *part)
+        self.fail("asks for what is no storage")
+
+    def load_setitems(self) -> None:
+        """Add alternating keys and values to a dictionary."""
+        pairs = self.pop_mark()
+        target = self.stack[-1]
+        if type(target) is not dict or len(pairs) % 2:
+            self.fail("enters pairs into what is no dictionary")
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            # Nested tuples can take forever to hash, and chosen numbers can collide.
+            if not (type(key) is str or type(key) is int and -(2**31) <= key < 2**31):
+                self.fail(f"has a key that is a {type(key).__name__}, where names of tensors were expected")
+            if key in target:
+                self.fail(f"has {str(key)[:200]!r} twice")
+            target[key] = value
+
+    def load_setitem(self) -> None:
+        """Add one pair to a dictionary."""
+        self.metastack.append(self.stack[:-2])
+        self.stack = self.stack[-2:]
+        self.load_setitems()
+
+    def load_build(self) -> None:
+        """Leave out the attributes of an object, if they are only its own."""
+        state = self.stack.pop()
+        made = self.stack[-1]
+        if type(made) is dict:
+            self.check_state(state, OrderedDict)
+        elif type(made) is not Named:
+            self.fail("changes an object after it was made")
+
+    def load_newobj(self) -> None:
+        """Name what an allowed class would make."""
+        _, made = self.stack.pop(), self.stack.pop()
+        if type(made) is not Named or made.name not in self.allowed:
+            self.fail("makes an object that is no tensor")
+        self.append(Named(made.name.rpartition(".")[2]))
+
+    def load_reduce(self) -> None:
+        """Name or work out what a function would return."""
+        arguments = self.stack.pop()
+        self.stack[-1] = self.call(self.stack[-1], arguments)
 
     def call(self, function: Any, arguments: Any) -> Any:
         """Result of a function, if it is known without calling it."""
@@ -192,7 +208,9 @@ class Machine:
                 Storage() as storage, begin, shape, strides, _, hooks, Named() as dtype, *rest
             ):  # fmt: skip
                 self.check_plain([hooks, *rest])
-                return self.tensor(storage, _DTYPES[dtype.name.removeprefix("torch.")], begin, shape, strides)
+                return self.tensor(
+                    storage, getattr(torch, dtype.name.removeprefix("torch.")), begin, shape, strides
+                )
             case "torch._utils._rebuild_parameter", (TensorHeader() as tensor, _, hooks):
                 self.check_plain([hooks])
                 return tensor
@@ -207,11 +225,6 @@ class Machine:
                 return self.call(rebuild, inner)
             case "collections.OrderedDict", ():
                 return {}
-            case "collections.OrderedDict", (list() as pairs,):
-                self.count_copies(len(pairs))
-                content: dict[Any, Any] = {}
-                self.put(content, [part for key, value in pairs for part in (key, value)])
-                return content
             case "torch.Size", ((list() | tuple()) as sizes,):
                 self.count_copies(len(sizes))
                 return tuple(sizes)
@@ -230,21 +243,21 @@ class Machine:
             return Named(function.name.rpartition(".")[2])
         self.fail(f"calls {function.name} in a way that torch.save does not write")
 
-    def tensor(self, storage: Storage, dtype: str, begin: Any, shape: Any, strides: Any) -> TensorHeader:
+    def tensor(
+        self, storage: Storage, dtype: torch.dtype, begin: Any, shape: Any, strides: Any
+    ) -> TensorHeader:
         """A tensor's header, checked against the bytes behind it."""
         if not (
             type(shape) is type(strides) is tuple
             and len(shape) == len(strides) <= MOST_AXES
             and all(type(n) is int and 0 <= n <= MOST_INDICES for n in (begin, *shape, *strides))
+            and prod(shape) <= MOST_INDICES
         ):
             self.fail("has a tensor whose shape and strides are no sizes")
-        if prod(shape) > MOST_INDICES:
-            self.fail("has a tensor whose shape is beyond reason")
-        bits = BITS[dtype]
         reach = 0
         if prod(shape):
             reach = begin + 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-        if reach * bits > storage.nbytes * 8:
+        if reach * dtype.itemsize > storage.nbytes:
             self.fail(
                 f"has a tensor of shape {list(shape)} and dtype {dtype} that reaches past the {storage.nbytes} bytes "
                 "behind it"
@@ -257,11 +270,17 @@ class Machine:
                     f"has a tensor of shape {list(shape)} that overlaps itself (strides {list(strides)})"
                 )
             below += max(size - 1, 0) * step
-        row_major = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        row_major = (prod(shape[axis + 1 :]) for axis in range(len(shape)))
         is_plain = all(
             size == 1 or step == plain for size, step, plain in zip(shape, strides, row_major, strict=True)
         )
-        return TensorHeader(dtype, shape, storage.begin + begin * bits // 8, None if is_plain else strides)
+        return TensorHeader(
+            DTYPE_NAMES[dtype],
+            shape,
+            storage.begin + begin * dtype.itemsize,
+            prod(shape) * dtype.itemsize,
+            None if is_plain else strides,
+        )
 
     def check_plain(self, extras: list[Any]) -> None:
         """Refuse a tensor with hooks, or one that torch would negate or conjugate when reading."""
@@ -279,95 +298,11 @@ class Machine:
                     continue
             self.fail(f"changes what a {owner.__name__} is")
 
-
-def _build(machine: Machine, _: Any) -> None:
-    state = machine.stack.pop()
-    made = machine.stack[-1]
-    if type(made) is dict:
-        machine.check_state(state, OrderedDict)
-    elif type(made) is not Named:
-        machine.fail("changes an object after it was made")
-
-
-def _new(machine: Machine, _: Any) -> None:
-    # Remove the arguments.
-    machine.stack.pop()
-    made = machine.stack.pop()
-    if type(made) is not Named or made.name not in machine.allowed:
-        machine.fail("makes an object that is no tensor")
-    machine.stack.append(Named(made.name.rpartition(".")[2]))
-
-
-def _persistent(machine: Machine, _: Any) -> None:
-    match machine.stack.pop():
-        case ("storage", Named() as kind, str(key), str(), int(numel), *part) if numel >= 0:
-            dtype = _STORAGES[kind.name.rpartition(".")[2]]
-            machine.stack.append(machine.find(dtype, key, numel, *part))
-        case _:
-            machine.fail("asks for what is no storage")
-
-
-def _append(machine: Machine, items: list[Any]) -> None:
-    if type(machine.stack[-1]) is not list:
-        machine.fail("appends to what is no list")
-    machine.stack[-1].extend(items)
-
-
-def _put(machine: Machine, pairs: list[Any]) -> None:
-    machine.put(machine.stack[-1], pairs)
-
-
-def _mark(machine: Machine, _: Any) -> None:
-    machine.marks.append(machine.stack)
-    machine.stack = []
-
-
-def _remember(machine: Machine, index: int) -> None:
-    machine.memo[index] = machine.stack[-1]
-
-
-def _call(machine: Machine, _: Any) -> None:
-    arguments = machine.stack.pop()
-    machine.stack[-1] = machine.call(machine.stack[-1], arguments)
-
-
-def _push(value: Callable[[Machine, Any], Any]) -> "_Instruction":
-    def push(machine: Machine, argument: Any) -> None:
-        # Evaluated first: it may replace the stack.
-        pushed = value(machine, argument)
-        machine.stack.append(pushed)
-
-    return push
-
-
-_Instruction = Callable[[Machine, Any], None]
-_PLAIN = ("BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1", "BINUNICODE")
-# By pickletools' names.
-_INSTRUCTIONS: dict[str, _Instruction] = {
-    "PROTO": lambda machine, _: None,
-    "NONE": _push(lambda machine, _: None),
-    "NEWTRUE": _push(lambda machine, _: True),
-    "NEWFALSE": _push(lambda machine, _: False),
-    "EMPTY_TUPLE": _push(lambda machine, _: ()),
-    "EMPTY_LIST": _push(lambda machine, _: []),
-    "EMPTY_DICT": _push(lambda machine, _: {}),
-    **dict.fromkeys(_PLAIN, _push(lambda machine, value: value)),
-    # torch decodes as UTF-8 what pickletools decodes as Latin-1.
-    "SHORT_BINSTRING": _push(lambda machine, text: text.encode("latin-1").decode()),
-    "GLOBAL": _push(Machine.name),
-    "MARK": _mark,
-    "TUPLE": _push(lambda machine, _: tuple(machine.since_mark())),
-    "TUPLE1": _push(lambda machine, _: tuple(machine.last(1))),
-    "TUPLE2": _push(lambda machine, _: tuple(machine.last(2))),
-    "TUPLE3": _push(lambda machine, _: tuple(machine.last(3))),
-    "APPEND": lambda machine, _: _append(machine, machine.last(1)),
-    "APPENDS": lambda machine, _: _append(machine, machine.since_mark()),
-    "SETITEM": lambda machine, _: _put(machine, machine.last(2)),
-    "SETITEMS": lambda machine, _: _put(machine, machine.since_mark()),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _remember),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _push(lambda machine, index: machine.memo[index])),
-    "BINPERSID": _persistent,
-    "NEWOBJ": _new,
-    "REDUCE": _call,
-    "BUILD": _build,
-}
+    dispatch = {
+        **pickle._Unpickler.dispatch,  # pyright: ignore[reportAttributeAccessIssue]
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.BUILD[0]: load_build,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.REDUCE[0]: load_reduce,
+    }

@@ -38,6 +38,7 @@ from ...configuration.errors import CheckpointError
 from .._private_api import forget_conversions
 from ..moe import PARTS_OF_STACKS, matrix_named
 from .checkpoint_files import read_header
+from .safetensors_files import DTYPE_NAMES, WEIGHT_DTYPES
 
 _EXPERTS = "feed_forward.experts"
 _NUMBER = r"(?:0|[1-9]\d*)"
@@ -56,7 +57,6 @@ _PARTS, _PARTS_OF_MIXTRAL = (
     }
     for is_input_first in (True, False)
 )
-_PLAIN_DTYPES = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
 
 
 class ExpertName(NamedTuple):
@@ -154,7 +154,8 @@ def _tensors(state_dict: Mapping[str, torch.Tensor] | None, files: Iterable[str]
         return
     for name, tensor in state_dict.items():
         if isinstance(tensor, torch.Tensor):
-            yield _Tensor("state_dict", name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+            yield _Tensor("state_dict", name, dtype, tuple(tensor.shape))
 
 
 def find_split_experts(
@@ -253,7 +254,7 @@ def _check_stack(
         count, wanted = 1 + max(number for _, number in found), first.shape
         source = f"{first.name} has {list(wanted)}"
     for (_, number), tensor in found.items():
-        if tensor.dtype not in _PLAIN_DTYPES:
+        if tensor.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
                 f"{tensor} has dtype {tensor.dtype}: experts that a quantizer has packed cannot be fused. Load the "
                 "unquantized checkpoint."

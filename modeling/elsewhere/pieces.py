@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ...configuration.errors import CheckpointError
-from ..checkpoints import expert_of, read_header
+from ..checkpoints import DTYPES, WEIGHT_DTYPES, expert_of, read_header
 from ..moe import Experts
 
 STACKS = ("gate_up_proj", "down_proj")
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
-    "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
-}  # fmt: skip
+# Of plain weights, and of the codes of packed ones and what belongs to them.
+_READ = sorted({*WEIGHT_DTYPES, "U8", "I8", "I32", "I64"})
 # Of a fused matrix `[out, in]` these stand one below the other.
 _ORDER = {"gate": 0, "up": 1, "w1": 0, "w3": 1, "down": 0, "w2": 0}
 _STACK_OF = {"gate": "gate_up_proj", "up": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj"}
@@ -138,9 +136,9 @@ def find_pieces(
 
 
 def _dtype(file: str, name: str, header: Any) -> torch.dtype:
-    if header.dtype not in DTYPES:
+    if header.dtype not in _READ:
         raise CheckpointError(
-            f"{file}: {name} has dtype {header.dtype}; experts are read from {', '.join(DTYPES)}."
+            f"{file}: {name} has dtype {header.dtype}; experts are read from {', '.join(_READ)}."
         )
     return DTYPES[header.dtype]
 

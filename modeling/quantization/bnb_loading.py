@@ -16,12 +16,11 @@ from transformers.integrations.accelerate import get_device
 from transformers.modeling_utils import load_state_dict
 
 from ...configuration.errors import CheckpointError
-from ..checkpoints import forget_pages, return_freed_memory
+from ..checkpoints import DTYPE_NAMES, WEIGHT_DTYPES, forget_pages, return_freed_memory
 from .bnb_experts import BitsAndBytesExperts
 from .bnb_files import PLACES, Stored, check_scales, parse, parse_router, read_matrix
 from .experts import STACKS
 
-_PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _Matrices = dict[tuple[int, int], dict[str, Stored]]
 """Of a stack: number of the expert and place of the matrix, to the kinds of tensors that it has."""
 
@@ -185,7 +184,7 @@ class ExpertsOfCheckpoint:
         if key not in self._whole:
             raise CheckpointError(f"{key} is missing: the checkpoint has no such experts, fused or not.")
         stored = self._whole[key]
-        if stored.tensor.dtype not in _PLAIN_DTYPES:
+        if DTYPE_NAMES.get(stored.tensor.dtype) not in WEIGHT_DTYPES:
             raise CheckpointError(
                 f"{stored} has dtype {str(stored.tensor.dtype).removeprefix('torch.')}, which is no dtype of plain "
                 "weights. Quantize the original checkpoint."

@@ -12,11 +12,12 @@ from transformers.core_model_loading import ConversionOps, MergeModulelist, Weig
 
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
-from ..checkpoints import forget_pages, read_header
+from ..checkpoints import DTYPES, forget_pages, read_header
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# In which weights are quantized as they were stored.
+_FLOATS = {"F32", "F16", "BF16"}
 
 
 class _Refusal(BaseException):
@@ -102,10 +103,10 @@ def keep_dtypes(load_config: Any, files: Iterable[str] | None, model: nn.Module)
     """
     if load_config.hf_quantizer.pre_quantized or not files:
         return load_config
-    found = {header.dtype for file in files for header in read_header(file).values()} & _FLOATS.keys()
+    found = {header.dtype for file in files for header in read_header(file).values()} & _FLOATS
     if not found:
         return load_config
-    dtype = _FLOATS[found.pop()] if len(found) == 1 else torch.bfloat16
+    dtype = DTYPES[found.pop()] if len(found) == 1 else torch.bfloat16
     packed = [
         name
         for name, module in model.named_modules()

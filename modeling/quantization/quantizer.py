@@ -19,6 +19,7 @@ from ...configuration import LlamoeVisionConfig
 from ...configuration.errors import ConfigurationError
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
+from ..checkpoints import DTYPE_NAMES
 from ..kernels import int4_library, why_no_cpp_kernels
 from ..moe import Experts
 from .experts import STACKS, QuantizedExperts
@@ -164,7 +165,7 @@ class LlamoeQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return {}
         return {
-            name: {torch.uint8: "U8", torch.int8: "I8"}[parameter.dtype]
+            name: DTYPE_NAMES[parameter.dtype]
             for name, parameter in model.named_parameters()
             if self.param_needs_quantization(model, name)
         }

@@ -144,58 +144,62 @@ def integers(header):
 
 
 DAMAGE = {
-    "empty": (lambda content: b"", "0 bytes.*cut short"),
-    "cut_in_length": (lambda content: content[:5], "5 bytes.*cut short"),
-    "cut_behind_length": (lambda content: content[:8], "8 bytes.*cut short"),
-    "cut_in_header": (lambda content: content[:1000], "1000 bytes.*cut short"),
-    "cut_in_data": (lambda content: content[:-1000], "need 578200 bytes.* has 577200; it is cut short"),
-    "one_byte_less": (lambda content: content[:-1], "it is cut short"),
-    "one_byte_more": (lambda content: content + b"\0", "it is too long"),
-    "zeros": (lambda content: bytes(len(content)), "header is not JSON"),
-    "huge_length": (lambda content: b"\xff" * 8 + content[8:], f"{2**64 - 1} bytes long"),
-    "length_of_web_page": (lambda content: b"<html>404</html>", "no safetensors file"),
-    "git_lfs_pointer": (lambda content: b"version https://git-lfs.github.com/spec/v1\n", "safetensors"),
-    "shorter_length": (
-        lambda c: (int.from_bytes(c[:8], "little") - 1).to_bytes(8, "little") + c[8:],
-        "JSON|long",
-    ),
-    "longer_length": (lambda c: (int.from_bytes(c[:8], "little") + 1).to_bytes(8, "little") + c[8:], "JSON"),
-    "no_json": (with_header(lambda _: b'{"a": '), "header is not JSON"),
-    "no_utf8": (with_header(lambda _: b'{"\xff": 1}'), "header is not JSON"),
-    "deep_json": (with_header(lambda _: b"[" * 100_000), "header is not JSON"),
-    "long_number": (with_header(lambda _: b'{"a": ' + b"9" * 5000 + b"}"), "header is not JSON"),
-    "surrogate": (with_header(lambda header: header.update({"\ud800": header.pop(TENSOR)})), "header"),
-    "list": (with_header(lambda _: [1]), "JSON object, not list"),
-    "null": (with_header(lambda _: b"null"), "JSON object, not NoneType"),
-    "metadata_list": (with_header(lambda header: header.update(__metadata__=[1])), "metadata"),
-    "metadata_number": (with_header(lambda header: header.update(__metadata__={"a": 1})), "metadata"),
-    "entry_is_number": (with_header(lambda header: header.update({TENSOR: 5})), TENSOR),
-    "no_dtype": (without("dtype"), f"{TENSOR}.*cannot be read"),
-    "no_shape": (without("shape"), f"{TENSOR}.*cannot be read"),
-    "no_offsets": (without("data_offsets"), f"{TENSOR}.*cannot be read"),
-    "unknown_dtype": (with_entry(dtype="FLOAT"), f"{TENSOR}.*cannot be read.*FLOAT"),
-    "other_dtype": (with_entry(dtype="F16"), f"{TENSOR}.* F16 has {BYTES} bytes.* {BYTES // 2} are needed"),
-    "integer_dtype": (with_entry(dtype="I32"), f"{TENSOR} has dtype I32.*no quantization_config"),
-    "all_integers": (with_header(integers), "has dtype I8.*no quantization_config"),
-    "shape_product": (with_entry(shape=[120, 73]), rf"{TENSOR}.*\[120, 73\]"),
-    "negative_shape": (with_entry(shape=[-120, -72]), f"{TENSOR}.*cannot be read"),
-    "fractional_shape": (with_entry(shape=[120.0, 72]), f"{TENSOR}.*cannot be read"),
-    "astronomic_shape": (with_entry(shape=[2**40, 2**40]), f"{TENSOR}.*are needed"),
-    "transposed": (with_entry(shape=SHAPE[::-1]), rf"{TENSOR} has shape \[72, 120\].*\[120, 72\]"),
-    "flat": (with_entry(shape=[120 * 72]), rf"{TENSOR} has shape \[8640\].*\[120, 72\]"),
-    "overlapping": (moved(-4, -4), f"{TENSOR}.*begins at byte.*overlap"),
-    "gap": (moved(4, 4), f"{TENSOR}.*begins at byte.*gap"),
-    "longer_span": (moved(0, 4), f"{TENSOR}.*has {BYTES + 4} bytes"),
-    "negative_offset": (with_entry(data_offsets=[-BYTES, 0]), f"{TENSOR}.*(begins at byte -|cannot be read)"),
-    "reversed_offsets": (with_entry(data_offsets=[BYTES, 0]), f"{TENSOR}.*has -{BYTES} bytes"),
-    "three_offsets": (with_entry(data_offsets=[0, 1, 2]), f"{TENSOR}.*cannot be read"),
-    "offsets_of_letters": (with_entry(data_offsets="ab"), f"{TENSOR}.*cannot be read"),
+    "empty": lambda content: b"",
+    "cut_in_length": lambda content: content[:5],
+    "cut_behind_length": lambda content: content[:8],
+    "cut_in_header": lambda content: content[:100],
+    "cut_in_data": lambda content: content[:-1000],
+    "one_byte_less": lambda content: content[:-1],
+    "one_byte_more": lambda content: content + b"\x00",
+    "zeros": lambda content: bytes(len(content)),
+    "huge_length": lambda content: b"\xff" * 8 + content[8:],
+    "length_of_web_page": lambda content: b"<html>404</html>",
+    "git_lfs_pointer": lambda content: b"version https://git-lfs.github.com/spec/v1\n",
+    "shorter_length": lambda c: (int.from_bytes(c[:8], "little") - 1).to_bytes(8, "little") + c[8:],
+    "longer_length": lambda c: (int.from_bytes(c[:8], "little") + 1).to_bytes(8, "little") + c[8:],
+    "no_json": with_header(lambda _: b'{"a": '),
+    "no_utf8": with_header(lambda _: b'{"\xff": 1}'),
+    "deep_json": with_header(lambda _: b"[" * 100000),
+    "long_number": with_header(lambda _: b'{"a": ' + b"9" * 5000 + b"}"),
+    "surrogate": with_header(lambda header: header.update({"\ud800": header.pop(TENSOR)})),
+    "list": with_header(lambda _: [1]),
+    "null": with_header(lambda _: b"null"),
+    "metadata_list": with_header(lambda header: header.update(__metadata__=[1])),
+    "metadata_number": with_header(lambda header: header.update(__metadata__={"a": 1})),
+    "entry_is_number": with_header(lambda header: header.update({TENSOR: 5})),
+    "no_dtype": without("dtype"),
+    "no_shape": without("shape"),
+    "no_offsets": without("data_offsets"),
+    "unknown_dtype": with_entry(dtype="FLOAT"),
+    "other_dtype": with_entry(dtype="F16"),
+    "integer_dtype": with_entry(dtype="I32"),
+    "all_integers": with_header(integers),
+    "shape_product": with_entry(shape=[120, 73]),
+    "negative_shape": with_entry(shape=[-120, -72]),
+    "fractional_shape": with_entry(shape=[120.0, 72]),
+    "astronomic_shape": with_entry(shape=[2**40, 2**40]),
+    "transposed": with_entry(shape=SHAPE[::-1]),
+    "flat": with_entry(shape=[120 * 72]),
+    "overlapping": moved(-4, -4),
+    "gap": moved(4, 4),
+    "longer_span": moved(0, 4),
+    "negative_offset": with_entry(data_offsets=[-BYTES, 0]),
+    "reversed_offsets": with_entry(data_offsets=[BYTES, 0]),
+    "three_offsets": with_entry(data_offsets=[0, 1, 2]),
+    "offsets_of_letters": with_entry(data_offsets="ab"),
+}
+# What else than the header is wrong.
+SAYS = {
+    "integer_dtype": f"{TENSOR} has dtype I32.*no quantization_config",
+    "all_integers": "has dtype I8.*no quantization_config",
+    "transposed": rf"{TENSOR} has shape \[72, 120\].*\[120, 72\]",
+    "flat": rf"{TENSOR} has shape \[8640\].*\[120, 72\]",
 }
 
 
 @pytest.mark.parametrize(("damage", "files"), in_turn(DAMAGE, ["sharded", "single"]))
 def test_damaged_file(damage, files, saved, tmp_path, no_weights_are_read):
-    change, says = DAMAGE[damage]
+    change = DAMAGE[damage]
     if damage == "surrogate":  # an index notices first that the tensor has gone
         files = "single"
     shutil.copytree(saved / files, tmp_path / "model")
@@ -203,12 +207,9 @@ def test_damaged_file(damage, files, saved, tmp_path, no_weights_are_read):
     if files == "sharded":
         index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
         name = index["weight_map"][TENSOR]
-        says = re.sub(r"need \d+ bytes.* has \d+", r"need \\d+ bytes.* has \\d+", says)
-        if damage == "cut_in_header":  # this shard's header is shorter
-            change, says = (lambda content: content[:100]), "100 bytes.*cut short"
     path = tmp_path / "model" / name
     path.write_bytes(change(path.read_bytes()))
-    refused(tmp_path / "model", names=name, says=says)
+    refused(tmp_path / "model", names=name, says=SAYS.get(damage, "damaged or cut short"))
 
 
 INDEX_DAMAGE = {

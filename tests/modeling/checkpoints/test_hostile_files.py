@@ -210,7 +210,7 @@ def test_single_file_beside_shards(kind, model_copy, model_folders):
 
 OUTSIDE = [
     "../secret/{}", "/{}", "{absolute}", "inner/../../secret/{}", "..", "../secret/../secret/{}", "..\\secret\\{}",
-    "c:\\{}", "a\0b", "",
+    "c:\\{}", "a\0b", "", "0" * 5000,
 ]  # fmt: skip
 
 
@@ -288,34 +288,34 @@ def test_repository_in_the_cache(kind, model_folders, tmp_path):
 PAIR = "{" + ",".join(f'"x":{json.dumps(entry(shape, 0, 24))}' for shape in ([2, 3], [3, 2])) + "}"
 # The large ones are made by the test that needs them.
 HEADERS = {
-    "length_of_exabytes": (b"\xff" * 8 + b"{}", "header should be"),
-    "length_beyond_the_format": (None, "header should be 100000001 bytes"),
-    "twice": (safetensors(PAIR.encode(), bytes(24)), "'x' stands twice"),
-    "endless_product": (
-        lambda: safetensors(
-            b'{"x":{"dtype":"F32","shape":[%s],"data_offsets":[0,4]}}'
-            % b",".join([b"1" + b"0" * 4000] * 20_000),
-            bytes(4),
-        ),
-        "not describe|cannot be read",
+    "length_of_exabytes": b"\xff" * 8 + b"{}",
+    "length_beyond_the_format": None,
+    "twice": safetensors(PAIR.encode(), bytes(24)),
+    "twice_by_another_spelling": safetensors(PAIR.replace("offsets", "\\u006fffsets").encode(), bytes(24)),
+    "endless_product": lambda: safetensors(
+        b'{"x":{"dtype":"F32","shape":[%s],"data_offsets":[0,4]}}' % b",".join([b"1" + b"0" * 4000] * 20_000),
+        bytes(4),
     ),
-    "many_axes": (lambda: safetensors({"x": entry([1] * 10**6, 0, 4)}, bytes(4)), "cannot be read"),
-    "deep_entry": (safetensors(b'{"x":' + b"[" * 900 + b"]" * 900 + b"}"), "cannot be read|not JSON"),
-    "long_name": (lambda: safetensors({"x" * 10**6: 5}), "cannot be read"),
-    "lists": (lambda: safetensors(b'{"x":[' + b"[]," * 20_000_000 + b"[]]}"), "does not describe 0 tensors"),
+    "many_axes": lambda: safetensors({"x": entry([1] * 10**6, 0, 4)}, bytes(4)),
+    "deep_entry": safetensors(b'{"x":' + b"[" * 900 + b"]" * 900 + b"}"),
+    "long_name": lambda: safetensors({"x" * 10**6: 5}),
+    "lists": lambda: safetensors(b'{"x":[' + b"[]," * 20_000_000 + b"[]]}"),
+    "metadata_of_a_hundred_megabytes": lambda: safetensors(
+        {"__metadata__": {str(n): "" for n in range(6_000_000)}, "x": entry([1], 0, 4)}, bytes(4)
+    ),
 }
 
 
 @pytest.mark.parametrize("damage", HEADERS)
 def test_hostile_header(damage, model_copy, guard):
-    content, says = HEADERS[damage]
+    content = HEADERS[damage]
     content = content() if callable(content) else content
     path = model_copy("single")
     with open(path / "model.safetensors", "wb") as file:
         file.write(content or (100_000_001).to_bytes(8, "little"))
         if content is None:
             file.truncate(200_000_000)
-    guard.refused("load", f"model.safetensors: .*({says})", folder=path)
+    guard.refused("load", "model.safetensors: is damaged", folder=path)
 
 
 def test_distributed_folder(model_copy, guard):

@@ -143,44 +143,35 @@ def at_end(offset, value):
 
 
 ARCHIVES = {
-    "longer_record": (entry_field(24, "<L", 10**9), "compressed|cut short"),
-    "longer_record_both": (
-        lambda content: entry_field(20, "<L", 10**9)(entry_field(24, "<L", 10**9)(content)),
-        "cut short",
+    "longer_record": entry_field(24, "<L", 10**9),
+    "longer_record_both": lambda content: entry_field(20, "<L", 10**9)(entry_field(24, "<L", 10**9)(content)),
+    "encrypted": entry_field(8, "<H", 1),
+    "strongly_encrypted": entry_field(8, "<H", 1 << 6),
+    "shifted": shifted,
+    "on_another_disk": entry_field(34, "<H", 3),
+    "directory_on_another_disk": at_end(16, 1),
+    "end_on_another_disk": at_end(60, 2),
+    "many_disks": at_end(72, 2),
+    "far_away": entry_field(42, "<L", 2**31),
+    "elsewhere": entry_field(42, "<L", 0),
+    "overlapping": overlapping,
+    "something_behind": lambda content: content + b"x",
+    "something_before": lambda content: b"PK\3\4" + content,
+    "comment": with_end(lambda head, body, end: head + body + end[:-2] + b"\1\0x"),
+    "two_ends": with_end(lambda head, body, end: head + body + end + end),
+    "fewer_entries": with_end(lambda head, body, end: head + body + end[:8] + b"\1\0\1\0" + end[12:]),
+    "directory_of_gigabytes": with_end(
+        lambda head, body, end: head + body + end[:12] + b"\xff\xff\xff\x7f" + end[16:]
     ),
-    "encrypted": (entry_field(8, "<H", 1), "encrypted"),
-    "strongly_encrypted": (entry_field(8, "<H", 1 << 6), "encrypted"),
-    "shifted": (shifted, "bytes between two records|overlap"),
-    "on_another_disk": (entry_field(34, "<H", 3), "torch cannot read this archive"),
-    "directory_on_another_disk": (at_end(16, 1), "damaged in its directory"),
-    "end_on_another_disk": (at_end(60, 2), "damaged in its directory"),
-    "many_disks": (at_end(72, 2), "damaged in its directory"),
-    "far_away": (entry_field(42, "<L", 2**31), "cut short"),
-    "elsewhere": (entry_field(42, "<L", 0), "not where the directory says|overlap"),
-    "overlapping": (overlapping, "twice there"),
-    "something_behind": (lambda content: content + b"x", "directory is not at its end"),
-    "something_before": (lambda content: b"PK\3\4" + content, "damaged in its directory"),
-    "comment": (with_end(lambda head, body, end: head + body + end[:-2] + b"\1\0x"), "not at its end"),
-    "two_ends": (with_end(lambda head, body, end: head + body + end + end), "damaged in its directory"),
-    "fewer_entries": (
-        with_end(lambda head, body, end: head + body + end[:8] + b"\1\0\1\0" + end[12:]),
-        "damaged in its directory",
-    ),
-    "directory_of_gigabytes": (
-        with_end(lambda head, body, end: head + body + end[:12] + b"\xff\xff\xff\x7f" + end[16:]),
-        "damaged in its directory",
-    ),
-    "without_end": (with_end(lambda head, body, end: head + body), "not at its end"),
-    "far_directory": (
-        with_end(lambda head, body, end: head + body + b"PK\6\7" + bytes(4) + struct.pack("<QL", 0, 1) + end),
-        "not at its end",
+    "without_end": with_end(lambda head, body, end: head + body),
+    "far_directory": with_end(
+        lambda head, body, end: head + body + b"PK\6\7" + bytes(4) + struct.pack("<QL", 0, 1) + end
     ),
 }
 
 
 @pytest.mark.parametrize("damage", ARCHIVES)
 def test_damaged_archive(damage, model_copy, guard):
-    change, says = ARCHIVES[damage]
     path = model_copy("bin")
     file = spoil(
         path,
@@ -188,8 +179,8 @@ def test_damaged_archive(damage, model_copy, guard):
         records={"0": bytes(4), "1": bytes(4)},
     )
     assert read_torch(file).keys() == {"x", "y"}
-    file.write_bytes(change(file.read_bytes()))
-    guard.refused("load", says, folder=path)
+    file.write_bytes(ARCHIVES[damage](file.read_bytes()))
+    guard.refused("load", "pytorch_model.bin: ", folder=path)
 
 
 def test_records_whose_names_differ_in_case(model_copy):
