@@ -1,104 +1,46 @@
 """The vision tower with MetaCLIP's switches, against open_clip's own transformer and transformers' CLIP."""
 
-import math
-
 import pytest
 import torch
 from open_clip.transformer import QuickGELU, VisionTransformer
+from support.models import rounded_to_bfloat16
+from support.towers import (
+    EMBED,
+    HEADS_HERE,
+    INNER,
+    LAYERS,
+    PATCH,
+    SIZE,
+    WIDTH,
+    check_close,
+    clip_fields,
+    max_abs,
+    open_clip_tower,
+    pictures,
+    randomize,
+)
 from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from llamoe.configuration.vision import LlamoeVisionConfig
 from llamoe.modeling.vision import LlamoeVisionModel
 
-WIDTH, HEADS, LAYERS, PATCH, EMBED = 104, 4, 3, 6, 40
-# bigG's ratio, and heads of 26 channels: no multiple of four, which only the rotary embedding needs.
-MLP_RATIO = 4.9231
-MLP_WIDTH = int(WIDTH * MLP_RATIO)
-IMAGES = 4
-# Odd as in the models for 378 pixels (27 patches a side): no adapter could fold it.
-ODD, EVEN = 7 * PATCH, 8 * PATCH
-
-
-def randomize(model: nn.Module) -> nn.Module:
-    """Fill weights with noise and a slight ramp; norms away from one, attention far from uniform."""
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            rows = torch.linspace(-1, 1, parameter.shape[0]).view(-1, *[1] * (parameter.dim() - 1))
-            if parameter.dim() == 1:
-                norm = any(part in name for part in ("norm", "ln_", "layrnorm")) and name.endswith("weight")
-                parameter.copy_(float(norm) + 0.2 * noise + 0.1 * rows)
-            else:
-                attention = any(part in name for part in ("q_proj", "k_proj", "in_proj"))
-                fan_in = parameter.shape[1:].numel()
-                parameter.copy_((1.5 if attention else 1.0) * (noise + 0.1 * rows) / math.sqrt(fan_in))
-    return model.eval()
-
-
-def round_to_bfloat16(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16())
-    return model
-
-
-def images(size: int = ODD) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(5)
-    ramp = torch.linspace(-1, 1, size)
-    return torch.randn(IMAGES, 3, size, size, generator=generator) + 0.1 * ramp + 0.2 * ramp[:, None]
-
-
-def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
-    assert a.shape == b.shape, f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}"
-    return (a.float() - b.float()).abs().max().item()
-
-
-def assert_equal_fp32(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    difference, scale = max_abs(ours, reference), reference.abs().max().item()
-    assert scale > 0.01, "the reference says nothing"
-    assert difference <= 1e-5 * scale, f"{difference} at scale {scale}"
-    return difference
-
-
-def open_clip_tower(activation: type[nn.Module] = nn.GELU, size: int = ODD) -> VisionTransformer:
-    return randomize(
-        VisionTransformer(
-            image_size=size,
-            patch_size=PATCH,
-            width=WIDTH,
-            layers=LAYERS,
-            heads=HEADS,
-            mlp_ratio=MLP_RATIO,
-            output_dim=EMBED,
-            act_layer=activation,
-            output_tokens=True,
-        )
-    )
+# The other size is odd as in the models for 378 pixels (27 patches a side): no adapter could fold it.
+EVEN = 8 * PATCH
+IMAGES = len(pictures())
 
 
 def clip_tower(activation: str = "gelu") -> CLIPVisionModelWithProjection:
-    config = CLIPVisionConfig(
-        hidden_size=WIDTH,
-        intermediate_size=MLP_WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        image_size=ODD,
-        patch_size=PATCH,
-        projection_dim=EMBED,
-        hidden_act=activation,
-    )
-    return randomize(CLIPVisionModelWithProjection(config))
+    return randomize(CLIPVisionModelWithProjection(CLIPVisionConfig(**clip_fields(activation))))
 
 
 def our_tower(state: dict[str, torch.Tensor] | None = None, **changes) -> LlamoeVisionModel:
     fields = {
         "hidden_size": WIDTH,
-        "intermediate_size": MLP_WIDTH,
+        "intermediate_size": INNER,
         "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "image_size": ODD,
+        "num_attention_heads": HEADS_HERE,
+        "image_size": SIZE,
         "patch_size": PATCH,
         "projection_dim": EMBED,
         "use_rope": False,
@@ -171,24 +113,24 @@ class TestOpenClip:
     @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
     @pytest.mark.parametrize(("module", "activation"), ACTIVATIONS)
     def test_float32(self, module, activation, implementation, record_parity):
-        reference = open_clip_tower(module)
+        reference = randomize(open_clip_tower(module))
         ours = our_tower(from_open_clip(reference), hidden_act=activation, attn_implementation=implementation)
         with torch.no_grad():
-            pooled, tokens = reference(images())
-            result = ours(images())
+            pooled, tokens = reference(pictures())
+            result = ours(pictures())
         assert result.last_hidden_state.shape == (IMAGES, 49, WIDTH)
         assert ours.config.tokens_per_tile == 49
         note = f"{activation}, {implementation}"
-        difference = assert_equal_fp32(result.last_hidden_state, tokens)
+        difference = check_close(result.last_hidden_state, tokens)
         record_parity("MetaCLIP patch tokens", "open_clip VisionTransformer", "float32", difference, note)
-        difference = assert_equal_fp32(result.pooler_output, pooled)
+        difference = check_close(result.pooler_output, pooled)
         record_parity("MetaCLIP image embedding", "open_clip VisionTransformer", "float32", difference, note)
 
     @pytest.mark.parametrize(("module", "activation"), ACTIVATIONS)
     def test_bfloat16(self, module, activation, record_parity):
-        reference = round_to_bfloat16(open_clip_tower(module))
+        reference = rounded_to_bfloat16(randomize(open_clip_tower(module)))
         ours = our_tower(from_open_clip(reference), hidden_act=activation).to(torch.bfloat16)
-        pixels = images().bfloat16()
+        pixels = pictures().bfloat16()
         with torch.no_grad():
             exact_pooled, exact_tokens = reference(pixels.float())
             result = ours(pixels)
@@ -207,56 +149,56 @@ class TestOpenClip:
 
     @pytest.mark.parametrize(("module", "activation"), ACTIVATIONS)
     def test_gradients(self, module, activation):
-        reference = open_clip_tower(module)
+        reference = randomize(open_clip_tower(module))
         ours = our_tower(from_open_clip(reference), hidden_act=activation)
         token_weights, pooled_weights = torch.randn(IMAGES, 49, WIDTH), torch.randn(IMAGES, EMBED)
-        their_pixels, our_pixels = images().requires_grad_(), images().requires_grad_()
+        their_pixels, our_pixels = pictures().requires_grad_(), pictures().requires_grad_()
         pooled, tokens = reference(their_pixels)
         ((tokens * token_weights).sum() + (pooled * pooled_weights).sum()).backward()
         result = ours(our_pixels)
         tokens, pooled = result.last_hidden_state, result.pooler_output
         ((tokens * token_weights).sum() + (pooled * pooled_weights).sum()).backward()
-        assert_equal_fp32(our_pixels.grad, their_pixels.grad)
+        check_close(our_pixels.grad, their_pixels.grad)
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.copy_(parameter.grad)
         for name, gradient in from_open_clip(reference).items():
             if name.endswith("k_proj.bias"):
                 continue  # zero but for rounding: softmax does not see a vector added to every key
-            assert_equal_fp32(ours.get_parameter(name).grad, gradient)
+            check_close(ours.get_parameter(name).grad, gradient)
 
     def test_full_keeps_the_class_token_last(self):
-        reference = open_clip_tower()
+        reference = randomize(open_clip_tower(nn.GELU))
         state = from_open_clip(reference)
         ours = our_tower(state, vision_feature_select_strategy="full")
         with torch.no_grad():
-            pooled, tokens = reference(images())
-            states = ours(images()).last_hidden_state
+            pooled, tokens = reference(pictures())
+            states = ours(pictures()).last_hidden_state
         assert states.shape == (IMAGES, 50, WIDTH)
-        assert_equal_fp32(states[:, :-1], tokens)
-        assert_equal_fp32(states[:, -1] @ reference.proj, pooled)
+        check_close(states[:, :-1], tokens)
+        check_close(states[:, -1] @ reference.proj, pooled)
 
     def test_without_projection_the_pooled_output_is_the_class_token(self):
-        reference = open_clip_tower()
+        reference = randomize(open_clip_tower(nn.GELU))
         state = {k: v for k, v in from_open_clip(reference).items() if k != "visual_projection.weight"}
         ours = our_tower(state, projection_dim=None)
         with torch.no_grad():
-            pooled, _ = reference(images())
-            assert_equal_fp32(ours(images()).pooler_output @ reference.proj, pooled)
+            pooled, _ = reference(pictures())
+            check_close(ours(pictures()).pooler_output @ reference.proj, pooled)
 
     def test_intermediate_layers(self):
-        reference = open_clip_tower()
+        reference = randomize(open_clip_tower(nn.GELU))
         ours = our_tower(from_open_clip(reference))
         with torch.no_grad():
-            theirs = reference.forward_intermediates(images(), output_fmt="NLC", intermediates_only=True)
-            states = ours(images(), output_hidden_states=True).hidden_states
+            theirs = reference.forward_intermediates(pictures(), output_fmt="NLC", intermediates_only=True)
+            states = ours(pictures(), output_hidden_states=True).hidden_states
         assert len(theirs["image_intermediates"]) == LAYERS == len(states) - 1
         for state, expected in zip(states[1:], theirs["image_intermediates"], strict=True):
-            assert_equal_fp32(state[:, :-1], expected)
+            check_close(state[:, :-1], expected)
 
     def test_with_an_adapter_in_front_of_a_language_model(self):
         # The grid is even here; the encoder's results are the same and the new adapter folds them.
-        reference = open_clip_tower(size=EVEN)
+        reference = randomize(open_clip_tower(nn.GELU, image_size=EVEN))
         adapter = {"projector_input_dim": 36, "projector_output_dim": 28}
         ours = our_tower(image_size=EVEN, use_adapter=True, **adapter)
         missing, unexpected = ours.load_state_dict(from_open_clip(reference), strict=False)
@@ -265,12 +207,12 @@ class TestOpenClip:
         randomize(ours.vision_adapter)
         fc1, fc2 = ours.vision_adapter.mlp.fc1.weight, ours.vision_adapter.mlp.fc2.weight
         with torch.no_grad():
-            pooled, tokens = reference(images(EVEN))
-            result = ours(images(EVEN))
+            pooled, tokens = reference(pictures(EVEN))
+            result = ours(pictures(EVEN))
             blocks = tokens.view(IMAGES, 4, 2, 4, 2, WIDTH).transpose(2, 3).reshape(IMAGES, 16, 4 * WIDTH)
             expected = nn.functional.gelu(nn.functional.gelu(blocks @ fc1.T) @ fc2.T)
-        assert_equal_fp32(result.last_hidden_state, expected)
-        assert_equal_fp32(result.pooler_output, pooled)
+        check_close(result.last_hidden_state, expected)
+        check_close(result.pooler_output, pooled)
 
     def test_odd_grid_and_adapter_are_refused(self):
         with pytest.raises(ValueError, match="7 by 7"):
@@ -284,10 +226,10 @@ class TestOpenClip:
     def test_a_wrong_switch_shows(self, wrong):
         # Thirteen heads of eight channels, since rotation wants heads of a multiple of four.
         shape = {"num_attention_heads": 13}
-        state = from_open_clip(open_clip_tower())
+        state = from_open_clip(randomize(open_clip_tower(nn.GELU)))
         with torch.no_grad():
-            right = our_tower(state, **shape)(images()).last_hidden_state
-            assert max_abs(our_tower(state, **shape, **wrong)(images()).last_hidden_state, right) > 1e-2
+            right = our_tower(state, **shape)(pictures()).last_hidden_state
+            assert max_abs(our_tower(state, **shape, **wrong)(pictures()).last_hidden_state, right) > 1e-2
 
 
 class TestClip:
@@ -296,11 +238,11 @@ class TestClip:
         reference = clip_tower(activation)
         ours = our_tower(from_clip(reference), hidden_act=activation)
         with torch.no_grad():
-            expected = reference(images(), output_hidden_states=True)
-            result = ours(images(), output_hidden_states=True)
-        difference = assert_equal_fp32(result.pooler_output, expected.image_embeds)
+            expected = reference(pictures(), output_hidden_states=True)
+            result = ours(pictures(), output_hidden_states=True)
+        difference = check_close(result.pooler_output, expected.image_embeds)
         for state, theirs in zip(result.hidden_states, expected.hidden_states, strict=True):
-            assert_equal_fp32(torch.cat([state[:, -1:], state[:, :-1]], dim=1), theirs)
+            check_close(torch.cat([state[:, -1:], state[:, :-1]], dim=1), theirs)
         against = "transformers CLIPVisionModelWithProjection"
         record_parity("MetaCLIP image embedding", against, "float32", difference, activation)
 
@@ -321,10 +263,10 @@ class TestClip:
             vision_feature_layer=layer,
         )
         with torch.no_grad():
-            expected = reference(images(), output_hidden_states=True).hidden_states[layer]
-            result = ours(images())
-        difference = assert_equal_fp32(result.last_hidden_state, expected[:, 1:])
-        assert_equal_fp32(result.pooler_output, expected[:, 0])
+            expected = reference(pictures(), output_hidden_states=True).hidden_states[layer]
+            result = ours(pictures())
+        difference = check_close(result.last_hidden_state, expected[:, 1:])
+        check_close(result.pooler_output, expected[:, 0])
         note = f"patches of layer {layer}, no norm"
         against = "transformers CLIPVisionModelWithProjection"
         record_parity("LLaVA features", against, "float32", difference, note)
@@ -334,8 +276,8 @@ class TestClip:
         reference.set_attn_implementation("eager")
         ours = our_tower(from_clip(reference), attn_implementation="eager")
         with torch.no_grad():
-            expected = reference(images(), output_attentions=True).attentions
-            result = ours(images(), output_attentions=True).attentions
+            expected = reference(pictures(), output_attentions=True).attentions
+            result = ours(pictures(), output_attentions=True).attentions
         order = [*range(1, 50), 0]
         for weights, theirs in zip(result, expected, strict=True):
-            assert_equal_fp32(weights, theirs[:, :, order][..., order])
+            check_close(weights, theirs[:, :, order][..., order])

@@ -222,9 +222,14 @@ def stock_model(model_class: type[nn.Module], config, exact_in_bfloat16: bool = 
     with torch.no_grad():
         if config.get_text_config().tie_word_embeddings:
             model.get_input_embeddings().weight.mul_(config.get_text_config().hidden_size ** -0.5)
-        if exact_in_bfloat16:
-            for parameter in model.parameters():
-                parameter.copy_(parameter.bfloat16())
+    return rounded_to_bfloat16(model) if exact_in_bfloat16 else model
+
+
+@torch.no_grad()
+def rounded_to_bfloat16(model: nn.Module) -> nn.Module:
+    """The same model with weights that bfloat16 holds exactly, so that only arithmetic differs."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
     return model
 
 
