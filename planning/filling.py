@@ -9,7 +9,8 @@ import torch
 from accelerate import infer_auto_device_map
 from torch import nn
 
-from .units import Unit, owner_of
+from ..modeling.checkpoints import device_of, owner_of
+from .units import Unit
 
 
 class Filled:
@@ -24,7 +25,7 @@ class Filled:
 
     def __init__(self, units: Sequence[Unit], device_map: dict[str, Any], main: Any, apart: frozenset[str]):
         self.device_map = device_map
-        self.places = [place_of(unit.tied_to or unit.name, device_map) for unit in units]
+        self.places = [device_of(unit.tied_to or unit.name, device_map) for unit in units]
         self.weights: dict[Any, int] = {}
         self.cache: dict[Any, int] = {}
         for unit, place in zip(units, self.places, strict=True):
@@ -41,11 +42,6 @@ class Filled:
     def is_within(self, room: Mapping[Any, int]) -> bool:
         """Whether no device has more than its room, and none without room has anything."""
         return all(self.used(device) <= room.get(device, 0) for device in {*self.weights, *self.cache})
-
-
-def place_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """The device of a module or parameter."""
-    return device_map[owner_of(name, device_map)]
 
 
 def fill(
@@ -89,7 +85,7 @@ def fill(
                 device_map = dict(infer_auto_device_map(skeleton, limits, no_split_module_classes=["_Leaf"]))
             for unit in units:
                 if unit.tied_to:
-                    _set_apart(device_map, units, unit.name, place_of(unit.tied_to, device_map))
+                    _set_apart(device_map, units, unit.name, device_of(unit.tied_to, device_map))
             filled = Filled(units, device_map, main, apart)
             offloaded = {"cpu", "disk"} - {main}
             needed = sum(
@@ -143,7 +139,7 @@ def _skeleton(units: Sequence[Unit], apart: frozenset[str]) -> nn.Module:
 
 def _set_apart(device_map: dict[str, Any], units: Sequence[Unit], name: str, device: Any) -> None:
     """Place one unit in a map, which may have named only what holds it."""
-    if place_of(name, device_map) == device:
+    if device_of(name, device_map) == device:
         return
     if name not in device_map:
         holder = owner_of(name, device_map)

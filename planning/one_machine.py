@@ -9,8 +9,9 @@ from ..configuration import LlamoeVisionConfig, cache_bytes, cache_tokens
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.memory import default_context
 from ..configuration.sizes import GB, bytes_of, count_of
+from ..modeling.checkpoints import device_of
 from .bandwidths import Bandwidths
-from .filling import Filled, fill, place_of
+from .filling import Filled, fill
 from .nodes import NodesPlan, plan_nodes
 from .source import Source, read_source
 from .speed import bytes_of_step, seconds_of_step
@@ -98,10 +99,9 @@ class PlacementPlan:
         """
         if ".experts." in name and "experts" in self.device_map:
             return self.device_map["experts"]
-        try:
-            return place_of(name, self.device_map)
-        except KeyError:
-            raise ValueError(f"{name}: the plan has no such parameter.") from None
+        if (device := device_of(name, self.device_map)) is None:
+            raise ValueError(f"{name}: the plan has no such parameter.")
+        return device
 
     def __str__(self) -> str:
         return "\n".join(lines_of(self))
@@ -186,7 +186,9 @@ def plan_placement(
             )
         cache = (context, batch, prefill)
         return plan_nodes(config, sizes, nodes, len(room) - 1, own.pop(), training, cache, bandwidths)
-    choice = _choose(sizes, room, disk, context, batch)
+    choice = _choose(sizes, room, disk)
+    if choice is None:
+        raise ValueError(_no_place(sizes, room, disk, context, batch))
     cache = dict(context=context, prefill=prefill, batch=batch, cached=cached, cached_token=token)
     return _finish(sizes, room, choice, bandwidths, cache, bits)
 
@@ -243,20 +245,18 @@ class _Choice:
     memory: int | None = None
 
 
-def _choose(sizes: Sizes, room: dict[Any, int], disk: bool, context: int | None, batch: int) -> _Choice:
+def _choose(sizes: Sizes, room: dict[Any, int], disk: bool) -> _Choice | None:
     units, main = sizes.units, next(iter(room))
     devices = {device: size for device, size in room.items() if device == main or device != "cpu"}
     if filled := fill(units, devices, is_whole=True):
         return _Choice(filled)
     mixtures = [unit for unit in units if unit.experts and sizes.may_leave]
-    # A store holds at least one expert of each kind.
-    least = sum({unit.one_expert for unit in mixtures})
     # With accelerators as few layers as need be are without their experts there. Without, all experts come from disk:
     # memory for what is used holds at least as much of use as layers that are always there.
     for kept in range(len(mixtures) - 1, -1, -1) if main != "cpu" else [0] if disk and mixtures else []:
         leaving = mixtures[kept:]
         apart = frozenset(unit.name for unit in leaving)
-        filled = fill(units, devices, apart, reserve=least, is_whole=True)
+        filled = fill(units, devices, apart, reserve=sizes.least, is_whole=True)
         if filled is None:
             continue
         size = sum(unit.experts for unit in leaving)
@@ -266,15 +266,13 @@ def _choose(sizes: Sizes, room: dict[Any, int], disk: bool, context: int | None,
             rows = {place for unit, place in zip(units, filled.places, strict=True) if unit.name in apart}
             left = min(room[device] - filled.used(device) for device in rows)
             return _Choice(filled, apart, "cpu", min(size, left))
-        if disk and room["cpu"] >= least:
+        if disk and room["cpu"] >= sizes.least:
             return _Choice(filled, apart, "disk", min(size, room["cpu"]))
         break
-    return _bring_layers(sizes, room, disk, context, batch, least)
+    return _bring_layers(sizes, room, disk)
 
 
-def _bring_layers(
-    sizes: Sizes, room: dict[Any, int], disk: bool, context: int | None, batch: int, least: int
-) -> _Choice:
+def _bring_layers(sizes: Sizes, room: dict[Any, int], disk: bool) -> _Choice | None:
     """As `_choose`, where not even everything but routed experts fits on the devices that compute."""
     units, main = sizes.units, next(iter(room))
     apart = frozenset(unit.name for unit in units if unit.experts and sizes.may_leave)
@@ -283,7 +281,7 @@ def _bring_layers(
     else:
         places = ["cpu", "disk"] if apart else [None]
     for place in places:
-        taken = {None: 0, "cpu": sizes.experts, "disk": least}[place]
+        taken = {None: 0, "cpu": sizes.experts, "disk": sizes.least}[place]
         if place == "disk" and not disk:
             continue
         limits = dict(room)
@@ -291,7 +289,7 @@ def _bring_layers(
             limits["cpu"] = room["cpu"] - taken
             if limits["cpu"] < 0:
                 continue
-        filled = fill(units, limits, apart, reserve=least if apart else 0)
+        filled = fill(units, limits, apart, reserve=sizes.least)
         if filled is None or (not disk and "disk" in filled.weights):
             continue
         if place == "cpu" and filled.weights.get("disk"):
@@ -300,16 +298,14 @@ def _bring_layers(
         if place is None:
             return _Choice(filled)
         left = room["cpu"] - filled.used("cpu")
-        return _Choice(filled, apart, place, least if place == "cpu" else min(sizes.experts, left))
-    raise ValueError(_no_place(sizes, room, disk, context, batch, least))
+        return _Choice(filled, apart, place, sizes.least if place == "cpu" else min(sizes.experts, left))
+    return None
 
 
-def _no_place(
-    sizes: Sizes, room: dict[Any, int], disk: bool, context: int | None, batch: int, least: int
-) -> str:
+def _no_place(sizes: Sizes, room: dict[Any, int], disk: bool, context: int | None, batch: int) -> str:
     main = next(iter(room))
-    if sizes.cache + least >= room[main]:
-        more = f", one expert {least / GB:.3g} GB" if least else ""
+    if sizes.cache + sizes.least >= room[main]:
+        more = f", one expert {sizes.least / GB:.3g} GB" if sizes.least else ""
         return (
             f"the cache of {context} tokens in {batch} rows takes {sizes.cache / GB:.1f} GB{more}, and "
             f"device {main} has {room[main] / GB:.1f}: take more or larger devices, or a smaller context"

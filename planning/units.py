@@ -5,7 +5,7 @@ themselves, as they may be elsewhere.
 """
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from ..configuration import LlamoeVisionConfig
 from ..configuration.quantization import METHOD
-from ..modeling.checkpoints import sum_by_part
+from ..modeling.checkpoints import owner_of, sum_by_part
 from ..modeling.quantization import Bnb4Bit, Bnb8Bit
 from .source import Source
 
@@ -90,6 +90,11 @@ class Sizes:
         """Bytes of keys and values."""
         return sum(unit.cache for unit in self.units)
 
+    @property
+    def least(self) -> int:
+        """Bytes of one routed expert of each kind, which memory for those elsewhere holds at least."""
+        return sum({unit.one_expert for unit in self.units}) if self.may_leave else 0
+
     def with_cache(self, per_layer: list[int]) -> "Sizes":
         """The same, where each layer of the decoder has its cache."""
         found = dict(zip(self.layers, per_layer, strict=True))
@@ -119,27 +124,26 @@ def sizes_of(source: Source, bits: int | None) -> Sizes:
     model, text = source.model, source.config.get_text_config()
     units, tied = list(_units(model)), _tied(model)
     if source.stored is not None and bits is None:
-        held = _held_in_files(source.stored, units)
-        form = _form_of(source)
+        form, sizes = _form_of(source), {key: size for key, (_, size) in source.stored.items()}
     else:
         form = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int4"}[bits or 16]
-        held = {unit: [] for unit in units}
-        for name, size in weight_bytes(model, bits or 16).items():
-            held[owner_of(name, held)].append((name, size))
+        sizes = weight_bytes(model, bits or 16)
+    held = _held(sizes, units)
     # A tied head has no weights of its own, whether or not files have them.
     held |= {unit: [] for unit in tied}
     is_tower = isinstance(source.config, LlamoeVisionConfig)
     layers = [] if is_tower else model.get_decoder().layers
     names = {module: name for name, module in model.named_modules()}
+    experts = {name: module for module, name in names.items() if name.endswith(".experts")}
     numbers = ((name, tensor.numel(), 0) for name, tensor in model.named_parameters())
-    sizes = ((name, 0, size) for tensors in held.values() for name, size in tensors)
+    stored = ((name, 0, size) for tensors in held.values() for name, size in tensors)
     return Sizes(
         units=tuple(
-            _unit(model, unit, held[unit], tied.get(unit, ""), is_tower or unit in tied.values())
+            _unit(unit, held[unit], experts, tied.get(unit, ""), is_tower or unit in tied.values())
             for unit in units
         ),
         layers=tuple(names[layer] for layer in layers),
-        parts=sum_by_part([*numbers, *sizes], is_tower),
+        parts=sum_by_part([*numbers, *stored], is_tower),
         form=form,
         element_size=4 if form == "float32" else 2,
         chosen=text.num_experts_per_tok if getattr(text, "moe_layers", None) else 0,
@@ -170,24 +174,21 @@ def weight_bytes(model: Any, bits: int) -> dict[str, int]:
     return found
 
 
-def owner_of(name: str, names: Container[str]) -> str:
-    """The first of `names` that a module or parameter is, or lies in, from within; "" for none."""
-    while name and name not in names:
-        name = name.rpartition(".")[0]
-    return name
-
-
-def _unit(model: Any, name: str, tensors: list[tuple[str, int]], tied_to: str, is_read: bool) -> Unit:
+def _unit(
+    name: str, tensors: list[tuple[str, int]], experts: dict[str, Any], tied_to: str, is_read: bool
+) -> Unit:
     routed = sum(size for tensor, size in tensors if _is_expert(tensor))
-    experts_name = next((n for n in _modules_below(model, name) if n.endswith(".experts")), "")
+    experts_name = next((path for path in experts if path.startswith(f"{name}.")), "")
     return Unit(
         name,
         sum(size for _, size in tensors) - routed,
         experts_name,
         routed,
-        model.get_submodule(experts_name).num_experts if experts_name else 0,
+        experts[experts_name].num_experts if experts_name else 0,
         # An embedding gives one row; as the head, too, it is read whole.
-        is_read=is_read or not _is_passed_over(name),
+        is_read=is_read
+        or not name.startswith(("vision_model.", "multi_modal_projector"))
+        and not name.endswith("embed_tokens"),
         tied_to=tied_to,
     )
 
@@ -214,37 +215,22 @@ def _units(model: Any) -> Iterator[str]:
 
 def _tied(model: Any) -> dict[str, str]:
     """The head's unit to the embedding's, where they share their weights."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    embedding = None if head is None else model.get_input_embeddings()
-    if embedding is None or not model.config.get_text_config().tie_word_embeddings:
+    head = model.get_output_embeddings()
+    if head is None or not model.config.get_text_config().tie_word_embeddings:
         return {}
     names = {module: name for name, module in model.named_modules()}
-    return {names[head]: names[embedding]}
-
-
-def _is_passed_over(name: str) -> bool:
-    return name.startswith(("vision_model.", "multi_modal_projector")) or name.endswith("embed_tokens")
+    return {names[head]: names[model.get_input_embeddings()]}
 
 
 def _is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def _modules_below(model: nn.Module, name: str) -> list[str]:
-    try:
-        module = model.get_submodule(name)
-    except AttributeError:  # A parameter.
-        return []
-    return [f"{name}.{own}" for own, _ in module.named_modules() if own]
-
-
-def _held_in_files(
-    stored: Mapping[str, tuple[str, int]], units: list[str]
-) -> dict[str, list[tuple[str, int]]]:
-    """Unit to the names and bytes of its tensors as they are stored; what fits no unit is nobody's."""
+def _held(sizes: Mapping[str, int], units: list[str]) -> dict[str, list[tuple[str, int]]]:
+    """Unit to the names and bytes of its tensors, of a model or of files; what fits no unit is nobody's."""
     by_stem = {_stem(unit): unit for unit in units}
     held: dict[str, list[tuple[str, int]]] = {unit: [] for unit in units}
-    for key, (_, size) in stored.items():
+    for key, size in sizes.items():
         unit = by_stem.get(owner_of(_stem(key), by_stem))
         if unit is not None:
             # Under the model's own name of the unit, so that its part is that of its parameters.

@@ -21,7 +21,14 @@ from .checkpoint_files import (
     loading,
     read_header,
 )
-from .device_map import check_devices, check_offload, check_on_disk, settle_device_map
+from .device_map import (
+    check_devices,
+    check_offload,
+    check_on_disk,
+    device_of,
+    owner_of,
+    settle_device_map,
+)
 from .mapped_memory import forget_pages, is_mapped, return_freed_memory
 from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
@@ -55,6 +62,7 @@ __all__ = [
     "check_place",
     "check_shards",
     "check_whole",
+    "device_of",
     "expert_of",
     "find_split_experts",
     "find_weights",
@@ -63,6 +71,7 @@ __all__ = [
     "in_units",
     "is_mapped",
     "loading",
+    "owner_of",
     "part_of",
     "read_header",
     "read_records",

@@ -9,7 +9,7 @@ it. Such maps are refused here, or rewritten so that every module is named once.
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -94,6 +94,18 @@ def _devices_here() -> str:
     return f"there is no such device. This machine has {', '.join(names)}."
 
 
+def owner_of(name: str, names: Container[str]) -> str:
+    """The innermost of `names` that a module or parameter is or lies in; "" for none, or for the whole model."""
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
+    """The device of a module or parameter; None without one."""
+    return device_map.get(owner_of(name, device_map))
+
+
 def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[str, Any]:
     """Check a device map against a model and name every module once.
 
@@ -136,7 +148,7 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
     if offloads_everything():
         return settled
     ties = getattr(model, "all_tied_weights_keys", {}).items()
-    stays = [name.rpartition(".")[0] for pair in ties for name in pair if _place(name, settled) == "disk"]
+    stays = [name.rpartition(".")[0] for pair in ties for name in pair if device_of(name, settled) == "disk"]
     if set(settled.values()) == {"disk"}:
         stays.append(_least(model))
     return settle_device_map(model, settled | dict.fromkeys(stays, "cpu")) if stays else settled
@@ -192,21 +204,15 @@ def _has_tensors(module: nn.Module) -> bool:
 def _follow_ties(model: nn.Module, settled: dict[str, Any], missing: list[str]) -> None:
     for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
         module = tied.rpartition(".")[0]
-        if module in missing and _place(source, settled) is not None:
+        if module in missing and device_of(source, settled) is not None:
             missing.remove(module)
-            settled[module] = _place(source, settled)
-        places = [_place(name, settled) for name in (tied, source)]
+            settled[module] = device_of(source, settled)
+        places = [device_of(name, settled) for name in (tied, source)]
         if places.count("disk") == 1:
             raise ValueError(
                 f"device_map puts {tied} on {places[0]!r} and {source} on {places[1]!r}, but they are one tensor "
                 "(tie_word_embeddings): put both on 'disk', or neither."
             )
-
-
-def _place(name: str, settled: Mapping[str, Any]) -> Any:
-    while name and name not in settled:
-        name = name.rpartition(".")[0]
-    return settled.get(name)
 
 
 def check_offload(
@@ -222,7 +228,7 @@ def check_offload(
     """
     if offload_folder is not None:
         return
-    if on_disk := [name for name in fused if _place(name, device_map) == "disk"]:
+    if on_disk := [name for name in fused if device_of(name, device_map) == "disk"]:
         raise ValueError(
             f"device_map puts {_enumerate(on_disk)} on disk, where the checkpoint has one linear layer an expert: give "
             "offload_folder, a folder that takes the fused experts, or fuse them first by `llamoe convert IN OUT`."
@@ -248,7 +254,7 @@ def check_on_disk(
     lost = [
         name
         for name in sorted(missing_keys)
-        if _place(name, device_map) == "disk" and name not in (offload_index or {})
+        if device_of(name, device_map) == "disk" and name not in (offload_index or {})
     ]
     if lost:
         raise ValueError(

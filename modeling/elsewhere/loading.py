@@ -18,7 +18,7 @@ from torch import nn
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from ...configuration.checks import listed
-from ..checkpoints import forget_pages, is_mapped
+from ..checkpoints import device_of, forget_pages, is_mapped
 from ..moe import Experts
 from ..quantization import LlamoeQuantizer
 from .budget import ExpertsMemory, default_size
@@ -111,12 +111,6 @@ def _name(device: Any) -> str | None:
 
 def _default_device() -> Any:
     return torch.accelerator.current_device_index() if torch.accelerator.is_available() else "cpu"
-
-
-def _device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return device_map.get(name)
 
 
 def _main_device(device_map: Mapping[str, Any]) -> torch.device:
@@ -231,7 +225,7 @@ def _stored_dtype(stored: Stored) -> torch.dtype:
 
 def _rows_device(name: str, device_map: Mapping[str, Any]) -> torch.device:
     """Where the layer of these experts computes."""
-    device = _device_of(name.rpartition(".")[0], device_map)
+    device = device_of(name.rpartition(".")[0], device_map)
     return _main_device(device_map) if device is None or _name(device) else torch.device(device)
 
 
