@@ -62,8 +62,8 @@ def padding_mask():
 
 
 @pytest.mark.parametrize(
-    ("window", "implementation", "family"),
-    in_turn(WINDOWS, IMPLEMENTATIONS, FAMILIES),
+    ("window", "family", "implementation"),
+    in_turn(WINDOWS, FAMILIES, IMPLEMENTATIONS),
     indirect=["implementation"],
 )
 def test_logits_equal_stocks(family, window, implementation, record_parity):

@@ -122,7 +122,6 @@ def test_beams_have_the_scores_of_their_tokens(family, weights):
 @pytest.mark.parametrize(
     ("family", "weights", "part"),
     [
-        ("dense", "int4", "model.layers.0.mlp"),
         ("mixtral", "int8", "model.layers.0.mlp"),
         pytest.param("dense", "int4", "", marks=pytest.mark.slow),
         pytest.param("mixtral", "int8", "", marks=pytest.mark.slow),
@@ -158,9 +157,8 @@ def test_inductor_compiles_a_layer(family, weights, part):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("family", "weights"), [("dense", "int8"), ("text", "int4")])
-def test_export(family, weights):
-    model = traced(family, weights)
+def test_export():
+    model = traced("text", "int4")
     program = torch.export.export(model, (token_ids(),), dict(use_cache=False), strict=False)
     assert torch.equal(program.module()(token_ids(), use_cache=False).logits, logits(model))
 
@@ -420,10 +418,9 @@ def test_pictures(pictures, weights, monkeypatch):
     assert distance(logits(unpacked, ids, pixel_values=pixels), found) < CLOSE
 
 
-def test_parts_of_a_model_for_pictures(pictures, weights):
-    whole = AutoModelForImageTextToText.from_pretrained(
-        pictures, quantization_config=llamoe.QuantizationConfig(weights)
-    )
+def test_parts_of_a_model_for_pictures(pictures):
+    config = llamoe.QuantizationConfig("int4")
+    whole = AutoModelForImageTextToText.from_pretrained(pictures, quantization_config=config)
     path, expected = save(whole), logits(whole)
     assert torch.equal(logits(llamoe.LlamoeForCausalLM.from_pretrained(path)), expected)
     for name in ("LlamoeTextModel", "LlamoeModel"):
@@ -433,7 +430,6 @@ def test_parts_of_a_model_for_pictures(pictures, weights):
     tower = llamoe.LlamoeVisionModel.from_pretrained(path)
     expected = whole.vision_model.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tower.state_dict().items())
-    config = llamoe.QuantizationConfig(weights)
     with pytest.raises(ValueError, match="LlamoeVisionModel"):
         llamoe.LlamoeVisionModel.from_pretrained(pictures, quantization_config=config)
 
