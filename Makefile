@@ -17,6 +17,10 @@ IMAGE ?= examples/pictures/two_shapes.png
 QUESTION ?= What is in the picture?
 PICTURES := $(wildcard examples/pictures/*.png)
 
+# Of each process of the tests two thirds of the time until it has imported torch and transformers go into compiling
+# their modules if Python may not keep what it compiled, as some containers tell it.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin/python
 PIP := $(BIN) -m pip --disable-pip-version-check

@@ -86,23 +86,6 @@ def test_other_parts_may_be_on_disk_too(text_folder, ids, tmp_path):
     assert model.hf_device_map["model.layers.2.feed_forward.experts"] == "disk"
 
 
-def test_saved_stacks_load_again(text_folder, ids, tmp_path):
-    model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder, experts_memory="50KB").eval()
-    model.save_pretrained(tmp_path)
-    again = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, again(ids).logits)
-
-
-def test_saving_experts_stored_one_by_one_is_refused(mixtral_folder, tmp_path):
-    model = llamoe.LlamoeMixtralForCausalLM.from_pretrained(
-        mixtral_folder, dtype="auto", experts_memory="100KB"
-    )
-    with pytest.raises(ValueError, match="layers.0.mlp.experts is on 'disk'.*stored one by one"):
-        model.save_pretrained(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_default_budget_holds_all_experts(text_folder, ids):
     model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder, device_map={"experts": "disk"}).eval()
     with torch.no_grad():
