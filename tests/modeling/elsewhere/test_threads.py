@@ -301,53 +301,49 @@ def _child(model, prompt, queue):
     queue.put(answer(model, prompt).tolist())
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("was_used", [False, True])
-def test_forked_processes_answer(was_used, logits_and_model):
-    if "fork" not in multiprocessing.get_all_start_methods():
-        pytest.skip("needs fork, which this system lacks")
-    asked, expected, model = logits_and_model(2, 2)
-    if was_used:
-        assert torch.equal(answer(model, asked[1]), expected[1])
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=_child, args=(model, asked[0], queue), daemon=True)
-    child.start()
-    try:
-        assert queue.get(timeout=LONG) == expected[0].tolist()
-        child.join(LONG)
-        assert child.exitcode == 0
-    finally:
-        child.kill()
-    # And the parent still does.
-    assert torch.equal(answer(model, asked[0]), expected[0])
+class Forked:
+    """A process that answers a prompt with its parent's model."""
+
+    def __init__(self, model, prompt):
+        context = multiprocessing.get_context("fork")
+        self.queue = context.Queue()
+        self.process = context.Process(target=_child, args=(model, prompt, self.queue), daemon=True)
+
+    def __enter__(self):
+        self.process.start()
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+
+    def answers(self, expected):
+        assert self.queue.get(timeout=LONG) == expected.tolist()
+        self.process.join(LONG)
+        assert self.process.exitcode == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def forks(test):
+    """Mark a test that forks."""
+    has_fork = "fork" in multiprocessing.get_all_start_methods()
+    test = pytest.mark.skipif(not has_fork, reason="needs fork, which this system lacks")(test)
+    return pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")(test)
+
+
+@forks
 @pytest.mark.parametrize("slots", [1, 5])
 def test_a_forked_process_changes_nothing_of_its_parent(slots, logits_and_model):
-    """It puts other experts into its slots; the parent then uses those that it has."""
-    if "fork" not in multiprocessing.get_all_start_methods():
-        pytest.skip("needs fork, which this system lacks")
+    """Forked before anything is read, and later: it puts other experts into its slots, the parent uses its own."""
     asked, expected, model = logits_and_model(slots, 4)
-    for mine, its in ((0, 1), (2, 3)):
-        assert torch.equal(answer(model, asked[mine]), expected[mine])
-        queue = multiprocessing.get_context("fork").Queue()
-        child = multiprocessing.get_context("fork").Process(
-            target=_child, args=(model, asked[its], queue), daemon=True
-        )
-        child.start()
-        try:
-            assert queue.get(timeout=LONG) == expected[its].tolist()
-        finally:
-            child.kill()
-        assert torch.equal(answer(model, asked[mine]), expected[mine])
+    for mine, its in ((None, 0), (0, 1), (2, 3)):
+        if mine is not None:
+            assert torch.equal(answer(model, asked[mine]), expected[mine])
+        with Forked(model, asked[its]) as child:
+            child.answers(expected[its])
+        assert torch.equal(answer(model, asked[mine or 0]), expected[mine or 0])
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@forks
 def test_a_process_forked_while_an_expert_is_read_reads_it_again(logits_and_model, monkeypatch):
-    if "fork" not in multiprocessing.get_all_start_methods():
-        pytest.skip("needs fork, which this system lacks")
     asked, expected, model = logits_and_model(2, 2)
     (store,) = model._stores()
     read, may_go_on, parent = os.preadv, threading.Event(), os.getpid()
@@ -358,18 +354,12 @@ def test_a_process_forked_while_an_expert_is_read_reads_it_again(logits_and_mode
         return read(*arguments)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=_child, args=(model, asked[0], queue), daemon=True)
     try:
         for layer in store.statistics:
             for stack in ("gate_up_proj", "down_proj"):
                 store.prefetch(layer, stack, [0, 1])
-        child.start()
-        assert queue.get(timeout=LONG) == expected[0].tolist()
-        child.join(LONG)
-        assert child.exitcode == 0
+        with Forked(model, asked[0]) as child:
+            child.answers(expected[0])
     finally:
         may_go_on.set()
-        child.kill()
     assert torch.equal(answer(model, asked[0]), expected[0])
