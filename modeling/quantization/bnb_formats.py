@@ -53,22 +53,18 @@ class BitsAndBytesFormat(Format):
         return sizes[0] // self.matrices, sizes[1]
 
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """See `Format`."""
         return [((self.matrices, *shape), dtype) for shape, dtype in self.parts_of_one(*self.of_one(sizes))]
 
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        """See `Format`."""
         found = [self.quantize_one(matrix) for matrix in weight_OI.chunk(self.matrices)]
         return [torch.stack(each) for each in zip(*found, strict=True)]
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        """See `Format`."""
         return _joined(
             [self.one_matrix(one, self.of_one(sizes), dtype) for one in zip(*parts, strict=True)], 0
         )
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """See `Format`."""
         return _joined(
             [self.multiply_one(x_NI, one, self.of_one(sizes)) for one in zip(*parts, strict=True)], 1
         )
@@ -111,17 +107,14 @@ class Bnb4Bit(BitsAndBytesFormat):
 
     @property
     def key(self) -> str:
-        """See `Format`."""
         fields = [_name(self.compute_dtype), str(self.matrices), self.quant_type, str(self.blocksize)]
         return ":".join(["bitsandbytes-4bit" + ("-nested" if self.is_nested else ""), *fields])
 
     def parts_of_one(self, num_out: int, num_in: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """See `BitsAndBytesFormat`."""
         numbers = num_out * num_in
         return [((-(-numbers // 2),), torch.uint8), ((-(-numbers // self.blocksize),), torch.float32)]
 
     def quantize_one(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """See `BitsAndBytesFormat`."""
         from bitsandbytes.functional import quantize_4bit
 
         numbers = weight.reshape(-1)
@@ -133,13 +126,11 @@ class Bnb4Bit(BitsAndBytesFormat):
         return [_joined(codes, 0), *self._statistics(_joined(scales, 0))]
 
     def one_matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        """See `BitsAndBytesFormat`."""
         from bitsandbytes.functional import dequantize_4bit
 
         return dequantize_4bit(_aligned(parts[0]).view(-1, 1), self.state(parts, sizes, dtype))
 
     def multiply_one(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """See `BitsAndBytesFormat`."""
         from bitsandbytes import matmul_4bit
 
         # Releases before 0.50 want a row, as `Linear4bit` gave it to them, and later ones take it, too.
@@ -176,13 +167,11 @@ class Bnb4BitNested(Bnb4Bit):
     is_nested = True
 
     def parts_of_one(self, num_out: int, num_in: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """See `BitsAndBytesFormat`."""
         codes, (blocks, _) = super().parts_of_one(num_out, num_in)
         nested = (-(-blocks[0] // NESTED_BLOCKSIZE),)
         return [codes, (blocks, torch.uint8), (nested, torch.float32), ((), torch.float32)]
 
     def state(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> Any:
-        """See `Bnb4Bit`."""
         from bitsandbytes.functional import QuantState
 
         state = super().state(parts, sizes, dtype)
@@ -217,15 +206,12 @@ class Bnb8Bit(BitsAndBytesFormat):
 
     @property
     def key(self) -> str:
-        """See `Format`."""
         return f"bitsandbytes-8bit:{_name(self.compute_dtype)}:{self.matrices}"
 
     def parts_of_one(self, num_out: int, num_in: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """See `BitsAndBytesFormat`."""
         return [((num_out, num_in), torch.int8), ((num_out,), torch.float32)]
 
     def quantize_one(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """See `BitsAndBytesFormat`."""
         from bitsandbytes.functional import int8_vectorwise_quant
 
         at_once = max(_NUMBERS_AT_ONCE // weight.shape[1], 1) if weight.is_cpu else len(weight)
@@ -235,13 +221,11 @@ class Bnb8Bit(BitsAndBytesFormat):
         return [_joined(list(parts), 0) for parts in zip(*found, strict=True)]
 
     def one_matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        """See `BitsAndBytesFormat`."""
         codes, scb = parts
         # In bitsandbytes' own order.
         return (codes * scb[:, None]).mul_(_PER_CODE).to(dtype)
 
     def multiply_one(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """See `BitsAndBytesFormat`."""
         codes, scb = parts
         # Codes are exact in bfloat16, and their products with rows of float16 could be too large.
         if x_NI.dtype == torch.bfloat16 and _INT8.refusal(sizes) is None:

@@ -112,11 +112,9 @@ class Int4(Format):
 
     @property
     def key(self) -> str:
-        """See `Format`."""
         return f"int4:{self.group_size}"
 
     def refusal(self, sizes: Sizes) -> str | None:
-        """See `Format`."""
         num_out, num_in = sizes
         if num_out % ROWS_MULTIPLE:
             return f"it has {num_out} outputs, which is no multiple of {ROWS_MULTIPLE}, as int4 needs"
@@ -131,13 +129,11 @@ class Int4(Format):
         return -(-num_in // self.group_size) * self.group_size
 
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """See `Format`."""
         num_out, padded = sizes[0], self._padded(sizes[1])
         scales = (padded // self.group_size, num_out, 2)
         return [((num_out, padded // 2), torch.uint8), (scales, torch.bfloat16)]
 
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        """See `Format`."""
         codes, scales = (
             torch.empty(shape, dtype=dtype, device=weight_OI.device)
             for shape, dtype in self.parts(weight_OI.shape)
@@ -155,7 +151,6 @@ class Int4(Format):
         return [codes, scales]
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        """See `Format`."""
         return self._input_first(parts, dtype)[: sizes[1]].T
 
     def _input_first(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
@@ -173,11 +168,9 @@ class Int4(Format):
         return pieces(len(packed), packed.shape[1] * 2, most)
 
     def for_kernel(self, parts: Parts) -> Matrix | None:
-        """See `Format`."""
         return Matrix(4, self.group_size, *parts) if parts[0].is_cpu else None
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """See `Format`."""
         packed, scales = parts
         if padding := packed.shape[1] * 2 - x_NI.shape[1]:
             x_NI = F.pad(x_NI, (0, padding))
@@ -223,7 +216,6 @@ class Int4(Format):
             yield some, weight_PO
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """See `Format`."""
         if not needs_float32(x_NO):
             return (x_NO @ self._input_first(parts, x_NO.dtype).T)[:, : sizes[1]]
         y_NP = x_NO.new_zeros(len(x_NO), parts[0].shape[1] * 2, dtype=torch.float32)
@@ -251,21 +243,17 @@ class Int8(Format):
 
     @property
     def key(self) -> str:
-        """See `Format`."""
         return "int8"
 
     def refusal(self, sizes: Sizes) -> str | None:
-        """See `Format`."""
         if sizes[1] % ROWS_MULTIPLE:
             return f"its {sizes[1]} inputs are no multiple of {ROWS_MULTIPLE}, as int8 needs"
         return None
 
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """See `Format`."""
         return [(tuple(sizes), torch.int8), ((sizes[0],), torch.bfloat16)]
 
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        """See `Format`."""
         codes, scales = (
             torch.empty(shape, dtype=dtype, device=weight_OI.device)
             for shape, dtype in self.parts(weight_OI.shape)
@@ -278,16 +266,13 @@ class Int8(Format):
         return [codes, scales]
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        """See `Format`."""
         codes, scales = parts
         return codes.to(dtype).mul_(scales.to(dtype)[:, None])
 
     def for_kernel(self, parts: Parts) -> Matrix | None:
-        """See `Format`."""
         return Matrix(8, 0, *parts) if parts[0].is_cpu else None
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """See `Format`."""
         codes, scales = parts
         if len(x_NI) <= self.kernel_max_rows and codes.is_cpu:
             y_NO = cpp_products(x_NI, [self.for_kernel(parts)])
@@ -306,7 +291,6 @@ class Int8(Format):
         return y_NO.mul_(scales).to(x_NI.dtype)
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """See `Format`."""
         codes, scales = parts
         if not needs_float32(x_NO):
             return (x_NO * scales) @ codes.to(x_NO.dtype)
