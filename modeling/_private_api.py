@@ -1,4 +1,4 @@
-"""Every use of what torch and transformers keep to themselves, with its reason; peft's are in `adapters`.
+"""Every use of what Python, torch and transformers keep to themselves, with its reason; peft's are in `adapters`.
 
 Methods of transformers' classes that ours override stand in those classes. Where a public way appears, the function
 here goes. All were seen in torch 2.11 and 2.15, transformers 5.21 and 5.23.
@@ -7,6 +7,7 @@ here goes. All were seen in torch 2.11 and 2.15, transformers 5.21 and 5.23.
 import functools
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
@@ -52,6 +53,10 @@ def has_mkldnn_products(dtype: torch.dtype) -> bool:
     is_half = dtype == torch.float16
     known = torch.ops.mkldnn
     return (known._is_mkldnn_fp16_supported if is_half else known._is_mkldnn_bf16_supported)()
+
+
+# Pickles keep values under indices. The unpickler in C makes a list as long as the largest: 64 GiB for a few bytes.
+PythonUnpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def open_archive(path: str | os.PathLike) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ...configuration.errors import CheckpointError
+from .._private_api import PythonUnpickler
 from .safetensors_files import DTYPE_NAMES, MOST_AXES, MOST_INDICES, TensorHeader
 
 # Pickles of the largest checkpoints have a few megabytes: 200 bytes and 42 instructions a tensor.
@@ -71,8 +72,7 @@ class Named:
     name: str
 
 
-# The reader that is written in C makes a list as long as the largest index of a value that a pickle keeps.
-class Unpickler(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
+class Unpickler(PythonUnpickler):
     """Reads pickles, one after another.
 
     Args:
@@ -299,7 +299,7 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssu
             self.fail(f"changes what a {owner.__name__} is")
 
     dispatch = {
-        **pickle._Unpickler.dispatch,  # pyright: ignore[reportAttributeAccessIssue]
+        **PythonUnpickler.dispatch,
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
         pickle.BUILD[0]: load_build,

@@ -195,32 +195,6 @@ def test_a_package_that_cannot_be_imported_is_told_by_try(tmp_path):
     assert [line for line in tried["advice"] if "cannot be imported (its library is spoilt)" in line]
 
 
-def test_what_a_check_of_the_kernel_found_is_told():
-    """Under Triton's interpreter, which takes the place of a GPU: not asked for, right, wrong."""
-    pytest.importorskip("triton", reason="needs triton, which torch brings where it is built for CUDA")
-    program = """
-import torch
-from support import triton_interpreter
-from llamoe.modeling.kernels import few_rows, few_rows_check
-from llamoe_command import doctor_steps as steps
-steps._CHECKED = {"hidden_size": 16, "intermediate_size": 16, "num_local_experts": 2}
-few_rows_check.row_counts_of_launches = lambda *_: [2]
-device = torch.device("cpu")
-model = steps._tiny("Mixtral", device, torch.bfloat16)
-run = few_rows.run_kernels
-for asks, kernels in ((False, run), (True, run), (True, lambda x, *_: x + 9)):
-    few_rows.run_kernels = kernels
-    step = steps._kernel_for_few_rows(device, model, asks)
-    print(step.served_by, "|", step.why, "|", step.advice)
-"""
-    done = programs.run(["-c", program], env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": "tests"})
-    assert done.returncode == 0, done.stderr
-    not_asked, right, wrong = done.stdout.splitlines()
-    assert not_asked.startswith("up to 128 rows; each process checks it before its first use")
-    assert right == "up to 128 rows; checked, and right here |  | "
-    assert wrong.startswith("wrong, not used | with 2 rows") and "numbers are wrong" in wrong
-
-
 def test_every_extra_for_users_has_its_purpose():
     extras = set(metadata("llamoe").get_all("Provides-Extra"))
     assert extras - {"dev", "docs", "test"} <= set(EXTRAS)

@@ -26,6 +26,7 @@ from llamoe.modeling.kernels.few_rows_check import find_difference
 from llamoe.modeling.moe import dispatch
 from llamoe.modeling.moe.dispatch import check_kernels
 from llamoe.modeling.moe.stores import Experts
+from llamoe_command import doctor_steps
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 
@@ -408,3 +409,19 @@ def test_check_kernels_checks_nothing_that_is_not_asked_for(on_a_gpu, launches):
     check_kernels(experts.to(torch.float64))  # which the kernel does not take
     check_kernels(experts.to("meta"))
     assert launches == []
+
+
+def test_what_doctor_tells_of_the_kernel(monkeypatch, two_counts):
+    """Not asked for, right, wrong."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_local_experts": 2}
+    monkeypatch.setattr(doctor_steps, "_CHECKED", sizes)
+    model = doctor_steps._tiny("Mixtral", torch.device("cpu"), torch.bfloat16)
+
+    def told(try_kernel):
+        return doctor_steps._kernel_for_few_rows(torch.device("cpu"), model, try_kernel)
+
+    assert told(False).served_by.startswith("up to 128 rows; each process checks it")
+    assert told(True).served_by == "up to 128 rows; checked, and right here"
+    monkeypatch.setattr(few_rows, "run_kernels", lambda x, *_: x + 9)
+    wrong = told(True)
+    assert wrong.served_by == "wrong, not used" and "numbers are wrong" in wrong.why
