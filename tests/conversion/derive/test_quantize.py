@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models import draw, multimodal_config
 from support.paths import EXAMPLES
+from support.progress import stops
 from transformers import AutoModelForCausalLM, AutoProcessor
 
 import llamoe
@@ -251,27 +252,12 @@ def test_a_block_is_one_expert_which_is_read_and_packed_once(name, threads, save
     assert reads == expected and len(packed) == len(expected)
 
 
-class KillsLater:
-    """Progress that ends the run after so many blocks."""
-
-    def __init__(self, blocks):
-        self.left = blocks
-
-    def start(self, total):
-        pass
-
-    def advance(self, nbytes, file):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_goes_on_with_the_same_options_only(saved, tmp_path):
     source, target = saved("text")[0], tmp_path / "packed"
     options = dict(to="int4", shard_size="30KB")
     quantize(source, tmp_path / "whole", **options)
     with pytest.raises(KeyboardInterrupt):
-        quantize(source, target, progress=KillsLater(25), **options)
+        quantize(source, target, progress=stops(KeyboardInterrupt(), 0.6), **options)
     assert not (target / "model.safetensors.index.json").exists()
     with pytest.raises(ValueError, match="is unfinished"):
         AutoModelForCausalLM.from_pretrained(target)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models import load_whole, max_abs, mixtures, scaled_rope, stock_model, stock_text_config
+from support.progress import stops
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -381,26 +382,12 @@ def test_a_dry_run_writes_nothing_and_experts_are_cast(dense, tmp_path):
     assert all(torch.equal(expert[:, 92:], up) for expert in stacked)
 
 
-class KillsLater:
-    """Progress that ends the run after 25 blocks."""
-
-    left = 25
-
-    def start(self, total):
-        pass
-
-    def advance(self, nbytes, file):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("family", CLASSES)
 def test_an_interrupted_run_goes_on_with_the_same_options_only(dense, tmp_path, family):
     source, target = dense()[0], tmp_path / "moe"
     options = dict(family=family, experts=3, top_k=2, noise=0.1, shard_size="100KB")
     with pytest.raises(KeyboardInterrupt):
-        upcycle(source, target, progress=KillsLater(), **options)
+        upcycle(source, target, progress=stops(KeyboardInterrupt(), 0.6), **options)
     assert not (target / "model.safetensors.index.json").exists()
     another = next(name for name in CLASSES if name != family)
     for other in (dict(seed=1), dict(noise=0.2), dict(top_k=1), dict(family=another)):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.conversions import META_LLAMA_2, sums
+from support.progress import Progress
 from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 
 from llamoe.conversion import assemble, checkpoint, convert, convert_vision, merge_kv_heads, upcycle
@@ -94,23 +95,6 @@ def lengthen(path):
 CHANGES = {"written on": write_on, "exchanged": exchange, "longer": lengthen, "removed": Path.unlink}
 
 
-class At:
-    """Does something when a share of all bytes has been written."""
-
-    def __init__(self, share, act):
-        self.share, self.act = share, act
-
-    def start(self, total):
-        self.left = self.share * total
-        self.advance(0, "")
-
-    def advance(self, nbytes, file):
-        self.left -= nbytes
-        if self.left <= 0 and self.act:
-            act, self.act = self.act, None
-            act()
-
-
 def find(folder, pattern):
     (path,) = folder.glob(pattern)
     return path
@@ -134,7 +118,7 @@ def test_a_file_of_the_source_that_changes_fails_the_run_by_name(given, kind, pa
     aside = shutil.copytree(given / kind, tmp_path / "aside")
     for share in (0, 0.97):
         with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: ") as caught:
-            WRITERS[write][0](given, tmp_path / "to", progress=At(share, lambda: CHANGES[change](path)))
+            WRITERS[write][0](given, tmp_path / "to", progress=Progress(lambda: CHANGES[change](path), share))
         if change != "removed":
             assert "was changed or replaced while it was being converted" in str(caught.value) or share == 0
         assert not (tmp_path / "to").exists()
@@ -147,7 +131,7 @@ def test_every_command_looks_at_its_sources_in_the_end(given, writer, tmp_path):
     run, kind = WRITERS[writer]
     path = find(given / kind, FILES[kind][0])
     with pytest.raises(ValueError, match=f"^{path}: was changed or replaced .*inode"):
-        run(given, tmp_path / "to", progress=At(1, lambda: exchange(path)))
+        run(given, tmp_path / "to", progress=Progress(lambda: exchange(path), 1))
     assert not (tmp_path / "to").exists()
     run(given, tmp_path / "to")
 
@@ -199,7 +183,7 @@ def test_links_are_followed_to_what_they_stand_for(given, tmp_path):
 
     for change in (turn, lambda: lengthen(first.resolve())):
         with pytest.raises(ValueError, match=f"^{first}: was changed"):
-            run(given, tmp_path / "to", progress=At(0.9, change))
+            run(given, tmp_path / "to", progress=Progress(change, 0.9))
         assert not (tmp_path / "to").exists()
         if change is turn:
             run(given, tmp_path / "again")
@@ -217,7 +201,7 @@ def test_other_files_in_the_folder_may_change(given, tmp_path):
         os.utime(path, ns=(path.stat().st_atime_ns + 10**9, path.stat().st_mtime_ns))
         os.link(path, tmp_path / "backup")
 
-    WRITERS["convert"][0](given, tmp_path / "to", progress=At(0.5, go_on))
+    WRITERS["convert"][0](given, tmp_path / "to", progress=Progress(go_on, 0.5))
 
 
 def test_a_changed_source_does_not_go_on_with_what_was_written_of_the_old_one(given, tmp_path, monkeypatch):
@@ -231,14 +215,14 @@ def test_a_changed_source_does_not_go_on_with_what_was_written_of_the_old_one(gi
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(given, target, progress=At(0.4, interrupt))
+        run(given, target, progress=Progress(interrupt, 0.4))
     before = sums(target)
     assert list(target.glob("model-*.safetensors"))
     kept = tmp_path / "kept"
     os.link(path, kept)
 
     with pytest.raises(ValueError, match=f"^{path}: was changed"):
-        run(given, target, resume=True, progress=At(0.8, lambda: exchange(path)))
+        run(given, target, resume=True, progress=Progress(lambda: exchange(path), 0.8))
     # What that run made is gone, and the note of the first one still says what its files were made from.
     assert {name for name in sums(target) if name.endswith(".safetensors")} <= before.keys()
     assert (target / write_checkpoint.UNFINISHED).exists()

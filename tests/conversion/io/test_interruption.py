@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.conversions import META_MAVERICK, looks_finished, sums
 from support.forked_runs import ForkedRuns
+from support.progress import Progress, stops
 from transformers import AutoModelForCausalLM
 
 import llamoe
@@ -84,7 +85,7 @@ def kills(source, finished, place):
         ]
     # One more, which goes on under a limit that makes no file possible.
     with pytest.raises(KeyboardInterrupt):
-        convert(source, place / "limited", progress=Stops(KeyboardInterrupt(), 0.6), **OPTIONS["hf"])
+        convert(source, place / "limited", progress=stops(KeyboardInterrupt(), 0.6), **OPTIONS["hf"])
     limited = make_run(source, place / "limited", "hf", resume=True, largest=20_000)
     before = sums(source)
     assert [runs.run(job["run"]).signal for job in jobs] == [signal.SIGKILL] * len(jobs)
@@ -131,21 +132,6 @@ def test_a_disk_that_refuses_a_file_gives_one_sentence_and_can_be_gone_on_with(
     assert whole(target).items() >= survivors.items()
 
 
-class Stops:
-    """Raises an error after a share of all bytes."""
-
-    def __init__(self, error, share):
-        self.error, self.share = error, share
-
-    def start(self, total):
-        self.left = self.share * total
-
-    def advance(self, nbytes, file):
-        self.left -= nbytes
-        if self.left < 0:
-            raise self.error
-
-
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -157,7 +143,7 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 def test_errors_in_the_middle_leave_whole_files_only(source, finished, to, error, tmp_path):
     options = OPTIONS[to]
     with pytest.raises(type(error)) as caught:
-        convert(source, tmp_path / "to", progress=Stops(error, 0.6), **options)
+        convert(source, tmp_path / "to", progress=stops(error, 0.6), **options)
     if error is NO_SPACE:
         assert caught.value.errno == errno.ENOSPC
         message = str(caught.value)
@@ -182,20 +168,11 @@ def test_a_disk_that_is_too_small_is_found_before_anything_is_written(source, tm
 
 @pytest.mark.parametrize("to", OPTIONS)
 def test_progress_counts_every_byte_also_of_what_was_there_already(source, to, tmp_path):
-    class Counts(Stops):
-        total = count = 0
-
-        def start(self, total):
-            self.total = total
-
-        def advance(self, nbytes, file):
-            self.count += nbytes
-
     with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / to, progress=Stops(KeyboardInterrupt(), 0.5), **OPTIONS[to])
-    counts = Counts(None, 0)
+        convert(source, tmp_path / to, progress=stops(KeyboardInterrupt(), 0.5), **OPTIONS[to])
+    counts = Progress()
     report = convert(source, tmp_path / to, progress=counts, resume=True, **OPTIONS[to])
-    assert counts.count == counts.total == report.bytes
+    assert counts.done == counts.total == report.bytes
 
 
 @pytest.mark.parametrize("to", ["hf", "meta"])
@@ -229,7 +206,7 @@ def test_only_the_same_conversion_goes_on(source, tmp_path):
         tmp_path / "other", CASE.weights(torch.bfloat16, seed=1), 3
     )
     with pytest.raises(KeyboardInterrupt):
-        convert(copy, tmp_path / "to", progress=Stops(KeyboardInterrupt(), 0.6), **options)
+        convert(copy, tmp_path / "to", progress=stops(KeyboardInterrupt(), 0.6), **options)
     before = sums(tmp_path / "to")
     for begun in (
         lambda: convert(other, tmp_path / "to", resume=True, **options),
@@ -277,7 +254,7 @@ def test_large_files_go_on_where_they_were_left(source, finished, to, damage, tm
     total = sum(path.stat().st_size for path in weight_files(tmp_path / "expected"))
     monkeypatch.setattr(write_checkpoint, "_NOTED", total // 20)
     with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "out", progress=Stops(KeyboardInterrupt(), 0.8), **options)
+        convert(source, tmp_path / "out", progress=stops(KeyboardInterrupt(), 0.8), **options)
     left = sorted((tmp_path / "out").glob(".*.partial"))
     assert len(left) == (1 if to == "hf" else 3)
     check_unfinished(tmp_path / "out")

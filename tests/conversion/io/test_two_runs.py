@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.conversions import META_LLAMA_2, sums
 from support.forked_runs import ForkedRuns
+from support.progress import Progress
 from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 
 import llamoe
@@ -73,22 +74,6 @@ def given(tmp_path_factory):
     return Sources(tmp_path_factory.mktemp("sources"))
 
 
-class Halfway:
-    """Does something once, when half of all bytes have been written."""
-
-    def __init__(self, act):
-        self.act = act
-
-    def start(self, total):
-        self.left = total // 2
-
-    def advance(self, nbytes, file):
-        self.left -= nbytes
-        if self.left < 0 and self.act:
-            act, self.act = self.act, None
-            act()
-
-
 def files(folder):
     """What stands in a folder, if it is there; an unfinished file by its identity, since it is being written on."""
     if not folder.exists():
@@ -102,7 +87,7 @@ def files(folder):
 def run_halfway(given, target, act, writer="convert", **more):
     """Run a command and something else in its middle."""
     done = []
-    WRITERS[writer](given, target, progress=Halfway(lambda: done.append(act())), **more)
+    WRITERS[writer](given, target, progress=Progress(lambda: done.append(act())), **more)
     assert done
 
 

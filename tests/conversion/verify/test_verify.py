@@ -20,6 +20,7 @@ from support.models import (
     text_config,
     vision_config,
 )
+from support.progress import Progress
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
@@ -515,18 +516,8 @@ def test_bad_arguments_and_paths_are_told(saved, tmp_path):
 
 
 def test_progress_ends_at_its_total(saved):
-    class Seen:
-        total = done = 0
-
-        def start(self, total):
-            self.total = total
-
-        def advance(self, nbytes, file):
-            assert nbytes > 0
-            self.done += nbytes
-
     for by_layer in (True, False):
-        seen = Seen()
+        seen = Progress()
         verify(saved("text"), saved("text"), by_layer=by_layer, progress=seen)
         assert (
             seen.done
