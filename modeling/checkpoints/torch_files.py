@@ -10,7 +10,8 @@ import os
 import zipfile
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from struct import unpack
+from struct import error as StructError
+from struct import unpack, unpack_from
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 from zlib import crc32
 
@@ -21,7 +22,7 @@ from ...configuration.json_files import check_regular
 from .._private_api import open_archive
 from .pickles import MOST_BYTES, Storage, Unpickler
 
-_MOST_DIRECTORY_BYTES = 1 << 26
+_MOST_DIRECTORY_BYTES = 1 << 24
 # Bytes behind the directory (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.14 to 4.3.16), the latter
 # in archives of 4 GiB and more.
 _ENDS = (22, 98)
@@ -114,25 +115,19 @@ def read_records(path: str | os.PathLike, file: BinaryIO) -> dict[str, Record]:
         raise CheckpointError(f"{path}: {problem}. {_AGAIN}")
 
     size = os.fstat(file.fileno()).st_size
-    file.seek(max(size - 22, 0))
-    signature, _, length = unpack("<4s8sL6x", file.read(22).rjust(22, b"\0"))
-    if signature != b"PK\5\6":
+    file.seek(max(size - _ENDS[1], 0))
+    end = file.read().rjust(_ENDS[1], b"\0")
+    if end[-22:-18] != b"PK\5\6":
         fail("is cut short or damaged: its directory is not at its end")
-    if _MOST_DIRECTORY_BYTES < length < 0xFFFFFFFF:
+    (length,) = unpack_from("<Q", end, 40) if end[:4] == b"PK\6\6" else unpack_from("<L", end, len(end) - 10)
+    if length > _MOST_DIRECTORY_BYTES:
         fail("is cut short or damaged in its directory")
     try:
         known = open_archive(path)
         with zipfile.ZipFile(path) as archive:
             close, entries = archive.start_dir, archive.infolist()
     # Both libraries raise many types where a number or a text should stand.
-    except (
-        zipfile.BadZipFile,
-        RuntimeError,
-        LookupError,
-        ValueError,
-        NotImplementedError,
-        OverflowError,
-    ) as error:
+    except (zipfile.BadZipFile, StructError, RuntimeError, LookupError, ValueError, OverflowError) as error:
         fail(f"torch cannot read this archive ({str(error).partition('. ')[0][:200]})")
     records: dict[str, Record] = {}
     spans: list[tuple[int, int, bool]] = []
@@ -153,10 +148,10 @@ def read_records(path: str | os.PathLike, file: BinaryIO) -> dict[str, Record]:
         if name.lower() in seen:
             fail(f"{shown} is twice there")
         seen.add(name.lower())
+        if not 0 <= begin <= close - 30:
+            fail(f"{shown} is cut short")
         file.seek(begin)
-        signature, flags, method, name_length, extra_length = unpack(
-            "<4s2xHH16xHH", file.read(30).ljust(30, b"\0")
-        )
+        signature, flags, method, name_length, extra_length = unpack("<4s2xHH16xHH", file.read(30))
         if signature != b"PK\3\4" or method or file.read(name_length) != raw_name:
             fail(f"{shown} is not where the directory says")
         content = begin + 30 + name_length + extra_length

@@ -120,6 +120,22 @@ def entry_field(offset, form, value, which=b"archive/data/0"):
     return damage
 
 
+def far(offset):
+    """A record of the form for large archives, whose extra field says where it begins."""
+
+    def damage(content):
+        begin, end = directory_of(content)
+        at = content.index(b"archive/data/0", begin) - 46
+        entry = content[at : at + 30] + struct.pack("<H", 12) + content[at + 32 : at + 42] + b"\xff" * 4
+        behind = at + 46 + len(b"archive/data/0")
+        length = struct.unpack_from("<L", content, end + 12)[0] + 12
+        extra = content[at + 46 : behind] + struct.pack("<HHQ", 1, 8, offset)
+        end_record = content[end : end + 12] + struct.pack("<L", length) + content[end + 16 :]
+        return content[:at] + entry + extra + content[behind:end] + end_record
+
+    return damage
+
+
 def shifted(content):
     """The numbers of a record are said to begin 16 bytes later, where the next record does not follow at once."""
     begin, _ = directory_of(content)
@@ -153,6 +169,8 @@ ARCHIVES = {
     "end_on_another_disk": at_end(60, 2),
     "many_disks": at_end(72, 2),
     "far_away": entry_field(42, "<L", 2**31),
+    "beyond_all_files": far(2**63),
+    "beyond_all_numbers": far(2**64 - 2),
     "elsewhere": entry_field(42, "<L", 0),
     "overlapping": overlapping,
     "something_behind": lambda content: content + b"x",
