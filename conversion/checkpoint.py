@@ -50,7 +50,7 @@ class Checkpoint:
         dropped: source key to the reason why the tensor is not in `tensors`.
         companions: file name to content of the small files that come along, in Hugging Face's form.
         sources: the weight files; none for a model in memory.
-        looks: size, time and inode of every file, noted before it was read.
+        looks: size, time and inode of the source's files, noted before any was read.
         notes: what a user should know about how the source was read.
         quantization: of a folder of packed weights, how they are stored; `tensors` are what they mean.
         stored: of such a folder, key to tensor as the files have them.

@@ -1,16 +1,17 @@
 """Opens a checkpoint of any format; the format is recognised by its files."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ..configuration.errors import CheckpointError
-from ..modeling.checkpoints import find_weights
+from ..modeling.checkpoints import check_finished, find_weights
 from .checkpoint import Checkpoint, refuse_adapter
 from .clip import open_tower, tower_kind
 from .hf import in_words, open_hf
-from .io import check_apart, check_source, check_target
+from .io import check_apart, check_target, look_at_source
 from .meta import open_meta
 from .mistral import is_mistral, open_mistral
 
@@ -34,10 +35,15 @@ def open_checkpoint(
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
+    check_finished(path)
     refuse_adapter(path)
+    looks = look_at_source(path)
+    return replace(_open(path, companions, instruct), looks=looks)
+
+
+def _open(path: Path, companions: bool, instruct: bool | None) -> Checkpoint:
     if path.is_file():
         return open_tower(path)
-    check_source(path)
     if is_mistral(path):
         # Mistral AI's repositories have Hugging Face's files, too.
         if not (path / "config.json").is_file() or find_weights(path) is None:

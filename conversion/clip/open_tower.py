@@ -16,9 +16,10 @@ from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip
 
 from ...configuration.errors import CheckpointError
 from ...configuration.multimodal import LlamoeConfig
+from ...modeling.checkpoints import check_finished
 from ..checkpoint import Checkpoint, check_at_least, refuse_adapter, take_part
 from ..hf import open_hf, open_shards
-from ..io import LazyTensor, check_source, from_tensor, open_weights, read_json, remember_looks
+from ..io import LazyTensor, from_tensor, look_at_source, open_weights, read_json
 from . import image_processors
 from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP, OPEN_CLIP_REFUSED
@@ -72,7 +73,6 @@ def tower_kind(path: str | Path) -> str | None:
     return None
 
 
-@remember_looks
 def open_tower(
     path: str | Path | nn.Module,
     *,
@@ -108,12 +108,12 @@ def open_tower(
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
+    check_finished(path)
     refuse_adapter(path)
-    if path.is_dir():
-        check_source(path)
+    looks = look_at_source(path)
     kind = tower_kind(path)
     if kind == "open_clip":
-        return _open_open_clip(path, activation, tag, model, heads)
+        return replace(_open_open_clip(path, activation, tag, model, heads), looks=looks)
     for name, value in {"tag": tag, "model": model}.items():
         if value is not None:
             raise ValueError(f"{name} = {value!r}: {path} is no open_clip checkpoint, and describes itself.")
@@ -123,7 +123,7 @@ def open_tower(
     config, where = checkpoint.config, f"config.json of {path}"
     agree("activation", {where: config.hidden_act, "the argument activation": activation})
     agree("number of heads", {where: config.num_attention_heads, "the argument heads": heads})
-    return checkpoint
+    return replace(checkpoint, looks=looks)
 
 
 def _explain_unknown(path: Path) -> CheckpointError:

@@ -34,14 +34,11 @@ from ..checkpoint import (
 from ..io import (
     LazyTensor,
     Plan,
-    check_target,
-    note,
     open_pickle,
     open_safetensors,
     parse_size,
     read_bytes,
     read_json,
-    remember_looks,
     split_shards,
 )
 from ..tokenizers import check_companions, processor_of_layout
@@ -58,7 +55,6 @@ _COMPANIONS = re.compile(
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_embedding\.freqs_ci)")
 
 
-@remember_looks
 def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
     """Open a Hugging Face folder of LLaMA, Mistral, Mixtral, Llama 4 or llamoe.
 
@@ -107,8 +103,6 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
         CheckpointError: there are no weights, or two sets; a file that the index names is missing or outside the
             folder; or a tensor is in two files, or not where the index says.
     """
-    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        note(folder / name)
     weights = find_weights(folder)
     if weights is None:
         raise CheckpointError(
@@ -185,7 +179,6 @@ def save_hf(
     if experts not in ("fused", "split"):
         raise ValueError(f"experts = {experts!r}: valid are 'fused' and 'split'.")
     wanted = parse_dtype(options["dtype"])
-    check_target(target, options["resume"])
     config = copy.deepcopy(checkpoint.config)
     plain = tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))
     # Of each part the weight that it belongs to: they are made together, so that they stay in one file.

@@ -1,7 +1,7 @@
 """Checkpoint files: tensors that are read when needed, and folders that are written block by block.
 
-Reading order: lazy_tensor, run_lock, source_changes, operations, name_table, plan, read_files, target_folder,
-preallocated_files, write_checkpoint.
+Reading order: lazy_tensor, operations, name_table, target_folder, plan, read_files, preallocated_files,
+write_checkpoint.
 """
 
 from .lazy_tensor import LazyTensor, Slot, blocks, compute, from_tensor, join, stack
@@ -17,8 +17,7 @@ from .read_files import (
     read_json,
     same_place,
 )
-from .source_changes import Look, look_at, note, remember_looks
-from .target_folder import check_apart, check_source, check_target
+from .target_folder import Look, check_apart, check_target, look_at, look_at_source
 from .write_checkpoint import check_finite, write
 
 __all__ = [
@@ -39,14 +38,13 @@ __all__ = [
     "blocks",
     "check_apart",
     "check_finite",
-    "check_source",
     "check_sums",
     "check_target",
     "compute",
     "from_tensor",
     "join",
     "look_at",
-    "note",
+    "look_at_source",
     "one_of",
     "open_pickle",
     "open_safetensors",
@@ -56,7 +54,6 @@ __all__ = [
     "read_bytes",
     "read_json",
     "read_through",
-    "remember_looks",
     "same_place",
     "sources_of",
     "split",

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ...configuration.json_files import to_json
 from ...configuration.sizes import parse_bytes
 from .lazy_tensor import LazyTensor
-from .source_changes import Look
+from .target_folder import Look
 
 
 class Progress(Protocol):

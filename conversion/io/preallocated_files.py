@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from ...configuration.errors import CheckpointError
 from ...modeling._private_api import save_without_storage
-from ...modeling.checkpoints import DTYPE_NAMES, TensorHeader, read_header
+from ...modeling.checkpoints import DTYPE_NAMES, read_header
 from .lazy_tensor import LazyTensor
 
 
@@ -22,16 +21,12 @@ class Output:
 
     Attributes:
         path: the file, under its temporary name.
-        sums: key to the CRC-32 of what was written, where the format wants one.
-        kept: keys of tensors that an earlier run has written.
     """
 
-    def __init__(self, path: Path, offsets: Mapping[str, int], size: int):
+    def __init__(self, path: Path, offsets: Mapping[str, int], size: int, mode: str):
         self.path, self.offsets = path, offsets
         self.written = dict.fromkeys(offsets, 0)
-        self.sums = dict.fromkeys(offsets, 0)
-        self.kept: set[str] = set()
-        self.file = open(path, "r+b" if path.exists() else "w+b", buffering=0)
+        self.file: Any = open(path, mode, buffering=0)
         # Reserve the space now, so that a full disk shows before hours of work.
         if hasattr(os, "posix_fallocate"):
             try:
@@ -51,10 +46,7 @@ class Output:
             done += self.file.write(data[done:])
         self.written[key] += len(data)
 
-    def enter_sums(self) -> None:
-        """Write the checksums into the file, if the format has any."""
-
-    def flush(self) -> None:
+    def finish(self) -> None:
         """Flush what was written to the disk."""
         os.fsync(self.file.fileno())
 
@@ -66,7 +58,7 @@ class Output:
 class SafetensorsOutput(Output):
     """A safetensors file."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, LazyTensor], kept: Mapping[str, int]):
+    def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
         # Wide dtypes first, as the safetensors library orders them: each tensor starts at a multiple of its item size.
@@ -82,52 +74,34 @@ class SafetensorsOutput(Output):
         text += b" " * (-len(text) % 8)
         begin = 8 + len(text)
         offsets = {key: begin + header[key]["data_offsets"][0] for key in tensors}
-        if not (kept and path.stat().st_size == begin + position):
-            path.unlink(missing_ok=True)
-            kept = {}
-        super().__init__(path, offsets, begin + position)
-        self.kept = set(kept)
+        super().__init__(path, offsets, begin + position, "w+b")
         self.file.write(len(text).to_bytes(8, "little") + text)
 
 
 class TorchOutput(Output):
     """A file as `torch.save` writes it: torch lays it out, then the elements and their checksums are filled in."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, LazyTensor], kept: Mapping[str, int]):
-        placed = _placed(path) if kept else None
-        if placed is None or placed.keys() != tensors.keys():
-            path.unlink(missing_ok=True)
-            kept = {}
-            empty = {
-                key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                for key, tensor in tensors.items()
-            }
-            save_without_storage(empty, path)
-            placed = read_header(path, "bin")
+    def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]):
+        empty = {
+            key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for key, tensor in tensors.items()
+        }
+        save_without_storage(empty, path)
+        placed = read_header(path, "bin")
         offsets = {key: placed[key].begin if tensor.numel else 0 for key, tensor in tensors.items()}
-        super().__init__(path, offsets, path.stat().st_size)
-        self.kept = set(kept)
-        self.sums.update(kept)
+        super().__init__(path, offsets, path.stat().st_size, "r+b")
+        self.sums = dict.fromkeys(offsets, 0)
 
     def append(self, key: str, block: torch.Tensor) -> None:
-        """Write the next block of a tensor and add it to the tensor's checksum."""
-        # The first block replaces the checksum of an earlier run.
-        before = self.sums[key] if self.written[key] else 0
+        """Write the next block of a tensor and add it to the tensor's CRC-32."""
         super().append(key, block)
-        self.sums[key] = zlib.crc32(memoryview(block.reshape(-1).view(torch.uint8).numpy()), before)
+        self.sums[key] = zlib.crc32(memoryview(block.reshape(-1).view(torch.uint8).numpy()), self.sums[key])
 
-    def enter_sums(self) -> None:
-        """Write the CRC-32 of each tensor into the archive."""
+    def finish(self) -> None:
+        """Write the CRC-32 of each tensor into the archive, and flush."""
         by_offset = {offset: self.sums[key] for key, offset in self.offsets.items() if offset}
         _set_checksums(self.path, self.file, by_offset)
-
-
-def _placed(path: Path) -> dict[str, TensorHeader] | None:
-    """The layout of an unfinished file; None if the file is damaged."""
-    try:
-        return read_header(path, "bin")
-    except CheckpointError:
-        return None
+        super().finish()
 
 
 def _set_checksums(path: Path, file: Any, by_offset: Mapping[int, int]) -> None:

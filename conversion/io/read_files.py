@@ -19,7 +19,6 @@ from ...configuration.json_files import LARGE, check_regular, reading
 from ...modeling.checkpoints import DTYPES, Named, TensorHeader, read_header, read_records, read_torch
 from .lazy_tensor import LazyTensor
 from .plan import Progress
-from .source_changes import note
 
 # Bytes that are read at a time.
 _PIECE = 1 << 22
@@ -90,7 +89,6 @@ def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
         CheckpointError: the file is missing or damaged, or torch lacks one of its dtypes.
     """
     path = Path(path)
-    note(path)
     return {name: _in_file(path, name, header) for name, header in read_header(path, "safetensors").items()}
 
 
@@ -104,7 +102,6 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
         CheckpointError: the file is missing or damaged, holds something else, or would run code.
     """
     path = Path(path)
-    note(path)
     with reading(path):
         content = read_torch(path, _STREAMS)
     others: dict[str, str] = {}
@@ -165,7 +162,6 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         CheckpointError: it is too large for such a file.
     """
-    note(path)
     if check_regular(path).st_size > LARGE:
         raise CheckpointError(f"{path}: has more than {LARGE} bytes, where a small file was expected.")
     return path.read_bytes()
@@ -173,7 +169,6 @@ def read_bytes(path: Path) -> bytes:
 
 def read_json(path: str | os.PathLike, *most: int) -> dict[str, Any]:
     """The content of a source's JSON file; see `configuration.json_files.read_json`."""
-    note(Path(path))
     return json_files.read_json(path, *most)
 
 

@@ -1,13 +1,63 @@
-"""Checks of target and source folders before a run: nothing finished, and nothing being written, is overwritten."""
+"""Source and target of a run: nothing finished, and nothing that is being written, is overwritten or read."""
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
+
+from filelock import Timeout
 
 from ...configuration.errors import CheckpointError
-from ...modeling.checkpoints import UNFINISHED, check_finished
-from .run_lock import LOCK, find_run, refuse_second
+from ...modeling.checkpoints import LOCK, UNFINISHED, FolderLock, holder
 
 TEMPORARY = ".{}.partial"
+# Seconds to wait for a run that is just ending, and how often its folder may vanish meanwhile.
+_PATIENCE, _TRIES = 0.5, 100
+_READ = (".safetensors", ".bin", ".pth", ".pt", ".json", ".model", ".jinja")
+
+
+class Look(NamedTuple):
+    """What changes when a file is written or replaced; for a link, the values of its target."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+def look_at(path: Path) -> Look:
+    """The current look of a file."""
+    status = path.stat()
+    return Look(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def look_at_source(path: Path) -> dict[Path, Look]:
+    """The looks of a checkpoint's files, before any of them is read; of a single file, of its description, too.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    files = [*path.iterdir()] if path.is_dir() else [path, path.with_name("open_clip_config.json")]
+    # Releases of LLaMA 1 and 2 have it one level above the weights.
+    files.append(path.absolute().parent / "tokenizer.model")
+    return {file: look_at(file) for file in files if file.suffix in _READ and file.is_file()}
+
+
+def check_unchanged(looks: Mapping[Path, Look]) -> None:
+    """Raise a `CheckpointError` if a file has another size, time or inode than at its opening, or is gone."""
+    for path, before in looks.items():
+        try:
+            now = look_at(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be read any more ({error.strerror}), though it was when the conversion began."
+            ) from error
+        if now != before:
+            how = [name for name, old, new in zip(Look._fields, before, now, strict=True) if old != new]
+            raise CheckpointError(
+                f"{path}: was changed or replaced while it was being converted ({', '.join(how)} differ), so that the "
+                "result would be a mixture. Begin again when nothing writes to the source."
+            )
 
 
 def check_apart(source: Path, target: Path) -> None:
@@ -17,18 +67,11 @@ def check_apart(source: Path, target: Path) -> None:
 
 
 def check_target(target: Path, resume: bool) -> None:
-    """Refuse a target that is in use, before any work.
+    """Refuse a target that cannot be written to.
 
     Raises:
-        ValueError: another run is writing there, the target is a file or not empty, or there is nothing to resume.
+        ValueError: it is a file, not empty, or nothing that could be resumed.
     """
-    if running := find_run(target):
-        raise refuse_second(target, running)
-    check_free(target, resume)
-
-
-def check_free(target: Path, resume: bool) -> None:
-    """`check_target` without the check for other runs, for the run that has the lock."""
     if target.is_symlink() and not target.exists():
         raise ValueError(f"{target}: is a link to nothing. Remove it or choose another target.")
     if not target.exists():
@@ -60,8 +103,44 @@ def is_empty(target: Path) -> bool:
     return {path.name for path in target.iterdir()} <= {LOCK, TEMPORARY.format(UNFINISHED)}
 
 
-def check_source(folder: Path) -> None:
-    """Refuse, with a `CheckpointError`, a source that a run is writing or has left unfinished."""
-    if running := find_run(folder):
-        raise CheckpointError(f"{folder}: is being written by {running}. Wait until that ends.")
-    check_finished(folder)
+@contextmanager
+def one_run(target: Path) -> Iterator[FolderLock]:
+    """Create a folder if needed and keep all other runs out of it; created folders that stay empty are removed.
+
+    Raises:
+        ValueError: another run is writing there.
+        OSError: the folder or the lock cannot be created.
+    """
+    made = [place for place in (target, *target.parents) if not place.exists()]
+    is_ours = True
+    try:
+        lock = _lock(target)
+        try:
+            yield lock
+        finally:
+            is_ours = lock.is_held()
+            lock.release()
+    finally:
+        for place in made if is_ours else ():
+            try:
+                place.rmdir()
+            # Not empty, or removed by another run.
+            except OSError:
+                break
+
+
+def _lock(target: Path) -> FolderLock:
+    for attempt in range(_TRIES):
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            return FolderLock(target, _PATIENCE)
+        except Timeout:
+            raise ValueError(
+                f"{target}: is being written by {holder(target)}; nothing was touched. Wait until that ends. If it "
+                "hangs, end it, then go on with resume=True (--resume)."
+            ) from None
+        # A run that ended has just removed the folder; `mkdir` may find that it exists and is none.
+        except (FileNotFoundError, FileExistsError):
+            if attempt == _TRIES - 1 or (target.exists() and not target.is_dir()):
+                raise
+    raise AssertionError

@@ -2,8 +2,7 @@
 
 A file is created in full size under a temporary name, filled, flushed to the disk and renamed. The file that makes a
 folder a checkpoint (the index of several shards, Meta's params.json) is written last. Until then the file `UNFINISHED`
-states what is made from which source. With it a later run continues after the last complete file, and within large
-files after the last tensors that it lists as flushed.
+states what is made from which source. With it a later run continues after the last complete file.
 """
 
 import errno
@@ -21,21 +20,16 @@ import torch
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
-from ...modeling.checkpoints import UNFINISHED
+from ...modeling.checkpoints import UNFINISHED, FolderLock
 from .lazy_tensor import LazyTensor, blocks
 from .plan import Plan, Progress
 from .preallocated_files import Output, SafetensorsOutput, TorchOutput
-from .read_files import open_weights
-from .run_lock import RunLock, one_run
-from .source_changes import check_unchanged
-from .target_folder import TEMPORARY, check_free, check_target, is_empty
+from .target_folder import TEMPORARY, check_target, check_unchanged, is_empty, one_run
 
 # Elements that are checked for infinities and nan at a time.
 _CHECKED_AT_ONCE = 1 << 24
 # Bytes that may wait to be written.
 _BEHIND = 1 << 26
-# Bytes after which the progress within unfinished files is recorded.
-_NOTED = 1 << 32
 
 
 class _OneThread:
@@ -72,94 +66,80 @@ Unit = list[tuple[str, str, LazyTensor]]
 def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | None = None) -> None:
     """Write a planned checkpoint into a folder, which is created, or must be empty.
 
-    With `resume` the folder was left unfinished by an earlier run of the same plan. What that run has flushed to the
-    disk is kept.
+    With `resume` the folder was left unfinished by an earlier run of the same plan, whose whole files are kept.
 
     Raises:
         ValueError: the target is in use, the earlier run had another plan, a weight is not finite, or a source file has
             changed since it was opened. This run's files are removed.
-        OSError: the disk is full or fails, or the target was moved or removed. Complete files stay for `resume`.
+        OSError: the disk is full or fails, or the target was moved or removed. Whole files stay for `resume`.
     """
-    check_target(target, resume)
     with one_run(target) as lock:
-        # Checked again under the lock: another run may have written since.
-        check_free(target, resume)
-        _write_alone(plan, target, lock, progress)
+        # Only now can no other run write there any more.
+        check_target(target, resume)
+        is_begun = not is_empty(target)
+        if is_begun:
+            _check_same(plan, target)
+        made: list[Path] = []
+        try:
+            if not is_begun:
+                state = {"fingerprint": plan.fingerprint(), "made_from": plan.identity}
+                _write_small(target / UNFINISHED, to_json(state), made)
+            _write_files(plan, target, made, lock, progress)
+        except ValueError:
+            if lock.is_held():
+                # In reverse, so that UNFINISHED is removed last.
+                for path in reversed(made):
+                    path.unlink(missing_ok=True)
+                    if path.parent != target and not any(path.parent.iterdir()):
+                        path.parent.rmdir()
+            raise
+        except OSError as error:
+            lock.check()
+            raise OSError(
+                error.errno,
+                f"{target}: writing failed ({error.strerror or error}). Whole files were kept; make room or repair the "
+                "disk, then go on with resume=True (--resume)",
+            ) from error
+        finally:
+            if lock.is_held():
+                for name in (UNFINISHED, *plan.before, *plan.files, *plan.last):
+                    _partial(target / name).unlink(missing_ok=True)
 
 
-def _write_alone(plan: Plan, target: Path, lock: RunLock, progress: Progress | None) -> None:
-    earlier = None if is_empty(target) else _read_state(plan, target)
-    state = earlier or {"fingerprint": plan.fingerprint(), "made_from": plan.identity, "writing": {}}
-    files = plan.files
-    # Files that an earlier run has completed; those that are written together count only together.
-    done: set[str] = set()
-    for group in plan.groups if earlier else ():
-        if all(_is_whole(target / name, tensors) for name, tensors in group.items()):
-            done.update(group)
-    partial = [_partial(target / name) for name in files] if earlier else []
-    _check_room(
-        target,
-        sum(_nbytes(files[name]) for name in files if name not in done)
-        - sum(path.stat().st_size for path in partial if path.is_file()),
-    )
+def _write_files(
+    plan: Plan, target: Path, made: list[Path], lock: FolderLock, progress: Progress | None
+) -> None:
+    """Write what is not there yet; `made` gets the paths of completed files."""
+    # Files that are written together count only together.
+    missing = [group for group in plan.groups if not all((target / name).is_file() for name in group)]
+    needed = sum(_nbytes(tensors) for group in missing for tensors in group.values())
+    _check_room(target, needed)
     if progress:
         progress.start(plan.nbytes)
-        for name in done:
-            progress.advance(_nbytes(files[name]), name)
+        for group in plan.groups:
+            for name, tensors in group.items() if group not in missing else ():
+                progress.advance(_nbytes(tensors), name)
 
     def check() -> None:
         lock.check()
         check_unchanged(plan.sources)
 
-    made: list[Path] = []
-    try:
-        if earlier is None:
-            _write_small(target / UNFINISHED, to_json(state), made)
-        for name, content in plan.before.items():
-            _write_small(target / name, content, made)
-        for group in plan.groups:
-            if not done.issuperset(group):
-                _write_group(group, target, state, made, check, progress)
-        check()
-        for name, content in plan.last.items():
-            _write_small(target / name, content, made)
-        (target / UNFINISHED).unlink()
-    except BaseException as error:
-        if isinstance(error, ValueError) and lock.is_held():
-            state["writing"] = {}
-            # In reverse, so that UNFINISHED is removed last.
-            for path in reversed(made):
-                path.unlink(missing_ok=True)
-                if path.parent != target and not any(path.parent.iterdir()):
-                    path.parent.rmdir()
-        elif isinstance(error, OSError):
-            lock.check()
-            problem = (
-                f"{target}: writing failed ({error.strerror or error}). Whole files were kept; make room or "
-            )
-            problem += "repair the disk, then go on with resume=True (--resume)"
-            raise OSError(error.errno, problem) from error
-        raise
-    finally:
-        if lock.is_held():
-            for name in (UNFINISHED, *plan.before, *files, *plan.last):
-                if name not in state["writing"]:
-                    _partial(target / name).unlink(missing_ok=True)
+    for name, content in plan.before.items():
+        _write_small(target / name, content, made)
+    for group in missing:
+        _write_group(group, target, made, check, progress)
+    check()
+    for name, content in plan.last.items():
+        _write_small(target / name, content, made)
+    (target / UNFINISHED).unlink()
 
 
-def _read_state(plan: Plan, target: Path) -> dict[str, Any]:
-    """The state that an earlier run of the same plan recorded.
-
-    Returns:
-        "fingerprint" and "made_from" of the plan, and "writing": unfinished files, as name to the tensors that are on
-        the disk with their checksums.
-    """
+def _check_same(plan: Plan, target: Path) -> None:
+    """Refuse to go on with a folder that another plan has begun."""
     path = target / UNFINISHED
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        earlier, made_from, writing = state["fingerprint"], state["made_from"], state["writing"]
-        if not isinstance(writing, dict) or not all(isinstance(keys, dict) for keys in writing.values()):
-            raise TypeError("writing is no object of objects")
+        earlier, made_from = state["fingerprint"], state["made_from"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error!r}). Begin again elsewhere.") from error
     if earlier != plan.fingerprint():
@@ -168,17 +148,6 @@ def _read_state(plan: Plan, target: Path) -> dict[str, Any]:
             f"{target}: was begun from another source or with other options, so that it cannot go on: then "
             f"{made_from}, now {now}. Give the same ones, or another target."
         )
-    return state
-
-
-def _is_whole(path: Path, tensors: Mapping[str, LazyTensor]) -> bool:
-    try:
-        found = open_weights(path)
-    except CheckpointError:
-        return False
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {
-        name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()
-    }
 
 
 def _check_room(target: Path, needed: int) -> None:
@@ -212,55 +181,33 @@ def _nbytes(tensors: Mapping[str, LazyTensor]) -> int:
 def _write_group(
     group: Mapping[str, Mapping[str, LazyTensor]],
     target: Path,
-    state: dict[str, Any],
     made: list[Path],
     check: Callable[[], None],
     progress: Progress | None,
 ) -> None:
     """Write files side by side, so that each block of the source is read once for all of them.
 
-    `state` is that of `_read_state`; `made` gets the paths of completed files. `check` is called before a tensor is
-    recorded as written and before a file is renamed.
+    `check` is called before a file gets its name, and then `made` gets its path.
     """
-    paths = {name: _partial(target / name) for name in group}
-    if state["writing"].keys() != group.keys() or not all(path.is_file() for path in paths.values()):
-        state["writing"] = {}
     outputs: dict[str, Output] = {}
     try:
         _ONE_THREAD.enter()
         for name, tensors in group.items():
             make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
-            outputs[name] = make(paths[name], tensors, state["writing"].get(name, {}))
-        on_disk = {name: set(output.kept) for name, output in outputs.items()}
-        fresh = 0
+            outputs[name] = make(_partial(target / name), tensors)
         with _Behind() as behind:
             for unit in _units(group):
-                if all(key in on_disk[name] for name, key, _ in unit):
-                    if progress:
-                        for name, _, tensor in unit:
-                            progress.advance(tensor.nbytes, name)
-                    continue
                 _write_unit(unit, outputs, behind, progress)
-                fresh += sum(tensor.nbytes for *_, tensor in unit)
-                for name, key, _ in unit:
-                    on_disk[name].add(key)
-                if fresh >= _NOTED:
-                    fresh = 0
-                    behind.catch_up()
-                    check()
-                    _note(state, outputs, on_disk, target)
         for output in outputs.values():
-            output.enter_sums()
-            output.flush()
+            output.finish()
     finally:
         _ONE_THREAD.leave()
         for output in outputs.values():
             output.close()
     check()
-    for name, path in paths.items():
-        os.replace(path, target / name)
+    for name, output in outputs.items():
+        os.replace(output.path, target / name)
         made.append(target / name)
-    state["writing"] = {}
     _flush_folder(target)
 
 
@@ -275,18 +222,6 @@ def _write_unit(
                 behind.run(piece.nbytes, outputs[name].append, key, piece)
                 if progress:
                     progress.advance(piece.nbytes, name)
-
-
-def _note(
-    state: dict[str, Any], outputs: Mapping[str, Output], on_disk: Mapping[str, set[str]], target: Path
-) -> None:
-    """Record the tensors of unfinished files that are on the disk."""
-    for output in outputs.values():
-        output.flush()
-    state["writing"] = {
-        name: {key: output.sums[key] for key in on_disk[name]} for name, output in outputs.items()
-    }
-    _write_small(target / UNFINISHED, to_json(state), [])
 
 
 def _flush_folder(folder: Path) -> None:

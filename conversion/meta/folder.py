@@ -35,12 +35,10 @@ from ..io import (
     Plan,
     Slot,
     are_equal,
-    check_target,
     open_pickle,
     read_bytes,
     read_json,
     read_through,
-    remember_looks,
     same_place,
     sources_of,
     write_through,
@@ -67,7 +65,6 @@ _LARGEST_FILE, _MOST_FILES = 17.5e9, 8
 _SLOTS = {"k_proj": 1, "up_proj": 1, "v_proj": 2}
 
 
-@remember_looks
 def open_meta(
     folder: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
 ) -> Checkpoint:
@@ -200,7 +197,6 @@ def save_meta(
             f"{checkpoint.path}: is a Mixtral, which Meta's code does not compute; give to = 'mistral'."
         )
     wanted = parse_dtype(options["dtype"])
-    check_target(target, options["resume"])
     tokenizer, notes = _write_tokenizer(checkpoint.companions, config)
     generation = _generation_to_write(config, tokenizer)
     params, kept = write_params(config, generation)

@@ -28,14 +28,12 @@ from ..hf import fuse_experts, split_experts
 from ..io import (
     LazyTensor,
     Plan,
-    check_target,
     one_of,
     open_pickle,
     open_safetensors,
     read_bytes,
     read_json,
     read_through,
-    remember_looks,
     sources_of,
     write_through,
 )
@@ -62,7 +60,6 @@ def is_mistral(folder: Path) -> bool:
     return whose == "mistral" or (whose is None and bool(endings) and "pth" not in endings)
 
 
-@remember_looks
 def open_mistral(
     folder: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
 ) -> Checkpoint:
@@ -206,7 +203,6 @@ def save_mistral(checkpoint: Checkpoint, target: str | os.PathLike, **options: U
             f"{checkpoint.path}: is a {config.model_type}, and mistral-inference computes dense decoders and Mixtral."
         )
     wanted = parse_dtype(options["dtype"])
-    check_target(target, options["resume"])
     params, kept = write_params(config)
     tokenizer, notes = _write_tokenizer(checkpoint.companions, config)
     tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))

@@ -3,7 +3,8 @@
 Reading order: safetensors_files, pickles, torch_files (headers, without the numbers), checkpoint_files (does a folder
 hold this model), mapped_memory (memory that is given back), split_experts (experts stored one by one), model_names and
 state_dicts (the same for `load_state_dict`), other_loaders (accelerate's, Trainer's and torch's), device_map (on which
-device a module goes), parts, quantization, saving (a folder is written whole or not at all).
+device a module goes), parts, quantization, folder_lock (one run writes at a time), saving (a folder is written whole or
+not at all).
 """
 
 from .checkpoint_files import (
@@ -29,6 +30,7 @@ from .device_map import (
     owner_of,
     settle_device_map,
 )
+from .folder_lock import LOCK, FolderLock, holder
 from .mapped_memory import forget_pages, is_mapped, return_freed_memory
 from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
@@ -43,6 +45,8 @@ from .torch_files import read_records, read_torch
 __all__ = [
     "DTYPES",
     "DTYPE_NAMES",
+    "FolderLock",
+    "LOCK",
     "Named",
     "SavesWhole",
     "TakesStateDicts",
@@ -68,6 +72,7 @@ __all__ = [
     "find_weights",
     "forget_pages",
     "fuse_while_loading",
+    "holder",
     "in_units",
     "is_mapped",
     "loading",

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from filelock import Timeout
 from transformers import PreTrainedModel
 
 from ...configuration.errors import CheckpointError
@@ -42,6 +43,7 @@ from ..parallel import (
     sharded_adapter,
     sharing_processes,
 )
+from .folder_lock import FolderLock
 from .state_dicts import check_loaded
 
 # Prefixes of the hidden folder: while files are written, while they are exchanged, and afterwards.
@@ -84,7 +86,7 @@ def put_back(folder: str | os.PathLike) -> None:
             if hidden.name.startswith(_EXCHANGING):
                 _undo(hidden, target)
             shutil.rmtree(hidden, ignore_errors=True)
-            _unlock(lock)
+            lock.release()
 
 
 class _Save:
@@ -103,7 +105,7 @@ class _Save:
         self._hidden = self.target / f"{_WRITING}{self._suffix}"
         self._hidden.mkdir()
         # Held while this process lives: an unlocked folder tells the next save that its writer is gone.
-        self._lock = _lock(self._hidden)
+        self._lock = FolderLock(self._hidden)
         self.new = self._hidden / "new"
         self.new.mkdir()
         self.published: set[str] | None = None
@@ -113,7 +115,7 @@ class _Save:
         if self.published is not None:
             return
         names = set(os.listdir(self.new))
-        lock = _lock(self.target, wait=True)
+        lock = FolderLock(self.target, wait=-1)
         try:
             _plan(self._hidden, self.target, self._outdated(names))
             _flush(self._hidden)
@@ -128,7 +130,7 @@ class _Save:
                 raise
             self._rename(_DONE)
         finally:
-            _unlock(lock)
+            lock.release()
         self.published = names
         self._remove()
 
@@ -156,8 +158,7 @@ class _Save:
     def _remove(self) -> None:
         if not self._hidden.name.startswith(_EXCHANGING):
             shutil.rmtree(self._hidden, ignore_errors=True)
-        _unlock(self._lock)
-        self._lock = None
+        self._lock.release()
 
     def place_in_target(self, folder: str | os.PathLike) -> tuple[Path, dict[str, float]]:
         """Where a folder of new files will be after publishing, and which other files are there.
@@ -328,25 +329,12 @@ def _rank(name: str) -> int:
     return next((rank for rank, pattern in enumerate(_ENTRIES, 1) if pattern.fullmatch(name)), 0)
 
 
-def _lock(folder: Path, wait: bool = False) -> int | None:
-    """Lock a folder; None if another process holds the lock, or the file system has none."""
+def _lock(folder: Path) -> FolderLock | None:
+    """The lock of a hidden folder; None if another process holds it."""
     try:
-        import fcntl
-    except ImportError:
+        return FolderLock(folder)
+    except Timeout:
         return None
-    descriptor = None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
-        _unlock(descriptor)
-        return None
-    return descriptor
-
-
-def _unlock(descriptor: int | None) -> None:
-    if descriptor is not None:
-        os.close(descriptor)
 
 
 def _flush(folder: Path) -> None:

@@ -23,8 +23,10 @@ from pathlib import Path
 from support import programs
 
 _TRACED = {
-    f"io/{name}.py"
-    for name in ("write_checkpoint", "preallocated_files", "run_lock", "target_folder", "source_changes")
+    "io/write_checkpoint.py",
+    "io/preallocated_files.py",
+    "io/target_folder.py",
+    "checkpoints/folder_lock.py",
 }
 _IN_A_TEST = 25
 

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM
 
 import llamoe
 from llamoe.conversion import convert, open_checkpoint
-from llamoe.conversion.io import write_checkpoint
-from llamoe.conversion.io.read_files import FileTensor
 
 CASE = replace(META_MAVERICK, params={**META_MAVERICK.params, "n_layers": 2})
 OPTIONS = {"hf": {"to": "hf", "shard_size": "280KB"}, "meta": {"to": "meta", "shards": 3}}
@@ -244,31 +242,3 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(source, tmp_pat
         done = convert(source, tmp_path / to, **options)
         assert (planned.files, planned.tensors, planned.bytes) == (done.files, done.tensors, done.bytes)
         assert planned.files == [path.name for path in weight_files(tmp_path / to)]
-
-
-@pytest.mark.parametrize(("to", "damage"), [("hf", None), ("hf", "cut"), ("meta", None), ("meta", "gone")])
-def test_large_files_go_on_where_they_were_left(source, finished, to, damage, tmp_path, monkeypatch):
-    """Not from their beginning; but from there if what was left is not what was noted."""
-    options = {**OPTIONS[to], **({"shard_size": "1GB"} if to == "hf" else {})}
-    convert(source, tmp_path / "expected", **options)
-    total = sum(path.stat().st_size for path in weight_files(tmp_path / "expected"))
-    monkeypatch.setattr(write_checkpoint, "_NOTED", total // 20)
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "out", progress=stops(KeyboardInterrupt(), 0.8), **options)
-    left = sorted((tmp_path / "out").glob(".*.partial"))
-    assert len(left) == (1 if to == "hf" else 3)
-    check_unfinished(tmp_path / "out")
-    if damage == "cut":
-        os.truncate(left[-1], left[-1].stat().st_size // 2)
-    elif damage == "gone":
-        left[-1].unlink()
-    read, plain = [0], FileTensor._bytes
-
-    def count(tensor, first, number):
-        read[0] += number * tensor.dtype.itemsize
-        return plain(tensor, first, number)
-
-    monkeypatch.setattr(FileTensor, "_bytes", count)
-    convert(source, tmp_path / "out", resume=True, **options)
-    assert sums(tmp_path / "out") == sums(tmp_path / "expected")
-    assert (read[0] < 0.5 * total) == (damage is None)

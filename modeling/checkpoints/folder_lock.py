@@ -1,0 +1,85 @@
+"""A lock on a folder, which the system releases in whatever way its process ends.
+
+The lock is held on a small file in the folder, so that it works whatever path leads there. A file that a killed
+process left behind blocks nobody: only the lock counts, and the file's text names the holder for messages.
+"""
+
+import errno
+import os
+import socket
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+from filelock import FileLock
+
+LOCK = ".llamoe-lock"
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+
+class FolderLock:
+    """The right of one run to write into a folder; where the file system has no locks, it warns and keeps nobody out.
+
+    Args:
+        folder: exists.
+        wait: seconds to wait for another holder's end; -1 for as long as it takes.
+
+    Raises:
+        filelock.Timeout: another one holds the lock (an OSError).
+        OSError: the file cannot be made, or its name is a link.
+    """
+
+    def __init__(self, folder: Path, wait: float = 0):
+        self.path, self._process = folder / LOCK, os.getpid()
+        self._lock = FileLock(self.path)
+        try:
+            self._lock.acquire(timeout=wait)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            warnings.warn(
+                f"{folder}: its file system has no locks ({error.strerror}), so that nothing keeps a second run out; "
+                "start none.",
+                stacklevel=2,
+            )
+        self._status = os.stat(self.path)
+        try:
+            self.path.write_text(f"process {self._process} on {socket.gethostname()}", encoding="utf-8")
+        except OSError:
+            self.release()
+            raise
+
+    def is_held(self) -> bool:
+        """Whether the folder still belongs to this run, and this is its process and not a fork."""
+        if self._process != os.getpid():
+            return False
+        try:
+            return os.path.samestat(os.stat(self.path, follow_symlinks=False), self._status)
+        except OSError:
+            return False
+
+    def check(self) -> None:
+        """Raise an `OSError` if the folder no longer belongs to this run."""
+        if not self.is_held():
+            raise OSError(
+                errno.ESTALE,
+                f"{self.path.parent}: was moved, removed or taken over by another run while it was written. Nothing "
+                "more is written there",
+            )
+
+    def release(self) -> None:
+        """Remove the file, then release the lock: who waits sees that the file is gone, and makes another."""
+        if self.is_held():
+            # Windows removes no open file.
+            with suppress(OSError):
+                self.path.unlink()
+        self._lock.release()
+
+
+def holder(folder: Path) -> str:
+    """The process that holds a folder's lock, in words."""
+    with suppress(OSError):
+        said = (folder / LOCK).read_bytes()[:200].decode(errors="replace")
+        if said and said.isprintable():
+            return said
+    return "another process"
