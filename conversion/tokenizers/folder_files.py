@@ -7,7 +7,6 @@ The files name transformers' general tokenizer class, which uses tokenizer.json 
 steps when it loads and gives other ids.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,37 +83,24 @@ def meta_tokenizer_model(companions: Mapping[str, bytes], *, vocab_size: int | N
             keeps all.
 
     Returns:
-        the folder's own tokenizer.model, byte by byte, if tokenizer.json adds no token to it; else one built from
-        tokenizer.json that gives the same ids; None where the folder has no tokenizer.
+        the folder's own tokenizer.model, byte by byte if tokenizer.json adds no token to it; None where the folder has
+        no tokenizer.
 
     Raises:
-        CheckpointError: Meta's formats cannot express tokenizer.json; the message says why.
+        CheckpointError: there is a tokenizer.json alone, or one whose added tokens a tokenizer.model cannot name.
     """
     original = companions.get("tokenizer.model")
     if "tokenizer.json" not in companions:
         return original
-    origin = "tokenizer.json"
-    content = read_part(companions, origin)
-    if vocab_size is not None:
-        tokens = content.get("added_tokens", [])
-        content["added_tokens"] = [token for token in tokens if token["id"] < vocab_size]
-    model = content["model"]
-    if original is not None:
-        return _with_added(original, content)
-    if model.get("type", "BPE") != "BPE" or "merges" not in model:
+    content = read_part(companions, "tokenizer.json")
+    if original is None:
         raise CheckpointError(
-            f"{origin}: a model of type {model.get('type')}; a tokenizer.model can be made of byte-pair encoding only. "
-            "Put the original tokenizer.model into the folder."
+            "tokenizer.json: no tokenizer.model is made of it. Add the original tokenizer.model of the model's release "
+            "to the source's folder."
         )
-    if '"ByteLevel"' in json.dumps(content.get("pre_tokenizer")):
-        return tiktoken_tables.from_json(content, origin)
-    settings = read_part(companions, "tokenizer_config.json")
-    names = {
-        role: value["content"] if isinstance(value, dict) else value
-        for role, value in settings.items()
-        if role in ("bos_token", "eos_token", "unk_token", "pad_token")
-    }
-    return sentencepiece_models.from_json(content, names, origin)
+    tokens = content.get("added_tokens", [])
+    known = [token for token in tokens if vocab_size is None or token["id"] < vocab_size]
+    return _with_added(original, {**content, "added_tokens": known})
 
 
 def mistral_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""The tokenizer of LLaMA 1 and 2: a SentencePiece model to tokenizer.json, and back.
+"""The tokenizer of LLaMA 1 and 2: a SentencePiece model to tokenizer.json.
 
 SentencePiece always puts a space before a text. transformers' own `LlamaTokenizer` adds it only where the text does not
 begin with one, and so loses a piece. Here the normalizer adds it. Nothing splits the text into words, as in
@@ -8,9 +8,8 @@ SentencePiece (Kudo and Richardson, 2018, arXiv:1808.06226) ranks pieces by thei
 with SentencePiece itself before it is used.
 """
 
-import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
@@ -22,10 +21,9 @@ from .merges import merges_of
 # SentencePiece writes this for a space.
 SPACE = "\u2581"
 # Piece types of sentencepiece_model.proto.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 _MODEL_TYPES = {1: "unigram", 2: "byte-pair encoding", 3: "words", 4: "characters"}
 _BPE = 2
-_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 # Where the dummy prefix goes if a model has symbols of its own, see _normalizer.
 _PREFIX_BUT_FOR = r"\A(?!(?:{})\z)(?=[\s\S])"
 _PROBES = (
@@ -157,76 +155,6 @@ def to_json(proto: Any, origin: str) -> bytes:
     return tokenizer.to_str(pretty=True).encode()
 
 
-def from_json(content: Mapping[str, Any], roles: Mapping[str, str | None], origin: str) -> bytes:
-    """Build a SentencePiece model that gives the ids of a tokenizer.json.
-
-    The file has byte-pair encoding of characters, with a space put in front of a text. `roles` are bos_token,
-    eos_token, unk_token and pad_token of tokenizer_config.json.
-
-    Raises:
-        CheckpointError: SentencePiece cannot express the file; the message says why.
-    """
-    library, messages = _libraries(origin)
-    model = content["model"]
-    added = {token["content"]: token for token in content.get("added_tokens", [])}
-    names = {**{name: token["id"] for name, token in added.items()}, **model["vocab"]}
-    pieces = {index: name for name, index in names.items()}
-    if sorted(pieces) != list(range(len(names))):
-        raise CheckpointError(
-            f"{origin}: its {len(names)} tokens do not have the ids 0 to {len(names) - 1}, one each, which a "
-            "SentencePiece model needs."
-        )
-    proto = messages.ModelProto()
-    scores = _scores(model, added, origin)
-    unknown = model.get("unk_token") or roles.get("unk_token") or "<unk>"
-    for index in range(len(pieces)):
-        name = pieces[index]
-        piece = proto.pieces.add(piece=name, score=scores.get(name, 0.0), type=NORMAL)
-        if name == unknown:
-            piece.type = UNKNOWN
-        elif name in added:
-            piece.type = CONTROL if added[name]["special"] else USER_DEFINED
-        elif model.get("byte_fallback") and _BYTE_PIECE.fullmatch(name):
-            piece.type = BYTE
-        elif len(name) == 1:
-            # Lower than all merged pieces, since this one is never merged from others.
-            piece.score = -float(len(pieces))
-    trainer = proto.trainer_spec
-    trainer.model_type = _BPE
-    trainer.vocab_size = len(pieces)
-    trainer.byte_fallback = bool(model.get("byte_fallback"))
-    trainer.pad_id = -1
-    for role, usual in {"unk": unknown, "bos": "<s>", "eos": "</s>"}.items():
-        name = roles.get(f"{role}_token") or usual
-        if name not in names:
-            raise CheckpointError(
-                f"{origin}: has no {role} token ({name!r}), which SentencePiece models of LLaMA have. Say in "
-                f"tokenizer_config.json which of its tokens is the {role}_token."
-            )
-        setattr(trainer, f"{role}_id", names[name])
-        setattr(trainer, f"{role}_piece", name)
-        if role != "unk":
-            proto.pieces[names[name]].type = CONTROL
-    padding = roles.get("pad_token")
-    if padding in names and names[padding] not in (trainer.unk_id, trainer.bos_id, trainer.eos_id):
-        trainer.pad_id, trainer.pad_piece = names[padding], padding
-        proto.pieces[names[padding]].type = CONTROL
-    proto.normalizer_spec.name = "identity"
-    proto.normalizer_spec.add_dummy_prefix = _has_dummy_prefix(content, origin)
-    proto.normalizer_spec.remove_extra_whitespaces = False
-    proto.normalizer_spec.escape_whitespaces = True
-    result = proto.SerializeToString()
-    try:
-        library.SentencePieceProcessor(model_proto=result)
-    except Exception as error:
-        raise CheckpointError(f"{origin}: SentencePiece refuses a model of its tokens ({error}).") from error
-    # Unlike Meta's code, Metaspace adds no space to a text that begins with one; such texts are not compared.
-    _try(
-        Tokenizer.from_str(json.dumps(dict(content))), proto, origin, leading=bool(content.get("normalizer"))
-    )
-    return result
-
-
 def extended(content: bytes, tokens: Mapping[str, int], origin: str) -> bytes:
     """A SentencePiece model with special tokens, name to id, appended as control pieces."""
     proto = read(content, origin)
@@ -272,69 +200,8 @@ def _normalizer(proto: Any) -> Any:
     return normalizers.Sequence(steps)
 
 
-def _scores(model: Mapping[str, Any], special: Collection[str], origin: str) -> dict[str, float]:
-    """A score for each merged piece by the place of its pairs; other orders than SentencePiece's are refused."""
-    vocab = model["vocab"]
-    pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
-    places: dict[str, int] = {}
-    last = ""
-    for left, right in pairs:
-        piece = left + right
-        if piece != last and piece in places:
-            raise CheckpointError(
-                f"{origin}: the pairs that give {piece!r} do not stand together in its merges. SentencePiece ranks "
-                "pieces, not pairs, and cannot follow that."
-            )
-        places.setdefault(piece, len(places))
-        last = piece
-    known = set(pairs)
-    normal = vocab.keys() - set(special)
-    for piece in normal:
-        if _BYTE_PIECE.fullmatch(piece):
-            continue
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if (left, right) in known or left not in normal or right not in normal:
-                continue
-            raise CheckpointError(
-                f"{origin}: its merges leave out {left!r} + {right!r}, which gives the token {piece!r}. "
-                "SentencePiece joins any two pieces whose sum is one, and cannot follow that."
-            )
-    return {piece: -float(place) for piece, place in places.items()}
-
-
-def _has_dummy_prefix(content: Mapping[str, Any], origin: str) -> bool:
-    """Whether a text gets a space in front; other changes of a text are refused."""
-    steps = _steps(content.get("normalizer"), "normalizers")
-    cutting = _steps(content.get("pre_tokenizer"), "pretokenizers")
-    kinds = []
-    for step in [*steps, *cutting]:
-        kind, pattern = step["type"], step.get("pattern", {})
-        if kind == "Replace" and pattern.get("Regex", "").startswith(_PREFIX_BUT_FOR.partition("{}")[0]):
-            kind = "Prepend"
-        if kind == "Replace" and (pattern.get("String"), step.get("content")) == (" ", SPACE):
-            kind = "spaces"
-        kinds.append(kind)
-    if sorted(kinds) in (["spaces"], ["Prepend", "spaces"]):
-        return "Prepend" in kinds
-    if kinds == ["Metaspace"] and not cutting[0].get("split", True):
-        return cutting[0].get("prepend_scheme", "always") != "never"
-    raise CheckpointError(
-        f"{origin}: prepares a text by {', '.join(kinds) or 'nothing'}. A SentencePiece model as LLaMA's can be made "
-        f"of one that writes spaces as {SPACE} and changes nothing else (Prepend with Replace, or unsplit Metaspace)."
-    )
-
-
-def _steps(part: Mapping[str, Any] | None, name: str) -> list[Any]:
-    if not part:
-        return []
-    return list(part[name]) if part["type"] == "Sequence" else [part]
-
-
-def _try(tokenizer: Tokenizer, proto: Any, origin: str, *, leading: bool = True) -> None:
+def _try(tokenizer: Tokenizer, proto: Any, origin: str) -> None:
     """Compare with SentencePiece itself on fixed texts and on texts made of the model's own pieces.
-
-    `leading` says whether to include texts that begin with a space.
 
     Raises:
         CheckpointError: the ids of a text differ.
@@ -351,8 +218,6 @@ def _try(tokenizer: Tokenizer, proto: Any, origin: str, *, leading: bool = True)
     tokenizer.encode_special_tokens = True
     symbols = [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED]
     for text in [*_PROBES, *own]:
-        if not leading and text[:1] in (" ", SPACE):
-            continue
         expected = reference.encode(text)
         given = tokenizer.encode(text, add_special_tokens=False).ids
         if given != expected and text not in symbols:

@@ -1,4 +1,4 @@
-"""The tokenizer of Llama 3 and 4: a tiktoken table of ranks to tokenizer.json, and back.
+"""The tokenizer of Llama 3 and 4: a tiktoken table of ranks to tokenizer.json.
 
 A line of the table is a token in base64, a space, and its rank, which is also its id. Special tokens follow the ranks.
 Their names and number are in Meta's code, not in the file: 256 for Llama 3, 2048 for Llama 4, whatever the number of
@@ -8,7 +8,6 @@ ranks. The pattern that splits a text into words is in Meta's code, too.
 import base64
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -176,79 +175,6 @@ def build_json(
         single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, special[bos])]
     )
     return tokenizer.to_str(pretty=True).encode()
-
-
-def from_json(content: Mapping[str, Any], origin: str) -> bytes:
-    """Build the table of a byte-level tokenizer.json.
-
-    Raises:
-        CheckpointError: Meta's code, which fixes pattern and special tokens, could not give the same ids; the message
-            says why.
-    """
-    model = content["model"]
-    added = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
-    names = {index: name for name, index in model["vocab"].items() if index not in added}
-    count = len(names)
-    if sorted(names) != list(range(count)):
-        raise CheckpointError(
-            f"{origin}: its {count} tokens do not have the ids 0 to {count - 1}, one each, in front of all special "
-            "tokens; in a table of ranks a token's id is its rank."
-        )
-    family = _family(content, origin)
-    last = count + len(SPECIAL_TOKENS[family]) - 1
-    outside = sorted(index for index in added if index > last)
-    if outside:
-        raise CheckpointError(
-            f"{origin}: gives {added[outside[0]]!r} the id {outside[0]}; {family} has special tokens from {count} to "
-            f"{last}, behind its {count} ranks, and a table of ranks cannot name more."
-        )
-    places = {}
-    for merge in model["merges"]:
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        if left + right not in model["vocab"]:
-            raise CheckpointError(f"{origin}: its merges give {left + right!r}, which is no token.")
-        places[left, right] = model["vocab"][left + right]
-    order = list(places.values())
-    if order != sorted(order):
-        raise CheckpointError(
-            f"{origin}: its merges do not stand in the order of the ids that they give. tiktoken joins by rank, which "
-            "is the id, and would cut texts in another way."
-        )
-    left_out = next(
-        (pair for pair in merges_of([names[rank] for rank in range(count)]) if pair not in places), None
-    )
-    if left_out is not None:
-        raise CheckpointError(
-            f"{origin}: its merges leave out {left_out[0]!r} + {left_out[1]!r}, whose sum is a token. tiktoken joins "
-            "any two whose sum is one, and would cut texts in another way."
-        )
-    bytes_of = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
-    lines = []
-    for rank in range(count):
-        try:
-            token = bytes(bytes_of[symbol] for symbol in names[rank])
-        except KeyError as error:
-            raise CheckpointError(
-                f"{origin}: the token {names[rank]!r} is not written in the symbols of a byte-level tokenizer."
-            ) from error
-        lines.append(base64.b64encode(token) + f" {rank}\n".encode())
-    table = b"".join(lines)
-    read(table, origin)
-    return table
-
-
-def _family(content: Mapping[str, Any], origin: str) -> str:
-    """The family whose pattern this tokenizer has."""
-    step = content.get("pre_tokenizer") or {}
-    steps = step.get("pretokenizers", [step])
-    patterns = [part["pattern"].get("Regex") for part in steps if part.get("type") == "Split"]
-    for family, pattern in PATTERNS.items():
-        if patterns == [pattern] and not content.get("normalizer"):
-            return family
-    raise CheckpointError(
-        f"{origin}: cuts texts by {patterns or 'no pattern'}; Meta's code has those of Llama 3 and Llama 4 in it, "
-        "and a tokenizer.model cannot say another."
-    )
 
 
 def looks_like_table(content: bytes) -> bool:

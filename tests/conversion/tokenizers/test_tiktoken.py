@@ -334,41 +334,6 @@ def test_the_original_comes_back_byte_by_byte(family):
     assert conversion.meta_tokenizer_model(files) == given
 
 
-def test_a_table_is_rebuilt_from_tokenizer_json(family, loaded, tmp_path):
-    files = conversion.hf_files_from_meta(TABLE, config_of(family))
-    del files["tokenizer.model"]
-    assert conversion.meta_tokenizer_model(files) == TABLE
-    loaded.save_pretrained(tmp_path)  # as transformers writes it
-    saved = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "tokenizer.model"}
-    assert conversion.meta_tokenizer_model(saved) == TABLE
-
-
-def test_what_a_table_cannot_say_is_refused(family):
-    files = conversion.hf_files_from_meta(TABLE, config_of(family))
-    del files["tokenizer.model"]
-
-    def back(change):
-        changed = json.loads(files["tokenizer.json"])
-        change(changed)
-        return conversion.meta_tokenizer_model({**files, "tokenizer.json": json.dumps(changed).encode()})
-
-    last = RANKS + COUNT[family]
-    new = {**json.loads(files["tokenizer.json"])["added_tokens"][-1], "id": last, "content": "<new>"}
-    for named, change in {
-        f"'<new>' the id {last};.*from {RANKS} to {last - 1}": lambda all_: all_["added_tokens"].append(new),
-        "cuts texts by": lambda all_: all_["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(
-            Regex=r"\s+"
-        ),
-        "order of the ids": lambda all_: all_["model"]["merges"].reverse(),
-        "leave out": lambda all_: all_["model"]["merges"].pop(100),
-        f"ids 0 to {RANKS - 1}": lambda all_: all_["model"]["vocab"].update(
-            {next(iter(all_["model"]["vocab"])): 9000}
-        ),
-    }.items():
-        with pytest.raises(CheckpointError, match=named):
-            back(change)
-
-
 # Wrong files
 
 
