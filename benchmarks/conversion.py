@@ -27,6 +27,7 @@ from llamoe.conversion import Checkpoint, convert
 from llamoe.conversion.checkpoint import expected_shapes
 from llamoe.conversion.hf import save_hf
 from llamoe.conversion.io.lazy_tensor import LazyTensor
+from llamoe.conversion.options import WriteOptions
 
 RESULTS = Path(__file__).parent / "results"
 GB = 10**9
@@ -68,7 +69,7 @@ def make(config: llamoe.LlamoeTextConfig, folder: Path, shard_size: str = "1GB")
     """Write a checkpoint of noise."""
     tensors = {name: Noise(shape, torch.bfloat16, name) for name, shape in expected_shapes(config).items()}
     checkpoint = Checkpoint(folder, "hf", config, tensors)
-    save_hf(checkpoint, folder, shard_size=shard_size)
+    save_hf(checkpoint, folder, WriteOptions(shard_size=shard_size))
     return checkpoint
 
 

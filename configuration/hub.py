@@ -133,16 +133,22 @@ def write_config(config: Any, path: Path, content: Mapping[str, Any], is_ours: b
     converter = _converter.get()
     module = path.with_name(f"{MODULE_NAME}.py")
     if converter is not None:
-        _write(path, _as_json(converter(config)))
+        _write(path, as_json(converter(config)))
         # Another process may have removed it.
         with suppress(FileNotFoundError):
             if is_our_module(module):
                 module.unlink()
         return
-    if config.model_type in AUTO_CLASSES:
-        write_module(path.parent)
-        content = {**content, "auto_map": auto_map(config, is_ours)}
-    _write(path, _as_json(content))
+    for name, text in our_files(config, content, is_ours).items():
+        _write(path if name == "config.json" else path.with_name(name), text)
+
+
+def our_files(config: Any, content: Mapping[str, Any], is_ours: bool) -> dict[str, str]:
+    """Name to text of the files that hold a configuration in our layout; for the arguments see `write_config`."""
+    if config.model_type not in AUTO_CLASSES:
+        return {"config.json": as_json(content)}
+    content = {**content, "auto_map": auto_map(config, is_ours)}
+    return {f"{MODULE_NAME}.py": MODULE, "config.json": as_json(content)}
 
 
 def write_module(folder: Path) -> None:
@@ -155,7 +161,8 @@ def is_our_module(path: Path) -> bool:
     return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(_FIRST_LINE)
 
 
-def _as_json(content: Mapping[str, Any]) -> str:
+def as_json(content: Mapping[str, Any]) -> str:
+    """The text of a config.json."""
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 

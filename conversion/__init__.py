@@ -3,19 +3,22 @@
 `open_checkpoint` reads every format as lazy tensors under stock Hugging Face keys. Every command writes views of these
 tensors, block by block.
 
-Reading order: io (a folder: lazy tensors, reading and writing files), tokenizers (a folder), checkpoint (a
+Reading order: io (a folder: lazy tensors, reading and writing files), tokenizers (a folder), options, checkpoint (a
 configuration and lazy tensors, read from any format); hf, clip, meta, mistral (a folder for each format), open
-(recognises the format); then a file or folder for each command: convert, derive (new models of others' weights:
-upcycle, gqa, assemble, quantize), verify, inspect. A file or folder imports only what stands before it. The command is
-in `llamoe_command`.
+(recognises the format); then a file or folder for each command: convert, convert_vision, upcycle, merge_kv_heads,
+assemble, quantize, verify, inspect. A file or folder imports only what stands before it. The command is in
+`llamoe_command`.
 """
 
+from .assemble import assemble
 from .checkpoint import Checkpoint, Report
-from .clip import convert_vision
 from .convert import convert
-from .derive import assemble, merge_kv_heads, quantize, upcycle
+from .convert_vision import convert_vision
 from .inspect import Inspection, inspect
+from .merge_kv_heads import merge_kv_heads
 from .open import open_checkpoint
+from .quantize import quantize
+from .upcycle import upcycle
 from .verify import Verification, verify
 
 __all__ = [

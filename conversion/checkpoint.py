@@ -1,20 +1,18 @@
 """A checkpoint of any format: a configuration and lazy tensors under stock Hugging Face keys.
 
 Every source is opened as a `Checkpoint` and every target is written from one, so that a command that changes weights
-works on all formats. This file also holds the options of writing, and the checks of tensors against the model that a
-configuration describes.
+works on all formats. This file also holds the checks of tensors against the model that a configuration describes.
 """
 
 import copy
 import functools
-import inspect
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypedDict, TypeVar, cast, get_type_hints
+from typing import Any
 
 import torch
 
@@ -24,18 +22,10 @@ from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
 from ..modeling.checkpoints import find_weights
 from ..modeling.registration import empty_model
-from .io import LazyTensor, Look, Plan, Progress, look_at, one_of, read_json, write
+from .io import LazyTensor, Look, Plan, look_at, one_of, read_json, write
+from .options import WriteOptions
 
 _OF_ADAPTER = "adapter_config.json"
-
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 
 
 @dataclass
@@ -101,95 +91,18 @@ class Report:
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-class PackOptions(TypedDict, total=False):
-    """Options of the function that packs weights, which have the dtype of their format.
-
-    Attributes:
-        shard_size: bytes that a file should not exceed, as a number or a text such as "5GB".
-        resume: continue a folder that an earlier run left unfinished.
-        dry_run: check and plan everything, write nothing.
-        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`, called for every block.
-    """
-
-    shard_size: int | str
-    resume: bool
-    dry_run: bool
-    progress: Progress | None
-
-
-class RunOptions(TypedDict, total=False):
-    """Options of every other function that writes a folder.
-
-    Attributes:
-        dtype: "float32", "float16" or "bfloat16" for all floating tensors; None keeps the dtype of each.
-        resume, dry_run, progress: as in `PackOptions`.
-    """
-
-    dtype: str | torch.dtype | None
-    resume: bool
-    dry_run: bool
-    progress: Progress | None
-
-
-class WriteOptions(RunOptions, total=False):
-    """Options of every function that writes a Hugging Face folder.
-
-    Attributes:
-        layout: "stock" writes the config.json of transformers' own model type, which llamoe, transformers, vLLM and
-            others read; "llamoe" writes ours, with llamoe_hub.py; None takes stock where it can express the model.
-        shard_size: as in `PackOptions`.
-    """
-
-    layout: str | None
-    shard_size: int | str
-
-
-DEFAULTS = WriteOptions(layout=None, dtype=None, shard_size="5GB", resume=False, dry_run=False, progress=None)
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
-
-
-def takes_options(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Decorate a function with `**options: Unpack[RunOptions]`, or another class of options.
-
-    It gets every option, with its default where the caller gives none. Other names are refused, and `help` and
-    `inspect.signature` show the options like named arguments.
-    """
-    *named, options = inspect.signature(function).parameters.values()
-    (kind,) = options.annotation.__args__
-    types = get_type_hints(kind)
-    named += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
-        for name, default in DEFAULTS.items()
-        if name in types
-    ]
-    signature = inspect.Signature(named, return_annotation=inspect.signature(function).return_annotation)
-
-    @functools.wraps(function)
-    def complete(*args, **kwargs):
-        try:
-            given = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{function.__name__}(): {error}") from None
-        given.apply_defaults()
-        return function(*given.args, **given.kwargs)
-
-    complete.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-    return cast(Callable[_Given, _Result], complete)
-
-
 def carry_out(
-    plan: Plan, checkpoint: Checkpoint, target: Path, to: str, begun: float, options: Mapping[str, Any]
+    plan: Plan, checkpoint: Checkpoint, target: Path, to: str, begun: float, options: WriteOptions
 ) -> Report:
     """Write a plan unless this is a dry run, and report on it.
 
     The plan's identity gets the source, so that a changed source cannot resume a conversion. `begun` is the time
-    (`time.monotonic()`) at the start, `options` a complete `RunOptions`.
+    (`time.monotonic()`) at the start.
     """
     plan.identity = {"source": identify(checkpoint), "to": to, **plan.identity}
     plan.sources = checkpoint.looks
-    if not options["dry_run"]:
-        write(plan, target, options["resume"], options["progress"])
+    if not options.dry_run:
+        write(plan, target, options.resume, options.progress)
     return Report(
         source=str(checkpoint.path),
         target=str(target),
@@ -201,7 +114,7 @@ def carry_out(
         dropped=dict(checkpoint.dropped),
         notes=list(checkpoint.notes),
         seconds=time.monotonic() - begun,
-        dry_run=options["dry_run"],
+        dry_run=options.dry_run,
     )
 
 
@@ -211,29 +124,12 @@ def identify(checkpoint: Checkpoint) -> list[list[Any]]:
     return [[str(path.absolute()), *look] for path, look in looks]
 
 
-def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype of that name; `ValueError` if it is not float32, float16 or bfloat16."""
-    name = str(dtype).removeprefix("torch.")
-    if dtype is not None and name not in DTYPES:
-        raise ValueError(
-            f"dtype = {name!r}: valid are float32, float16 and bfloat16, or none to keep the source's."
-        )
-    return DTYPES.get(name)
-
-
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
     """The dtype that most elements have."""
     counts = Counter()
     for tensor in tensors.values():
         counts[tensor.dtype] += tensor.numel
     return max(counts, key=counts.__getitem__)
-
-
-def check_at_least(least: int, **values: int) -> None:
-    """Refuse options that are not integers or are below `least`."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} = {value!r}; give an integer of at least {least}.")
 
 
 def take_part(whole: Checkpoint, part: str, reason: str) -> Checkpoint:

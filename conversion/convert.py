@@ -4,16 +4,19 @@ import copy
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any
+
+import torch
 
 from ..configuration import LlamoeVisionConfig
 from ..configuration.base import LlamoeBaseConfig
-from .checkpoint import DEFAULTS, Report, WriteOptions, takes_options
+from .checkpoint import Report
 from .hf import save_hf
-from .io import check_sums
+from .io import Progress, check_sums
 from .meta import save_meta
 from .mistral import save_mistral
 from .open import open_source
+from .options import WriteOptions
 
 _ROPE_NAMES = (
     "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
@@ -21,7 +24,6 @@ _ROPE_NAMES = (
 )  # fmt: skip
 
 
-@takes_options
 def convert(
     source: str | os.PathLike,
     target: str | os.PathLike,
@@ -33,7 +35,12 @@ def convert(
     checksums: bool = False,
     instruct: bool | None = None,
     rope_scaling: str | Mapping[str, Any] | None = None,
-    **options: Unpack[WriteOptions],
+    layout: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    shard_size: int | str = "5GB",
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
 ) -> Report:
     """Convert a language or multimodal checkpoint between formats.
 
@@ -55,7 +62,8 @@ def convert(
             `rope_parameters`, or of `rope_scaling` in older files, as a dictionary, as JSON, or as "factor=32". With a
             `rope_type` it replaces the source's scaling, without one it changes only the entries that it names.
             `{"rope_type": "default"}` takes a scaling away. The base `rope_theta` stays unless it is given.
-        **options: see `WriteOptions`; only "hf" has `shard_size` and `layout`.
+        layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`;
+            only "hf" has `shard_size` and `layout`.
 
     Raises:
         ValueError: bad options, a target in use, a damaged or unknown source, or weights that are not finite; no file
@@ -64,14 +72,14 @@ def convert(
     """
     if to not in ("hf", "meta", "mistral"):
         raise ValueError(f"to = {to!r}: valid are 'hf', 'meta' and 'mistral'.")
-    of_hf = {"shard_size": options.pop("shard_size"), "layout": options.pop("layout")}
+    options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
     unused = {} if to == "meta" else {"shards": (shards, None), "style": (style, "release")}
     if to != "hf":
-        unused |= {"experts": (experts, "fused"), **{name: (of_hf[name], DEFAULTS[name]) for name in of_hf}}
+        unused |= {"experts": (experts, "fused"), "shard_size": (shard_size, "5GB"), "layout": (layout, None)}
     for name, (value, default) in unused.items():
         if value != default:
             raise ValueError(f"{name} = {value!r}: has no meaning for to = {to!r}.")
-    checkpoint = open_source(source, target, options["resume"], instruct=instruct, may_be_packed=True)
+    checkpoint = open_source(source, target, resume, instruct=instruct, may_be_packed=True)
     if checkpoint.kind in ("open_clip", "clip"):
         raise ValueError(f"{source}: is a vision tower; convert it with `llamoe vision` (convert_vision).")
     if rope_scaling is not None:
@@ -79,12 +87,12 @@ def convert(
         scaled = checkpoint.config.get_text_config().rope_parameters
         checkpoint.notes.append(f"rope_parameters are what rope_scaling asks for: {scaled}")
     if checksums:
-        check_sums(checkpoint.sources, options["progress"])
+        check_sums(checkpoint.sources, progress)
     if to == "meta":
-        return save_meta(checkpoint, target, shards=shards, style=style, **options)
+        return save_meta(checkpoint, target, options, shards=shards, style=style)
     if to == "mistral":
-        return save_mistral(checkpoint, target, **options)
-    return save_hf(checkpoint, target, experts=experts, **options, **of_hf)
+        return save_mistral(checkpoint, target, options)
+    return save_hf(checkpoint, target, options, experts=experts)
 
 
 def _scale_rope(config: LlamoeBaseConfig, scaling: str | Mapping[str, Any], source: str) -> LlamoeBaseConfig:

@@ -1,20 +1,23 @@
 """Vision towers of open_clip and MetaCLIP.
 
-Reading order: image_processors, resize, name_tables, open_clip_config, tower_tensors, open_tower, convert_vision.
+Reading order: image_processors, resize, name_tables, open_clip_config, tower_tensors, open_tower, write_tower.
 """
 
-from .convert_vision import convert_vision, fold, resize
 from .image_processors import CLIP_MEAN, CLIP_STD, PROCESSOR, normalization
 from .open_tower import open_tower, tower_kind
+from .resize import fold, resize
+from .write_tower import check_expressible, plan_clip, plan_open_clip
 
 __all__ = [
     "CLIP_MEAN",
     "CLIP_STD",
     "PROCESSOR",
-    "convert_vision",
+    "check_expressible",
     "fold",
     "normalization",
     "open_tower",
+    "plan_clip",
+    "plan_open_clip",
     "resize",
     "tower_kind",
 ]

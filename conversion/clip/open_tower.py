@@ -17,9 +17,10 @@ from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip
 from ...configuration.errors import CheckpointError
 from ...configuration.multimodal import LlamoeConfig
 from ...modeling.checkpoints import check_finished
-from ..checkpoint import Checkpoint, check_at_least, refuse_adapter, take_part
+from ..checkpoint import Checkpoint, refuse_adapter, take_part
 from ..hf import open_hf, open_shards
 from ..io import LazyTensor, from_tensor, look_at_source, open_weights, read_json
+from ..options import check_at_least
 from . import image_processors
 from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP, OPEN_CLIP_REFUSED

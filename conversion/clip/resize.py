@@ -4,15 +4,27 @@ Both work on a tower's tensors under stock keys: position rows with the class to
 layer over channels, rows and columns of a patch. Shapes and suffixes: G patches a side, D width, C channels.
 """
 
+import copy
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import isqrt
+from typing import Any, cast
 
 import torch
 
+from ...configuration.json_files import to_json
+from ...configuration.vision import LlamoeVisionConfig
+from ..checkpoint import Checkpoint
 from ..io import LazyTensor, compute
+from ..options import check_at_least
+from . import image_processors
+from .image_processors import PROCESSOR
 
 PATCH_WEIGHT = "patch_embedding.linear.weight"
 POSITIONS = "positional_embedding_vlm"
+# Mean and standard deviation of pixels for Llama 4.
+_LLAMA_4 = ([0.5] * 3, [0.5] * 3)
 
 
 def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
@@ -48,7 +60,7 @@ def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
     return positions.map(resize, (grid * grid + 1, width))
 
 
-def fold_normalization(
+def _fold_normalization(
     tensors: Mapping[str, LazyTensor],
     mean: Sequence[float],
     std: Sequence[float],
@@ -87,3 +99,60 @@ def fold_normalization(
         PATCH_WEIGHT: weight.map(scale),
         POSITIONS: compute(shift, [positions, weight], positions.shape, positions.dtype, positions.origin),
     }
+
+
+def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
+    """A tower for pictures of another size in pixels: positions resized (see `resize_positions`), processor adapted.
+
+    Raises:
+        ValueError: the size is no multiple of the patch size, or the grid does not fit the tower's adapter.
+    """
+    before = cast(LlamoeVisionConfig, checkpoint.config)
+    check_at_least(1, image_size=image_size)
+    config = copy.deepcopy(before)
+    config.image_size = image_size
+    config.validate()
+    positions = resize_positions(checkpoint.tensors[POSITIONS], config.grid_size)
+    companions = dict(checkpoint.companions)
+    if (processor := read_processor(checkpoint)) is not None:
+        side = cast(int, before.image_size)
+        companions[PROCESSOR] = to_json(image_processors.with_image_size(processor, side, image_size))
+    old, new = before.grid_size, config.grid_size
+    note = (
+        f"positions: resized from {old} x {old} to {new} x {new}" if old != new else "positions: as they were"
+    )
+    tensors, notes = {**checkpoint.tensors, POSITIONS: positions}, [*checkpoint.notes, note]
+    return replace(checkpoint, config=config, tensors=tensors, companions=companions, notes=notes)
+
+
+def fold(checkpoint: Checkpoint) -> Checkpoint:
+    """A tower that computes the same for pixels normalized by mean = std = 0.5.
+
+    Raises:
+        ValueError: the companions hold no preprocessor_config.json, which says what the weights expect.
+    """
+    processor = read_processor(checkpoint)
+    origin = f"{checkpoint.path}: {PROCESSOR}"
+    if processor is None:
+        raise ValueError(
+            f"{checkpoint.path}: holds no {PROCESSOR}, which says how pixels are normalized for these weights, so that "
+            "the normalization cannot be folded. Put it there."
+        )
+    mean, std = image_processors.normalization(processor, origin)
+    if (mean, std) == _LLAMA_4:
+        return replace(checkpoint, notes=[*checkpoint.notes, "normalization: is mean = std = 0.5 already"])
+    if checkpoint.config.num_channels != len(mean):
+        raise ValueError(
+            f"{checkpoint.path}: has {checkpoint.config.num_channels} channels, but a mean for {len(mean)}."
+        )
+    note = f"normalization: mean {mean} and std {std} folded into the patch weights and positions; now 0.5 and 0.5"
+    tensors = _fold_normalization(checkpoint.tensors, mean, std, *_LLAMA_4)
+    processor.update(do_normalize=True, image_mean=_LLAMA_4[0], image_std=_LLAMA_4[1])
+    companions = {**checkpoint.companions, PROCESSOR: to_json(processor)}
+    return replace(checkpoint, tensors=tensors, companions=companions, notes=[*checkpoint.notes, note])
+
+
+def read_processor(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The content of preprocessor_config.json; None where there is none."""
+    content = checkpoint.companions.get(PROCESSOR)
+    return None if content is None else json.loads(content)

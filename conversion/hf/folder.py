@@ -1,21 +1,21 @@
 """Hugging Face folders: safetensors or .bin, in one file or many."""
 
 import copy
+import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
 from ...configuration import LlamoeConfig, LlamoeMixtralConfig, QuantizationConfig, from_stock, to_stock
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
-from ...configuration.hub import written_by
+from ...configuration.hub import as_json, our_files
 from ...configuration.json_files import LARGE
 from ...configuration.quantization import METHOD
 from ...modeling.checkpoints import check_shards, find_weights, sum_by_part
@@ -23,12 +23,9 @@ from ...modeling.registration import model_class
 from ..checkpoint import (
     Checkpoint,
     Report,
-    WriteOptions,
     carry_out,
     check_model,
     main_dtype,
-    parse_dtype,
-    takes_options,
     tie_heads,
 )
 from ..io import (
@@ -41,6 +38,7 @@ from ..io import (
     read_json,
     split_shards,
 )
+from ..options import DEFAULTS, WriteOptions
 from ..tokenizers import check_companions, processor_of_layout
 from .expert_layout import fuse_experts, split_experts
 from .packed_weights import in_words, pack_tensors, packed_weights, unpack_tensors
@@ -148,26 +146,25 @@ def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
     return found
 
 
-@takes_options
 def save_hf(
     checkpoint: Checkpoint,
     target: str | os.PathLike,
+    options: WriteOptions = DEFAULTS,
     *,
     experts: str = "fused",
     identity: Mapping[str, Any] | None = None,
     quantization: QuantizationConfig | None = None,
-    **options: Unpack[WriteOptions],
 ) -> Report:
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
         checkpoint: what to write.
         target: a folder that does not exist or is empty.
+        options: how it is written.
         experts: "fused" stacks the experts of Llama 4 as stock does; "split" writes a linear layer for each expert, as
             is always done for Mixtral, whose stock files have nothing else.
         identity: what else shaped the checkpoint; a resumed run must have the same.
         quantization: packs the weights, which only the layout "llamoe" can say; experts stay fused.
-        **options: see `WriteOptions`.
 
     Raises:
         ValueError: an option is unknown, the target is in use, stock cannot express the model, or a tensor is missing,
@@ -178,7 +175,6 @@ def save_hf(
     target = Path(target)
     if experts not in ("fused", "split"):
         raise ValueError(f"experts = {experts!r}: valid are 'fused' and 'split'.")
-    wanted = parse_dtype(options["dtype"])
     config = copy.deepcopy(checkpoint.config)
     plain = tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))
     # Of each part the weight that it belongs to: they are made together, so that they stay in one file.
@@ -190,11 +186,11 @@ def save_hf(
         config.quantization_config = quantization
     elif experts == "split" or isinstance(config, LlamoeMixtralConfig):
         tensors = split_experts(tensors)
-    if wanted is not None:
-        tensors = {name: tensor.cast(wanted) for name, tensor in tensors.items()}
+    if options.cast_to is not None:
+        tensors = {name: tensor.cast(options.cast_to) for name, tensor in tensors.items()}
     config.dtype = torch.bfloat16 if quantization is not None else main_dtype(tensors)
-    described, layout = _config_files(config, options["layout"])
-    shard_size = parse_size(options["shard_size"])
+    described, layout = _config_files(config, options.layout)
+    shard_size = parse_size(options.shard_size)
     groups, index = split_shards(tensors, shard_size, lambda name: owners.get(name, name))
     companions = processor_of_layout(checkpoint.companions, layout)
     plan = Plan(
@@ -255,20 +251,18 @@ def take_quantization(config: LlamoeBaseConfig, place: Path) -> QuantizationConf
 
 def _config_files(config: LlamoeBaseConfig, layout: str | None) -> tuple[dict[str, bytes], str]:
     """config.json with the files that belong to it, and the layout that was chosen."""
-    if layout not in ("stock", "llamoe", None):
-        raise ValueError(
-            f"layout = {layout!r}: valid are 'stock' and 'llamoe', or none for the first that fits."
-        )
     config = copy.deepcopy(config)
     config.architectures = [model_class(config).__name__]
     for part in (getattr(config, name) for name in config.sub_configs):
         part.dtype = None if part.dtype is None else config.dtype
-    if layout is None:
-        try:
-            to_stock(config)
-            layout = "stock"
-        except ValueError:
-            layout = "llamoe"
-    with tempfile.TemporaryDirectory() as folder, written_by(to_stock if layout == "stock" else None):
-        config.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, layout
+    try:
+        stock = None if layout == "llamoe" else to_stock(config)
+    except ValueError:
+        if layout == "stock":
+            raise
+        stock = None
+    if stock is not None:
+        files = {"config.json": as_json(stock)}
+    else:
+        files = our_files(config, json.loads(config.to_json_string()), is_ours=True)
+    return {name: text.encode() for name, text in files.items()}, "llamoe" if stock is None else "stock"

@@ -22,8 +22,9 @@ from ...planning import (
     rows_of_speed,
     weight_bytes,
 )
-from ..checkpoint import Checkpoint, check_at_least, expected_shapes
+from ..checkpoint import Checkpoint, expected_shapes
 from ..hf import in_words, packed_weights
+from ..options import check_at_least
 from ..verify import tied_head
 from .describe import (
     dtypes_of,

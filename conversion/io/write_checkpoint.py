@@ -79,12 +79,15 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
         is_begun = not is_empty(target)
         if is_begun:
             _check_same(plan, target)
+        # Files that are written together count only together.
+        missing = [group for group in plan.groups if not all((target / name).is_file() for name in group)]
+        _check_room(target, sum(_nbytes(tensors) for group in missing for tensors in group.values()))
         made: list[Path] = []
         try:
             if not is_begun:
                 state = {"fingerprint": plan.fingerprint(), "made_from": plan.identity}
                 _write_small(target / UNFINISHED, to_json(state), made)
-            _write_files(plan, target, made, lock, progress)
+            _write_files(plan, missing, target, made, lock, progress)
         except ValueError:
             if lock.is_held():
                 # In reverse, so that UNFINISHED is removed last.
@@ -107,13 +110,14 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
 
 
 def _write_files(
-    plan: Plan, target: Path, made: list[Path], lock: FolderLock, progress: Progress | None
+    plan: Plan,
+    missing: list[dict[str, dict[str, LazyTensor]]],
+    target: Path,
+    made: list[Path],
+    lock: FolderLock,
+    progress: Progress | None,
 ) -> None:
-    """Write what is not there yet; `made` gets the paths of completed files."""
-    # Files that are written together count only together.
-    missing = [group for group in plan.groups if not all((target / name).is_file() for name in group)]
-    needed = sum(_nbytes(tensors) for group in missing for tensors in group.values())
-    _check_room(target, needed)
+    """Write the missing groups and all small files; `made` gets the paths of completed files."""
     if progress:
         progress.start(plan.nbytes)
         for group in plan.groups:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
 
 import torch
 
@@ -22,12 +21,8 @@ from ...configuration.json_files import to_json
 from ..checkpoint import (
     Checkpoint,
     Report,
-    RunOptions,
     carry_out,
-    check_at_least,
     check_model,
-    parse_dtype,
-    takes_options,
     tie_heads,
 )
 from ..io import (
@@ -43,6 +38,7 @@ from ..io import (
     sources_of,
     write_through,
 )
+from ..options import DEFAULTS, WriteOptions, check_at_least
 from ..tokenizers import check_tokenizer, hf_files_from_meta, looks_like_table, meta_tokenizer_model
 from .config_to_params import add_kept, needs_own_scaling, write_params
 from .name_tables import STYLES, check_division, llama4_table, llama_table
@@ -157,14 +153,13 @@ def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
     return None, None
 
 
-@takes_options
 def save_meta(
     checkpoint: Checkpoint,
     target: str | os.PathLike,
+    options: WriteOptions = DEFAULTS,
     *,
     shards: int | None = None,
     style: str = "release",
-    **options: Unpack[RunOptions],
 ) -> Report:
     """Write a checkpoint in Meta's format, for Meta's code and other readers of that format.
 
@@ -175,10 +170,10 @@ def save_meta(
     Args:
         checkpoint: what to write.
         target: a folder that does not exist or is empty.
+        options: how it is written.
         shards: number of model-parallel files, written together; it divides the key/value heads and the sizes. None
             takes as many as Meta's releases of that size have: 17.5 GB a file, at most eight files.
         style: for Llama 4, "release" for the releases' fused names, "unfused" for the names of Meta's modules.
-        **options: see `RunOptions`.
 
     Raises:
         ValueError: an option is unknown, a size is not divisible by the number of files, Meta's code cannot compute a
@@ -196,7 +191,6 @@ def save_meta(
         raise ValueError(
             f"{checkpoint.path}: is a Mixtral, which Meta's code does not compute; give to = 'mistral'."
         )
-    wanted = parse_dtype(options["dtype"])
     tokenizer, notes = _write_tokenizer(checkpoint.companions, config)
     generation = _generation_to_write(config, tokenizer)
     params, kept = write_params(config, generation)
@@ -215,13 +209,13 @@ def save_meta(
             "rope_high_freq_factor are written for other readers"
         )
     if shards is None:
-        shards = _usual_files(config, tensors, wanted, embedding_axis)
+        shards = _usual_files(config, tensors, options.cast_to, embedding_axis)
     check_at_least(1, shards=shards)
     check_division(config, shards, embedding_axis)
     table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, style)
     slots = [Slot() for _ in range(1 + max(_SLOTS.values()))]
     for name, tensor in tensors.items():
-        tensor = tensor if wanted is None else tensor.cast(wanted)
+        tensor = tensor if options.cast_to is None else tensor.cast(options.cast_to)
         # A block is read once, and every file takes its slice of it.
         tensors[name] = tensor.remember(slots[_SLOTS.get(name.split(".")[-2], 0)])
     parts = write_through(table, tensors, shards, config)

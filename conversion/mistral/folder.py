@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Unpack
 
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig
 from ...configuration.errors import CheckpointError
@@ -17,11 +16,8 @@ from ...configuration.json_files import to_json
 from ..checkpoint import (
     Checkpoint,
     Report,
-    RunOptions,
     carry_out,
     check_model,
-    parse_dtype,
-    takes_options,
     tie_heads,
 )
 from ..hf import fuse_experts, split_experts
@@ -38,6 +34,7 @@ from ..io import (
     write_through,
 )
 from ..meta import KEPT, Params, add_kept, is_tuned, measure, weight_files
+from ..options import DEFAULTS, WriteOptions
 from ..tokenizers import hf_files_from_meta, mistral_tokenizer_file
 from .name_tables import check_experts, mistral_table
 from .params import read_config, read_params, whose_params, write_params
@@ -179,8 +176,9 @@ def _translate_tokenizer(
     return {name: content, **files}, []
 
 
-@takes_options
-def save_mistral(checkpoint: Checkpoint, target: str | os.PathLike, **options: Unpack[RunOptions]) -> Report:
+def save_mistral(
+    checkpoint: Checkpoint, target: str | os.PathLike, options: WriteOptions = DEFAULTS
+) -> Report:
     """Write a checkpoint in Mistral AI's format, for mistral-inference and other readers: one consolidated.safetensors.
 
     params.json has the keys of mistral-inference. Other fields that do not change the output go into llamoe.json, and
@@ -189,7 +187,7 @@ def save_mistral(checkpoint: Checkpoint, target: str | os.PathLike, **options: U
     Args:
         checkpoint: a dense decoder or a Mixtral.
         target: a folder that does not exist or is empty.
-        **options: see `RunOptions`.
+        options: how it is written.
 
     Raises:
         ValueError: mistral-inference cannot compute the model, the target is in use, or a tensor is missing, unknown,
@@ -202,7 +200,6 @@ def save_mistral(checkpoint: Checkpoint, target: str | os.PathLike, **options: U
         raise ValueError(
             f"{checkpoint.path}: is a {config.model_type}, and mistral-inference computes dense decoders and Mixtral."
         )
-    wanted = parse_dtype(options["dtype"])
     params, kept = write_params(config)
     tokenizer, notes = _write_tokenizer(checkpoint.companions, config)
     tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))
@@ -213,8 +210,8 @@ def save_mistral(checkpoint: Checkpoint, target: str | os.PathLike, **options: U
             "output.weight is a copy"
         )
     tensors = split_experts(tensors)
-    if wanted is not None:
-        tensors = {name: tensor.cast(wanted) for name, tensor in tensors.items()}
+    if options.cast_to is not None:
+        tensors = {name: tensor.cast(options.cast_to) for name, tensor in tensors.items()}
     weights = write_through(mistral_table(), tensors, 1, config)[0]
     plan = Plan(
         [{"consolidated.safetensors": weights}],

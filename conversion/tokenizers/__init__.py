@@ -1,7 +1,7 @@
 """Tokenizer, chat template and processor files of a folder.
 
 Reading order: chat_templates, processors, merges, sentencepiece_models, tiktoken_tables, tekken, meta_tokenizer,
-tokenizer_json, folder_files.
+tokenizer_json, folder_files, vocabulary.
 """
 
 from .folder_files import (
@@ -21,12 +21,15 @@ from .tokenizer_json import (
     read_part,
     token_ids,
 )
+from .vocabulary import Vocabulary, extend_vocabulary
 
 __all__ = [
     "MULTIMODAL_TOKENS",
+    "Vocabulary",
     "check_companions",
     "check_tokenizer",
     "extend_tokenizer",
+    "extend_vocabulary",
     "fill_vocabulary",
     "hf_files_from_meta",
     "looks_like_table",

@@ -20,9 +20,10 @@ from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import reading
-from ..checkpoint import Checkpoint, check_at_least
+from ..checkpoint import Checkpoint
 from ..io import Progress
 from ..open import open_checkpoint
+from ..options import check_at_least
 from .common_parts import Normalization, pixel_normalization, shared_parts
 from .compare_stored import compare_configs, compare_rows, compare_tensors
 from .compare_unreached import compare_unreached, wanted_tokens

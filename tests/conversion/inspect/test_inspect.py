@@ -17,13 +17,14 @@ from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, Llam
 import llamoe
 from llamoe.configuration import cache_bytes, count_parameters, preset, to_stock
 from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion import quantize
 from llamoe.conversion.clip.convert_vision import convert_vision
-from llamoe.conversion.derive import quantize
 from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.inspect import inspect
 from llamoe.conversion.inspect.describe import split_shapes
 from llamoe.conversion.io.read_files import FileTensor
 from llamoe.conversion.meta.folder import save_meta
+from llamoe.conversion.options import WriteOptions
 from llamoe.conversion.verify.run_streamed import build_empty
 from llamoe.modeling.registration import model_class
 from llamoe.planning import source
@@ -168,7 +169,7 @@ def test_split_experts_and_bin_files_are_described_alike(family, saved, tmp_path
     folder, model = saved(family)
     expected = inspect(folder)
     layout = "stock" if family != "tower" else "llamoe"
-    save_hf(open_hf(folder), tmp_path / "split", experts="split", layout=layout)
+    save_hf(open_hf(folder), tmp_path / "split", WriteOptions(layout=layout), experts="split")
     (tmp_path / "bin").mkdir()
     torch.save(dict(model.state_dict()), tmp_path / "bin" / "pytorch_model.bin")
     (tmp_path / "bin" / "config.json").write_bytes((folder / "config.json").read_bytes())
@@ -378,7 +379,7 @@ def test_a_missing_shard_is_reported_with_what_it_held(saved, tmp_path):
 
 
 def test_a_missing_shard_of_split_experts_is_reported_by_their_names(saved, tmp_path):
-    save_hf(open_hf(saved("text")[0]), tmp_path / "split", experts="split", shard_size="100KB")
+    save_hf(open_hf(saved("text")[0]), tmp_path / "split", WriteOptions(shard_size="100KB"), experts="split")
     lost = next(file for file in sorted((tmp_path / "split").glob("*.safetensors")) if has_expert(file))
     held = load_file(lost)
     lost.unlink()

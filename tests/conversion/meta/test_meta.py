@@ -32,6 +32,7 @@ from llamoe.conversion.io.name_table import Drop
 from llamoe.conversion.meta.folder import open_meta, save_meta
 from llamoe.conversion.meta.name_tables import llama4_table, llama_table
 from llamoe.conversion.open import open_checkpoint
+from llamoe.conversion.options import WriteOptions
 
 # Each case with two of the numbers of files that it can have; which two comes in turn.
 EACH_COUNT = [
@@ -166,7 +167,7 @@ def test_padding_that_no_model_can_have_is_told_with_its_folder(pad, tmp_path):
 def test_another_dtype_is_written_for_every_tensor(tmp_path):
     case = BY_NAME["llama-4"]
     full = make_folder(tmp_path / "meta", case, 2)
-    save_meta(open_meta(tmp_path / "meta"), tmp_path / "half", shards=4, dtype="bfloat16")
+    save_meta(open_meta(tmp_path / "meta"), tmp_path / "half", WriteOptions(dtype="bfloat16"), shards=4)
     again = open_meta(tmp_path / "half")
     assert again.config.dtype == torch.bfloat16
     assert_same(again.tensors, {k: v.bfloat16() for k, v in hugging_face(case, full).items()})

@@ -26,6 +26,7 @@ from llamoe.conversion.meta.params_to_config import (
     note_defaults,
     read_config,
 )
+from llamoe.conversion.options import WriteOptions
 
 LLAMAS = [name for name in PRESETS if name.startswith("llama")]
 # One of each generation and arrangement; the sizes between them go through the same rows.
@@ -444,7 +445,9 @@ def test_a_dense_model_may_scale_otherwise_than_llama_3s_code():
 def test_as_many_files_as_metas_releases_have_are_written_where_no_number_is_given(name, files, tmp_path):
     config = llamoe.preset(name)
     tensors = {key: Shape(key, shape) for key, shape in expected_shapes(config).items()}
-    report = save_meta(Checkpoint(tmp_path, "hf", config, tensors), tmp_path / "to", dry_run=True)
+    report = save_meta(
+        Checkpoint(tmp_path, "hf", config, tensors), tmp_path / "to", WriteOptions(dry_run=True)
+    )
     assert len(report.files) == files and report.bytes >= 2 * llamoe.count_parameters(config).total
 
 

@@ -18,6 +18,7 @@ from support.meta_folders import (
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.convert import convert
 from llamoe.conversion.meta.folder import open_meta, save_meta
+from llamoe.conversion.options import WriteOptions
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_dtypes_that_one_tensor_of_metas_cannot_mix_are_refused(tmp_path):
     checkpoint.tensors[name] = checkpoint.tensors[name].cast(torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"bfloat16.*float32.*Choose a dtype"):
         save_meta(checkpoint, tmp_path / "to", shards=2)
-    save_meta(checkpoint, tmp_path / "to", shards=2, dtype="float32")
+    save_meta(checkpoint, tmp_path / "to", WriteOptions(dtype="float32"), shards=2)
 
 
 def test_a_tokenizer_of_another_size_is_refused(tmp_path):

@@ -25,11 +25,12 @@ from support.progress import Progress
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.clip.convert_vision import convert_vision
-from llamoe.conversion.derive.upcycle import upcycle
 from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.io.lazy_tensor import from_tensor
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.open import open_checkpoint
+from llamoe.conversion.options import WriteOptions
+from llamoe.conversion.upcycle import upcycle
 from llamoe.conversion.verify import run_streamed
 from llamoe.conversion.verify.command import verify
 from llamoe.conversion.verify.report import OutputDifference, Verification
@@ -155,7 +156,7 @@ def test_a_checkpoint_is_the_same_as_itself(family, by_layer, saved):
 @pytest.mark.parametrize("family", ["mixtral", "multimodal"])
 def test_formats_of_the_same_weights_are_the_same(family, saved, tmp_path):
     split = tmp_path / "split"
-    save_hf(open_hf(saved(family)), split, experts="split", shard_size="200KB")
+    save_hf(open_hf(saved(family)), split, WriteOptions(shard_size="200KB"), experts="split")
     result = verify(saved(family), split)
     assert result.same_weights and result.same_function and result.outputs[0].max_abs <= ROUNDING
     shutil.copytree(saved(family), tmp_path / "bin")
@@ -401,14 +402,14 @@ def test_an_upcycled_model_is_the_same_function_until_it_gets_noise(interleave, 
 
 
 def test_rounded_weights_are_within_the_tolerance_that_is_given(saved, tmp_path):
-    save_hf(open_hf(saved("dense")), tmp_path / "bf16", dtype="bfloat16")
+    save_hf(open_hf(saved("dense")), tmp_path / "bf16", WriteOptions(dtype="bfloat16"))
     result = verify(saved("dense"), tmp_path / "bf16")
     assert result.same_function is False and not result.same_weights
     assert result.dtypes == {"float32 and bfloat16": result.compared}
     assert verify(saved("dense"), tmp_path / "bf16", tolerance=0.2).same_function
     assert not verify(saved("dense"), tmp_path / "bf16", tolerance=0.2).same_weights
     # What bfloat16 holds is the same in float32.
-    save_hf(open_hf(tmp_path / "bf16"), tmp_path / "float32", dtype="float32")
+    save_hf(open_hf(tmp_path / "bf16"), tmp_path / "float32", WriteOptions(dtype="float32"))
     result = verify(tmp_path / "bf16", tmp_path / "float32")
     assert result.same_weights and result.same_function and result.dtypes
 

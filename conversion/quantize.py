@@ -3,20 +3,20 @@
 import os
 import re
 from collections.abc import Sequence
-from typing import Unpack
 
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ...configuration import LlamoeVisionConfig, QuantizationConfig
-from ...configuration.errors import ConfigurationError
-from ...configuration.quantization import WEIGHTS
-from ...modeling.checkpoints import part_of
-from ..checkpoint import Checkpoint, PackOptions, Report, takes_options
-from ..hf import in_words, packed_weights, save_hf
-from ..open import describe, open_source
+from ..configuration import LlamoeVisionConfig, QuantizationConfig
+from ..configuration.errors import ConfigurationError
+from ..configuration.quantization import WEIGHTS
+from ..modeling.checkpoints import part_of
+from .checkpoint import Checkpoint, Report
+from .hf import in_words, packed_weights, save_hf
+from .io import Progress
+from .open import describe, open_source
+from .options import WriteOptions
 
 
-@takes_options
 def quantize(
     source: str | os.PathLike,
     target: str | os.PathLike,
@@ -27,7 +27,10 @@ def quantize(
     linears: bool = True,
     search: bool = True,
     keep: Sequence[str] | None = None,
-    **options: Unpack[PackOptions],
+    shard_size: int | str = "5GB",
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
 ) -> Report:
     """Write a model with its routed experts and linear layers in 4 or 8 bits.
 
@@ -45,7 +48,7 @@ def quantize(
         linears: whether linear layers of the decoder are quantized.
         search: whether scales are searched that minimise the squared error, which takes longer.
         keep: names of more modules that stay in 16 bit, or the ends of their names.
-        **options: see `PackOptions`.
+        shard_size, resume, dry_run, progress: as in `WriteOptions`.
 
     Returns:
         what was written; its `parts` are the bytes of each part before and after.
@@ -57,9 +60,10 @@ def quantize(
     """
     if to not in WEIGHTS:
         raise ValueError(f"to = {to!r}: valid are {' and '.join(map(repr, WEIGHTS))}.")
+    options = WriteOptions("llamoe", None, shard_size, resume, dry_run, progress)
     names = list(keep or ()) or None
     quantization = QuantizationConfig(to, group_size, experts, linears, search, names)
-    checkpoint = open_source(source, target, options["resume"])
+    checkpoint = open_source(source, target, resume)
     config = checkpoint.config
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError(f"quantize: {source} is {describe(config)}, which stays in 16 bit; give a decoder.")
@@ -71,9 +75,7 @@ def quantize(
     except ConfigurationError as error:
         raise ConfigurationError(str(error).replace("modules_to_not_convert", "keep (--keep)")) from error
     identity = {"quantization": quantization.to_dict()}
-    report = save_hf(
-        checkpoint, target, identity=identity, quantization=quantization, layout="llamoe", **options
-    )
+    report = save_hf(checkpoint, target, options, identity=identity, quantization=quantization)
     report.notes.append(f"{in_words(quantization)}: {len(packed):,} weights; everything else is in bfloat16")
     return report
 

@@ -18,8 +18,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from llamoe.conversion.derive.merge_kv_heads import merge_heads, merge_kv_heads
 from llamoe.conversion.io.lazy_tensor import from_tensor
+from llamoe.conversion.merge_kv_heads import merge_heads, merge_kv_heads
 from llamoe.conversion.open import open_checkpoint
 
 BUILD = {

@@ -26,9 +26,9 @@ from transformers import (
 
 from llamoe import LlamoeForCausalLM, LlamoeMixtralConfig, LlamoeMixtralForCausalLM, LlamoeTextConfig
 from llamoe.conversion.convert import convert
-from llamoe.conversion.derive.upcycle import Mixture, as_mixtral, as_text_model, upcycle
 from llamoe.conversion.io.lazy_tensor import LazyTensor, blocks
 from llamoe.conversion.open import open_checkpoint
+from llamoe.conversion.upcycle import Mixture, as_mixtral, as_text_model, upcycle
 from llamoe_command.cli import main
 
 # Logits of deviation about 1. Llama 4: rotated channels are summed in another order. Mixtral: the scores of the chosen

@@ -15,34 +15,30 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
-from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from ..checkpoint import (
+from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from .checkpoint import (
     Checkpoint,
     Report,
-    WriteOptions,
-    check_at_least,
     expected_shapes,
     take_part,
-    takes_options,
 )
-from ..clip import CLIP_MEAN, CLIP_STD, PROCESSOR, fold, normalization, open_tower, resize
-from ..hf import save_hf
-from ..io import LazyTensor, check_apart
-from ..open import describe, open_checkpoint, open_source
-from ..tokenizers import processor_files
+from .clip import CLIP_MEAN, CLIP_STD, PROCESSOR, fold, normalization, open_tower, resize
+from .hf import save_hf
+from .io import LazyTensor, Progress, check_apart
+from .open import describe, open_checkpoint, open_source
+from .options import WriteOptions, check_at_least
+from .tokenizers import Vocabulary, extend_vocabulary, processor_files
 from .upcycle import as_text_model, fresh, zeros
-from .vocabulary import Vocabulary, extend_vocabulary
 
 _LLAMA_4_MEAN = _LLAMA_4_STD = (0.5, 0.5, 0.5)
 # Rows of an embedding that are summed at a time.
 _ROWS = 4096
 
 
-@takes_options
 def assemble(
     text: str | Path,
     vision: str | Path,
@@ -58,7 +54,12 @@ def assemble(
     model: str | None = None,
     heads: int | None = None,
     seed: int = 0,
-    **options: Unpack[WriteOptions],
+    layout: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    shard_size: int | str = "5GB",
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
 ) -> Report:
     """Join a decoder and a vision tower into one multimodal checkpoint.
 
@@ -77,8 +78,8 @@ def assemble(
         max_tiles: largest number of tiles that a picture is cut into.
         activation, tag, model, heads: what an open_clip file does not state, as in `convert_vision`.
         seed: random seed of adapter and projector, at least 0.
-        **options: see `WriteOptions`; without a dtype, all weights get the decoder's. Stock cannot express a model
-            with a CLIP tower.
+        layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`. Without a dtype, all
+            weights get the decoder's. Stock cannot express a model with a CLIP tower.
 
     Returns:
         what was written; its notes name the new weights.
@@ -87,19 +88,20 @@ def assemble(
         ValueError: no decoder or no tower where one was expected, sizes that do not fit, a decoder without tokenizer.
         CheckpointError: a missing or damaged file (also a ValueError).
     """
+    options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
     check_at_least(0, seed=seed)
     check_at_least(1, max_tiles=max_tiles)
     if projector_dim is not None:
         check_at_least(1, projector_dim=projector_dim)
     check_apart(Path(vision), Path(target))
-    decoder = _open_decoder(text, target, options["resume"])
+    decoder = _open_decoder(text, target, resume)
     tower = _open_tower(vision, activation=activation, tag=tag, model=model, heads=heads)
     if image_size is not None:
         tower = resize(tower, image_size)
     if fold_normalization:
         tower = fold(tower)
     tower = _with_adapter(tower, decoder.config.hidden_size, projector_dim, pixel_shuffle_ratio)
-    vocabulary = extend_vocabulary(decoder)
+    vocabulary = extend_vocabulary(decoder.companions, decoder.config)
     whole = _join(decoder, tower, vocabulary, seed)
     mean, std, resample, note = _pixels(tower)
     whole.companions.update(
@@ -113,8 +115,8 @@ def assemble(
         )
     )
     whole.notes.append(note)
-    if options["dtype"] is None:
-        options["dtype"] = decoder.tensors["model.embed_tokens.weight"].dtype
+    if dtype is None:
+        options = replace(options, dtype=decoder.tensors["model.embed_tokens.weight"].dtype)
     identity = {
         "vision": str(vision),
         "projector_dim": projector_dim,
@@ -123,7 +125,7 @@ def assemble(
         "fold_normalization": fold_normalization,
         "seed": seed,
     }
-    return save_hf(whole, target, identity=identity, **options)
+    return save_hf(whole, target, options, identity=identity)
 
 
 def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpoint:

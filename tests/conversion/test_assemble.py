@@ -32,12 +32,12 @@ from transformers import (
 )
 
 from llamoe import LlamoeForConditionalGeneration
+from llamoe.conversion.assemble import assemble
 from llamoe.conversion.clip.convert_vision import convert_vision
 from llamoe.conversion.convert import convert
-from llamoe.conversion.derive.assemble import assemble
-from llamoe.conversion.derive.upcycle import upcycle
 from llamoe.conversion.open import open_checkpoint
 from llamoe.conversion.tokenizers import MULTIMODAL_TOKENS
+from llamoe.conversion.upcycle import upcycle
 
 TOLERANCE = 1e-5
 WORDS = 83  # fewer than the 101 rows of the embedding

@@ -44,19 +44,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 
-from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
-from ...configuration.errors import CheckpointError
-from ...configuration.mixture import MixtureConfig
-from ...configuration.parameter_count import count_parameters
-from ..checkpoint import Checkpoint, Report, WriteOptions, check_at_least, takes_options
-from ..hf import save_hf
-from ..io import LazyTensor, Slot, compute, join, permute_pairs, stack
-from ..open import describe, open_source
+from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
+from ..configuration.errors import CheckpointError
+from ..configuration.mixture import MixtureConfig
+from ..configuration.parameter_count import count_parameters
+from .checkpoint import Checkpoint, Report
+from .hf import save_hf
+from .io import LazyTensor, Progress, Slot, compute, join, permute_pairs, stack
+from .open import describe, open_source
+from .options import WriteOptions, check_at_least
 
 # Elements that are drawn, or summed, at a time.
 _PIECE = 1 << 20
@@ -64,7 +65,6 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
-@takes_options
 def upcycle(
     source: str | Path,
     target: str | Path,
@@ -75,7 +75,12 @@ def upcycle(
     top_k: int | None = None,
     noise: float = 0.0,
     seed: int = 0,
-    **options: Unpack[WriteOptions],
+    layout: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    shard_size: int | str = "5GB",
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
 ) -> Report:
     """Make a mixture of experts from a dense LLaMA.
 
@@ -95,7 +100,7 @@ def upcycle(
         noise: standard deviation of the noise on the experts' weights, as a fraction of the dense weights' standard
             deviation; 0 keeps the function.
         seed: random seed of routers and noise, at least 0. Each tensor depends on the seed and its own name alone.
-        **options: see `WriteOptions`.
+        layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`.
 
     Returns:
         what was written; its notes name the new weights.
@@ -104,13 +109,14 @@ def upcycle(
         ValueError: a source that is not a dense LLaMA, or options that describe no mixture.
         CheckpointError: a missing or damaged file (also a ValueError).
     """
+    options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
     check_at_least(1, experts=experts, interleave=interleave, top_k=1 if top_k is None else top_k)
     check_at_least(0, seed=seed)
     if family not in (None, "llama4", "mixtral"):
         raise ValueError(f"upcycle: family = {family!r}: valid are 'llama4' and 'mixtral', or none.")
     if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
         raise ValueError(f"upcycle: noise = {noise!r}; give a number of at least 0, such as 0.01.")
-    dense = open_source(source, target, options["resume"])
+    dense = open_source(source, target, resume)
     if not isinstance(dense.config, LlamoeDenseConfig):
         raise ValueError(
             f"upcycle: {source} is {describe(dense.config)}; give a dense LLaMA (llama, mistral, llamoe_dense)."
@@ -135,7 +141,7 @@ def upcycle(
     result = (as_text_model if family == "llama4" else as_mixtral)(dense, mixture)
     before, after = count_parameters(dense.config), count_parameters(result.config)
     identity = {"upcycle": {"family": family, **asdict(mixture)}}
-    report = save_hf(result, target, identity=identity, **options)
+    report = save_hf(result, target, options, identity=identity)
     std, routers = dense.config.initializer_range, len(result.config.moe_layers)
     copies = "copies of the dense feed-forward" if family == "mixtral" else "zero by their down_proj"
     report.notes += [

@@ -4,22 +4,30 @@ import copy
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
 
 import torch
 
-from ...configuration import LlamoeVisionConfig
-from ..checkpoint import Report, WriteOptions, check_at_least, takes_options
-from ..hf import save_hf
-from ..io import LazyTensor
-from ..open import describe, open_source
+from ..configuration import LlamoeVisionConfig
+from .checkpoint import Report
+from .hf import save_hf
+from .io import LazyTensor, Progress
+from .open import describe, open_source
+from .options import WriteOptions, check_at_least
 
 _KEY_VALUE = re.compile(r"(?:language_model\.)?model\.layers\.\d+\.self_attn\.[kv]_proj\.(?:weight|bias)")
 
 
-@takes_options
 def merge_kv_heads(
-    source: str | Path, target: str | Path, *, kv_heads: int, **options: Unpack[WriteOptions]
+    source: str | Path,
+    target: str | Path,
+    *,
+    kv_heads: int,
+    layout: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    shard_size: int | str = "5GB",
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
 ) -> Report:
     """Merge the key/value heads of a decoder into fewer by mean pooling, as a start for further training.
 
@@ -31,14 +39,15 @@ def merge_kv_heads(
         source: a model of any format that `open_checkpoint` reads.
         target: the folder to write.
         kv_heads: number of key/value heads of the result; divides the source's. 1 makes multi-query attention.
-        **options: see `WriteOptions`.
+        layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`.
 
     Raises:
         ValueError: a source without a decoder, or a number of heads that does not divide the source's.
         CheckpointError: a missing or damaged file (also a ValueError).
     """
+    options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
     check_at_least(1, kv_heads=kv_heads)
-    checkpoint = open_source(source, target, options["resume"])
+    checkpoint = open_source(source, target, resume)
     if isinstance(checkpoint.config, LlamoeVisionConfig):
         raise ValueError(f"gqa: {source} is {describe(checkpoint.config)}; give a model with a decoder.")
     config = copy.deepcopy(checkpoint.config)
@@ -56,7 +65,7 @@ def merge_kv_heads(
         for key, tensor in checkpoint.tensors.items()
     }
     merged = replace(checkpoint, config=config, tensors=tensors)
-    report = save_hf(merged, target, identity={"kv_heads": kv_heads}, **options)
+    report = save_hf(merged, target, options, identity={"kv_heads": kv_heads})
     report.notes.append(
         f"{before} key/value heads a layer became {kv_heads}, each the mean of {before // kv_heads}"
     )

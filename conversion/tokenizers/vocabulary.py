@@ -1,19 +1,13 @@
 """The decoder's vocabulary with the tokens that pictures and messages need, and the files that say so."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...configuration.json_files import to_json
-from ..checkpoint import Checkpoint
-from ..tokenizers import (
-    MULTIMODAL_TOKENS,
-    extend_tokenizer,
-    fill_vocabulary,
-    multimodal_chat_template,
-    read_part,
-    token_ids,
-)
+from .folder_files import multimodal_chat_template
+from .tokenizer_json import MULTIMODAL_TOKENS, extend_tokenizer, fill_vocabulary, read_part, token_ids
 
 _PAD = "<|finetune_right_pad|>"
 # Tokens that end an answer in the chat template that is written.
@@ -46,13 +40,13 @@ class Vocabulary:
     notes: list[str]
 
 
-def extend_vocabulary(decoder: Checkpoint) -> Vocabulary:
+def extend_vocabulary(companions: Mapping[str, bytes], config: Any) -> Vocabulary:
     """Add the tokens that pictures and messages need, after all ids that are in use."""
-    files, _ = extend_tokenizer(decoder.companions, ())
-    present, before = token_ids(files), decoder.config.vocab_size
+    files, _ = extend_tokenizer(companions, ())
+    present, before = token_ids(files), config.vocab_size
     known = max(present.values(), default=-1) + 1
     settings = json.loads(files["tokenizer_config.json"])
-    pad = _pad_token(settings, present, decoder.config.pad_token_id)
+    pad = _pad_token(settings, present, config.pad_token_id)
     wanted = [*MULTIMODAL_TOKENS, pad]
     missing = [token for token in wanted if token not in present]
     notes = []
@@ -71,7 +65,7 @@ def extend_vocabulary(decoder: Checkpoint) -> Vocabulary:
         )
     pad_token_id = ids[pad] if pad in ids else present[pad]
     rows = max(before, known, *(index + 1 for index in ids.values()))
-    notes += _prompt_files(files, ids, decoder.config, pad, pad_token_id)
+    notes += _prompt_files(files, ids, config, pad, pad_token_id)
     return Vocabulary(files, ids, known, rows, pad_token_id, notes)
 
 

@@ -1,0 +1,68 @@
+"""The options that all commands share which write a folder."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .io import Progress, parse_size
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How a folder is written.
+
+    Attributes:
+        layout: of Hugging Face's config.json: "stock" has transformers' own model type, which llamoe, transformers,
+            vLLM and others read; "llamoe" ours, with llamoe_hub.py; None takes stock where it can express the model.
+        dtype: "float32", "float16" or "bfloat16" for all floating tensors; None keeps the dtype of each.
+        shard_size: bytes that a file should not exceed, as a number or a text such as "5GB".
+        resume: continue a folder that an earlier run left unfinished.
+        dry_run: check and plan everything, write nothing.
+        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`, called for every block.
+
+    Raises:
+        ValueError: layout, dtype or shard_size has another value.
+    """
+
+    layout: str | None = None
+    dtype: str | torch.dtype | None = None
+    shard_size: int | str = "5GB"
+    resume: bool = False
+    dry_run: bool = False
+    progress: Progress | None = None
+
+    def __post_init__(self):
+        if self.layout not in ("stock", "llamoe", None):
+            raise ValueError(
+                f"layout = {self.layout!r}: valid are 'stock' and 'llamoe', or none for the first that fits."
+            )
+        if self.dtype is not None and self.cast_to is None:
+            raise ValueError(
+                f"dtype = {str(self.dtype).removeprefix('torch.')!r}: valid are float32, float16 and bfloat16, or none "
+                "to keep the source's."
+            )
+        parse_size(self.shard_size)
+
+    @property
+    def cast_to(self) -> torch.dtype | None:
+        """The dtype of all floating tensors; None for the dtype of each."""
+        return _DTYPES.get(str(self.dtype).removeprefix("torch."))
+
+
+DEFAULTS = WriteOptions()
+
+
+def check_at_least(least: int, **values: int) -> None:
+    """Refuse options that are not integers or are below `least`."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} = {value!r}; give an integer of at least {least}.")
