@@ -72,7 +72,7 @@ class Report:
         bytes: size of those tensors.
         dropped: source key to the reason why it was left out.
         notes: what else a user should know.
-        seconds: duration.
+        seconds: duration of writing.
         dry_run: whether nothing was written.
         parts: where weights were packed, part of the model to its bytes before and after, largest first.
     """
@@ -91,14 +91,12 @@ class Report:
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def carry_out(
-    plan: Plan, checkpoint: Checkpoint, target: Path, to: str, begun: float, options: WriteOptions
-) -> Report:
+def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options: WriteOptions) -> Report:
     """Write a plan unless this is a dry run, and report on it.
 
-    The plan's identity gets the source, so that a changed source cannot resume a conversion. `begun` is the time
-    (`time.monotonic()`) at the start.
+    The plan's identity gets the source, so that a changed source cannot resume a conversion.
     """
+    begun = time.monotonic()
     plan.identity = {"source": identify(checkpoint), "to": to, **plan.identity}
     plan.sources = checkpoint.looks
     if not options.dry_run:

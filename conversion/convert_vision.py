@@ -1,7 +1,6 @@
 """Vision towers between all formats: open_clip, transformers' CLIP, ours; on request for another picture size."""
 
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +64,6 @@ def convert_vision(
         TypeError: a module that is no model of open_clip.
         OSError: the disk is full or fails; complete files stay for `resume`.
     """
-    begun = time.monotonic()
     target = Path(target)
     if to not in _TARGETS:
         raise ValueError(f"to = {to!r}: valid are {', '.join(map(repr, _TARGETS))}.")
@@ -87,8 +85,8 @@ def convert_vision(
     identity |= {"hidden_act": checkpoint.config.hidden_act, "heads": checkpoint.config.num_attention_heads}
     if to == "tower":
         report = save_hf(checkpoint, target, options, identity=identity)
-        return replace(report, to="tower", seconds=time.monotonic() - begun)
+        return replace(report, to="tower")
     plan_target = plan_open_clip if to == "open_clip" else plan_clip
     checkpoint, plan = plan_target(checkpoint, options.cast_to)
     plan.identity = {"dtype": str(options.cast_to), **identity}
-    return carry_out(plan, checkpoint, target, to, begun, options)
+    return carry_out(plan, checkpoint, target, to, options)

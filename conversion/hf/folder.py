@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import re
-import time
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -171,7 +170,6 @@ def save_hf(
             unknown, of another shape, or not finite.
         OSError: the disk is full or fails.
     """
-    begun = time.monotonic()
     target = Path(target)
     if experts not in ("fused", "split"):
         raise ValueError(f"experts = {experts!r}: valid are 'fused' and 'split'.")
@@ -196,7 +194,7 @@ def save_hf(
     plan = Plan(
         groups, {**companions, **described}, last=index, identity={"layout": layout, **(identity or {})}
     )
-    report = carry_out(plan, checkpoint, target, "hf", begun, options)
+    report = carry_out(plan, checkpoint, target, "hf", options)
     if quantization is not None:
         before = ((name, tensor.nbytes, 0) for name, tensor in plain.items())
         after = ((name, 0, tensor.nbytes) for name, tensor in tensors.items())

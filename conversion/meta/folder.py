@@ -6,8 +6,6 @@ up. `name_tables` has the names, `sizes` the sizes, `params_to_config` and `conf
 """
 
 import os
-import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,32 +14,33 @@ import torch
 
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig, count_parameters
 from ...configuration.base import LlamoeBaseConfig
-from ...configuration.errors import CheckpointError
-from ...configuration.json_files import to_json
 from ..checkpoint import (
     Checkpoint,
     Report,
-    carry_out,
-    check_model,
-    tie_heads,
 )
 from ..io import (
     LazyTensor,
     Plan,
     Slot,
     are_equal,
-    open_pickle,
     read_bytes,
     read_json,
-    read_through,
     same_place,
-    sources_of,
     write_through,
 )
 from ..options import DEFAULTS, WriteOptions, check_at_least
 from ..tokenizers import check_tokenizer, hf_files_from_meta, looks_like_table, meta_tokenizer_model
-from .config_to_params import add_kept, needs_own_scaling, write_params
+from .config_to_params import needs_own_scaling, write_params
 from .name_tables import STYLES, check_division, llama4_table, llama_table
+from .params_folder import (
+    is_tuned,
+    open_files,
+    read_tensors,
+    read_whole_config,
+    tensors_with_head,
+    write_folder,
+    write_tokenizer,
+)
 from .params_to_config import (
     LARGEST_SENTENCEPIECE,
     LLAMA3_THETA,
@@ -53,8 +52,6 @@ from .params_to_config import (
 )
 from .sizes import find_generation, measure, weight_files
 
-KEPT = "llamoe.json"
-_TUNED = re.compile(r"instruct|chat", re.IGNORECASE)
 # Most bytes of weights in a file of Meta's releases, Llama 4's excepted, and most files.
 _LARGEST_FILE, _MOST_FILES = 17.5e9, 8
 # Projections that are fused in one tensor of a file; each needs a slot of its own to be remembered in.
@@ -82,39 +79,17 @@ def open_meta(
     folder = Path(folder)
     paths = weight_files(folder)
     params = Params.of(read_json(folder / "params.json"), str(folder / "params.json"))
-    dropped: dict[str, str] = {}
-    files = []
-    for file in paths:
-        tensors, others = open_pickle(file)
-        files.append(tensors)
-        for name, kind in others.items():
-            state = name.endswith("._extra_state")
-            dropped[name] = "no weight: state of a layer in training" if state else f"no tensor but a {kind}"
+    files, dropped = open_files(paths)
     path, tokenizer = _find_tokenizer(folder)
     generation = find_generation(params, files, tokenizer)
     dropped |= check_entries(params, generation == 4)
     is_tied = _head_is_embedding(params, files)
-    lent = {"output.weight": "tok_embeddings.weight"} if is_tied else {}
-    measured = [{**{name: file[other] for name, other in lent.items()}, **file} for file in files]
-    params, seen, axis = measure(params, measured, generation)
-    # A name that does not show it may still belong to a tuned model.
-    tuned = instruct if instruct is not None else is_tuned(folder) or None
+    params, seen, axis = measure(params, files, generation, is_tied)
+    tuned = is_tuned(folder, instruct)
     seen = replace(seen, instruct=bool(tuned))
-    try:
-        config = read_config(params, seen)
-        config.tie_word_embeddings = is_tied
-        if (folder / KEPT).is_file():
-            config = add_kept(config, read_json(folder / KEPT), str(folder / KEPT))
-            config.validate()
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{params.origin}: {error}") from error
+    config = read_whole_config(folder, params, lambda: read_config(params, seen, is_tied))
     table = llama4_table(config) if seen.generation == 4 else llama_table(axis)
-    tensors, left_out = read_through(table, files, config)
-    if config.get_text_config().tie_word_embeddings and (heads := tie_heads(tensors)):
-        dropped["output.weight"] = next(iter(heads.values()))
-    tensors = check_model(config, tensors, str(paths[0]), lambda name: sources_of(table, name))
+    tensors, left_out = read_tensors(table, files, config, str(paths[0]))
     translated, notes = {}, note_defaults(params, config)
     if path is None or tokenizer is None:
         notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")
@@ -136,13 +111,6 @@ def _head_is_embedding(params: Params, files: Sequence[Mapping[str, LazyTensor]]
     return is_llama_32(params) and all(
         embedding is not None and (head is None or are_equal(embedding, head)) for embedding, head in pairs
     )
-
-
-def is_tuned(folder: Path) -> bool:
-    """Whether a folder's name says that its model was tuned for conversations."""
-    folder = folder.absolute()
-    name = folder.parent.name if folder.name == "original" else folder.name
-    return _TUNED.search(name) is not None
 
 
 def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
@@ -181,7 +149,6 @@ def save_meta(
             not finite.
         OSError: the disk is full or fails.
     """
-    begun = time.monotonic()
     target, config = Path(target), checkpoint.config
     if style not in STYLES:
         raise ValueError(f"style = {style!r}: valid are {', '.join(map(repr, STYLES))}.")
@@ -191,18 +158,12 @@ def save_meta(
         raise ValueError(
             f"{checkpoint.path}: is a Mixtral, which Meta's code does not compute; give to = 'mistral'."
         )
-    tokenizer, notes = _write_tokenizer(checkpoint.companions, config)
-    generation = _generation_to_write(config, tokenizer)
+    notes: list[str] = []
+    tokenizer = write_tokenizer(lambda: _tokenizer(checkpoint), "tokenizer.model", notes)
+    generation = _generation_to_write(config, tokenizer.get("tokenizer.model"))
     params, kept = write_params(config, generation)
     embedding_axis = 0 if generation > 2 else 1
-    tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))
-    if config.get_text_config().tie_word_embeddings:
-        embedding = next(name for name in tensors if name.endswith("model.embed_tokens.weight"))
-        tensors[embedding.replace("model.embed_tokens", "lm_head")] = tensors[embedding]
-        notes.append(
-            "the embedding serves as the output head (tie_word_embeddings); Meta's format has no such thing: "
-            "output.weight is a copy"
-        )
+    tensors = tensors_with_head(checkpoint, notes, "Meta's format")
     if needs_own_scaling(params):
         notes.append(
             "Llama 3's own code scales rotary embeddings by 8 and 4 whatever params.json says; rope_scaling_factor and "
@@ -219,30 +180,18 @@ def save_meta(
         # A block is read once, and every file takes its slice of it.
         tensors[name] = tensor.remember(slots[_SLOTS.get(name.split(".")[-2], 0)])
     parts = write_through(table, tensors, shards, config)
-    plan = Plan(
-        [{f"consolidated.{number:02d}.pth": part for number, part in enumerate(parts)}],
-        before={} if tokenizer is None else {"tokenizer.model": tokenizer},
-        last={**({KEPT: to_json(kept)} if kept else {}), "params.json": to_json(params)},
-        identity={"style": style},
-    )
-    report = carry_out(plan, checkpoint, target, "meta", begun, options)
-    report.notes.extend(notes)
-    return report
+    groups = [{f"consolidated.{number:02d}.pth": part for number, part in enumerate(parts)}]
+    plan = Plan(groups, before=tokenizer, identity={"style": style})
+    return write_folder(checkpoint, target, "meta", options, plan, (params, kept), notes)
 
 
-def _write_tokenizer(
-    companions: Mapping[str, bytes], config: LlamoeBaseConfig
-) -> tuple[bytes | None, list[str]]:
-    """tokenizer.model, or notes on why there is none; the weights are useful without it."""
-    try:
-        content = meta_tokenizer_model(companions, vocab_size=config.get_text_config().vocab_size)
-        if content is not None:
-            check_tokenizer(content, config)
-    except CheckpointError as error:
-        return None, [f"no tokenizer.model is written: {error}"]
-    return content, [] if content is not None else [
-        "the source has no tokenizer: no tokenizer.model is written"
-    ]
+def _tokenizer(checkpoint: Checkpoint) -> dict[str, bytes]:
+    vocab_size = checkpoint.config.get_text_config().vocab_size
+    content = meta_tokenizer_model(checkpoint.companions, vocab_size=vocab_size)
+    if content is None:
+        return {}
+    check_tokenizer(content, checkpoint.config)
+    return {"tokenizer.model": content}
 
 
 def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> int:

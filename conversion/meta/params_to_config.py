@@ -48,7 +48,7 @@ class Seen:
     """What the tensors, not `params.json`, show about a folder.
 
     Attributes:
-        generation: 1 to 4.
+        generation: 1 to 4; 0 for a model of Mistral AI's.
         vocab_size: Rows of the whole embedding.
         inner: Hidden size of the dense feed-forwards; None means Meta's formula.
         expert_inner: Hidden size of an expert; None likewise.
@@ -196,8 +196,10 @@ def expert_size(
     return inner + -inner % multiple_of
 
 
-def read_config(params: Params, seen: Seen) -> LlamoeBaseConfig:
+def read_config(params: Params, seen: Seen, is_tied: bool = False) -> LlamoeBaseConfig:
     """The configuration of a Meta folder; sizes that the tensors do not show follow Meta's formulas.
+
+    `is_tied` says that the head is the embedding.
 
     Returns:
         A `LlamoeDenseConfig` for LLaMA 1, 2 and 3, else a `LlamoeTextConfig`, inside a `LlamoeConfig` if there are
@@ -207,7 +209,9 @@ def read_config(params: Params, seen: Seen) -> LlamoeBaseConfig:
         CheckpointError: an entry is missing or impossible, or contradicts the tensors.
     """
     if seen.generation < 4:
-        return _read_dense(params, seen)
+        config = _read_dense(params, seen)
+        config.tie_word_embeddings = is_tied
+        return config
     text = _read_text(params, seen)
     vision = params.part("vision_args")
     if vision is None:

@@ -129,13 +129,15 @@ def _head_dim(params: Params) -> int:
 
 
 def measure(
-    params: Params, files: Sequence[Mapping[str, LazyTensor]], generation: int
+    params: Params, files: Sequence[Mapping[str, LazyTensor]], generation: int, is_tied: bool
 ) -> tuple[Params, Seen, int]:
-    """Read sizes off the tensors and compare them with params.json.
+    """Read sizes off the tensors and compare them with params.json; of a tied head there may be none.
 
     Returns:
         the parameters, completed from the tensors; the sizes; and the axis along which files slice the embedding.
     """
+    if is_tied and (embedding := files[0].get("tok_embeddings.weight")) is not None:
+        files = [{"output.weight": embedding, **files[0]}, *files[1:]]
     see = _Measures(params, files)
     dim, count = params.integer("dim"), len(files)
     norm = see.get("norm.weight", 1)

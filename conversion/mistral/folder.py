@@ -6,34 +6,36 @@ releases have several: of Mixtral 8x7B each holds some of the tensors, of Mistra
 
 import os
 import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import to_json
 from ..checkpoint import (
     Checkpoint,
     Report,
-    carry_out,
-    check_model,
-    tie_heads,
 )
-from ..hf import fuse_experts, split_experts
+from ..hf import split_experts
 from ..io import (
     LazyTensor,
     Plan,
     one_of,
-    open_pickle,
-    open_safetensors,
     read_bytes,
     read_json,
-    read_through,
-    sources_of,
     write_through,
 )
-from ..meta import KEPT, Params, add_kept, is_tuned, measure, weight_files
+from ..meta import (
+    Params,
+    is_tuned,
+    measure,
+    open_files,
+    read_tensors,
+    read_whole_config,
+    tensors_with_head,
+    weight_files,
+    write_folder,
+    write_tokenizer,
+)
 from ..options import DEFAULTS, WriteOptions
 from ..tokenizers import hf_files_from_meta, mistral_tokenizer_file
 from .name_tables import check_experts, mistral_table
@@ -78,31 +80,15 @@ def open_mistral(
     folder = Path(folder)
     paths = _weight_paths(folder)
     params, left_out = read_params(read_json(folder / "params.json"), str(folder / "params.json"))
-    files, dropped = _open_files(paths, params)
+    files, dropped = open_files(paths)
+    files = _join_files(paths, files, params)
     place = str(paths[0] if len(paths) == 1 else folder)
     # A model whose head is the embedding may be stored without one.
-    lent = {"output.weight": "tok_embeddings.weight"} if params.flag("tied_embeddings") else {}
-    measured = [
-        {**{name: file[other] for name, other in lent.items() if other in file}, **file} for file in files
-    ]
-    params, seen, axis = measure(params, measured, 2)
+    params, seen, axis = measure(params, files, 0, params.flag("tied_embeddings"))
     if len(files) == 1:
         check_experts(params, files[0], place)
-    try:
-        config = read_config(params, seen)
-        if (folder / KEPT).is_file():
-            config = add_kept(config, read_json(folder / KEPT), str(folder / KEPT))
-            config.validate()
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{params.origin}: {error}") from error
-    table = mistral_table(axis)
-    tensors, computed = read_through(table, files, config)
-    tensors = fuse_experts(tensors)
-    if config.tie_word_embeddings and (heads := tie_heads(tensors)):
-        dropped["output.weight"] = next(iter(heads.values()))
-    tensors = check_model(config, tensors, place, lambda name: sources_of(table, name) or [name])
+    config = read_whole_config(folder, params, lambda: read_config(params, seen))
+    tensors, computed = read_tensors(mistral_table(axis), files, config, place)
     notes = []
     if "rope_theta" not in params:
         theta = (config.rope_parameters or {})["rope_theta"]
@@ -134,14 +120,10 @@ def _weight_paths(folder: Path) -> list[Path]:
     return weight_files(folder, *endings)
 
 
-def _open_files(paths: Sequence[Path], params: Params) -> tuple[list[dict[str, LazyTensor]], dict[str, str]]:
-    """The tensors, of one file or as slices of several; and the entries that are no tensors, with the reason."""
-    files: list[dict[str, LazyTensor]] = []
-    dropped: dict[str, str] = {}
-    for path in paths:
-        tensors, others = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
-        files.append(tensors)
-        dropped |= {name: f"no tensor but a {kind}" for name, kind in others.items()}
+def _join_files(
+    paths: Sequence[Path], files: list[dict[str, LazyTensor]], params: Params
+) -> list[dict[str, LazyTensor]]:
+    """The files as they are, if they hold slices; else all their tensors as those of one file."""
     everyone = list(dict.fromkeys(name for file in files for name in file))
     in_all = [name for name in everyone if all(name in file for file in files)]
     # Sliced files have the same names. Where a few are missing, one is damaged, and `read_through` says so.
@@ -151,10 +133,10 @@ def _open_files(paths: Sequence[Path], params: Params) -> tuple[list[dict[str, L
                 f"{paths[0].parent}: each of the {len(files)} files holds {in_all[0]}, as if sliced, and "
                 f"{params.origin} has moe; a mixture is read with each tensor whole in one file."
             )
-        return files, dropped
+        return files
     why = "a tensor that several files hold should be the same. They do not belong together."
     copies = {name: [file[name] for file in files if name in file] for name in everyone}
-    return [{name: one_of(tensors, why) for name, tensors in copies.items()}], dropped
+    return [{name: one_of(tensors, why) for name, tensors in copies.items()}]
 
 
 def _translate_tokenizer(
@@ -170,8 +152,7 @@ def _translate_tokenizer(
         return {}, [f"there is no tokenizer.model or tekken.json in {folder}: the result has no tokenizer"]
     name = max(found, key=found.__getitem__)
     content = read_bytes(folder / name)
-    # A name that does not show it may still belong to a tuned model.
-    tuned = instruct if instruct is not None else is_tuned(folder) or None
+    tuned = is_tuned(folder, instruct)
     files = hf_files_from_meta(content, config, instruct=tuned, family="mistral", origin=str(folder / name))
     return {name: content, **files}, []
 
@@ -194,41 +175,19 @@ def save_mistral(
             of another shape, or not finite.
         OSError: the disk is full or fails.
     """
-    begun = time.monotonic()
     target, config = Path(target), checkpoint.config
     if not isinstance(config, (LlamoeDenseConfig, LlamoeMixtralConfig)):
         raise ValueError(
             f"{checkpoint.path}: is a {config.model_type}, and mistral-inference computes dense decoders and Mixtral."
         )
-    params, kept = write_params(config)
-    tokenizer, notes = _write_tokenizer(checkpoint.companions, config)
-    tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))
-    if config.tie_word_embeddings:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-        notes.append(
-            "the embedding serves as the output head (tie_word_embeddings), which mistral-inference does not know: "
-            "output.weight is a copy"
-        )
+    contents, notes = write_params(config), []
+    tokenizer = write_tokenizer(
+        lambda: mistral_tokenizer_file(checkpoint.companions, config), "tokenizer", notes
+    )
+    tensors = tensors_with_head(checkpoint, notes, "mistral-inference")
     tensors = split_experts(tensors)
     if options.cast_to is not None:
         tensors = {name: tensor.cast(options.cast_to) for name, tensor in tensors.items()}
     weights = write_through(mistral_table(), tensors, 1, config)[0]
-    plan = Plan(
-        [{"consolidated.safetensors": weights}],
-        before=tokenizer,
-        last={**({KEPT: to_json(kept)} if kept else {}), "params.json": to_json(params)},
-    )
-    report = carry_out(plan, checkpoint, target, "mistral", begun, options)
-    report.notes.extend(notes)
-    return report
-
-
-def _write_tokenizer(
-    companions: Mapping[str, bytes], config: LlamoeDenseConfig | LlamoeMixtralConfig
-) -> tuple[dict[str, bytes], list[str]]:
-    """The tokenizer's file by name, or notes on why there is none; the weights are useful without it."""
-    try:
-        found = mistral_tokenizer_file(companions, config)
-    except CheckpointError as error:
-        return {}, [f"no tokenizer is written: {error}"]
-    return found, [] if found else ["the source has no tokenizer: none is written"]
+    plan = Plan([{"consolidated.safetensors": weights}], before=tokenizer)
+    return write_folder(checkpoint, target, "mistral", options, plan, contents, notes)

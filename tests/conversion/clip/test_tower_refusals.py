@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion.clip.convert_vision import convert_vision, open_tower
+from llamoe.conversion.convert_vision import convert_vision, open_tower
 
 BLOCK = "visual.transformer.resblocks.1"
 

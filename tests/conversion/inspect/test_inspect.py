@@ -18,7 +18,7 @@ import llamoe
 from llamoe.configuration import cache_bytes, count_parameters, preset, to_stock
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import quantize
-from llamoe.conversion.clip.convert_vision import convert_vision
+from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.inspect import inspect
 from llamoe.conversion.inspect.describe import split_shapes

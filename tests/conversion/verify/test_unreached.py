@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.assemble import assemble
-from llamoe.conversion.clip.convert_vision import convert_vision
+from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.hf import open_hf
 from llamoe.conversion.upcycle import upcycle
 from llamoe.conversion.verify import run_streamed

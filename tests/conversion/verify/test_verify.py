@@ -24,7 +24,7 @@ from support.progress import Progress
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion.clip.convert_vision import convert_vision
+from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.io.lazy_tensor import from_tensor
 from llamoe.conversion.meta.folder import save_meta
