@@ -6,15 +6,12 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
 from ...configuration.vision import LlamoeVisionConfig
-from ..checkpoint import Checkpoint, check_plain, expected_shapes_of
+from ..checkpoint import Checkpoint, check_model
 from ..hf import read_companions
-from ..io import LazyTensor, Table, from_tensor, read_through, sources_of, write_through
+from ..io import LazyTensor, Table, read_through, sources_of
 from .image_processors import PROCESSOR
 from .name_tables import OPEN_CLIP
 
@@ -126,19 +123,6 @@ def make_checkpoint(
     notes: list[str],
 ) -> Checkpoint:
     """The checkpoint of a tower, whose keys, shapes and dtypes must be those of the configuration's sizes."""
-    # Too many layers are refused, and an unknown activation.
-    shapes = expected_shapes_of(config, len(tensors), str(path))
-    expected = {name: from_tensor(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
-    (theirs,) = write_through(table, expected, 1, config)
-    if missing := [name for name in theirs if name not in tensors]:
-        raise CheckpointError(f"{path}: {listed(missing)} missing; the tower is not whole.")
-    for name, tensor in theirs.items():
-        found = tensors[name]
-        if found.shape != tensor.shape:
-            raise CheckpointError(
-                f"{found.origin}: has shape {list(found.shape)} where the other tensors ask for {list(tensor.shape)}."
-            )
-        check_plain(found)
     ours, dropped = read_through(table, [tensors], config)
-    ours = {name: ours[name] for name in expected}
+    ours = check_model(config, ours, str(path), lambda name: sources_of(table, name))
     return Checkpoint(path, kind, config, ours, dropped, companions_of(path, processor), files, notes)

@@ -7,7 +7,6 @@ was prepared as `from_pretrained` prepares it. So a packed folder has the tensor
 Both directions work on one matrix at a time, of a stack on one expert; packing on as many as torch has threads.
 """
 
-import copy
 import re
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -163,7 +162,7 @@ def packed_weights(
     Raises:
         ValueError: the format cannot store one of them, or there is none.
     """
-    model: Any = empty_model(copy.deepcopy(config))
+    model: Any = empty_model(config)
     LlamoeQuantizer(quantization, pre_quantized=are_stored).preprocess_model(model)
     found = []
     for path, module in model.named_modules():

@@ -20,7 +20,7 @@ import torch
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
-from ...modeling.checkpoints import UNFINISHED, FolderLock
+from ...modeling.checkpoints import UNFINISHED, FolderLock, sync
 from .lazy_tensor import LazyTensor, blocks
 from .plan import Plan, Progress
 from .preallocated_files import Output, SafetensorsOutput, TorchOutput
@@ -76,66 +76,125 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
     with one_run(target) as lock:
         # Only now can no other run write there any more.
         check_target(target, resume)
-        is_begun = not is_empty(target)
+        _Run(plan, target, lock, progress).write()
+
+
+class _Run:
+    """A run that writes a plan.
+
+    Attributes:
+        missing: groups of files that are not there; those that are written together count only together.
+        made: paths of the files that this run has completed.
+    """
+
+    def __init__(self, plan: Plan, target: Path, lock: FolderLock, progress: Progress | None):
+        self.plan, self.target, self.lock, self.progress = plan, target, lock, progress
+        self.missing = [
+            group for group in plan.groups if not all((target / name).is_file() for name in group)
+        ]
+        self.made: list[Path] = []
+
+    def write(self) -> None:
+        """Write what is missing, and leave whole files only."""
+        is_begun = not is_empty(self.target)
         if is_begun:
-            _check_same(plan, target)
-        # Files that are written together count only together.
-        missing = [group for group in plan.groups if not all((target / name).is_file() for name in group)]
-        _check_room(target, sum(_nbytes(tensors) for group in missing for tensors in group.values()))
-        made: list[Path] = []
+            _check_same(self.plan, self.target)
+        _check_room(
+            self.target, sum(_nbytes(tensors) for group in self.missing for tensors in group.values())
+        )
         try:
             if not is_begun:
-                state = {"fingerprint": plan.fingerprint(), "made_from": plan.identity}
-                _write_small(target / UNFINISHED, to_json(state), made)
-            _write_files(plan, missing, target, made, lock, progress)
+                state = {"fingerprint": self.plan.fingerprint(), "made_from": self.plan.identity}
+                self._write_small({UNFINISHED: to_json(state), **self.plan.before})
+            else:
+                self._write_small(self.plan.before)
+            self._write_weights()
+            self._check()
+            self._write_small(self.plan.last)
+            (self.target / UNFINISHED).unlink()
         except ValueError:
-            if lock.is_held():
+            if self.lock.is_held():
                 # In reverse, so that UNFINISHED is removed last.
-                for path in reversed(made):
+                for path in reversed(self.made):
                     path.unlink(missing_ok=True)
-                    if path.parent != target and not any(path.parent.iterdir()):
+                    if path.parent != self.target and not any(path.parent.iterdir()):
                         path.parent.rmdir()
             raise
         except OSError as error:
-            lock.check()
+            self.lock.check()
             raise OSError(
                 error.errno,
-                f"{target}: writing failed ({error.strerror or error}). Whole files were kept; make room or repair the "
-                "disk, then go on with resume=True (--resume)",
+                f"{self.target}: writing failed ({error.strerror or error}). Whole files were kept; make room or "
+                "repair the disk, then go on with resume=True (--resume)",
             ) from error
         finally:
-            if lock.is_held():
-                for name in (UNFINISHED, *plan.before, *plan.files, *plan.last):
-                    _partial(target / name).unlink(missing_ok=True)
+            if self.lock.is_held():
+                for name in (UNFINISHED, *self.plan.before, *self.plan.files, *self.plan.last):
+                    self._partial(name).unlink(missing_ok=True)
 
+    def _write_weights(self) -> None:
+        if self.progress:
+            self.progress.start(self.plan.nbytes)
+            for group in self.plan.groups:
+                for name, tensors in group.items() if group not in self.missing else ():
+                    self.progress.advance(_nbytes(tensors), name)
+        for group in self.missing:
+            self._write_group(group)
 
-def _write_files(
-    plan: Plan,
-    missing: list[dict[str, dict[str, LazyTensor]]],
-    target: Path,
-    made: list[Path],
-    lock: FolderLock,
-    progress: Progress | None,
-) -> None:
-    """Write the missing groups and all small files; `made` gets the paths of completed files."""
-    if progress:
-        progress.start(plan.nbytes)
-        for group in plan.groups:
-            for name, tensors in group.items() if group not in missing else ():
-                progress.advance(_nbytes(tensors), name)
+    def _write_group(self, group: Mapping[str, Mapping[str, LazyTensor]]) -> None:
+        """Write files side by side, so that each block of the source is read once for all of them."""
+        outputs: dict[str, Output] = {}
+        try:
+            _ONE_THREAD.enter()
+            for name, tensors in group.items():
+                make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
+                outputs[name] = make(self._partial(name), tensors)
+            with _Behind() as behind:
+                for unit in _units(group):
+                    self._write_unit(unit, outputs, behind)
+            for output in outputs.values():
+                output.finish()
+        finally:
+            _ONE_THREAD.leave()
+            for output in outputs.values():
+                output.close()
+        self._check()
+        for name in outputs:
+            self._name(name)
+        sync(self.target)
 
-    def check() -> None:
-        lock.check()
-        check_unchanged(plan.sources)
+    def _write_unit(self, unit: Unit, outputs: Mapping[str, Output], behind: "_Behind") -> None:
+        pending = [(name, key, tensor, blocks(tensor)) for name, key, tensor in unit]
+        for step in range(max(len(ranges) for *_, ranges in pending)):
+            for name, key, tensor, ranges in pending:
+                for piece in tensor.stream(*ranges[step]) if step < len(ranges) else ():
+                    check_finite(key, tensor, piece)
+                    behind.run(piece.nbytes, outputs[name].append, key, piece)
+                    if self.progress:
+                        self.progress.advance(piece.nbytes, name)
 
-    for name, content in plan.before.items():
-        _write_small(target / name, content, made)
-    for group in missing:
-        _write_group(group, target, made, check, progress)
-    check()
-    for name, content in plan.last.items():
-        _write_small(target / name, content, made)
-    (target / UNFINISHED).unlink()
+    def _write_small(self, files: Mapping[str, bytes]) -> None:
+        for name, content in files.items():
+            partial = self._partial(name)
+            partial.parent.mkdir(exist_ok=True)
+            partial.write_bytes(content)
+            sync(partial)
+            self._name(name)
+
+    def _name(self, name: str) -> None:
+        """Give a complete file its name."""
+        os.replace(self._partial(name), self.target / name)
+        self.made.append(self.target / name)
+
+    def _partial(self, name: str) -> Path:
+        """Temporary path of a file until it is complete."""
+        path = self.target / name
+        return path.parent / TEMPORARY.format(path.name)
+
+    def _check(self) -> None:
+        """Refuse to go on in a lost folder, or with a changed source."""
+        self.lock.check()
+        check_unchanged(self.plan.sources)
 
 
 def _check_same(plan: Plan, target: Path) -> None:
@@ -163,78 +222,8 @@ def _check_room(target: Path, needed: int) -> None:
         )
 
 
-def _partial(path: Path) -> Path:
-    """Temporary path of a file until it is complete."""
-    return path.parent / TEMPORARY.format(path.name)
-
-
-def _write_small(path: Path, content: bytes, made: list[Path]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with open(_partial(path), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(_partial(path), path)
-    made.append(path)
-
-
 def _nbytes(tensors: Mapping[str, LazyTensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _write_group(
-    group: Mapping[str, Mapping[str, LazyTensor]],
-    target: Path,
-    made: list[Path],
-    check: Callable[[], None],
-    progress: Progress | None,
-) -> None:
-    """Write files side by side, so that each block of the source is read once for all of them.
-
-    `check` is called before a file gets its name, and then `made` gets its path.
-    """
-    outputs: dict[str, Output] = {}
-    try:
-        _ONE_THREAD.enter()
-        for name, tensors in group.items():
-            make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
-            outputs[name] = make(_partial(target / name), tensors)
-        with _Behind() as behind:
-            for unit in _units(group):
-                _write_unit(unit, outputs, behind, progress)
-        for output in outputs.values():
-            output.finish()
-    finally:
-        _ONE_THREAD.leave()
-        for output in outputs.values():
-            output.close()
-    check()
-    for name, output in outputs.items():
-        os.replace(output.path, target / name)
-        made.append(target / name)
-    _flush_folder(target)
-
-
-def _write_unit(
-    unit: Unit, outputs: Mapping[str, Output], behind: "_Behind", progress: Progress | None
-) -> None:
-    pending = [(name, key, tensor, blocks(tensor)) for name, key, tensor in unit]
-    for step in range(max(len(ranges) for *_, ranges in pending)):
-        for name, key, tensor, ranges in pending:
-            for piece in tensor.stream(*ranges[step]) if step < len(ranges) else ():
-                check_finite(key, tensor, piece)
-                behind.run(piece.nbytes, outputs[name].append, key, piece)
-                if progress:
-                    progress.advance(piece.nbytes, name)
-
-
-def _flush_folder(folder: Path) -> None:
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _units(group: Mapping[str, Mapping[str, LazyTensor]]) -> list[Unit]:

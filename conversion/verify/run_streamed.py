@@ -32,7 +32,7 @@ Watch = Callable[[str, torch.Tensor], None]
 
 def build_empty(config: LlamoeBaseConfig) -> nn.Module:
     """The model of a configuration with its head, without weights: float32, on the meta device, in evaluation mode."""
-    return empty_model(copy.deepcopy(config)).float().eval()
+    return empty_model(config).float().eval()
 
 
 def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:

@@ -30,7 +30,7 @@ from .device_map import (
     owner_of,
     settle_device_map,
 )
-from .folder_lock import LOCK, FolderLock, holder
+from .folder_lock import LOCK, FolderLock, holder, sync
 from .mapped_memory import forget_pages, is_mapped, return_freed_memory
 from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
@@ -86,5 +86,6 @@ __all__ = [
     "return_freed_memory",
     "settle_device_map",
     "sum_by_part",
+    "sync",
     "tell_of_experts",
 ]

@@ -83,3 +83,14 @@ def holder(folder: Path) -> str:
         if said and said.isprintable():
             return said
     return "another process"
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's names, to the disk: a power failure must not leave names without content."""
+    # Windows opens no folder.
+    if os.name == "posix" or path.is_file():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -43,7 +43,7 @@ from ..parallel import (
     sharded_adapter,
     sharing_processes,
 )
-from .folder_lock import FolderLock
+from .folder_lock import FolderLock, sync
 from .state_dicts import check_loaded
 
 # Prefixes of the hidden folder: while files are written, while they are exchanged, and afterwards.
@@ -123,7 +123,7 @@ class _Save:
             try:
                 for source, destination in _moves(self._hidden, self.target):
                     source.rename(destination)
-                _sync(self.target)
+                sync(self.target)
             except BaseException:
                 _undo(self._hidden, self.target)
                 self._rename(_WRITING)
@@ -341,12 +341,4 @@ def _flush(folder: Path) -> None:
     """Write all files below a folder to disk: a power failure must not leave names without content."""
     for place, _, names in os.walk(folder):
         for name in names:
-            _sync(Path(place, name))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync(Path(place, name))

@@ -1,5 +1,7 @@
 """The class of ours that a configuration describes, and its model without weights."""
 
+import copy
+
 import torch
 from torch import nn
 
@@ -32,4 +34,5 @@ def model_class(config: LlamoeBaseConfig) -> type[nn.Module]:
 def empty_model(config: LlamoeBaseConfig) -> nn.Module:
     """The model of a configuration, without weights: on the meta device."""
     with torch.device("meta"):
-        return model_class(config)(config)
+        # Building sets attributes of a configuration.
+        return model_class(config)(copy.deepcopy(config))

@@ -33,8 +33,8 @@ from transformers import (
 
 from llamoe import LlamoeForConditionalGeneration
 from llamoe.conversion.assemble import assemble
-from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.convert import convert
+from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.open import open_checkpoint
 from llamoe.conversion.tokenizers import MULTIMODAL_TOKENS
 from llamoe.conversion.upcycle import upcycle

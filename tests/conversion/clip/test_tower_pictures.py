@@ -38,8 +38,8 @@ from transformers import (
 
 import llamoe
 from llamoe.configuration.vision import LlamoeVisionConfig
-from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.clip.resize import resize_positions
+from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.io.lazy_tensor import from_tensor
 
 

@@ -56,8 +56,8 @@ from llamoe.configuration import preset
 from llamoe.configuration.presets import PRESETS
 from llamoe.configuration.vision import LlamoeVisionConfig
 from llamoe.conversion.checkpoint import expected_shapes
-from llamoe.conversion.convert_vision import convert_vision, open_tower
 from llamoe.conversion.clip.name_tables import CLIP, OPEN_CLIP
+from llamoe.conversion.convert_vision import convert_vision, open_tower
 from llamoe.conversion.io.lazy_tensor import from_tensor
 from llamoe.conversion.io.name_table import read_through, write_through
 

@@ -34,8 +34,8 @@ from transformers import AutoImageProcessor, AutoModel, CLIPVisionConfig, CLIPVi
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import open_checkpoint
-from llamoe.conversion.convert_vision import convert_vision, open_tower
 from llamoe.conversion.clip.open_clip_config import find_release, published_heads, read_sizes
+from llamoe.conversion.convert_vision import convert_vision, open_tower
 
 ACTIVATIONS = [
     pytest.param(nn.GELU, "gelu", id="gelu"),
