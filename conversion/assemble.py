@@ -20,12 +20,7 @@ from typing import Any
 import torch
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
-from .checkpoint import (
-    Checkpoint,
-    Report,
-    expected_shapes,
-    take_part,
-)
+from .checkpoint import Checkpoint, Report, expected_shapes, take_part
 from .clip import CLIP_MEAN, CLIP_STD, PROCESSOR, fold, normalization, open_tower, resize
 from .hf import save_hf
 from .io import LazyTensor, Progress, check_apart

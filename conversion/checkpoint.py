@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..configuration import QuantizationConfig
+from ..configuration import LlamoeConfig, QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
@@ -156,10 +156,8 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
     # Both raise errors of many types.
     except Exception as error:
         raise CheckpointError(f"no model can be made of the configuration ({error}).") from error
-    # A tower has no such field.
-    if getattr(config.get_text_config(), "tie_word_embeddings", False):
-        return {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
-    return dict(shapes)
+    tied = tied_head(config)
+    return {name: shape for name, shape in shapes.items() if name not in tied}
 
 
 # Source, target and each part ask for the same model's shapes, and building it takes longer than reading a header.
@@ -223,21 +221,32 @@ def check_plain(tensor: LazyTensor) -> None:
         )
 
 
-def tie_heads(tensors: dict[str, LazyTensor]) -> dict[str, str]:
-    """Drop output heads that are tied to the embedding from `tensors`; return each one's key with the reason.
+def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
+    """Key of the output head to key of the embedding where the configuration ties them; else empty."""
+    # A tower has no such field.
+    if not getattr(config.get_text_config(), "tie_word_embeddings", False):
+        return {}
+    prefix = "language_model." if isinstance(config, LlamoeConfig) else ""
+    return {f"{prefix}lm_head.weight": f"{prefix}model.embed_tokens.weight"}
 
-    Where a head is stored too, reading the embedding compares the two, since transformers ties only equal tensors.
+
+def tie_heads(config: LlamoeBaseConfig, tensors: dict[str, LazyTensor]) -> dict[str, str]:
+    """Drop an output head that is tied to the embedding from `tensors`; return its key with the reason.
+
+    Reading the embedding compares the two, since transformers ties only equal tensors.
 
     Raises:
         CheckpointError: embedding and head differ in shape or dtype.
     """
-    heads = [name for name in tensors if name.endswith("lm_head.weight")]
+    dropped = {}
     why = "the configuration has tie_word_embeddings. Set it to false if the model has a head of its own."
-    for head in heads:
-        name, stored = head.replace("lm_head", "model.embed_tokens"), tensors.pop(head)
-        if name in tensors:
-            tensors[name] = one_of([tensors[name], stored], why)
-    return dict.fromkeys(heads, "the embedding serves as the output head (tie_word_embeddings)")
+    for head, embedding in tied_head(config).items():
+        if head in tensors:
+            stored = tensors.pop(head)
+            dropped[head] = "the embedding serves as the output head (tie_word_embeddings)"
+            if embedding in tensors:
+                tensors[embedding] = one_of([tensors[embedding], stored], why)
+    return dropped
 
 
 def refuse_adapter(path: Path) -> None:

@@ -19,14 +19,7 @@ from ...configuration.json_files import LARGE
 from ...configuration.quantization import METHOD
 from ...modeling.checkpoints import check_shards, find_weights, sum_by_part
 from ...modeling.registration import model_class
-from ..checkpoint import (
-    Checkpoint,
-    Report,
-    carry_out,
-    check_model,
-    main_dtype,
-    tie_heads,
-)
+from ..checkpoint import Checkpoint, Report, carry_out, check_model, main_dtype, tie_heads
 from ..io import (
     LazyTensor,
     Plan,
@@ -71,9 +64,7 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     tensors, others, sources = open_shards(folder)
     dropped = {name: f"no tensor but a {kind}" for name, kind in others.items()}
     dropped |= dict.fromkeys(filter(_COMPUTED.fullmatch, tensors), "computed from the configuration")
-    # A tower has no such field.
-    if getattr(config.get_text_config(), "tie_word_embeddings", False):
-        dropped |= tie_heads(tensors)
+    dropped |= tie_heads(config, tensors)
     kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
     notes, stored = [], {}
     if quantization is not None:

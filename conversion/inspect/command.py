@@ -22,19 +22,10 @@ from ...planning import (
     rows_of_speed,
     weight_bytes,
 )
-from ..checkpoint import Checkpoint, expected_shapes
+from ..checkpoint import Checkpoint, expected_shapes, tied_head
 from ..hf import in_words, packed_weights
 from ..options import check_at_least
-from ..verify import tied_head
-from .describe import (
-    dtypes_of,
-    family_of,
-    guess,
-    layers_of,
-    mismatches_of,
-    presets_like,
-    sizes_of,
-)
+from .describe import dtypes_of, family_of, guess, layers_of, mismatches_of, presets_like, sizes_of
 from .gguf import answer_for_gguf
 from .open_partly import open_partly
 

@@ -10,12 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...configuration import (
-    LlamoeConfig,
-    LlamoeDenseConfig,
-    LlamoeTextConfig,
-    LlamoeVisionConfig,
-)
+from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.checks import fail
 from ...configuration.effects import NO_EFFECT, declared_fields, fields_without_effect

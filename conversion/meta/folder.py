@@ -14,20 +14,8 @@ import torch
 
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig, count_parameters
 from ...configuration.base import LlamoeBaseConfig
-from ..checkpoint import (
-    Checkpoint,
-    Report,
-)
-from ..io import (
-    LazyTensor,
-    Plan,
-    Slot,
-    are_equal,
-    read_bytes,
-    read_json,
-    same_place,
-    write_through,
-)
+from ..checkpoint import Checkpoint, Report
+from ..io import LazyTensor, Plan, Slot, are_equal, read_bytes, read_json, same_place, write_through
 from ..options import DEFAULTS, WriteOptions, check_at_least
 from ..tokenizers import check_tokenizer, hf_files_from_meta, looks_like_table, meta_tokenizer_model
 from .config_to_params import needs_own_scaling, write_params

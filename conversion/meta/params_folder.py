@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
-from ..checkpoint import Checkpoint, Report, carry_out, check_model, tie_heads
+from ..checkpoint import Checkpoint, Report, carry_out, check_model, tie_heads, tied_head
 from ..hf import fuse_experts
 from ..io import LazyTensor, Plan, Table, open_pickle, open_safetensors, read_json, read_through, sources_of
 from ..options import WriteOptions
@@ -57,8 +57,8 @@ def read_tensors(
     """A model's tensors from those of all files, and names that are left out, with the reason."""
     tensors, dropped = read_through(table, files, config)
     tensors = fuse_experts(tensors)
-    if config.get_text_config().tie_word_embeddings and (heads := tie_heads(tensors)):
-        dropped["output.weight"] = next(iter(heads.values()))
+    for reason in tie_heads(config, tensors).values():
+        dropped["output.weight"] = reason
     return check_model(config, tensors, place, lambda name: sources_of(table, name) or [name]), dropped
 
 
@@ -74,11 +74,9 @@ def is_tuned(folder: Path, instruct: bool | None) -> bool | None:
 
 def tensors_with_head(checkpoint: Checkpoint, notes: list[str], whose: str) -> dict[str, LazyTensor]:
     """The checked tensors of a model to write; a tied head is a copy of the embedding, and `notes` says so."""
-    config = checkpoint.config
-    tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))
-    if config.get_text_config().tie_word_embeddings:
-        embedding = next(name for name in tensors if name.endswith("model.embed_tokens.weight"))
-        tensors[embedding.replace("model.embed_tokens", "lm_head")] = tensors[embedding]
+    tensors = check_model(checkpoint.config, checkpoint.tensors, str(checkpoint.path))
+    for head, embedding in tied_head(checkpoint.config).items():
+        tensors[head] = tensors[embedding]
         notes.append(
             f"the embedding serves as the output head (tie_word_embeddings), which {whose} does not know: "
             "output.weight is a copy"

@@ -11,19 +11,9 @@ from pathlib import Path
 
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig
 from ...configuration.errors import CheckpointError
-from ..checkpoint import (
-    Checkpoint,
-    Report,
-)
+from ..checkpoint import Checkpoint, Report
 from ..hf import split_experts
-from ..io import (
-    LazyTensor,
-    Plan,
-    one_of,
-    read_bytes,
-    read_json,
-    write_through,
-)
+from ..io import LazyTensor, Plan, one_of, read_bytes, read_json, write_through
 from ..meta import (
     Params,
     is_tuned,

@@ -6,6 +6,5 @@ report, compare_unreached (weights that no logit depends on), command.
 
 from .command import Verification, verify
 from .compare_stored import compare_configs
-from .run_streamed import tied_head
 
-__all__ = ["Verification", "compare_configs", "tied_head", "verify"]
+__all__ = ["Verification", "compare_configs", "verify"]

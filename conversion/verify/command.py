@@ -20,7 +20,7 @@ from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import reading
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, tied_head
 from ..io import Progress
 from ..open import open_checkpoint
 from ..options import check_at_least
@@ -37,7 +37,7 @@ from .report import (
     sentence,
     within,
 )
-from .run_streamed import Weights, random_inputs, run, tied_head
+from .run_streamed import Weights, random_inputs, run
 
 
 def verify(

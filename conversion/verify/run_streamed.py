@@ -24,7 +24,7 @@ from ...modeling.decoder import DecoderLayer
 from ...modeling.moe import Experts
 from ...modeling.registration import empty_model
 from ...modeling.vision import VisionEncoderLayer
-from ..checkpoint import expected_shapes
+from ..checkpoint import expected_shapes, tied_head
 from ..io import LazyTensor
 
 Watch = Callable[[str, torch.Tensor], None]
@@ -33,14 +33,6 @@ Watch = Callable[[str, torch.Tensor], None]
 def build_empty(config: LlamoeBaseConfig) -> nn.Module:
     """The model of a configuration with its head, without weights: float32, on the meta device, in evaluation mode."""
     return empty_model(config).float().eval()
-
-
-def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
-    """Key of the output head to key of the embedding where the configuration ties them; else empty."""
-    if isinstance(config, LlamoeVisionConfig) or not config.get_text_config().tie_word_embeddings:
-        return {}
-    prefix = "language_model." if isinstance(config, LlamoeConfig) else ""
-    return {f"{prefix}lm_head.weight": f"{prefix}model.embed_tokens.weight"}
 
 
 class Weights:
