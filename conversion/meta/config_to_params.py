@@ -269,7 +269,7 @@ def _rope_content(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: parameters.get(name) for name in sorted(names)}
 
 
-def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> LlamoeBaseConfig:
+def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> None:
     """Add the content of `llamoe.json` to a configuration that was read from `params.json`.
 
     Raises:
@@ -290,4 +290,3 @@ def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> 
             setattr(config, name, part)
         except ValueError as error:
             raise CheckpointError(f"{origin}: {error}") from None
-    return config

@@ -42,7 +42,7 @@ def read_whole_config(folder: Path, params: Params, read: Callable[[], _Config])
     try:
         config = read()
         if (folder / _KEPT).is_file():
-            config = add_kept(config, read_json(folder / _KEPT), str(folder / _KEPT))
+            add_kept(config, read_json(folder / _KEPT), str(folder / _KEPT))
             config.validate()
         return config
     except CheckpointError:
