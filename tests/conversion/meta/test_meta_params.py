@@ -143,9 +143,8 @@ def test_a_published_configuration_survives_params_json(name):
     read = read_config(
         Params.of(params, "params.json"), Seen(max(generation(name), 2), config.get_text_config().vocab_size)
     )
-    assert add_kept(read, kept, "llamoe.json").to_dict() == config.to_dict() | {
-        "architectures": read.architectures
-    }
+    add_kept(read, kept, "llamoe.json")
+    assert read.to_dict() == config.to_dict() | {"architectures": read.architectures}
 
 
 def test_llamas_own_code_would_know_every_key():
