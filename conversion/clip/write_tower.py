@@ -11,7 +11,7 @@ from transformers import CLIPVisionConfig
 from ...configuration.json_files import to_json
 from ...configuration.vision import LlamoeVisionConfig
 from ..checkpoint import Checkpoint, main_dtype
-from ..io import LazyTensor, Plan, from_tensor, read_json, split_shards, write_through
+from ..io import LazyTensor, Plan, dtype_name, from_tensor, read_json, split_shards, write_through
 from . import image_processors
 from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP
@@ -115,7 +115,7 @@ def plan_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkp
         **{name: getattr(config, name) for name in same},
         layer_norm_eps=config.norm_eps,
         architectures=["CLIPVisionModelWithProjection" if has_projection else "CLIPVisionModel"],
-        dtype=str(main_dtype(tensors)).removeprefix("torch."),
+        dtype=dtype_name(main_dtype(tensors)),
     )
     (translated,) = write_through(CLIP, tensors, 1, config)
     groups, index = split_shards(translated, _SHARD_SIZE)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from ...configuration.errors import CheckpointError
 from ...modeling.checkpoints import expert_of
-from ..io import LazyTensor, Slot, join, stack
+from ..io import LazyTensor, Slot, check_alike, join, stack
 
 _PARTS = ("gate", "up", "down")
 _STACK = re.compile(r"(.*(?:feed_forward|mlp)\.experts)\.(gate_up_proj|down_proj)")
@@ -73,16 +73,16 @@ def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
                     raise CheckpointError(
                         f"{_name(stacks, number, part)} missing, though {stacks} has {count} experts."
                     )
-                first, tensor = experts[0], experts[number]
-                if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.ndim != 2:
+                if experts[number].ndim != 2:
                     raise CheckpointError(
-                        f"{tensor.origin}: is {tensor.dtype} {list(tensor.shape)}, but {first.origin} is {first.dtype} "
-                        f"{list(first.shape)}."
+                        f"{experts[number].origin}: is {experts[number].described}, no matrix."
                     )
+            check_alike([experts[number] for number in range(count)])
         gate, up, down = (parts[part][0] for part in _PARTS)
-        if gate.shape != up.shape or len({gate.dtype, up.dtype, down.dtype}) > 1:
+        check_alike([gate, up])
+        if gate.dtype != down.dtype:
             raise CheckpointError(
-                f"{gate.origin} and {up.origin} differ in shape, or {down.origin} in dtype."
+                f"{down.origin} is {down.described}, but {gate.origin} is {gate.described}."
             )
         in_order = [[parts[part][number] for number in range(count)] for part in _PARTS]
         make = stack_rows if stacks.endswith(_OF_MIXTRAL) else _stack_columns

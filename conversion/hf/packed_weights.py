@@ -22,7 +22,7 @@ from ...configuration.errors import CheckpointError
 from ...modeling.quantization import Format, LlamoeQuantizer, QuantizedExperts, QuantizedLinear
 from ...modeling.registration import empty_model
 from ..checkpoint import expected_shapes_of
-from ..io import LazyTensor, check_finite, compute, stack
+from ..io import LazyTensor, check_finite, compute, dtype_name, stack
 
 # What products of packed weights are computed in, and what the rest of such a model is cast to.
 _DTYPE = torch.bfloat16
@@ -257,11 +257,6 @@ def _part(tensors: Mapping[str, LazyTensor], key: str, weight: PackedWeight, pla
     part, (shape, dtype) = tensors[key], weight.parts[key]
     if (part.shape, part.dtype) != (shape, dtype):
         raise CheckpointError(
-            f"{part.origin}: is {_name_of(part.dtype)} {list(part.shape)}, but {weight.form.key} stores it as "
-            f"{_name_of(dtype)} {list(shape)}."
+            f"{part.origin}: is {part.described}, but {weight.form.key} stores it as {dtype_name(dtype)} {list(shape)}."
         )
     return part
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -274,8 +274,7 @@ def _source(found: Checkpoint) -> Source:
     if found.kind != "hf":
         return Source(found.config, quantization)
     stored = {
-        key: (str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
-        for key, tensor in (found.stored or found.tensors).items()
+        key: (tensor.dtype_name, tensor.nbytes) for key, tensor in (found.stored or found.tensors).items()
     }
     are_safetensors = all(file.suffix == ".safetensors" for file in found.sources)
     return Source(found.config, quantization, stored, are_safetensors)

@@ -153,9 +153,8 @@ def dtypes_of(tensors: Iterable[LazyTensor]) -> dict[str, tuple[int, int]]:
     """Dtype to the number of its tensors and their bytes."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for tensor in tensors:
-        name = str(tensor.dtype).removeprefix("torch.")
-        count, size = found[name]
-        found[name] = (count + 1, size + tensor.nbytes)
+        count, size = found[tensor.dtype_name]
+        found[tensor.dtype_name] = (count + 1, size + tensor.nbytes)
     return dict(found)
 
 

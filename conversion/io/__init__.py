@@ -4,7 +4,7 @@ Reading order: lazy_tensor, operations, name_table, target_folder, plan, read_fi
 write_checkpoint.
 """
 
-from .lazy_tensor import LazyTensor, Slot, blocks, compute, from_tensor, join, stack
+from .lazy_tensor import LazyTensor, Slot, blocks, check_alike, compute, dtype_name, from_tensor, join, stack
 from .name_table import Condition, Drop, Row, Table, read_through, sources_of, write_through
 from .operations import KEEP, TRANSPOSED, FusedRows, Operation, are_equal, one_of, permute_pairs, split
 from .plan import Plan, Progress, parse_size, split_shards
@@ -36,11 +36,13 @@ __all__ = [
     "Table",
     "are_equal",
     "blocks",
+    "check_alike",
     "check_apart",
     "check_finite",
     "check_sums",
     "check_target",
     "compute",
+    "dtype_name",
     "from_tensor",
     "join",
     "look_at",

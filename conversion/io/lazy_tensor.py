@@ -12,6 +12,8 @@ from math import prod
 
 import torch
 
+from ...configuration.errors import CheckpointError
+
 
 class LazyTensor(ABC):
     """A tensor that can be read by rows of its first axis.
@@ -29,6 +31,16 @@ class LazyTensor(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.origin!r})"
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype, such as "float32"."""
+        return dtype_name(self.dtype)
+
+    @property
+    def described(self) -> str:
+        """Dtype and shape, for messages."""
+        return f"{self.dtype_name} {list(self.shape)}"
 
     @property
     def ndim(self) -> int:
@@ -144,6 +156,21 @@ class LazyTensor(ABC):
 
     def _inputs(self) -> Sequence["LazyTensor"]:
         return ()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_alike(tensors: Sequence[LazyTensor], why: str = "") -> None:
+    """Raise a `CheckpointError` if one has another shape or dtype than the first; `why` ends the sentence."""
+    first = tensors[0]
+    for tensor in tensors[1:]:
+        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+            raise CheckpointError(
+                f"{tensor.origin} is {tensor.described}, but {first.origin} is {first.described}.{why and f' {why}'}"
+            )
 
 
 def blocks(tensor: LazyTensor) -> list[tuple[int, int]]:

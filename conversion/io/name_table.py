@@ -12,7 +12,7 @@ from typing import Any
 
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
-from .lazy_tensor import LazyTensor
+from .lazy_tensor import LazyTensor, check_alike
 from .operations import KEEP, Operation
 
 # Whether a row applies, from the model's configuration and the numbers in the names.
@@ -147,16 +147,7 @@ def _check_parts(parts: list[list[LazyTensor]], axis: int | None) -> None:
             raise CheckpointError(
                 f"{first.origin} has shape {list(first.shape)}; expected: at least {axis + 1} axes."
             )
-        for part in files[1:]:
-            if part.shape != first.shape or part.dtype != first.dtype:
-                raise CheckpointError(
-                    f"{part.origin} is {_describe(part)}, but {first.origin} is {_describe(first)}. The files do not "
-                    "belong together."
-                )
-
-
-def _describe(tensor: LazyTensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        check_alike(files, "The files do not belong together.")
 
 
 def _check_common(names: Sequence[str], files: Sequence[Mapping[str, LazyTensor]]) -> None:

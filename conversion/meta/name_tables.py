@@ -28,6 +28,7 @@ from ..io import (
     Operation,
     Row,
     Table,
+    check_alike,
     compute,
     join,
     permute_pairs,
@@ -75,12 +76,7 @@ class _Experts(Operation):
         experts = sizes.get_text_config().num_local_experts
         stacked = [[self._stacked(part, experts) for part in files] for files in parts]
         sides = [join(files, axis + self.flat) for files in stacked]
-        for side in sides[1:]:
-            if side.shape != sides[0].shape or side.dtype != sides[0].dtype:
-                raise CheckpointError(
-                    f"{side.origin}: its experts are {side.dtype} {list(side.shape)}, but those of "
-                    f"{sides[0].origin} are {sides[0].dtype} {list(sides[0].shape)}."
-                )
+        check_alike(sides)
         return [join(sides, 2)]
 
     def inverse(self, targets, axis, files, sizes):

@@ -178,7 +178,7 @@ def measure(
         inner=inner,
         expert_inner=see.whole("experts.moe_w_in_eD_F", 1) or see.whole("experts.w1", 2, ndim=3),
         vision_inner=see.whole("resblocks.0.mlp.c_fc.weight", 0),
-        dtype=str(norm.dtype).removeprefix("torch."),
+        dtype=norm.dtype_name,
     )
     return (_check_parts_of_llama4(see) if generation == 4 else params), seen, axis
 

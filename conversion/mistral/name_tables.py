@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 from ...configuration.errors import CheckpointError
 from ..hf import stack_rows
-from ..io import LazyTensor, Operation, Row, Table
+from ..io import LazyTensor, Operation, Row, Table, check_alike
 from ..meta import Params, llama_table
 
 
@@ -32,11 +32,7 @@ class _ExpertsInOneMatrix(Operation):
                     f"{tensor.origin} has shape {list(tensor.shape)}; expected: a matrix of {experts} experts' rows, "
                     "as many for each."
                 )
-            if (tensor.shape, tensor.dtype) != (tensors[0].shape, tensors[0].dtype):
-                raise CheckpointError(
-                    f"{tensor.origin} is {tensor.dtype} {list(tensor.shape)}, but {tensors[0].origin} is "
-                    f"{tensors[0].dtype} {list(tensors[0].shape)}."
-                )
+        check_alike(tensors)
         inner = tensors[0].shape[0] // experts
         gates, ups, downs = (
             [tensor.cut(0, number * inner, (number + 1) * inner) for number in range(experts)]

@@ -188,7 +188,7 @@ def _compare_tensors(
     for key in common:
         mine, its = a[key], b[key]
         if mine.dtype != its.dtype:
-            dtypes[f"{_name(mine.dtype)} and {_name(its.dtype)}"] += 1
+            dtypes[f"{mine.dtype_name} and {its.dtype_name}"] += 1
         if mine.shape != its.shape:
             shapes[key] = (list(mine.shape), list(its.shape))
             by_token = key.endswith(("embed_tokens.weight", "lm_head.weight"))
@@ -330,7 +330,3 @@ def _longest(config: LlamoeBaseConfig) -> int:
     """Number of random tokens that a row can have, besides a picture's."""
     picture = config.vision_config.tokens_per_tile if isinstance(config, LlamoeConfig) else 0
     return max(config.get_text_config().max_position_embeddings - picture, 1)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
