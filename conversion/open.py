@@ -7,7 +7,7 @@ from typing import Any
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ..configuration.errors import CheckpointError
-from ..modeling.checkpoints import check_finished, find_weights
+from ..modeling.checkpoints import check_whole, find_weights
 from .checkpoint import Checkpoint, refuse_adapter
 from .clip import open_tower, tower_kind
 from .hf import in_words, open_hf
@@ -35,7 +35,7 @@ def open_checkpoint(
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
-    check_finished(path)
+    check_whole(path)
     refuse_adapter(path)
     looks = look_at_source(path)
     return replace(_open(path, companions, instruct), looks=looks)

@@ -16,7 +16,7 @@ from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip
 
 from ...configuration.errors import CheckpointError
 from ...configuration.multimodal import LlamoeConfig
-from ...modeling.checkpoints import check_finished
+from ...modeling.checkpoints import check_whole
 from ..checkpoint import Checkpoint, refuse_adapter, take_part
 from ..hf import open_hf, open_shards
 from ..io import LazyTensor, from_tensor, look_at_source, open_weights, read_json
@@ -109,7 +109,7 @@ def open_tower(
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
-    check_finished(path)
+    check_whole(path)
     refuse_adapter(path)
     looks = look_at_source(path)
     kind = tower_kind(path)

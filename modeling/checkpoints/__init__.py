@@ -3,16 +3,14 @@
 Reading order: safetensors_files, pickles, torch_files (headers, without the numbers), checkpoint_files (does a folder
 hold this model), mapped_memory (memory that is given back), split_experts (experts stored one by one), model_names and
 state_dicts (the same for `load_state_dict`), other_loaders (accelerate's, Trainer's and torch's), device_map (on which
-device a module goes), parts, quantization, folder_lock (one run writes at a time), saving (a folder is written whole or
-not at all).
+device a module goes), parts, quantization, whole_folders (locks, and signs of what is unfinished), saving (a folder is
+written whole or not at all).
 """
 
 from .checkpoint_files import (
-    UNFINISHED,
     WeightFiles,
     check_complete,
     check_files,
-    check_finished,
     check_fit,
     check_folder,
     check_layers,
@@ -30,17 +28,17 @@ from .device_map import (
     owner_of,
     settle_device_map,
 )
-from .folder_lock import LOCK, FolderLock, holder, sync
 from .mapped_memory import forget_pages, is_mapped, return_freed_memory
 from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
 from .pickles import Named
 from .quantization import tell_of_experts
 from .safetensors_files import DTYPE_NAMES, DTYPES, WEIGHT_DTYPES, TensorHeader
-from .saving import SavesWhole, check_whole
+from .saving import SavesWhole
 from .split_experts import expert_of, find_split_experts, fuse_while_loading
 from .state_dicts import TakesStateDicts
 from .torch_files import read_records, read_torch
+from .whole_folders import LOCK, UNFINISHED, FolderLock, check_whole, holder, sync
 
 __all__ = [
     "DTYPES",
@@ -57,7 +55,6 @@ __all__ = [
     "check_complete",
     "check_devices",
     "check_files",
-    "check_finished",
     "check_fit",
     "check_folder",
     "check_layers",

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # A conversion's folder holds this file until it is finished.
-UNFINISHED = ".llamoe-unfinished.json"
 
 _FORMATS = ("safetensors", "bin")
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
@@ -104,27 +103,17 @@ def _read_header(path: str | os.PathLike, kind: str | None) -> dict[str, TensorH
     return tensors
 
 
-def check_finished(folder: str | os.PathLike) -> None:
-    """Raise a `CheckpointError` for a folder that a conversion is writing, or has left unfinished."""
-    if os.path.exists(os.path.join(folder, UNFINISHED)):
-        raise CheckpointError(
-            f"{os.path.normpath(folder)}: is unfinished. If no llamoe command is writing it any more, run that command "
-            "again with --resume (resume=True); or remove the folder."
-        )
-
-
 def check_place(name_or_path: str | os.PathLike, subfolder: str = "") -> None:
     """Check that a local path is a folder with a checkpoint; names on the Hub pass.
 
     Raises:
-        CheckpointError: no such folder, a file in its place, or a folder that is unfinished or without config.json.
+        CheckpointError: no such folder, a file in its place, or a folder without config.json.
     """
     path = os.fspath(name_or_path)
     if os.path.isfile(path):
         raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
     if os.path.isdir(path):
         place = Path(path, subfolder)
-        check_finished(place)
         if (place / "config.json").is_file() or (place / "adapter_config.json").is_file():
             return
         if (place / "params.json").is_file() or any(place.glob("consolidated*.pth")):
@@ -268,11 +257,10 @@ def check_folder(
         number of tensors; None if it is unknown, or there are no weights.
 
     Raises:
-        CheckpointError: the folder is unfinished, a file is missing or damaged, the index cannot be read, leaves the
+        CheckpointError: a file is missing or damaged, the index cannot be read, leaves the
             folder or contradicts the files, or a tensor is in two files.
     """
     place = Path(folder, subfolder)
-    check_finished(place)
     for name in ("generation_config.json", "adapter_config.json"):
         if (place / name).is_file():
             read_json(place / name)

@@ -31,7 +31,6 @@ import torch
 from filelock import Timeout
 from transformers import PreTrainedModel
 
-from ...configuration.errors import CheckpointError
 from ...configuration.hub import MODULE_NAME, is_our_module
 from ..parallel import (
     broadcast,
@@ -43,11 +42,11 @@ from ..parallel import (
     sharded_adapter,
     sharing_processes,
 )
-from .folder_lock import FolderLock, sync
 from .state_dicts import check_loaded
+from .whole_folders import EXCHANGING, FolderLock, sync
 
-# Prefixes of the hidden folder: while files are written, while they are exchanged, and afterwards.
-_WRITING, _EXCHANGING, _DONE = (f".llamoe-{state}-" for state in ("saving", "exchanging", "replaced"))
+# Prefixes of the hidden folder: while files are written, and after they were exchanged.
+_WRITING, _DONE = (f".llamoe-{state}-" for state in ("saving", "replaced"))
 # Files that loaders look for by name. A file of a later pattern leaves a folder earlier, and comes back later.
 _ENTRIES = [
     re.compile(pattern)
@@ -67,23 +66,12 @@ _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|sharde
 _current: ContextVar["_Save | None"] = ContextVar("llamoe_save", default=None)
 
 
-def check_whole(folder: str | os.PathLike, subfolder: str = "") -> None:
-    """Raise a `CheckpointError` if a save into a local folder was cut off during the exchange."""
-    place = Path(folder, subfolder)
-    if place.is_dir() and any(place.glob(f"{_EXCHANGING}*")):
-        raise CheckpointError(
-            f"{place}: not whole. A save into this folder was cut off, or goes on at this moment, while it exchanged "
-            "the older files for new ones. Save the model here again, or have the older files put back: "
-            f"from llamoe.modeling.checkpoints.saving import put_back; put_back({str(place)!r})"
-        )
-
-
 def put_back(folder: str | os.PathLike) -> None:
     """Remove what killed saves have left in a folder, and restore the older files."""
     target = Path(folder)
-    for hidden in [hidden for state in (_WRITING, _EXCHANGING, _DONE) for hidden in target.glob(f"{state}*")]:
+    for hidden in [hidden for state in (_WRITING, EXCHANGING, _DONE) for hidden in target.glob(f"{state}*")]:
         if (lock := _lock(hidden)) is not None:
-            if hidden.name.startswith(_EXCHANGING):
+            if hidden.name.startswith(EXCHANGING):
                 _undo(hidden, target)
             shutil.rmtree(hidden, ignore_errors=True)
             lock.release()
@@ -119,7 +107,7 @@ class _Save:
         try:
             _plan(self._hidden, self.target, self._outdated(names))
             _flush(self._hidden)
-            self._rename(_EXCHANGING)
+            self._rename(EXCHANGING)
             try:
                 for source, destination in _moves(self._hidden, self.target):
                     source.rename(destination)
@@ -156,7 +144,7 @@ class _Save:
         self._hidden = self._hidden.rename(self.target / f"{state}{self._suffix}")
 
     def _remove(self) -> None:
-        if not self._hidden.name.startswith(_EXCHANGING):
+        if not self._hidden.name.startswith(EXCHANGING):
             shutil.rmtree(self._hidden, ignore_errors=True)
         self._lock.release()
 

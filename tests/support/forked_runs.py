@@ -26,7 +26,7 @@ _TRACED = {
     "io/write_checkpoint.py",
     "io/preallocated_files.py",
     "io/target_folder.py",
-    "checkpoints/folder_lock.py",
+    "checkpoints/whole_folders.py",
 }
 _IN_A_TEST = 25
 

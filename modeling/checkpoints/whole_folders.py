@@ -1,7 +1,8 @@
-"""A lock on a folder, which the system releases in whatever way its process ends.
+"""What all writers of folders share: one run a folder, signs that it is not whole, and names that reach the disk.
 
-The lock is held on a small file in the folder, so that it works whatever path leads there. A file that a killed
-process left behind blocks nobody: only the lock counts, and the file's text names the holder for messages.
+A run's lock is held on a small file in the folder, so that it works whatever path leads there, and the system releases
+it in whatever way the process ends. A file that a killed process left behind blocks nobody: only the lock counts, and
+the file's text names the holder for messages.
 """
 
 import errno
@@ -13,7 +14,11 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from ...configuration.errors import CheckpointError
+
 LOCK = ".llamoe-lock"
+# A file of conversions, and the beginning of a hidden folder's name in saves.
+UNFINISHED, EXCHANGING = ".llamoe-unfinished.json", ".llamoe-exchanging-"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -74,6 +79,22 @@ class FolderLock:
             with suppress(OSError):
                 self.path.unlink()
         self._lock.release()
+
+
+def check_whole(folder: str | os.PathLike, subfolder: str = "") -> None:
+    """Raise a `CheckpointError` for a folder that a conversion or a save has left unfinished, or is writing."""
+    place = Path(folder, subfolder)
+    if (place / UNFINISHED).exists():
+        raise CheckpointError(
+            f"{place}: is unfinished. If no llamoe command is writing it any more, run that command again with "
+            "--resume (resume=True); or remove the folder."
+        )
+    if place.is_dir() and any(place.glob(f"{EXCHANGING}*")):
+        raise CheckpointError(
+            f"{place}: not whole. A save into this folder was cut off, or goes on at this moment, while it exchanged "
+            "the older files for new ones. Save the model here again, or have the older files put back: "
+            f"from llamoe.modeling.checkpoints.saving import put_back; put_back({str(place)!r})"
+        )
 
 
 def holder(folder: Path) -> str:
