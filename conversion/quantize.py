@@ -11,7 +11,7 @@ from ..configuration.errors import ConfigurationError
 from ..configuration.quantization import WEIGHTS
 from ..modeling.checkpoints import part_of
 from .checkpoint import Checkpoint, Report
-from .hf import in_words, packed_weights, save_hf
+from .hf import save_hf
 from .io import Progress
 from .open import describe, open_source
 from .options import WriteOptions
@@ -70,14 +70,11 @@ def quantize(
     if not linears and not getattr(config.get_text_config(), "moe_layers", None):
         raise ValueError(f"quantize: {source} is {describe(config)} and has no routed experts to quantize.")
     _check_names(names or [], checkpoint)
+    identity = {"quantization": quantization.to_dict()}
     try:
-        packed = packed_weights(config, quantization, are_stored=False)
+        return save_hf(checkpoint, target, options, identity=identity, quantization=quantization)
     except ConfigurationError as error:
         raise ConfigurationError(str(error).replace("modules_to_not_convert", "keep (--keep)")) from error
-    identity = {"quantization": quantization.to_dict()}
-    report = save_hf(checkpoint, target, options, identity=identity, quantization=quantization)
-    report.notes.append(f"{in_words(quantization)}: {len(packed):,} weights; everything else is in bfloat16")
-    return report
 
 
 def _check_names(names: Sequence[str], checkpoint: Checkpoint) -> None:

@@ -191,6 +191,8 @@ def save_hf(
         after = ((name, 0, tensor.nbytes) for name, tensor in tensors.items())
         found = sum_by_part(chain(before, after))
         report.parts = dict(sorted(found.items(), key=lambda entry: -entry[1][0]))
+        words = in_words(quantization)
+        report.notes.append(f"{words}: {len(packed):,} weights; everything else is in bfloat16")
     is_multimodal = isinstance(checkpoint.config, LlamoeConfig)
     if is_multimodal and layout == "stock" and main_dtype(tensors) != torch.bfloat16:
         report.notes.append(
