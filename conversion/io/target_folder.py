@@ -14,7 +14,8 @@ from ...modeling.checkpoints import LOCK, UNFINISHED, FolderLock, holder
 TEMPORARY = ".{}.partial"
 # Seconds to wait for a run that is just ending, and how often its folder may vanish meanwhile.
 _PATIENCE, _TRIES = 0.5, 100
-_READ = (".safetensors", ".bin", ".pth", ".pt", ".json", ".model", ".jinja")
+# Endings of the files that a checkpoint is read from; tokenizer.model.v3 has two.
+_READ = {".safetensors", ".bin", ".pth", ".pt", ".json", ".model", ".jinja"}
 
 
 class Look(NamedTuple):
@@ -40,7 +41,7 @@ def look_at_source(path: Path) -> dict[Path, Look]:
     files = [*path.iterdir()] if path.is_dir() else [path, path.with_name("open_clip_config.json")]
     # Releases of LLaMA 1 and 2 have it one level above the weights.
     files.append(path.absolute().parent / "tokenizer.model")
-    return {file: look_at(file) for file in files if file.suffix in _READ and file.is_file()}
+    return {file: look_at(file) for file in files if _READ.intersection(file.suffixes) and file.is_file()}
 
 
 def check_unchanged(looks: Mapping[Path, Look]) -> None:
