@@ -38,10 +38,13 @@ def look_at_source(path: Path) -> dict[Path, Look]:
     Raises:
         OSError: the folder cannot be read.
     """
-    files = [*path.iterdir()] if path.is_dir() else [path, path.with_name("open_clip_config.json")]
-    # Releases of LLaMA 1 and 2 have it one level above the weights.
-    files.append(path.absolute().parent / "tokenizer.model")
-    return {file: look_at(file) for file in files if _READ.intersection(file.suffixes) and file.is_file()}
+    if path.is_dir():
+        files = [file for file in path.iterdir() if _READ.intersection(file.suffixes)]
+        # Releases of LLaMA 1 and 2 have it one level above the weights.
+        files.append(path.absolute().parent / "tokenizer.model")
+    else:
+        files = [path, path.with_name("open_clip_config.json")]
+    return {file: look_at(file) for file in files if file.is_file()}
 
 
 def check_unchanged(looks: Mapping[Path, Look]) -> None:
