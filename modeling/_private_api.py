@@ -134,6 +134,21 @@ def forget_conversions(model: Any, rules: Collection[Any] | None = None) -> None
     model._weight_conversions = kept
 
 
+def keep_conversions(model: Any, rules: Collection[Any] | None, keys: Collection[str]) -> None:
+    """Keep transformers' rules for stacks that were fused without them: saving runs the rules in reverse.
+
+    transformers keeps the rules that it used.
+    """
+    used = model._weight_conversions or ()
+    model._weight_conversions = [
+        rule
+        for rule in rules or ()
+        if rule in used
+        or hasattr(rule, "operations")
+        and any(target in key for target in rule.target_patterns for key in keys)
+    ]
+
+
 def replace_quantizer(name: str, quantizer_class: type) -> None:
     """Let transformers use a quantizer of ours in the place of its own of that name.
 

@@ -19,26 +19,26 @@ from ..configuration.hub import hub_arguments, written_by
 from ..serving import check_for_gguf
 from . import checkpoints
 from ._compat import takes_cache
+from ._private_api import keep_conversions
 from .adapters import LoadsAdapters
 from .attention import MaskInputs, attention_masks
 from .elsewhere import KeepsExpertsElsewhere, claim, install, take_out
 from .moe import IMPLEMENTATION, Experts, Router
 from .parallel import Distributed
 from .quantization import (
-    ExpertsOfCheckpoint,
     LlamoeQuantizer,
     QuantizedExperts,
     QuantizedLinear,
-    QuantizeExperts,
     check_found,
     check_request,
+    dtype_to_quantize,
     keep_dtypes,
     naming_plain_layers,
     packed_experts,
-    refusing_at_once,
     saving_dequantized,
     shapes_in_files,
     tell_of_plain_experts,
+    unpack_routers,
 )
 
 logger = logging.getLogger("llamoe")
@@ -258,30 +258,27 @@ class LlamoePreTrainedModel(
             claim(model, files, load_config)
         quantizer = load_config.hf_quantizer
         is_ours = isinstance(quantizer, LlamoeQuantizer)
-        held = None
-        if is_whole and packed_experts(model):
-            held = ExpertsOfCheckpoint(model, state_dict, files, load_config)
-        if is_ours or held is not None:
+        dtype = dtype_to_quantize(files) if is_ours else None
+        held, shared = None, {}
+        if is_whole and model._has_experts:
+            held, shared = checkpoints.take_experts(model, state_dict, files, load_config, dtype)
+        if is_ours or packed_experts(model):
             expected = shapes_in_files(model, quantizer.pre_quantized)
-            load_config = keep_dtypes(load_config, files, model) if is_ours else load_config
+            load_config = keep_dtypes(load_config, dtype, model) if is_ours else load_config
         else:
             # Under DeepSpeed's ZeRO-3 the empty model is in parts already.
             expected = {
                 name: getattr(p, "ds_shape", p.shape)
                 for name, p in model.named_parameters(remove_duplicate=False)
             }
-        stacks = {}
-        if is_whole and model._has_experts:
-            passed_over = held.names if held is not None and quantizer.pre_quantized else ()
-            stacks = checkpoints.find_split_experts(
-                model, state_dict, files, load_config, expected, passed_over
-            )
         device_map = load_config.device_map
         if device_map is not None and is_whole:
             settled = checkpoints.settle_device_map(model, device_map)
             # A strategy may have chosen devices by max_memory.
             checkpoints.check_devices(settled)
-            checkpoints.check_offload(settled, files, load_config.disk_offload_folder, stacks)
+            fused = [f"{layer}.{stack}" for layer, found in shared.items() for stack in found]
+            fused += [] if held is None else held.fused
+            checkpoints.check_offload(settled, files, load_config.disk_offload_folder, fused)
             # The caller dispatches by the same dict, so it is changed in place.
             device_map.clear()
             device_map.update(settled)
@@ -291,23 +288,20 @@ class LlamoePreTrainedModel(
         # Set on this model alone, and only now: transformers reads it for keys that fit nowhere.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
-        load = PreTrainedModel._load_pretrained_model
         if held is not None:
-            held.check()
-            state_dict = held.others
-            stacks = {key: names for key, names in stacks.items() if key not in held.keys}
-        if stacks:
-            operation = QuantizeExperts() if is_ours else None
-            load = partial(checkpoints.fuse_while_loading, stacks, operation=operation)
-        with refusing_at_once():
-            loading_info, offload_index = load(
-                model, state_dict, checkpoint_files, load_config, *args, **kwargs
-            )
+            state_dict = {name: stored.content for name, stored in held.others.items()}
+            if quantizer is not None and quantizer.pre_quantized:
+                state_dict = unpack_routers(held.others, held.names, packed_experts(model))
+        load = PreTrainedModel._load_pretrained_model
+        if shared:
+            load = partial(checkpoints.fuse_while_loading, shared)
+        loading_info, offload_index = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        if held is not None:
+            held.load(load_config, offload_index)
+            loading_info.missing_keys -= held.keys
+            keep_conversions(model, load_config.weight_mapping, held.fused)
         if is_ours and is_whole:
             check_found(model, loading_info, load_config.pretrained_model_name_or_path)
-        if held is not None:
-            held.load(device_map)
-            loading_info.missing_keys -= held.keys
         if device_map is not None and is_whole:
             checkpoints.check_on_disk(device_map, loading_info.missing_keys, offload_index)
         return loading_info, offload_index

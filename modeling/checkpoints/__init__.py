@@ -1,10 +1,10 @@
 """Checkpoint folders: what is checked before they are read, how they are read, and how they are written.
 
 Reading order: safetensors_files, pickles, torch_files (headers, without the numbers), checkpoint_files (does a folder
-hold this model), mapped_memory (memory that is given back), split_experts (experts stored one by one), model_names and
-state_dicts (the same for `load_state_dict`), other_loaders (accelerate's, Trainer's and torch's), device_map (on which
-device a module goes), parts, quantization, whole_folders (locks, and signs of what is unfinished), saving (a folder is
-written whole or not at all).
+hold this model), mapped_memory (memory that is given back), expert_index (which experts are where), load_experts and
+split_experts (how they are loaded), model_names and state_dicts (the same for `load_state_dict`), other_loaders
+(accelerate's, Trainer's and torch's), device_map (on which device a module goes), parts, quantization, whole_folders
+(locks, and signs of what is unfinished), saving (a folder is written whole or not at all).
 """
 
 from .checkpoint_files import (
@@ -28,6 +28,22 @@ from .device_map import (
     owner_of,
     settle_device_map,
 )
+from .expert_index import (
+    STACKS,
+    WEIGHT,
+    Stored,
+    StoredStack,
+    check_experts,
+    expert_of,
+    headers_of,
+    index_experts,
+    names_in_model,
+    shape_of_one,
+    suffixes_in_files,
+    tensor_of_expert,
+    tensors_of,
+)
+from .load_experts import take_experts
 from .mapped_memory import forget_pages, is_mapped, return_freed_memory
 from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
@@ -35,7 +51,7 @@ from .pickles import Named
 from .quantization import tell_of_experts
 from .safetensors_files import DTYPE_NAMES, DTYPES, WEIGHT_DTYPES, TensorHeader
 from .saving import SavesWhole
-from .split_experts import expert_of, find_split_experts, fuse_while_loading
+from .split_experts import fuse_while_loading
 from .state_dicts import TakesStateDicts
 from .torch_files import read_records, read_torch
 from .whole_folders import LOCK, UNFINISHED, FolderLock, check_whole, holder, sync
@@ -46,14 +62,19 @@ __all__ = [
     "FolderLock",
     "LOCK",
     "Named",
+    "STACKS",
     "SavesWhole",
+    "Stored",
+    "StoredStack",
     "TakesStateDicts",
     "TensorHeader",
     "UNFINISHED",
+    "WEIGHT",
     "WEIGHT_DTYPES",
     "WeightFiles",
     "check_complete",
     "check_devices",
+    "check_experts",
     "check_files",
     "check_fit",
     "check_folder",
@@ -65,14 +86,16 @@ __all__ = [
     "check_whole",
     "device_of",
     "expert_of",
-    "find_split_experts",
     "find_weights",
     "forget_pages",
     "fuse_while_loading",
+    "headers_of",
     "holder",
     "in_units",
+    "index_experts",
     "is_mapped",
     "loading",
+    "names_in_model",
     "owner_of",
     "part_of",
     "read_header",
@@ -82,7 +105,12 @@ __all__ = [
     "replace_trainers_loader",
     "return_freed_memory",
     "settle_device_map",
+    "shape_of_one",
+    "suffixes_in_files",
     "sum_by_part",
     "sync",
+    "take_experts",
     "tell_of_experts",
+    "tensor_of_expert",
+    "tensors_of",
 ]

@@ -16,7 +16,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..moe import PARTS_OF_STACKS, ExpertMatrix, Experts, Router
-from .split_experts import expert_of, fusing_rules
+from .expert_index import expert_of
+from .split_experts import fusing_rules
 
 # Wrappers that hide their own name, by hooks; and those whose name stands in state dicts.
 HIDDEN = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")

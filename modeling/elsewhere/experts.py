@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoints import STACKS
 from ..kernels import cpp_feed_forward, has_feed_forward, is_recorded
 from ..moe import Experts, Group, groups_between, is_torchs_product
-from .pieces import STACKS
 from .products import matrix_for_kernel, matrix_of, product
 from .store import Store
 

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from ...configuration.checks import listed
-from ..checkpoints import device_of, forget_pages, is_mapped
+from ..checkpoints import device_of, forget_pages, is_mapped, names_in_model
 from ..moe import Experts
 from ..quantization import LlamoeQuantizer
 from .budget import ExpertsMemory, default_size
 from .experts import ExpertsElsewhere
 from .memory import ALIGNMENT
-from .pieces import Stored, find_pieces
+from .pieces import StoredLayer, find_pieces
 from .statistics import ExpertsStatistics
 from .store import Store, bytes_of_expert, check_budget, with_stacks
 
@@ -47,7 +46,7 @@ class _Request:
     places: dict[str, Any]
     memory: ExpertsMemory
     is_explicit: bool
-    claimed: dict[str, tuple[str, Stored]] = field(default_factory=dict)
+    claimed: dict[str, tuple[str, StoredLayer]] = field(default_factory=dict)
     shapes: dict[str, Experts] = field(default_factory=dict)
 
 
@@ -182,7 +181,7 @@ def claim(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
     taken = {name: layers[name] for name in chosen}
     # The files are needed as long as the model is, wherever the process may go.
     files = [os.path.abspath(file) for file in files]
-    stored = find_pieces(taken, files, _renaming(model, load_config), dtype)
+    stored = find_pieces(taken, files, names_in_model(model, load_config), dtype)
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
     for name, experts in taken.items():
         own_dtype = dtype or _stored_dtype(stored[name])
@@ -204,22 +203,7 @@ def claim(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
             check_budget(own, request.memory.size)
 
 
-def _renaming(model: Any, load_config: Any) -> Callable[[str], list[str]]:
-    """A function that gives the names which a file's key may have in the model."""
-    renamings = [rule for rule in load_config.weight_mapping or () if isinstance(rule, WeightRenaming)]
-    patterns = [(re.compile(f"^{old}"), new) for old, new in model._checkpoint_prefixes.items()]
-    prefix = f"{model.base_model_prefix}."
-
-    def names(key: str) -> list[str]:
-        renamed, _ = rename_source_key(key, renamings, [])
-        found = [renamed, *(pattern.sub(new, renamed) for pattern, new in patterns)]
-        # A model without its head, or the other way round.
-        return [*found, *(prefix + name for name in found), *(name.removeprefix(prefix) for name in found)]
-
-    return names
-
-
-def _stored_dtype(stored: Stored) -> torch.dtype:
+def _stored_dtype(stored: StoredLayer) -> torch.dtype:
     return stored.pieces["down_proj"][0][0].dtype
 
 
@@ -301,7 +285,7 @@ def _share(request: _Request, names: list[str], total: int) -> ExpertsMemory:
     return replace(request.memory, size=size)
 
 
-def _connect(experts: ExpertsElsewhere, store: Store, stored: Stored) -> None:
+def _connect(experts: ExpertsElsewhere, store: Store, stored: StoredLayer) -> None:
     experts.store = store
     shapes: Any = experts._shapes
     for own_name in [*shapes._parameters, *shapes._buffers]:

@@ -10,21 +10,21 @@ Shapes: E experts, H hidden_size, I intermediate_size.
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ...configuration.errors import CheckpointError
-from ..checkpoints import DTYPES, WEIGHT_DTYPES, expert_of, read_header
+from ..checkpoints import (
+    DTYPES,
+    WEIGHT,
+    StoredStack,
+    check_experts,
+    headers_of,
+    index_experts,
+    shape_of_one,
+    suffixes_in_files,
+)
 from ..moe import Experts
-
-STACKS = ("gate_up_proj", "down_proj")
-# Of plain weights, and of the codes of packed ones and what belongs to them.
-_READ = sorted({*WEIGHT_DTYPES, "U8", "I8", "I32", "I64"})
-# Of a fused matrix `[out, in]` these stand one below the other.
-_ORDER = {"gate": 0, "up": 1, "w1": 0, "w3": 1, "down": 0, "w2": 0}
-_STACK_OF = {"gate": "gate_up_proj", "up": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj"}
-
 
 Identity = tuple[int, int, int, int]
 """Device, inode, size and time of change of a file: another one means other content."""
@@ -67,7 +67,7 @@ class Piece(NamedTuple):
         return (part.T if is_transposed else part)[slice(*self.rows)]
 
 
-class Stored(NamedTuple):
+class StoredLayer(NamedTuple):
     """Where the experts of one layer are.
 
     Attributes:
@@ -83,8 +83,7 @@ class Stored(NamedTuple):
 
 def part_names(experts: Experts, stack: str) -> list[str]:
     """Names of a stack's parts: itself, and what belongs to packed codes."""
-    form: Any = getattr(experts, "format", None)
-    return [stack + suffix for suffix in form.suffixes] if experts.is_packed else [stack]
+    return [stack + suffix for suffix in suffixes_in_files(experts, is_packed=True)]
 
 
 def find_pieces(
@@ -92,7 +91,7 @@ def find_pieces(
     files: Iterable[str],
     names: Callable[[str], Iterable[str]],
     dtype: torch.dtype | None = None,
-) -> dict[str, Stored]:
+) -> dict[str, StoredLayer]:
     """Where a checkpoint has the experts of these layers.
 
     Args:
@@ -104,112 +103,35 @@ def find_pieces(
     Raises:
         CheckpointError: an expert is missing, stored twice, or has another shape or an unknown dtype.
     """
-    wanted = {
-        f"{layer}.{name}": (layer, stack, index)
-        for layer, experts in layers.items()
-        for stack in STACKS
-        for index, name in enumerate(part_names(experts, stack))
-    }
-    found: dict[str, dict[str, list[list[Piece]]]] = {
-        layer: {stack: [[] for _ in range(experts.num_experts)] for stack in STACKS}
-        for layer, experts in layers.items()
-    }
-    identities: dict[str, Identity] = {}
-    stored = {layer: Stored(pieces, {}, identities) for layer, pieces in found.items()}
-    for file in files:
-        identities[str(file)] = identity_of(os.stat(file))
-        for name, header in read_header(file).items():
-            if "experts." not in name:
-                continue
-            for key in names(name):
-                expert = expert_of(key)
-                if key in wanted:
-                    layer, stack, index = wanted[key]
-                    _add_stack(stored[layer], layers[layer], file, name, header, (stack, index, key), dtype)
-                    break
-                if expert is not None and expert.experts in layers:
-                    _add_expert(stored[expert.experts], layers[expert.experts], file, name, header, expert)
-                    break
+    identities = {str(file): identity_of(os.stat(file)) for file in files}
+    index = index_experts(layers, headers_of(identities), names, is_packed=True)
+    result = {}
     for layer, experts in layers.items():
-        _check_complete(layer, experts, stored[layer])
-    return stored
+        check_experts(layer, experts, index[layer], is_packed=True)
+        whole = {
+            stack + suffix: (tensor.origin, tensor.name)
+            for stack, stored in index[layer].items()
+            for suffix, tensor in stored.whole.items()
+            if experts.is_packed or dtype in (None, DTYPES[tensor.dtype])
+        }
+        pieces = {stack: _pieces(experts, stack, stored) for stack, stored in index[layer].items()}
+        result[layer] = StoredLayer(pieces, whole, identities)
+    return result
 
 
-def _dtype(file: str, name: str, header: Any) -> torch.dtype:
-    if header.dtype not in _READ:
-        raise CheckpointError(
-            f"{file}: {name} has dtype {header.dtype}; experts are read from {', '.join(_READ)}."
-        )
-    return DTYPES[header.dtype]
-
-
-def _add_stack(
-    stored: Stored,
-    experts: Experts,
-    file: str,
-    name: str,
-    header: Any,
-    place: tuple[str, int, str],
-    model_dtype: torch.dtype | None,
-) -> None:
-    stack, index, key = place
-    own_name = key.rpartition(".")[2]
-    shape = tuple((getattr(experts, own_name)).shape)
-    if header.shape != shape:
-        raise CheckpointError(
-            f"{file}: {name} has shape {list(header.shape)}, but the model that config.json describes has "
-            f"{list(shape)}. Weights and config.json do not belong together."
-        )
-    dtype = _dtype(file, name, header)
-    memory_dtype = getattr(experts, own_name).dtype if experts.is_packed else model_dtype or dtype
-    if experts.is_packed and dtype != memory_dtype:
-        raise CheckpointError(
-            f"{file}: {name} has dtype {header.dtype}, but the quantization_config in config.json means {memory_dtype}."
-        )
-    size = math.prod(shape[1:]) * dtype.itemsize
-    for expert, pieces in enumerate(stored.pieces[stack]):
-        if any(piece.part == index for piece in pieces):
-            raise CheckpointError(f"{file}: {name} is there a second time: {pieces[0].path} has it, too.")
-        pieces.append(Piece(str(file), header.begin + expert * size, shape[1:], dtype, index))
-    if dtype == memory_dtype:
-        stored.whole[own_name] = str(file), name
-
-
-def _add_expert(stored: Stored, experts: Experts, file: str, name: str, header: Any, expert: Any) -> None:
-    hidden_size, intermediate_size = experts.hidden_and_intermediate_size
-    stack = _STACK_OF.get(expert.part, "down_proj")
-    shape = (intermediate_size, hidden_size) if stack == "gate_up_proj" else (hidden_size, intermediate_size)
-    if experts.is_packed:
-        raise CheckpointError(
-            f"{file}: {name} is one expert by itself, where config.json says that experts are packed in stacks."
-        )
-    if expert.number >= experts.num_experts:
-        raise CheckpointError(
-            f"{file}: {name} is of expert {expert.number}, but config.json has {experts.num_experts} experts."
-        )
-    if header.shape != shape:
-        raise CheckpointError(
-            f"{file}: {name} has shape {list(header.shape)}, but the model that config.json describes has "
-            f"{list(shape)}. Weights and config.json do not belong together."
-        )
-    first = _ORDER[expert.part] * shape[0]
-    piece = Piece(str(file), header.begin, shape, _dtype(file, name, header), 0, (first, first + shape[0]))
-    pieces = stored.pieces[stack][expert.number]
-    if any(other.rows is None or other.rows == piece.rows for other in pieces):
-        raise CheckpointError(f"{file}: {name} is there a second time: {pieces[0].path} has it, too.")
-    pieces.append(piece)
-
-
-def _check_complete(layer: str, experts: Experts, stored: Stored) -> None:
-    for stack in STACKS:
-        parts = len(part_names(experts, stack))
-        every = stored.pieces[stack]
-        for expert, pieces in enumerate(every):
-            is_split = any(piece.rows is not None for piece in pieces)
-            needed = (2 if stack == "gate_up_proj" else 1) if is_split else parts
-            if len(pieces) != needed:
-                folder = os.path.dirname(next(iter(stored.files)))
-                found = f"{len(pieces)} of {needed} tensors of expert {expert}" if any(every) else "nothing"
-                raise CheckpointError(
-                    f"{folder}: {layer}.{stack} has {found}. Download or copy the checkpoint again."
-                )
+def _pieces(experts: Experts, stack: str, stored: StoredStack) -> list[list[Piece]]:
+    """The pieces of each expert's matrix."""
+    found: list[list[Piece]] = [[] for _ in range(experts.num_experts)]
+    for part, suffix in enumerate(suffixes_in_files(experts, is_packed=True)):
+        if (tensor := stored.whole.get(suffix)) is not None:
+            for expert, pieces in enumerate(found):
+                size = tensor.content.nbytes // experts.num_experts
+                begin = tensor.content.begin + expert * size
+                pieces.append(Piece(tensor.origin, begin, tensor.shape[1:], DTYPES[tensor.dtype], part))
+    rows, _ = shape_of_one(experts, stack)
+    for (expert, place), kinds in sorted(stored.single.items(), key=lambda item: item[0]):
+        tensor = kinds[WEIGHT]
+        place_rows = (place * rows, (place + 1) * rows)
+        begin = tensor.content.begin
+        found[expert].append(Piece(tensor.origin, begin, tensor.shape, DTYPES[tensor.dtype], 0, place_rows))
+    return found

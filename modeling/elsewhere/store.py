@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoints import STACKS
 from ..moe import Experts
 from .budget import ExpertsMemory, default_size
 from .copies import Copied, Copies
 from .costs import Costs, measure
 from .matrix_cache import Job, MatrixCache
 from .memory import BLOCK, slots_of, unit_of
-from .pieces import STACKS, Piece, Stored, part_names
+from .pieces import Piece, StoredLayer, part_names
 from .products import Parts, product
 from .reading import Readers, Reading, closed
 from .statistics import Counter
@@ -160,7 +161,7 @@ class Store:
     def __init__(
         self,
         layers: Mapping[str, Experts],
-        stored: Mapping[str, Stored],
+        stored: Mapping[str, StoredLayer],
         place: str,
         device: torch.device,
         memory: ExpertsMemory,

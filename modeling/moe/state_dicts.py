@@ -8,7 +8,7 @@ Shapes: E experts, H hidden_size, I intermediate_size.
 """
 
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from functools import reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -99,6 +99,32 @@ class TakesSingleExperts(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         missing_keys[:] = [key for key in missing_keys if key not in completed]
+
+    @torch.no_grad()
+    def parts_of_checkpoint(
+        self,
+        stack: str,
+        experts: Iterable[Sequence[Mapping[str, Any]]],
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> dict[str, torch.Tensor]:
+        """The parts of a stack, by name, made of a checkpoint's experts one after the other.
+
+        Args:
+            stack: its name.
+            experts: of each expert its matrices `[out, in]`, gate before up or both in one, as stored tensors by kind.
+            device: of the parts.
+            dtype: in which weights are quantized, if they are; default: as they are stored.
+        """
+        own: Any = self._parameters[stack]
+        whole = torch.empty(own.shape, dtype=own.dtype, device=device)
+        parts = PARTS_OF_STACKS[self.is_transposed][stack]
+        for number, matrices in enumerate(experts):
+            for part, kinds in zip(parts, matrices, strict=True):
+                _put(
+                    kinds["weight"].content, whole, ExpertMatrix(number, part), stack, self.is_transposed, ""
+                )
+        return {stack: whole}
 
     @torch.no_grad()
     def _write(

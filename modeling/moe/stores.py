@@ -62,6 +62,8 @@ class Experts(TakesSingleExperts):
     updates: Updates | None = None
     # Whether the stacks hold codes of few bits, which nothing here can multiply.
     is_packed = False
+    # Whether files have packed experts one by one, as linear layers.
+    is_packed_one_by_one = False
     # Whether the stacks are on disk or in RAM, from where one matrix at a time is brought.
     is_elsewhere = False
     is_transposed: bool

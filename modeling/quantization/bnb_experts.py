@@ -4,14 +4,17 @@ An expert N is stored un-fused: `experts.N.gate_proj`, `up_proj` and `down_proj`
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from ..checkpoints import WEIGHT, Stored, return_freed_memory
 from ..moe import PARTS_OF_STACKS, Experts
+from .bnb_files import read_matrix
 from .bnb_formats import BitsAndBytesFormat, Bnb4Bit
 from .experts import STACKS, QuantizedExperts
+from .packed import check_finite
 
 
 class BitsAndBytesExperts(QuantizedExperts):
@@ -22,11 +25,56 @@ class BitsAndBytesExperts(QuantizedExperts):
     """
 
     formats: dict[str, BitsAndBytesFormat]
+    is_packed_one_by_one = True
 
     def __init__(self, experts: Experts, form: BitsAndBytesFormat, weight_dtype: torch.dtype):
         # Of two matrices, each by itself.
         super().__init__(experts, form, replace(form, matrices=2))
         self.weight_dtype = weight_dtype
+
+    @torch.no_grad()
+    def parts_of_checkpoint(
+        self,
+        stack: str,
+        experts: Iterable[Sequence[Mapping[str, Stored]]],
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> dict[str, torch.Tensor]:
+        """The parts of a stack, as they are stored or quantized on the device; arguments as in `Experts`."""
+        form = self.formats[stack]
+        wholes = [
+            torch.empty(self.num_experts, *shape, dtype=dtype, device=device)
+            for shape, dtype in form.parts(self.sizes[stack])
+        ]
+        for number, matrices in enumerate(experts if device.type != "meta" else ()):
+            for place, parts in enumerate(self._matrices_of_checkpoint(form, stack, matrices, device)):
+                for whole, part in zip(wholes, parts, strict=True):
+                    whole[number, place] = part
+                # What quantizing one needed would lie between the parts otherwise.
+                return_freed_memory()
+        return {stack + suffix: whole for suffix, whole in zip(form.suffixes, wholes, strict=True)}
+
+    def _matrices_of_checkpoint(
+        self,
+        form: BitsAndBytesFormat,
+        stack: str,
+        matrices: Sequence[Mapping[str, Stored]],
+        device: torch.device,
+    ) -> Iterator[Sequence[torch.Tensor]]:
+        """The parts of each of an expert's matrices."""
+        for kinds in matrices:
+            stored = kinds[WEIGHT]
+            if len(kinds) > 1 or not stored.content.is_floating_point():
+                yield read_matrix(form, kinds, form.of_one(self.sizes[stack]))
+                continue
+            for weight in stored.content.chunk(form.matrices // len(matrices)):
+                # In the dtype of the model first, as transformers does with linear layers. A device's kernels may round
+                # otherwise than others.
+                parts = form.quantize_one(weight.to(device).to(self.weight_dtype))
+                for part in parts[1:]:
+                    if part.is_floating_point():
+                        check_finite(part, str(stored))
+                yield parts
 
     def name_of_layer(self, path: str, stack: str, number: int, place: int) -> str:
         """Name of the linear layer that a matrix is un-fused.

@@ -7,63 +7,26 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers.modeling_utils import load_state_dict
 
 from ...configuration.errors import CheckpointError
-from ..checkpoints import expert_of, read_header
+from ..checkpoints import WEIGHT, Stored, headers_of, read_header, tensor_of_expert, tensors_of
 from .bnb_formats import BLOCKSIZES, NESTED_BLOCKSIZE, BitsAndBytesFormat, Bnb4Bit, code_of
 from .formats import Parts, Sizes
+from .packed import check_finite
 
-# Stack of a matrix, and its place there, by the words of `expert_of`.
-PLACES = {
-    "gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", 0),
-    "w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0),
-}  # fmt: skip
 _DAMAGED = "The checkpoint is damaged: download it again, or quantize the original one."
 _QUANTIZE = "Quantize the original checkpoint again."
 STATE = "quant_state.bitsandbytes__"
-# What follows an expert's weight, or stands in the place of "weight".
-_BESIDE = re.compile(r"(.*\.experts\..*\.)(?:weight\.(.+)|(SCB|weight_format))")
 # The router's weight in files of releases that took it for a linear layer; and what is beside it.
 _ROUTER = re.compile(r"(.*\.(?:feed_forward\.router|mlp\.gate)\.)(?:weight(?:\.(.+))?|(SCB|weight_format))")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.\w+\.experts\b")
 
 
-class Stored(NamedTuple):
-    """A tensor of a checkpoint.
-
-    Attributes:
-        tensor: mostly mapped from a file.
-        name: in the file.
-        origin: the file.
-    """
-
-    tensor: torch.Tensor
-    name: str
-    origin: str
-
-    def __str__(self) -> str:
-        return f"{self.origin}: {self.name}"
-
-
-def parse(name: str) -> tuple[str, int, str, str] | None:
-    """Path of the experts, number, word of `PLACES` and kind ("weight", "absmax", "SCB", ...) of an expert's tensor."""
-    beside = _BESIDE.fullmatch(name)
-    expert = expert_of(f"{beside[1]}weight" if beside else name)
-    return expert and (
-        expert.experts,
-        expert.number,
-        expert.part,
-        beside[2] or beside[3] if beside else "weight",
-    )
-
-
 def parse_router(name: str) -> tuple[str, str] | None:
-    """Name of a router's weight, and kind of the tensor, as in `parse`."""
+    """Name of a router's weight, and kind of the tensor, as in `tensor_of_expert`."""
     match = _ROUTER.fullmatch(name)
     return match and (f"{match[1]}weight", match[2] or match[3] or "weight")
 
@@ -77,26 +40,26 @@ def layer_of(path: str) -> str | None:
 def packed_layers(files: Iterable[str]) -> dict[str, dict[str, str]]:
     """The layers whose experts are packed in these files: kinds of tensors there, and a file that has each.
 
-    Both keys and kinds are those of `layer_of` and `parse`.
+    Both keys and kinds are those of `layer_of` and `tensor_of_expert`.
     """
     found: dict[str, dict[str, str]] = {}
     for file in files:
         for name, header in read_header(file).items():
-            parsed = parse(name.replace(".block_sparse_moe.", ".mlp."))
-            if parsed and (parsed[3] != "weight" or header.dtype in ("U8", "I8")):
-                found.setdefault(layer_of(name) or "", {}).setdefault(parsed[3], str(file))
+            named = tensor_of_expert(name.replace(".block_sparse_moe.", ".mlp."))
+            if named and (named[1] != WEIGHT or header.dtype in ("U8", "I8")):
+                found.setdefault(layer_of(name) or "", {}).setdefault(named[1], str(file))
     return found
 
 
 def first_state(files: Iterable[str]) -> dict[str, Any] | None:
     """Content of the first `quant_state` of an expert in these files; None if they have none."""
-    for file in files:
-        for name in read_header(file):
-            if f".weight.{STATE}" in name and parse(name.replace(".block_sparse_moe.", ".mlp.")):
-                if not file.endswith(".safetensors"):
-                    return facts_of(Stored(load_state_dict(file)[name], name, file))
-                with safe_open(file, framework="pt") as content:
-                    return facts_of(Stored(content.get_tensor(name), name, file))
+    for stored in headers_of(files):
+        if f".weight.{STATE}" in stored.name and tensor_of_expert(
+            stored.name.replace(".block_sparse_moe.", ".mlp.")
+        ):
+            return facts_of(
+                next(each for each in tensors_of(None, [stored.origin]) if each.name == stored.name)
+            )
     return None
 
 
@@ -107,7 +70,7 @@ def facts_of(stored: Stored) -> dict[str, Any]:
         CheckpointError: it is none.
     """
     try:
-        content = json.loads(bytes(stored.tensor.flatten().tolist()))
+        content = json.loads(bytes(stored.content.flatten().tolist()))
         # Each is read later.
         _ = content["quant_type"], tuple(content["shape"])
         content["dtype"] = getattr(torch, content["dtype"])
@@ -140,20 +103,20 @@ def read_matrix(form: BitsAndBytesFormat, found: Mapping[str, Stored], sizes: Si
 
 
 def _read_8_bits(form: BitsAndBytesFormat, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
-    weight, scb = found["weight"], _need(found, "SCB")
+    weight, scb = found[WEIGHT], _need(found, "SCB")
     _check_shape(weight, sizes, torch.int8)
     _check_shape(scb, sizes[:1])
     layout = found.get("weight_format")
-    if layout is not None and layout.tensor.any():
+    if layout is not None and layout.content.any():
         raise CheckpointError(
-            f"{layout} is {layout.tensor.flatten()[0].item()}, a layout of old GPUs: only rows (0) are read. "
+            f"{layout} is {layout.content.flatten()[0].item()}, a layout of old GPUs: only rows (0) are read. "
             + _QUANTIZE
         )
-    return [weight.tensor, scb.tensor.float()]
+    return [weight.content, scb.content.float()]
 
 
 def _read_4_bits(form: Any, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
-    weight = found["weight"]
+    weight = found[WEIGHT]
     states = {kind.removeprefix(STATE): each for kind, each in found.items() if kind.startswith(STATE)}
     for quant_type, state in states.items():
         if quant_type != form.quant_type:
@@ -177,7 +140,7 @@ def _read_4_bits(form: Any, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
             f"{other} means double quantization, which other experts do not have. {_QUANTIZE}"
         )
     shapes = [shape for shape, _ in form.parts_of_one(*sizes)]
-    codes = weight.tensor.contiguous().view(torch.uint8).flatten()
+    codes = weight.content.contiguous().view(torch.uint8).flatten()
     if codes.shape != shapes[0]:
         raise CheckpointError(
             f"{weight} holds {codes.numel()} bytes, where {list(sizes)} weights in 4 bits take {shapes[0][0]}. "
@@ -187,7 +150,7 @@ def _read_4_bits(form: Any, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
     _check_codes(_need(found, "quant_map"), form.quant_type)
     if not form.is_nested:
         _check_shape(absmax, shapes[1])
-        return [codes, absmax.tensor.float()]
+        return [codes, absmax.content.float()]
     _check_shape(absmax, shapes[1], torch.uint8)
     nested = _need(found, "nested_absmax")
     _check_shape(nested, shapes[2])
@@ -200,12 +163,12 @@ def _read_4_bits(form: Any, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
         )
     if not math.isfinite(offset):
         raise CheckpointError(f"{state} says nested_offset {offset}. {_DAMAGED}")
-    return [codes, absmax.tensor, nested.tensor.float(), torch.tensor(offset, dtype=torch.float32)]
+    return [codes, absmax.content, nested.content.float(), torch.tensor(offset, dtype=torch.float32)]
 
 
 def _need(found: Mapping[str, Stored], kind: str) -> Stored:
     if kind not in found:
-        weight = found["weight"]
+        weight = found[WEIGHT]
         name = f"{weight.name.removesuffix('weight')}{kind}" if kind == "SCB" else f"{weight.name}.{kind}"
         raise CheckpointError(
             f"{weight.origin}: {name} is missing, without which the codes in {weight.name} mean nothing. {_DAMAGED}"
@@ -215,7 +178,7 @@ def _need(found: Mapping[str, Stored], kind: str) -> Stored:
 
 def _check_shape(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
     """Check a tensor's shape and dtype, which is that of scales if None; scales must be finite."""
-    tensor = stored.tensor
+    tensor = stored.content
     is_known = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
     if tuple(tensor.shape) != tuple(shape) or not is_known:
         found, wanted = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype or torch.float32))
@@ -230,21 +193,12 @@ def _check_shape(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype | No
             f"expected. {reason}"
         )
     if dtype is None:
-        check_scales(tensor, str(stored))
-
-
-def check_scales(scales: torch.Tensor, name: str) -> None:
-    """Raise a `CheckpointError` for scales that are NaN or infinite."""
-    if bad := int((~scales.isfinite()).sum()):
-        raise CheckpointError(
-            f"{name}: {bad} of {scales.numel()} scales are NaN or infinite. The checkpoint is damaged, or its weights "
-            "overflowed: quantize the original one."
-        )
+        check_finite(tensor, str(stored))
 
 
 def _check_codes(stored: Stored, name: str) -> None:
     known = code_of(name, torch.device("cpu"))
-    found = stored.tensor
+    found = stored.content
     # bitsandbytes' own tolerance; NaN is not within it.
     if found.shape != known.shape or not ((found - known).abs() <= 1e-6).all():
         raise CheckpointError(f"{stored} has other numbers than bitsandbytes' codes have. {_DAMAGED}")

@@ -1,16 +1,15 @@
 """Routed experts whose matrices are stored in few bits: a store beside the resident stack (`moe.stores`)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..checkpoints import forget_pages
 from ..kernels import Matrix
 from ..moe import Experts, Group, OutputFirstExperts
 from .formats import Format
-from .packed import Packed
+from .packed import Packed, check_finite
 from .products import multiply_groups, quantized_product
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -131,32 +130,29 @@ class QuantizedExperts(Packed, Experts):
         """No: torch's grouped product takes no packed weights."""
         return False
 
-    def quantize(self, name: str, stack: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of a stack in the family's own order, by name."""
-        return self.quantize_each(
-            name, ((matrix.T if self.is_transposed else matrix,) for matrix in stack.unbind(0))
-        )
-
     @torch.no_grad()
-    def quantize_each(self, name: str, experts: Iterable[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The parts of a stack, by name; one expert after the other.
+    def parts_of_checkpoint(
+        self,
+        stack: str,
+        experts: Iterable[Sequence[Mapping[str, Any]]],
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> dict[str, torch.Tensor]:
+        """The parts of a stack, quantized; arguments as in `Experts`.
 
-        Args:
-            name: of the stack.
-            experts: of each expert the matrices `[out, in]` that together are its one, gate before up.
+        Raises:
+            CheckpointError: a scale is infinite or no number.
         """
         found: list[torch.Tensor] = []
-        for expert, matrices in enumerate(experts):
-            parts = self.formats[name].quantize(
-                matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
-            )
-            if not found:
-                found = [part.new_empty(self.num_experts, *part.shape) for part in parts]
+        for expert, kinds in enumerate(experts):
+            matrices = [each["weight"].content.to(device, dtype) for each in kinds]
+            parts = self.formats[stack].quantize(matrices[0] if len(matrices) == 1 else torch.cat(matrices))
+            found = found or [part.new_empty(self.num_experts, *part.shape) for part in parts]
             for whole, part in zip(found, parts, strict=True):
                 whole[expert] = part
-            for matrix in matrices:
-                forget_pages(matrix)
-        return {name + suffix: part for suffix, part in zip(self.format.suffixes, found, strict=True)}
+                if part.is_floating_point():
+                    check_finite(part, str(kinds[0]["weight"]))
+        return {stack + suffix: part for suffix, part in zip(self.format.suffixes, found, strict=True)}
 
     @torch.no_grad()
     def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:

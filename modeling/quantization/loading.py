@@ -1,43 +1,27 @@
-"""Quantizing while a checkpoint is read: one stack, linear layer or expert after the other."""
+"""Quantizing while a checkpoint is read, and checking what was read packed."""
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
+from transformers.core_model_loading import ConversionOps
 
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
-from ..checkpoints import DTYPES, forget_pages, read_header
+from ..checkpoints import DTYPES, forget_pages, headers_of
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
+from .packed import check_finite
 
 # In which weights are quantized as they were stored.
 _FLOATS = {"F32", "F16", "BF16"}
 
 
-class _Refusal(BaseException):
-    """An error in a weight: transformers collects exceptions until all is read, and words an error of its own."""
-
-    def __init__(self, error: CheckpointError):
-        self.error = error
-
-
-@contextmanager
-def refusing_at_once() -> Iterator[None]:
-    """Context in which transformers reads weights, and a damaged one ends that as a `CheckpointError`."""
-    try:
-        yield
-    except _Refusal as refusal:
-        raise refusal.error from None
-
-
 class Quantize(ConversionOps):
-    """The parts of a weight that is read whole: of a linear layer, or a stack of experts."""
+    """The parts of a linear layer's weight."""
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], model: nn.Module, **kwargs: Any) -> dict[str, Any]:
@@ -47,71 +31,31 @@ class Quantize(ConversionOps):
             weight = value[0] if isinstance(value, list) else value
             path, _, name = key.rpartition(".")
             module: Any = model.get_submodule(path)
-            # Experts that were stored one by one are packed already, and come with their parts.
-            if not weight.is_floating_point() or name not in module._parameters:
-                found[key] = weight
-                continue
-            parts = module.quantize(name, weight)
-            _check_made(path, parts)
-            found |= {f"{path}.{own_name}": part for own_name, part in parts.items()}
+            found |= {f"{path}.{own_name}": part for own_name, part in module.quantize(name, weight).items()}
             forget_pages(weight)
         return found
 
 
-class QuantizeExperts(MergeModulelist):
-    """The parts of a stack whose experts are stored as linear layers, `[out, in]`; gate before up.
+def dtype_to_quantize(files: Iterable[str] | None) -> torch.dtype | None:
+    """The dtype in which weights of these files are quantized; None without files.
 
-    Releases of transformers before 5.23 count a rule's tensors only for operations of this class.
+    It is theirs: a cast would copy whole stacks, and round weights that are rounded again. Of files with several dtypes
+    weights are read in bfloat16.
     """
-
-    @torch.no_grad()
-    def convert(
-        self,
-        input_dict: dict[str, list[torch.Tensor]],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        full_layer_name: str = "",
-        model: Any = None,
-        **kwargs: Any,
-    ) -> dict[str, torch.Tensor]:
-        """The parts by name; `input_dict` maps the source patterns to tensors in the order of the experts."""
-        path, _, name = full_layer_name.rpartition(".")
-        experts: QuantizedExperts = model.get_submodule(path)
-        parts = experts.quantize_each(name, zip(*(input_dict.pop(p) for p in source_patterns), strict=True))
-        _check_made(path, parts)
-        return {f"{path}.{own_name}": part for own_name, part in parts.items()}
-
-
-def in_place_of_fusing(conversions: list[Any], model: nn.Module) -> list[Any]:
-    """Transformers' rules, in which those that fuse experts quantize them one by one instead."""
-    packed = {name for name, module in model.named_modules() if isinstance(module, QuantizedExperts)}
-    if not packed:
-        return conversions
-    return [
-        WeightConverter(rule._original_source_patterns, rule._original_target_patterns, [QuantizeExperts()])
-        if isinstance(rule, WeightConverter) and "experts" in rule._original_target_patterns[0]
-        else rule
-        for rule in conversions
-    ]
-
-
-def keep_dtypes(load_config: Any, files: Iterable[str] | None, model: nn.Module) -> Any:
-    """A record of the loading in which weights to be packed are read in the dtype of the files.
-
-    A cast would copy whole stacks, and round weights that are rounded again. Of files with several dtypes weights are
-    read in bfloat16. Releases of transformers before 5.23 would cast those without a plan to the dtype of codes.
-    """
-    if load_config.hf_quantizer.pre_quantized or not files:
-        return load_config
-    found = {header.dtype for file in files for header in read_header(file).values()} & _FLOATS
+    found = {header.dtype for header in headers_of(files or ())} & _FLOATS
     if not found:
+        return None
+    return DTYPES[found.pop()] if len(found) == 1 else torch.bfloat16
+
+
+def keep_dtypes(load_config: Any, dtype: torch.dtype | None, model: nn.Module) -> Any:
+    """A record of the loading in which linear layers that are to be packed are read in this dtype.
+
+    Releases of transformers before 5.23 would cast those without a plan to the dtype of codes.
+    """
+    if load_config.hf_quantizer.pre_quantized or dtype is None:
         return load_config
-    dtype = DTYPES[found.pop()] if len(found) == 1 else torch.bfloat16
-    packed = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedExperts | QuantizedLinear)
-    ]
+    packed = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
     # A `*` stands for a layer's number.
     names = {re.sub(r"\.\d+\.", ".*.", name) + ".*" for name in packed}
     return dataclasses.replace(
@@ -138,36 +82,13 @@ def shapes_in_files(model: nn.Module, is_packed_there: bool) -> dict[str, tuple[
     return shapes
 
 
-def _check_made(path: str, parts: dict[str, torch.Tensor]) -> None:
-    try:
-        check_finite(path, parts)
-    except CheckpointError as error:
-        raise _Refusal(error) from None
-
-
-def check_finite(path: str, parts: dict[str, torch.Tensor]) -> None:
-    """Check the scales of a module's weight.
-
-    Raises:
-        CheckpointError: a scale is infinite or no number.
-    """
-    for name, part in parts.items():
-        # The largest and smallest number take no memory of their own, and are NaN if one is.
-        if part.is_floating_point() and not torch.stack(part.aminmax()).isfinite().all():
-            bad = (~part.isfinite()).sum().item()
-            raise CheckpointError(
-                f"{path}.{name}: {bad} of {part.numel()} scales are NaN or infinite. The checkpoint is damaged, or its "
-                "weights overflowed."
-            )
-
-
 def check_scales(model: nn.Module) -> None:
-    """Check the scales of all packed weights of a loaded model; errors as in `check_finite`."""
+    """Raise a `CheckpointError` if scales of a loaded model's packed weights are NaN or infinite."""
     for path, module in model.named_modules():
         if isinstance(module, QuantizedExperts | QuantizedLinear):
-            scales = {name: part for name, part in module._buffers.items() if part is not None}
-            if not any(part.is_meta for part in scales.values()):
-                check_finite(path, scales)
+            for name, part in module._buffers.items():
+                if part is not None and part.is_floating_point() and not part.is_meta:
+                    check_finite(part, f"{path}.{name}")
 
 
 def check_found(model: nn.Module, loading_info: Any, place: Any) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...configuration.errors import CheckpointError
+
 
 class Packed(nn.Module):
     """A base class to name before the layer's own: codes are parameters, and what belongs to them buffers."""
@@ -43,3 +45,14 @@ class Packed(nn.Module):
         lists[-1].extend(wrong)
         if not wrong:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+
+
+def check_finite(scales: torch.Tensor, name: str) -> None:
+    """Raise a `CheckpointError` for scales that are NaN or infinite."""
+    # The largest and smallest number take no memory of their own, and are NaN if one is.
+    if scales.numel() and not torch.stack(scales.aminmax()).isfinite().all():
+        bad = int((~scales.isfinite()).sum())
+        raise CheckpointError(
+            f"{name}: {bad} of {scales.numel()} scales are NaN or infinite. The checkpoint is damaged, or "
+            "its weights overflowed: quantize the original one."
+        )

@@ -26,7 +26,7 @@ from .experts import STACKS, QuantizedExperts
 from .formats import Format, Int4, Int8
 from .int4_layout import BLOCK, torchs_block
 from .linear import QuantizedLinear
-from .loading import Quantize, align_codes, check_scales, in_place_of_fusing
+from .loading import Quantize, align_codes, check_scales
 
 logger = logging.getLogger("llamoe")
 
@@ -146,8 +146,8 @@ class LlamoeQuantizer(HfQuantizer):
             model.set_submodule(name, module)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        check_scales(model)
         if self.pre_quantized:
-            check_scales(model)
             align_codes(model)
         forget_conversions(model)
 
@@ -173,10 +173,6 @@ class LlamoeQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> Quantize:
         """What makes the parts of a weight."""
         return Quantize()
-
-    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """Transformers' rules of loading, which quantize experts that are stored one by one."""
-        return in_place_of_fusing(weight_conversions, model) if not self.pre_quantized else weight_conversions
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
         """Inside of `saving_dequantized` the weights that the packed ones mean."""

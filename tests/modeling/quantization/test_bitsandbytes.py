@@ -1,6 +1,8 @@
 """Experts that bitsandbytes quantizes: each matrix is its linear layer, in memory, in files and in products."""
 
 import logging
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,8 +28,9 @@ from transformers import BitsAndBytesConfig, Llama4ForCausalLM, LlamaForCausalLM
 from transformers.integrations.accelerate import compute_module_sizes
 
 import llamoe
+from llamoe.modeling.checkpoints import take_experts
 from llamoe.modeling.moe import Experts, Router
-from llamoe.modeling.quantization import ExpertsOfCheckpoint, QuantizedExperts, packed_experts
+from llamoe.modeling.quantization import QuantizedExperts, packed_experts
 
 for_families = pytest.mark.parametrize("family", FAMILIES)
 for_pairs = pytest.mark.parametrize(("method", "family"), in_turn(METHODS, FAMILIES))
@@ -274,9 +277,15 @@ def test_processes_cannot_share_packed_experts():
 
     class Shared:
         device_mesh = object()
+        weight_mapping = disable_mmap = None
+        ignore_mismatched_sizes = False
+        hf_quantizer = SimpleNamespace(
+            pre_quantized=False, quantization_config=SimpleNamespace(quant_method="bitsandbytes")
+        )
 
+    state = folder_of("llama4")
     with pytest.raises(ValueError, match=r"cannot be shared by several processes.*llm_int8_skip_modules"):
-        ExpertsOfCheckpoint(model, {}, None, Shared())
+        take_experts(model, None, [str(file) for file in Path(state).glob("*.safetensors")], Shared())
 
 
 def test_other_models_are_as_transformers_has_them(tmp_path):

@@ -1,0 +1,350 @@
+"""Where a checkpoint has which expert's numbers: one index, whatever way its files store them.
+
+Files have a layer's experts as two stacks, or each expert's gate, up and down as linear layers, `[out, in]`:
+
+* `experts.N.w1.weight` (gate), `w3` (up) and `w2` (down): Mixtral;
+* `experts.N.gate_proj.weight`, `up_proj`, `down_proj`: transformers, llm-compressor, GPTQModel, `llamoe convert`;
+* `experts.gate_projs.N.weight`, `up_projs`, `down_projs`: Axolotl.
+
+Packed stacks have several parts, and beside a linear layer's weight that bitsandbytes has packed stand tensors of other
+kinds (`weight.absmax`, `SCB` …). Who wants experts asks here: to fuse, quantize or unpack them while they are loaded
+(`load_experts`), or to read them where they are (`elsewhere`).
+
+Shapes: E experts, H hidden_size, I intermediate_size.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.modeling_utils import load_state_dict
+
+from ...configuration.errors import CheckpointError
+from ..moe import PARTS_OF_STACKS, Experts, matrix_named
+from .checkpoint_files import read_header
+from .safetensors_files import DTYPE_NAMES, WEIGHT_DTYPES
+
+STACKS = tuple(PARTS_OF_STACKS[True])
+"""Names of the stacks of a layer's experts."""
+WEIGHT = "weight"
+"""Kind of the tensor that has an expert's numbers, or their codes."""
+PLACES = {
+    "gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", 0),
+    "w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0),
+}  # fmt: skip
+"""Stack of a matrix, and its place in an expert's part of the stack, by the words of `expert_of`."""
+
+_BELOW_EXPERTS = re.compile(r"(.*(feed_forward|mlp)\.experts)\.(.+)")
+# Any name of a single expert's tensor, also in an unknown spelling or from a quantizer.
+_OF_ONE = re.compile(r"(.*(?:feed_forward|mlp)\.experts)\.(\w+\.)?\d+\.")
+# What follows an expert's packed weight, or stands in the place of "weight".
+_BESIDE = re.compile(r"(.*\.experts\..*\.)(?:weight\.(.+)|(SCB|weight_format))")
+
+
+class ExpertName(NamedTuple):
+    """An expert's weight: its name up to `experts`, the expert's number, and "gate", "up", "down" (or "w1" …)."""
+
+    experts: str
+    number: int
+    part: str
+
+    def __str__(self) -> str:
+        """The name with the expert's number first."""
+        return f"{self.experts}.{self.number}.{self.part}_proj.weight"
+
+
+def expert_of(name: str) -> ExpertName | None:
+    """The expert's weight that a checkpoint's name means; None for other names."""
+    match = _BELOW_EXPERTS.fullmatch(name)
+    matrix = match and matrix_named(match[3])
+    if match is None or matrix is None or matrix.part.startswith("w") != (match[2] == "mlp"):
+        return None
+    return ExpertName(match[1], matrix.number, matrix.part.removesuffix("_proj"))
+
+
+def tensor_of_expert(name: str) -> tuple[ExpertName, str] | None:
+    """The same for any tensor of an expert: whose it is, and its kind; None for other names."""
+    beside = _BESIDE.fullmatch(name)
+    expert = expert_of(f"{beside[1]}weight" if beside else name)
+    return expert and (expert, beside[2] or beside[3] if beside else WEIGHT)
+
+
+class Stored(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Attributes:
+        origin: the file, or "state_dict".
+        name: there.
+        dtype: in safetensors' spelling.
+        shape: as stored.
+        content: the tensor, mostly mapped from the file; or its header.
+    """
+
+    origin: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    content: Any
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.name}"
+
+
+@dataclass
+class StoredStack:
+    """What a checkpoint has of one stack.
+
+    Attributes:
+        whole: by the suffix of its parts, the tensors that hold all experts.
+        single: by expert and place (`PLACES`), the tensors of one matrix by their kind.
+    """
+
+    whole: dict[str, Stored] = field(default_factory=dict)
+    single: dict[tuple[int, int], dict[str, Stored]] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Stored | None:
+        """Any of the tensors."""
+        for kinds in self.single.values():
+            return kinds.get(WEIGHT) or next(iter(kinds.values()))
+        return next(iter(self.whole.values()), None)
+
+    def names(self) -> set[str]:
+        """The names of all tensors, as stored."""
+        singles = (stored.name for kinds in self.single.values() for stored in kinds.values())
+        return {*(stored.name for stored in self.whole.values()), *singles}
+
+
+Index = dict[str, dict[str, StoredStack]]
+"""By the name of a layer's experts and that of a stack."""
+
+
+def headers_of(files: Iterable[str]) -> Iterator[Stored]:
+    """The tensors of files, without their numbers."""
+    for file in files:
+        for name, header in read_header(file).items():
+            yield Stored(str(file), name, header.dtype, header.shape, header)
+
+
+def tensors_of(
+    state_dict: Mapping[str, Any] | None, files: Iterable[str] | None, disable_mmap: bool | None = None
+) -> Iterator[Stored]:
+    """The tensors of a state dict, or else of files, from which they are mapped."""
+    sources: Iterable[tuple[str, Any]] = (("state_dict", state_dict),)
+    if state_dict is None:
+        sources = ((str(file), load_state_dict(file, disable_mmap=disable_mmap)) for file in files or ())
+    for origin, content in sources:
+        for name, tensor in content.items():
+            if isinstance(tensor, torch.Tensor):
+                dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+                yield Stored(origin, name, dtype, tuple(tensor.shape), tensor)
+
+
+def names_in_model(model: PreTrainedModel, load_config: Any) -> Callable[[str], list[str]]:
+    """A function that gives the names which a checkpoint's key may have in the model."""
+    renamings = [rule for rule in load_config.weight_mapping or () if isinstance(rule, WeightRenaming)]
+    prefixes = getattr(model, "_checkpoint_prefixes", {})
+    patterns = [(re.compile(f"^{old}"), new) for old, new in prefixes.items()]
+    prefix = f"{model.base_model_prefix}."
+
+    def names(key: str) -> list[str]:
+        renamed, _ = rename_source_key(key, renamings, [])
+        found = [renamed, *(pattern.sub(new, renamed) for pattern, new in patterns)]
+        # A model without its head, or the other way round.
+        return [*found, *(prefix + name for name in found), *(name.removeprefix(prefix) for name in found)]
+
+    return names
+
+
+def suffixes_in_files(experts: Experts, is_packed: bool) -> tuple[str, ...]:
+    """What follows a stack's name in the names of its parts; of plain stacks nothing."""
+    form: Any = getattr(experts, "format", None)
+    return form.suffixes if is_packed and experts.is_packed else ("",)
+
+
+def index_experts(
+    layers: Mapping[str, Experts],
+    tensors: Iterable[Stored],
+    names: Callable[[str], Iterable[str]],
+    is_packed: bool = False,
+) -> Index:
+    """Where a checkpoint has the experts of these layers.
+
+    Args:
+        layers: names in the model, and experts with the shapes of the model.
+        tensors: of the checkpoint.
+        names: the names that a key of the checkpoint may have in the model.
+        is_packed: whether packed experts of the model are packed in the checkpoint, too.
+
+    Raises:
+        CheckpointError: a tensor is there twice, or is of one expert and nothing that is known.
+    """
+    index: Index = {layer: {stack: StoredStack() for stack in STACKS} for layer in layers}
+    wanted = {
+        f"{layer}.{stack}{suffix}": (layer, stack, suffix)
+        for layer, experts in layers.items()
+        for stack in STACKS
+        for suffix in suffixes_in_files(experts, is_packed)
+    }
+    for tensor in tensors:
+        for key in names(tensor.name):
+            if key in wanted:
+                layer, stack, suffix = wanted[key]
+                kinds, kind = index[layer][stack].whole, suffix
+            elif (named := tensor_of_expert(key)) and named[0].experts in layers:
+                expert, kind = named
+                stack, place = PLACES[expert.part]
+                kinds = index[expert.experts][stack].single.setdefault((expert.number, place), {})
+            elif (match := _OF_ONE.match(key)) and match[1] in layers:
+                raise CheckpointError(_unknown(tensor, layers[match[1]]))
+            else:
+                continue
+            if other := kinds.get(kind):
+                raise CheckpointError(f"{tensor} is there a second time: {other} has it, too.")
+            kinds[kind] = tensor
+            break
+    return index
+
+
+def _unknown(tensor: Stored, experts: Experts) -> str:
+    known = "experts.N.gate_proj.weight and experts.gate_projs.N.weight, with up and down likewise."
+    if not experts.is_transposed:
+        known = "experts.N.w1.weight, w2 and w3."
+    return f"{tensor} belongs to one expert, but is no weight that can be fused: known are {known}"
+
+
+def check_experts(
+    layer: str,
+    experts: Experts,
+    found: Mapping[str, StoredStack],
+    is_packed: bool = False,
+    ignores_sizes: bool = False,
+) -> None:
+    """Check what a checkpoint has of one layer's experts: plain, or packed in stacks.
+
+    Args:
+        layer: name of the experts in the model.
+        experts: with the shapes of the model.
+        found: by stack.
+        is_packed: as in `index_experts`.
+        ignores_sizes: whether sizes need only agree with each other.
+
+    Raises:
+        CheckpointError: an expert is missing, there twice, has another shape, or a dtype that is not read.
+    """
+    first = next((stored.first for stored in found.values() if stored.first), None)
+    for stack, stored in found.items():
+        whole = next(iter(stored.whole.values()), None)
+        if stored.first is None:
+            other = f"{first} has no counterpart: {layer}.{stack}" if first else f"{layer}.{stack}"
+            raise CheckpointError(f"{other} is missing, fused or not. Download or copy the checkpoint again.")
+        if stored.single and whole is not None:
+            raise CheckpointError(f"{stored.first} is there a second time: {whole} has it, too.")
+        if stored.single and is_packed and experts.is_packed:
+            raise CheckpointError(
+                f"{stored.first} is one expert by itself, where config.json says that experts are packed in stacks."
+            )
+        if stored.single:
+            _check_single(stack, experts, stored, ignores_sizes)
+            continue
+        for suffix in suffixes_in_files(experts, is_packed):
+            if suffix not in stored.whole:
+                raise CheckpointError(
+                    f"{whole} is there, but {layer}.{stack}{suffix} is missing. Download or copy the checkpoint again."
+                )
+            part = getattr(experts, stack + suffix)
+            wanted = (
+                (tuple(part.shape), part.dtype)
+                if is_packed and experts.is_packed
+                else (shape(experts, stack), None)
+            )
+            _check_tensor(stored.whole[suffix], *wanted)
+
+
+def shape(experts: Experts, stack: str) -> tuple[int, ...]:
+    """Shape of a plain stack; under DeepSpeed's ZeRO-3 an empty model is in parts already."""
+    return tuple(getattr(experts._parameters.get(stack), "ds_shape", None) or experts.stack_shape(stack))
+
+
+def shape_of_one(experts: Experts, stack: str) -> tuple[int, int]:
+    """Shape `[out, in]` of an expert's gate, up or down."""
+    _, size_out, size_in = shape(experts, stack)
+    if experts.is_transposed:
+        size_out, size_in = size_in, size_out
+    return size_out // len(PARTS_OF_STACKS[experts.is_transposed][stack]), size_in
+
+
+def _check_tensor(stored: Stored, wanted: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    """Raise a `CheckpointError` for another shape or dtype; `dtype` is None for any of plain weights."""
+    if stored.shape != wanted:
+        raise CheckpointError(
+            f"{stored} has shape {list(stored.shape)}, but the model that config.json describes has {list(wanted)}. "
+            "Weights and config.json do not belong together."
+        )
+    if dtype is None and stored.dtype not in WEIGHT_DTYPES:
+        raise CheckpointError(
+            f"{stored} has dtype {stored.dtype}, which is no dtype of plain weights. Load the unquantized checkpoint."
+        )
+    if dtype is not None and stored.dtype != DTYPE_NAMES[dtype]:
+        raise CheckpointError(
+            f"{stored} has dtype {stored.dtype}, but the quantization_config in config.json means "
+            f"{DTYPE_NAMES[dtype]}."
+        )
+
+
+def _check_single(stack: str, experts: Experts, stored: StoredStack, ignores_sizes: bool) -> None:
+    first: Any = stored.first
+    count, wanted = experts.num_experts, shape_of_one(experts, stack)
+    source = f"the model that config.json describes has {list(wanted)}"
+    if ignores_sizes:
+        count, wanted = 1 + max(number for number, _ in stored.single), first.shape
+        source = f"{first.name} has {list(wanted)}"
+    check_numbers(stack, experts, stored, count)
+    for kinds in stored.single.values():
+        tensor = kinds.get(WEIGHT) or next(iter(kinds.values()))
+        if tensor.dtype not in WEIGHT_DTYPES or len(kinds) > 1:
+            raise CheckpointError(
+                f"{tensor} has dtype {tensor.dtype}: experts that a quantizer has packed cannot be fused. Load the "
+                "unquantized checkpoint."
+            )
+        if tensor.shape != wanted or len(wanted) != 2:
+            raise CheckpointError(
+                f"{tensor} has shape {list(tensor.shape)}, but {source}. Weights and config.json do not belong "
+                "together."
+            )
+
+
+def check_numbers(stack: str, experts: Experts, stored: StoredStack, count: int) -> None:
+    """Check that a stack has each of `count` experts, with each of its matrices, and no others.
+
+    Raises:
+        CheckpointError: an expert is missing, or one too many.
+    """
+    first: Any = stored.first
+    for (number, _), kinds in stored.single.items():
+        if number >= count:
+            raise CheckpointError(
+                f"{next(iter(kinds.values()))} is of expert {number}, but num_local_experts in config.json is {count}."
+            )
+    parts = PARTS_OF_STACKS[experts.is_transposed][stack]
+    whole = sum(WEIGHT in kinds for kinds in stored.single.values())
+    # Names may contain any number: the numbers below it are not put into a list.
+    if missing := count * len(parts) - whole:
+        number, place = next(
+            (number, place)
+            for number in range(count)
+            for place in range(len(parts))
+            if WEIGHT not in stored.single.get((number, place), {})
+        )
+        name = f"{number}.{parts[place]}"
+        if "_projs." in first.name:
+            name = f"{parts[place]}s.{number}"
+        path = first.name.partition(".experts.")[0]
+        raise CheckpointError(
+            f"{first.origin}: {path}.experts.{name}.weight is missing ({missing} such), though the checkpoint has "
+            f"{first.name}, and num_local_experts in config.json is {count}. Download or copy the checkpoint again."
+        )
