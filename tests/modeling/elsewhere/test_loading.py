@@ -13,7 +13,9 @@ TINY = "examples/llamoe-tiny"
 
 
 @pytest.mark.parametrize(
-    ("how", "make"), [("from_pretrained", mixtral), ("load_adapter", text_model)], ids=str
+    ("how", "make"),
+    [("from_pretrained", mixtral), ("load_adapter", text_model)],
+    ids=["from_pretrained-mixtral", "load_adapter-text_model"],
 )
 def test_adapters_of_experts_are_loaded(how, make, tmp_path, ids):
     base, folder = tmp_path / "base", tmp_path / "adapter"
