@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from ...configuration.checks import listed
-from .._compat import offloads_everything
 
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -145,20 +144,7 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
             f"device_map gives no device for {_enumerate(missing)} of {type(model).__name__}. Add {named}"
             f"{'or ' if named else ''}'': 'cpu' for everything that it does not name."
         )
-    if offloads_everything():
-        return settled
-    ties = getattr(model, "all_tied_weights_keys", {}).items()
-    stays = [name.rpartition(".")[0] for pair in ties for name in pair if device_of(name, settled) == "disk"]
-    if set(settled.values()) == {"disk"}:
-        stays.append(_least(model))
-    return settle_device_map(model, settled | dict.fromkeys(stays, "cpu")) if stays else settled
-
-
-def _least(model: nn.Module) -> str:
-    """Name of what needs least memory: a parameter of the model's own, or else the rotary embedding."""
-    own = [name for name, _ in model.named_parameters(recurse=False)]
-    modules = model.named_modules()
-    return (own + [name for name, part in modules if _has_tensors(part) and not part.state_dict()])[0]
+    return settled
 
 
 def _enumerate(names: Iterable[str]) -> str:

@@ -31,7 +31,7 @@ class StackExperts(MergeModulelist):
     """Writes the experts that a device holds into its shard of a stack, gate and up side by side.
 
     transformers' `MergeModulelist` and `Concatenate` would copy a layer three times, and fail on a device without
-    experts. Releases before 5.23 count a rule's tensors only for operations of this class.
+    experts.
     """
 
     @torch.no_grad()

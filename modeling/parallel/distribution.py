@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...configuration.parallel import check_parallel
-from .._compat import divide_expert_gradients_once, splits_packed_columns_unevenly
+from .._compat import splits_packed_columns_unevenly
 from .gathering import is_sharded, joined
 
 
@@ -105,10 +105,7 @@ class Distributed(PreTrainedModel):
                 # transformers passes over these rules, but peft asks the tensor parallel plan alone.
                 for rule in model._ep_plan:
                     model._tp_plan.pop(rule, None)
-        model = super().maybe_distribute_model(model, distributed_config, mesh)
-        if mesh is not None:
-            divide_expert_gradients_once(model, distributed_config)
-        return model
+        return super().maybe_distribute_model(model, distributed_config, mesh)
 
     def _expand_parallel_plan(self, plan: dict[str, str]) -> dict[str, str]:
         # transformers cuts the model into stages after this, and then misses what other stages have.

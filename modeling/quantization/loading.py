@@ -51,7 +51,7 @@ def dtype_to_quantize(files: Iterable[str] | None) -> torch.dtype | None:
 def keep_dtypes(load_config: Any, dtype: torch.dtype | None, model: nn.Module) -> Any:
     """A record of the loading in which linear layers that are to be packed are read in this dtype.
 
-    Releases of transformers before 5.23 would cast those without a plan to the dtype of codes.
+    transformers would read them in the model's dtype otherwise.
     """
     if load_config.hf_quantizer.pre_quantized or dtype is None:
         return load_config

@@ -4,10 +4,8 @@ import json
 import os
 import time
 from collections import Counter
-from importlib.metadata import version
 
 import pytest
-from packaging.version import parse
 from support import programs
 from support.models import MODELS, SHALLOW_VISION
 from support.paths import SUPPORT
@@ -15,10 +13,6 @@ from support.paths import SUPPORT
 from llamoe.modeling.registration import empty_model
 from llamoe.planning.traffic import card_bytes, forward_traffic, step_traffic
 
-pytestmark = pytest.mark.skipif(
-    parse(version("transformers")) < parse("5.23"),
-    reason="before transformers 5.23 experts and embeddings are shared in other ways: install 5.23 or newer",
-)
 PATIENCE = 300
 ROWS, LENGTH = 3, 7
 CASES = {case.name: case for case in MODELS}

@@ -4,8 +4,6 @@ import os
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from support import programs
 from support.models import make_asymmetric, max_abs, stock_multimodal_config
 from transformers import Llama4ForConditionalGeneration
@@ -178,9 +176,7 @@ def test_a_processor_saved_beside_the_model_is_found(processor, pair, tmp_path):
     ],
 )
 def test_markers_and_pictures_do_not_match(text, pictures, numbers, processor, pair):
-    """In the processor, before a picture is resized; early releases' lets markers pass where there is no picture."""
-    if not pictures and Version(transformers.__version__) < Version("5.23"):
-        pytest.skip("this transformers' processor takes markers without any picture")
+    """In the processor, before a picture is resized."""
 
     def ask():
         images = [picture(60, 60, seed) for seed in range(pictures)] or None
