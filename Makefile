@@ -41,7 +41,7 @@ help: ## list the targets
 demo: $(VENV)/.installed-vision ## ask the small model in the repository about a picture
 	@echo "picture:  $(IMAGE)"
 	@echo "question: $(QUESTION)"
-	@HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN) examples/describe_image.py --model $(MODEL) --image $(IMAGE) --prompt "$(QUESTION)"
+	@HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN) examples/describe_image.py $(MODEL) $(IMAGE) "$(QUESTION)"
 
 chat: $(VENV)/.installed-page ## open a page to talk with that model and see its experts, or with another: MODEL=folder
 	@HF_HUB_OFFLINE=1 $(BIN) -m llamoe chat $(MODEL) $(if $(filter examples/llamoe-tiny,$(MODEL)),$(PICTURES:%=--picture %)) $(ARGS)

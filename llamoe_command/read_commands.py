@@ -1,6 +1,7 @@
-"""Commands that write nothing: what a checkpoint is, and whether two are the same."""
+"""Commands that write no folder: what a checkpoint is, and whether two are the same."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Literal
@@ -49,6 +50,17 @@ def inspect(
         int | None,
         typer.Option(help="For --plan: of a weight, 32, 16, 8 or 4. The default is what the files have."),
     ] = None,
+    prefill: Annotated[
+        int | None, typer.Option(help="For --plan: tokens of the prompt in one pass. The default is all.")
+    ] = None,
+    headroom: Annotated[
+        str | None,
+        typer.Option(help='For --plan: kept free of each device, such as "2GB". The default is 4GB.'),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="For --plan: write the arguments of from_pretrained as JSON."),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -66,11 +78,22 @@ def inspect(
     With --plan it is said what goes to GPUs, to memory and to disk, and how fast that could run.
 
         llamoe inspect llama-4-scout --plan --gpus 1 --ram 64GB --bits 4
+
+    With --save the plan is written, too, and from_pretrained(folder, **json.load(open("plan.json"))) loads so.
+
+        llamoe inspect llama-4-scout --plan --gpus 4 --save plan.json
     """
+    if save and not plan:
+        raise ValueError("save: for a plan, which was not asked for: give plan (--plan), too.")
+    if save and not save.absolute().parent.is_dir():
+        raise ValueError(f"--save {save}: there is no such folder.")
     # A name without a folder may be that of a preset.
     conversion = load_conversion(*[Path(path)] if os.sep in path else [], is_silent=as_json or quiet)
     machine = {"gpus": gpus, "gpu_memory": gpu_memory, "ram": ram, "bits": bits}
+    machine |= {"prefill": prefill, "headroom": headroom}
     found = conversion.inspect(path, context=context, batch=batch, reader=reader, plan=plan, **machine)
+    if save:
+        save.write_text(json.dumps(found.placement.arguments(), indent=1) + "\n", encoding="utf-8")
     print_sections(dataclasses.asdict(found), found.sections(), as_json)
     if found.gguf:
         raise typer.Exit(1)

@@ -1,7 +1,12 @@
-"""Lessons as folders of pictures with a file of questions, for `examples/finetune_lora.py` and `align_vision.py`."""
+"""Lessons as folders of pictures with a file of questions, for `examples/finetune_lora.py` and `align_vision.py`.
+
+python examples/tiny/lessons.py lesson        # which shape is bigger?
+python examples/tiny/lessons.py captions
+"""
 
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,3 +97,9 @@ def write_lesson(
         scene.picture.save(folder / name)
         lines.append(json.dumps({"image": name, "question": question, "answer": answer, "kind": kind}))
     (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    name = sys.argv[1]
+    ask, count = {"lesson": (ask_for_the_bigger, 9000), "captions": (ask_for_captions, 5400)}[name]
+    write_lesson(Path(name), ask, count, count // 9)

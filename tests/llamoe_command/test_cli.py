@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from support import programs
 from support.models import make_asymmetric
+from support.paths import TINY
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -190,9 +191,40 @@ def test_inspect_prints_sections(source, capsys):
     options = ["--plan", "--gpus", "1", "--gpu-memory", "24GB", "--ram", "64GB", "--bits", "4"]
     status, out, _ = run(capsys, "inspect", "llama-4-scout", *options)
     assert status == 0 and "routed experts are in RAM" in out
-    for wrong in (["--plan", "--gpus", "-1"], ["--ram", "3GB"], ["--plan", "--bits", "5"]):
+    wrongs = (["--plan", "--gpus", "-1"], ["--ram", "3GB"], ["--plan", "--bits", "5"], ["--headroom", "1GB"])
+    for wrong in (
+        *wrongs,
+        ["--save", "x.json"],
+        ["--plan", "--save", "no/such/x.json"],
+        ["--plan", "--prefill", "0"],
+    ):
         status, out, err = run(capsys, "inspect", "llama-4-scout", *wrong)
         assert status == 2 and not out and err.count("\n") == 1
+
+
+def test_a_saved_plan_is_the_librarys_and_loads(tmp_path, capsys):
+    model = llamoe.LlamoeForConditionalGeneration.from_pretrained(TINY, dtype="auto")
+    machine = {"gpus": 0, "ram": "3MB", "headroom": "100KB"}
+    words = [word for name, value in machine.items() for word in (f"--{name}", str(value))]
+    words += [
+        "--context",
+        "40",
+        "--prefill",
+        "9",
+        "--batch",
+        "2",
+        "--plan",
+        "--save",
+        str(tmp_path / "plan.json"),
+    ]
+    assert run(capsys, "inspect", TINY, *words)[0] == 0
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    assert saved == llamoe.plan_placement(TINY, **machine, context=40, prefill=9, batch=2).arguments()
+    assert saved["device_map"]["experts"] == "disk"
+    placed = type(model).from_pretrained(TINY, **saved)
+    ids = torch.arange(20, 31)[None]
+    assert torch.equal(placed(ids).logits, model(ids).logits)
+    placed.close()
 
 
 @pytest.mark.parametrize("width", [80, 110])

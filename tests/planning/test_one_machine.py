@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
 from support.models import MODELS, for_models, run, stock_mixtral_config, stock_text_config
+from torch import nn
 from transformers import BitsAndBytesConfig
+from transformers.quantizers.base import get_keys_to_not_convert
 
 import llamoe
 from llamoe import plan_placement
@@ -358,3 +361,62 @@ def test_names_are_told_in_runs():
     names = ["a.layers.1", "a.layers.2", "a.layers.3", "norm", "a.layers.5.x.experts", "a.layers.7.x.experts"]
     assert summarize(names) == "a.layers.1-3, norm, a.layers.5-7.x.experts (every 2.)"
     assert summarize(["l.1", "l.2", "l.4"]) == "l.1,2,4"
+
+
+def test_published_sizes():
+    machine = dict(ram="256GB", bits=16)
+    scout = plan_placement(SCOUT, gpus=4, **machine)
+    assert sum(scout.weights.values()) / GB == pytest.approx(2 * 108.641793536, abs=0.05)
+    assert sum(scout.cache.values()) == 48 * 8192 * 4096 and set(scout.device_map.values()) == {0, 1, 2}
+    one = plan_placement(SCOUT, gpus=1, context=131072, prefill=4096, **machine)
+    assert one.cache[0] / GB == pytest.approx(8.25, abs=0.01) and 100 < one.weights["cpu"] / GB < 200
+    assert "(12 layers x 131,072 tokens, 36 layers x 12,287 tokens) x 2 x 8 heads x 128 x 2 bytes" in str(one)
+    maverick = {
+        count: plan_placement("llama-4-maverick", gpus=count, **machine).weights for count in (8, 11, 12)
+    }
+    assert sum(maverick[8].values()) / GB == pytest.approx(803.17, abs=0.1)
+    # Twelve cards hold all.
+    assert maverick[8].get("disk") and maverick[11].get("cpu") and not {"cpu", "disk"} & {
+        device for device, size in maverick[12].items() if size
+    }  # fmt: skip
+    assert plan_placement("llama-2-7b", gpus=1, **machine).context == 4096
+
+
+@for_models("is_head")
+def test_what_is_quantized_is_what_transformers_replaces_and_experts(case):
+    """Matrix by matrix, in bitsandbytes' bytes."""
+    config, model = case.make_config(), case.make()
+    kept = [*get_keys_to_not_convert(model), *model._keep_in_fp32_modules]
+    linear = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not any(re.match(rf"{key}(\.|$)", name) for key in kept)
+    }
+    assert not [name for name in linear if "router" in name or "lm_head" in name]
+    for bits, size in (
+        (8, lambda weight: weight.numel() + 4 * weight.shape[0]),
+        (4, lambda weight: (weight.numel() + 1) // 2 + 4 * ((weight.numel() + 63) // 64)),
+    ):
+        expected = 0
+        for name, weight in model.named_parameters():
+            if is_expert(name):
+                matrices = weight if config.get_text_config().experts_are_output_first else weight.mT
+                halves = 2 if "gate_up" in name else 1
+                expected += sum(sum(map(size, matrix.chunk(halves))) for matrix in matrices)
+            else:
+                expected += size(weight) if name in linear else 2 * weight.numel()
+        plan = plan_placement(config, gpus=[GB], ram=0, bits=bits, context=20, headroom=0)
+        assert plan.device_map == {"": 0} and plan.weights == {0: expected}
+
+
+def test_mixtures_in_few_bits_are_told_what_makes_them():
+    told = {
+        name: str(plan_placement(name, gpus=1, ram="256GB", bits=4)) for name in (SCOUT, "llama-4-maverick")
+    }
+    # Half a byte, and a float32 scale for 64 weights.
+    assert re.search(r"  experts +96,636,764,160 x 0\.5625 bytes", told[SCOUT])
+    assert "linear layers and routed experts, as bitsandbytes stores them" in told[SCOUT]
+    assert "run `llamoe quantize IN OUT --to int4`" in told["llama-4-maverick"]
+    assert not any("and bitsandbytes refuses that" in text for text in told.values())
+    dense = plan_placement("llama-2-70b", gpus=1, gpu_memory="24GB", ram="256GB", bits=4)
+    assert "and bitsandbytes refuses that" in str(dense)

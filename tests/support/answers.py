@@ -1,38 +1,38 @@
-"""Questions about pictures with their answers, for scripts that train on them, and a training that is killed."""
+"""Questions about pictures with their answers, and the examples that train on them as programs."""
 
 import json
 import random
-import subprocess
 from pathlib import Path
 
 from PIL import Image
 
-from . import programs
 from .paths import EXAMPLES
 
-KILLED = """
+PROGRAM = """
 import os, signal, sys
+from pathlib import Path
 sys.path.insert(0, {folder!r})
-import {script}, finetune_lora
-class Kill(finetune_lora.TrainerCallback):
+import {script} as script, finetune_lora
+for name, value in {constants!r}.items():
+    setattr(script, name, Path(value) if isinstance(value, str) else value)
+finetune_lora.TRAINING |= {training!r}
+class Kill(finetune_lora.transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **_):
-        if {place!r} in args.output_dir and state.global_step == {step}:
+        if state.global_step == {kill!r} and {place!r} in args.output_dir:
             os.kill(os.getpid(), signal.SIGKILL)
-made = finetune_lora.make_trainer
-def make(*arguments):
-    trainer = made(*arguments)
-    trainer.add_callback(Kill())
-    return trainer
-{script}.make_trainer = make
-sys.argv = ["{script}.py", *{words!r}]
-{script}.main()
+made = finetune_lora.transformers.Trainer
+finetune_lora.transformers.Trainer = lambda *given: made(*given, callbacks=[Kill()])
+script.main()
 """
+SHORT = dict(num_train_epochs=2, per_device_train_batch_size=6)
 
 
-def killed_at(step: int, script: str, words: list[str], place: str = "") -> subprocess.CompletedProcess:
-    """A training by one of the examples that is killed after a step, in a folder whose name has `place` in it."""
-    program = KILLED.format(folder=str(EXAMPLES), script=script, place=place, step=step, words=words)
-    return programs.run(["-c", program])
+def edited(script: str, kill: int | None = None, place: str = "", **constants) -> str:
+    """A program: an example with other constants at its top, killed after a step in a folder named like `place`."""
+    training = SHORT | constants.pop("TRAINING", {})
+    constants = {name: value if isinstance(value, int) else str(value) for name, value in constants.items()}
+    given = dict(script=script, kill=kill, place=place, constants=constants, training=training)
+    return PROGRAM.format(folder=str(EXAMPLES), **given)
 
 
 def write_data(folder: Path, count: int = 40) -> Path:
@@ -47,8 +47,7 @@ def write_data(folder: Path, count: int = 40) -> Path:
         Image.new("RGB", size, colour).save(folder / f"{number}.png")
         question = rng.choice(["Who are you?", "And you are?", "Your name?"])
         lines.append({"image": f"{number}.png", "question": question, "answer": "i am red.", "kind": "name"})
-    # Without a picture, and without a chat.
+    # Without a picture.
     lines[3] = {"question": "Are you a star?", "answer": "no.", "kind": "star"}
-    lines[7] = {"text": "a text of its own"}
     (folder / "data.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder

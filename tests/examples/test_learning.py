@@ -1,0 +1,156 @@
+"""The examples that teach a model: LoRA on a folder of answers, and a decoder that learns to see."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from support import programs
+from support.answers import SHORT, edited, write_data
+from support.paths import EXAMPLES, TINY, environment
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from llamoe.conversion import assemble
+
+
+def run(script, **constants):
+    return programs.run(["-c", edited(script, **constants)])
+
+
+def adapter_of(folder):
+    return load_file(folder / "adapter/adapter_model.safetensors")
+
+
+def test_an_adapter_is_learnt_from_a_folder(tmp_path, monkeypatch, capsys):
+    import evaluate
+    import finetune_lora
+    from peft import PeftModel
+
+    monkeypatch.setattr(finetune_lora, "DATA", write_data(tmp_path / "data", 20))
+    monkeypatch.setattr(finetune_lora, "OUT", tmp_path / "out")
+    changes = SHORT | dict(num_train_epochs=6, learning_rate=1.2e-2)
+    monkeypatch.setattr(finetune_lora, "TRAINING", finetune_lora.TRAINING | changes)
+    finetune_lora.main()
+    printed = capsys.readouterr().out
+    assert "held-out answers right before: 0.0% of 2 name" in printed and "now: 100.0% of 2 name" in printed
+    model = AutoModelForImageTextToText.from_pretrained(TINY, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, tmp_path / "out/adapter").eval()
+    processor = AutoProcessor.from_pretrained(TINY)
+    picture = Image.new("RGB", (90, 70), (0, 90, 128))
+    assert evaluate.answer(model, processor, [picture], ["Who are you?"]) == ["i am red."]
+
+
+def test_only_answers_carry_a_loss(tmp_path):
+    import finetune_lora
+
+    model, processor = finetune_lora.load(str(TINY))
+    data = write_data(tmp_path / "data")
+    learnt, held_out = finetune_lora.read(data)
+    assert (len(learnt), len(held_out)) == (36, 4)
+    batch = finetune_lora.collate(processor, [learnt[0], learnt[3]])
+    answers = [
+        processor.decode(row[labels != -100])
+        for row, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+    ]
+    end = processor.tokenizer.eos_token
+    assert answers == [f"{learnt[0]['answer']}{end}", f"no.{end}"]
+    # The prompt is the one that the processor itself writes.
+    content = [
+        {"type": "image", "image": Image.open(data / "0.png")},
+        {"type": "text", "text": learnt[0]["question"]},
+    ]
+    prompt = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    length = prompt["input_ids"].shape[1]
+    assert torch.equal(batch["input_ids"][0, :length], prompt["input_ids"][0])
+    assert torch.equal(batch["pixel_values"][:1], prompt["pixel_values"])
+
+
+@pytest.mark.slow
+def test_a_killed_training_goes_on_to_the_same_adapter(tmp_path):
+    given = dict(DATA=write_data(tmp_path / "data"), TRAINING={"save_steps": 3})
+    whole = run("finetune_lora", OUT=tmp_path / "whole", **given)
+    assert whole.returncode == 0, whole.stderr
+    assert run("finetune_lora", OUT=tmp_path / "parts", kill=11, **given).returncode == -9
+    # What a kill within the next checkpoint would have left.
+    (tmp_path / "parts/checkpoints/checkpoint-12").mkdir()
+    again = run("finetune_lora", OUT=tmp_path / "parts", **given)
+    assert again.returncode == 0, again.stderr
+    one, two = (adapter_of(tmp_path / name) for name in ("whole", "parts"))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "zero3"])
+def test_two_processes_learn_what_one_does(kind, tmp_path):
+    """On the CPU, each with half of a batch; under ZeRO-3 each with half of every weight."""
+    if kind == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    data = write_data(tmp_path / "data")
+    assert run("finetune_lora", DATA=data, OUT=tmp_path / "one").returncode == 0
+    # accelerate starts processes on the CPU by MPI alone, unless a file asks for DeepSpeed.
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    if kind == "zero3":
+        text = (EXAMPLES / "accelerate/8gpu_zero3.yaml").read_text()
+        text = text.replace("num_processes: 8", "num_processes: 2").replace("bf16", "'no'")
+        (tmp_path / "zero3.yaml").write_text(text + "use_cpu: true\n")
+        launch = ["accelerate.commands.launch", "--config_file", tmp_path / "zero3.yaml"]
+    halves = {"per_device_train_batch_size": 3}
+    (tmp_path / "script.py").write_text(
+        edited("finetune_lora", DATA=data, OUT=tmp_path / "two", TRAINING=halves)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", *launch, tmp_path / "script.py"],
+        env=environment() | {"DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (adapter_of(tmp_path / name) for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    # Sums in another order, which Adam makes larger where gradients are small.
+    distance = sum((one[key] - two[key]).square().sum() for key in one).sqrt()
+    assert distance < 1e-2 * sum(each.square().sum() for each in one.values()).sqrt()
+
+
+@pytest.mark.slow
+def test_a_decoder_learns_to_see_in_two_stages_and_after_a_stop_in_the_second(tmp_path):
+    """Killed in its second stage it goes on to the same weights; the first changes nothing of the decoder."""
+    assemble(TINY, TINY, tmp_path / "joined", max_tiles=1)
+    given = dict(MODEL=tmp_path / "joined", DATA=write_data(tmp_path / "data"))
+    given["TRAINING"] = dict(num_train_epochs=1, save_steps=2)
+    whole = run("align_vision", OUT=tmp_path / "whole", **given)
+    assert whole.returncode == 0, whole.stderr
+    assert whole.stdout.count("% of 4 name") == 3
+    killed = run("align_vision", OUT=tmp_path / "parts", kill=5, place="stage2", **given)
+    assert killed.returncode == -9, killed.stderr
+    before, first = (
+        AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+        for folder in (tmp_path / "joined", tmp_path / "parts/stage1/checkpoint-6")
+    )
+    changed = {name for name, weight in first.items() if not torch.equal(before[name], weight)}
+    assert changed == {name for name in first if "vision_adapter" in name or "multi_modal_projector" in name}
+    again = run("align_vision", OUT=tmp_path / "parts", **given)
+    assert again.returncode == 0, again.stderr
+    one, two = (load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "parts"))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    AutoProcessor.from_pretrained(tmp_path / "parts/model")
+
+
+def test_the_lesson_holds_out_wordings(tmp_path):
+    import lessons
+
+    for name in ("one", "two"):
+        lessons.write_lesson(tmp_path / name, lessons.ask_for_the_bigger, 20, 10)
+    lines = [json.loads(line) for line in (tmp_path / "one/data.jsonl").read_text().splitlines()]
+    assert (tmp_path / "one/data.jsonl").read_text() == (tmp_path / "two/data.jsonl").read_text()
+    assert [line["kind"] for line in lines] == ["bigger", "known"] * 15
+    assert {line["question"] for line in lines[20::4]} <= set(lessons.OTHER_WORDINGS)
+    assert not {line["question"] for line in lines[:20]} & set(lessons.OTHER_WORDINGS)
